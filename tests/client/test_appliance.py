@@ -22,9 +22,9 @@ from waiting import until
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.api import appliance as module
 from penstock.client.api.appliance_settings import Torchrun
-from penstock.client.api.rendezvous import DaemonAddresses, SharedAppliance
+from penstock.client.api.rendezvous import CoordinatorAccess, SharedAppliance
 from penstock.client.embedded import Embedded
-from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, PenstockError
+from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, OverloadedError, PenstockError
 
 SOON_S = 60.0
 
@@ -164,6 +164,19 @@ def test_unreachable_coordinator_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         iter(DataExecutor(DataLoader(streams.counter), appliance=appliance))
 
 
+def test_overloaded_coordinator_keeps_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OverloadedError("too many runs: end other jobs")
+
+    monkeypatch.setattr(module, "REACH_S", 0.1)
+    monkeypatch.setattr(Appliance, "_open", refuse)
+    with (
+        Appliance("127.0.0.1:9", token="t") as appliance,
+        pytest.raises(OverloadedError, match=r"^too many runs: end other jobs \(tried for 0\.1 s\)$"),
+    ):
+        iter(DataExecutor(DataLoader(streams.counter), appliance=appliance))
+
+
 # ---- ranks that share one
 
 
@@ -185,13 +198,13 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_ranks_meet_and_rank_0_leaves_last(ranks: Any) -> None:
     host, other = ranks(0), ranks(1)
     assert (host.hosts, other.hosts) == (True, False)
-    place = DaemonAddresses("unix:/x", "token", "job")
-    joined: list[DaemonAddresses] = []
+    access = CoordinatorAccess("unix:/x", "token", "job")
+    joined: list[CoordinatorAccess] = []
     join = threading.Thread(target=lambda: joined.append(other.join(time.monotonic() + SOON_S, SOON_S)))
     join.start()
-    host.publish(place)
+    host.publish(access)
     join.join(SOON_S)
-    assert joined == [place]
+    assert joined == [access]
     order: list[str] = []
     leave = threading.Thread(target=host.leave, args=(lambda: order.append("stopped"),))
     leave.start()

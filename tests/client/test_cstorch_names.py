@@ -190,7 +190,7 @@ def test_handmade_state_needs_four_methods() -> None:
 def test_records_count_this_launch_and_all(two: Any) -> None:
     two.capabilities["state_methods"] = 2
     loader = DataLoader(streams.counter)
-    with pytest.raises(StateUnavailableError, match="step 0 has no records"):
+    with pytest.raises(StateUnavailableError, match=r"checkpoints\(\) of step 0 are not available"):
         loader.checkpoints()
     list(DataExecutor(loader, num_steps=3, appliance=two))
     first, second = loader.checkpoints()
@@ -199,7 +199,9 @@ def test_records_count_this_launch_and_all(two: Any) -> None:
     assert (second.global_worker_id, second.total_num_workers) == (1, 2)
     loader.load_state_dict(loader.state_dict())
     list(DataExecutor(loader, num_steps=2, appliance=two))
-    with pytest.raises(StateUnavailableError, match=r"step 3 has no records for .*, because steps 4 to 5"):
+    with pytest.raises(
+        StateUnavailableError, match=r"checkpoints\(\) of step 3 are not available, because steps 4 to 5"
+    ):
         loader.checkpoints(3)
     again = loader.checkpoints(5)
     assert [(c.appliance_step, c.worker_step, c.samples_streamed) for c in again] == [(2, 1, 1), (2, 1, 1)]

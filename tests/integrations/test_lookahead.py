@@ -104,7 +104,7 @@ def test_first_queries_use_the_given_appliance(appliance: Appliance) -> None:
     other = Appliance("127.0.0.1:1", num_workers_per_box=3, **elsewhere)
     ahead = Lookahead(DataLoader(streams.counter, PASS // 2), appliance=other)
     assert len(ahead) == 3 * (PASS // 2)
-    assert ahead.place == (1, 2)
+    assert ahead.box_and_num_boxes == (1, 2)
 
 
 def test_held_iterator_ends_when_the_next_begins(appliance: Appliance) -> None:
@@ -161,7 +161,7 @@ def test_a_loop_that_nobody_counts_is_an_error(appliance: Appliance) -> None:
     batches = iter(ahead)
     next(batches)
     next(batches)
-    with pytest.raises(RuntimeError, match=r"has fetched 2 batches, and the loop has reported 0.*call took\(\)"):
+    with pytest.raises(RuntimeError, match=r"has taken step 2, and the loop has reported step 0.*call took\(\)"):
         ahead.state_dict()
     loader.close()
 

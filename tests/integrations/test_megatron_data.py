@@ -143,9 +143,10 @@ def test_virtual_pipeline() -> None:
     expected = [list(range(at, at + 4)) for at in range(0, 12, 4)]
     first, last = values("chunks", 2, "ends")
     assert first[0] == last[1] == expected
-    refused = "next(data_iterator) must be called on the first and the last stage of the pipeline only, got a call on"
-    assert first[1].startswith(f"{refused} stage 0")
-    assert last[0].startswith(f"{refused} stage 1")
+    ends = "the first model chunk of the first stage and the last model chunk of the last stage"
+    refused = f"next(data_iterator) must be called on {ends} only, got a call on model chunk"
+    assert first[1].startswith(f"{refused} 1 of stage 0 ")
+    assert last[0].startswith(f"{refused} 0 of stage 1 ")
     assert values("chunks", 3, "all") == [[expected, expected]] * 3
 
 

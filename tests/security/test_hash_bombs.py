@@ -71,7 +71,7 @@ def test_an_object_is_refused_at_once(bomb: Callable[[], bytes], first: str) -> 
     with zipfile.ZipFile(file, "w") as archive:
         for name in sorted(("a/data.pkl", "a/version"), key=lambda name: name != first):
             archive.writestr(name, bomb() if name.endswith("pkl") else b"3\n")
-    with pytest.raises(CheckpointError, match=r"very long to hash|a class that could run code"):
+    with pytest.raises(CheckpointError, match=r"^'x' of y cannot be loaded: .*very long to hash"):
         load_object(file.getvalue(), "x", "y", unsafe=False)
     with pytest.raises(CheckpointCorruptError, match="very long to hash"):
         load_tensor(file.getvalue(), "x", torch.float32, (1,))

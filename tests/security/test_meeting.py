@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.client.api.appliance_settings import Torchrun
-from penstock.client.api.rendezvous import DaemonAddresses, SharedAppliance
+from penstock.client.api.rendezvous import CoordinatorAccess, SharedAppliance
 from penstock.proto.errors import PenstockError
 
 OTHER = 12_345
@@ -30,7 +32,7 @@ full.connect(held[-1].getsockname())
 print("held", flush=True)
 sys.stdin.read()
 """
-PLACE = DaemonAddresses("unix:/nowhere", "secret", "job")
+ACCESS = CoordinatorAccess("unix:/nowhere", "secret", "job")
 
 
 def meeting(local_rank: int, port: int, monkeypatch: pytest.MonkeyPatch) -> SharedAppliance:
@@ -58,24 +60,34 @@ def squatter(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def test_ranks_meet_although_the_name_is_taken(squatter: int, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (meeting(rank, squatter, monkeypatch) for rank in (0, 1))
-    found: list[DaemonAddresses] = []
+    found: list[CoordinatorAccess] = []
     joining = threading.Thread(target=lambda: found.append(second.join(time.monotonic() + 20, 20)))
     joining.start()  # first: it asks who has the name, until rank 0 is there
-    first.publish(PLACE)
+    first.publish(ACCESS)
     joining.join(30)
-    assert found == [PLACE]
+    assert found == [ACCESS]
     second.leave(lambda: None)
     first.leave(lambda: None)
 
 
 def test_a_second_rank_0_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     first, again = (meeting(0, 2, monkeypatch) for _ in range(2))
-    first.publish(PLACE)
+    first.publish(ACCESS)
     with pytest.raises(
         PenstockError,
         match="another process of this torchrun launch has already started an embedded appliance as local rank 0",
     ):
-        again.publish(PLACE)
+        again.publish(ACCESS)
     first.leave(lambda: None)
-    again.publish(PLACE)
+    again.publish(ACCESS)
     again.leave(lambda: None)
+
+
+def test_rank_0_without_descriptors_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: socket.socket, address: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    ranks = meeting(0, 3, monkeypatch)
+    monkeypatch.setattr("socket.socket.bind", refuse, raising=False)
+    with pytest.raises(PenstockError, match=r"cannot listen for the other ranks .*Too many open files"):
+        ranks.publish(ACCESS)

@@ -13,7 +13,7 @@ from cluster import INPUTS, start_daemon
 from pki import Pki
 from tests.security.conftest import SECRETS, TOKENS, Starter, tls_flags
 
-from penstock.client.api.rendezvous import DaemonAddresses
+from penstock.client.api.rendezvous import CoordinatorAccess
 from penstock.worker.daemon.worker_settings import DaemonSettings
 
 TRAIN = """
@@ -24,7 +24,7 @@ from penstock.client import Appliance, DataLoader
 if __name__ == "__main__":
     with Appliance(num_workers_per_box=2, lane="tcp", timeout_s=60) as appliance:
         print(json.dumps([int(batch.flatten()[0]) for batch in DataLoader(streams.unsharded, 4)]))
-        print(repr(appliance), appliance.settings, appliance._place, file=sys.stderr)
+        print(repr(appliance), appliance.settings, appliance._access, file=sys.stderr)
 """
 
 
@@ -100,7 +100,7 @@ def test_mutual_tls_training_shows_no_secret(start: Starter, pki: Pki, tmp_path:
 def test_no_repr_shows_a_token() -> None:
     settings = DaemonSettings(coordinator="c:1", token="secret-1", slots=1, allow=["*"])
     assert "secret-1" not in repr(settings)
-    assert "secret-1" not in repr(DaemonAddresses("c:1", "secret-1", "job"))
+    assert "secret-1" not in repr(CoordinatorAccess("c:1", "secret-1", "job"))
 
 
 @pytest.mark.parametrize("module", ["penstock.appliance", "penstock.worker"])

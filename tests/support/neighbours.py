@@ -15,9 +15,9 @@ _jobs = itertools.count()
 def beside(embedded: Appliance, **settings: Any) -> Appliance:
     """A job of its own on the daemons of an embedded appliance, as another rank of the machine would join them. With
     the seed of the jobs there its runners are forked from the same interpreter."""
-    place = embedded._place
-    assert place is not None, "no appliance that has daemons of its own"
-    job = f"{place.job}-beside-{next(_jobs)}"
-    joined = Appliance(place.address, **{"token": place.token, "job": job, "seed": 7, "timeout_s": 60, **settings})
+    access = embedded._access
+    assert access is not None, "no appliance that has daemons of its own"
+    job = f"{access.job}-beside-{next(_jobs)}"
+    joined = Appliance(access.address, **{"token": access.token, "job": job, "seed": 7, "timeout_s": 60, **settings})
     joined.embedded = True  # so runners are told where our modules are
     return joined

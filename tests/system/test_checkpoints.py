@@ -75,9 +75,9 @@ def in_order(outcomes: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("how", ["ours", "dcp"])
 def test_any_number_of_ranks_goes_on(appliance: Appliance, tmp_path: Path, how: str) -> None:
     """Saved by two ranks, gone on with by three and by one: the global batches are those of the first life."""
-    place, folder = appliance._place, str(tmp_path / "saved")
-    assert place is not None
-    where = place.address, place.token
+    access, folder = appliance._access, str(tmp_path / "saved")
+    assert access is not None
+    where = access.address, access.token
     whole = in_order(run(2, "ranked_loaders:first", *where, f"{how}-2", how, folder, STEPS))
     for ranks in (3, 1):
         rest = in_order(run(ranks, "ranked_loaders:rest", *where, f"{how}-then-{ranks}", how, folder, 3))

@@ -64,13 +64,13 @@ async def say_late_things(address: str, token: str, worker: str) -> list[str]:
 def test_late_calls_change_nothing(appliance: Appliance) -> None:
     whole, state = train(appliance, "whole", {})
     met: list[str] = []
-    place, before = appliance._place, runners()
-    assert place is not None
+    access, before = appliance._access, runners()
+    assert access is not None
 
     def late() -> None:
-        with CoordinatorClient(place.address, place.token) as client:
+        with CoordinatorClient(access.address, access.token) as client:
             (worker,) = client.status().workers
-        met.extend(asyncio.run(say_late_things(place.address, place.token, worker.worker)))
+        met.extend(asyncio.run(say_late_things(access.address, access.token, worker.worker)))
 
     # At step 150 the loop has long had to wait for the new runners: a ring holds 32 batches.
     digests, saved = train(appliance, "late", {10: lambda: kill_runners(before), 150: late})

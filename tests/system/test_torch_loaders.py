@@ -129,8 +129,9 @@ def test_torchs_own_samplers_are_taken_over(sampler: Any, expected: list[int] | 
         ({"sampler": data.WeightedRandomSampler([1.0] * 10, 5)}, "got a WeightedRandomSampler"),
         ({"sampler": data.RandomSampler(NUMBERS, replacement=True)}, "got a RandomSampler"),
         ({"batch_sampler": [[0, 1], [2]]}, "batch_sampler of a torch DataLoader is not supported, got a list"),
+        ({"batch_sampler": data.BatchSampler(data.RandomSampler(NUMBERS), 4, True)}, "got a BatchSampler"),
     ],
-    ids=["own", "weighted", "replacement", "batches"],
+    ids=["own", "weighted", "replacement", "batches", "torch's batches"],
 )
 def test_an_order_of_the_users_own_is_refused(arguments: dict[str, Any], name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"{name}.*MapLoader"):
@@ -146,6 +147,8 @@ def test_other_arguments_are_named() -> None:
         DataLoader(NUMBERS, batchsize=3)
     with pytest.raises(InvalidArgumentError, match="shuffle of a torch DataLoader is not supported, got True"):
         DataLoader(Rows(3), shuffle=True)
+    with pytest.raises(InvalidArgumentError, match="shuffle must be False with a sampler, got True"):
+        DataLoader(NUMBERS, shuffle=True, sampler=data.SequentialSampler(NUMBERS))
     with pytest.raises(TypeError, match=r"argument of wrap\(\) must be a torch DataLoader, got a TensorDataset"):
         wrap(NUMBERS)  # type: ignore[arg-type]
 
@@ -178,6 +181,6 @@ def test_an_iterable_dataset_resumes_by_replay(appliance: Appliance) -> None:
 
 def test_workers_elsewhere_are_refused_by_name() -> None:
     loader = DataLoader(NUMBERS)
-    error = pytest.raises(InvalidArgumentError, match=r"argument 0 of input_fn .*cannot be sent to a worker")
+    error = pytest.raises(InvalidArgumentError, match=r"args\[0\] of input_fn .*cannot be sent to a worker")
     with Appliance("nowhere.invalid:1", token="t", job="j", timeout_s=1) as appliance, error:
         next(iter(DataExecutor(loader, appliance=appliance)))

@@ -239,10 +239,10 @@ def test_runner_killed_after_its_empty_epochs(appliance: Appliance, undisturbed:
 
 def test_only_settled_epochs_become_durable(appliance: Appliance) -> None:
     """Its workers are many epochs ahead. A snapshot of these would outlive a break, and be gone on from later."""
-    place = appliance._place
-    assert place is not None
+    access = appliance._access
+    assert access is not None
     with (
-        CoordinatorClient(place.address, place.token) as coordinator,
+        CoordinatorClient(access.address, access.token) as coordinator,
         beside(appliance, job="ahead", num_workers_per_box=1) as alone,
     ):
 

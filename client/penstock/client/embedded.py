@@ -8,8 +8,8 @@ session of its own: a Ctrl-C in the terminal reaches only the training script, w
 watches the training process by a pidfd and ends with it, also when the training process is killed.
 
 The child's output, including that of user code in the runners, goes through a pipe to this process's stderr. The last
-lines are kept for the error message if the child does not start. This module has one thread, which copies the lines
-from the pipe to stderr and detects the child's death.
+lines are kept for the error message if the child does not start, or dies. This module has one thread, which copies the
+lines from the pipe to stderr and detects the child's death.
 
 Packages of client, coordinator and worker never import each other. Only embedded_daemons.py imports the coordinator and
 the worker, and this module starts it by its file's path.

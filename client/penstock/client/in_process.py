@@ -172,12 +172,12 @@ class InProcessRun:
         self.abandoned = False
         self.away_since: float | None = None
         self.lock = threading.RLock()
-        """Lock of the data that all slots in this process share, such as random generators. A thread that runs a slot's
-        user code holds the lock, so slots run one at a time."""
+        """Lock of what the slots of this run share, such as the process's random generators. A thread that runs a
+        slot's user code holds the lock, so the slots of this run run one at a time."""
         self.last_epoch = 0
         """Number of the latest epoch that the slots may begin, as the training loop of this box has allowed."""
         self.abandoned_epochs: dict[int, int] = {}
-        """Last step of each epoch that the training loop of this box left by `break`, by the number of the epoch."""
+        """Last step of each epoch that this box has abandoned, by the number of the epoch."""
         self._opening, self._options, self._on_closed = opening, options, on_closed
         self._boxes: dict[int, _Box] = {}
         self.failures: dict[int, PenstockError] = {}
@@ -355,7 +355,8 @@ class InProcessReader:
         """Make and return the next batch. Return EPOCH_ENDED at the end of an epoch.
 
         Raises:
-            PenstockError: the input failed; all batches before it were delivered.
+            PenstockError: the input failed, and all batches before it were delivered; or the run has ended or was
+                closed.
         """
         run, box = self._run, self._box
         run.check()

@@ -117,6 +117,10 @@ def _from_arguments(
             name, value = ("shuffle", shuffle) if shuffle else ("sampler", sampler)
             raise _refused(name, value, "an IterableDataset has an order of its own. Leave it out")
         return _streamed(dataset, batch_size, drop_last, collate_fn, worker_init_fn)
+    if shuffle and sampler is not None:
+        raise InvalidArgumentError(
+            f"shuffle must be False with a sampler, got {shuffle!r}: the sampler decides the order. Leave one out"
+        )
     order = _ordered_by(sampler) if sampler is not None else _Order(bool(shuffle))
     return _read(dataset, batch_size, order, drop_last, collate_fn, worker_init_fn, generator)
 
@@ -130,8 +134,10 @@ def _from_loader(loader: TorchLoader[Any]) -> TakenOver:
     collate_fn = None if of_torch else loader.collate_fn
     if isinstance(loader.dataset, IterableDataset):
         return _streamed(loader.dataset, loader.batch_size, loader.drop_last, collate_fn, loader.worker_init_fn)
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        raise _refused("batch_sampler", loader.batch_sampler, _INPUT_FN)
+    # torch makes a BatchSampler of its own from batch_size, and sets batch_size to None if the user passed one
+    batches = loader.batch_sampler
+    if batches is not None and (loader.batch_size is None or type(batches) is not BatchSampler):
+        raise _refused("batch_sampler", batches, _INPUT_FN)
     order, settings = _ordered_by(loader.sampler), (loader.drop_last, collate_fn, loader.worker_init_fn)
     return _read(loader.dataset, loader.batch_size, order, *settings, loader.generator)
 

@@ -1,13 +1,13 @@
 """The class Appliance: a training process's connection to the coordinator and workers that make its batches.
 
 An `Appliance` consists of settings and a connection. Without an address it starts coordinator and worker daemon as a
-child of this process; with `num_workers_per_box=0` it starts nothing, and batches are made in this process. Loaders
-open runs on an appliance: one run for each loader. Closing the appliance closes its runs. The end of its `with`, or the
-exit of the interpreter, closes the appliance.
+child of this process (under torchrun, local rank 0 does so for all ranks of the machine); with `num_workers_per_box=0`
+it starts nothing, and batches are made in this process. Loaders open runs on an appliance: one run for each loader.
+Closing the appliance closes its runs. The end of its `with`, or the exit of the interpreter, closes the appliance.
 
-Loaders that are iterated without naming an appliance share one: the innermost that is open in a `with` of the thread
-(see scopes.py). Without an open appliance, loaders share a default one made from the environment, which is closed when
-the last loader that used it is garbage-collected.
+Loaders that are iterated without naming an appliance share one: the innermost that is open in a `with` of the thread,
+else the only one that is open in a `with` of another thread (scopes.py). Without such an appliance, loaders share a
+default one made from the environment, which is closed when the last loader that used it is garbage-collected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from penstock.client.api.appliance_settings import ApplianceSettings, Torchrun, attempt_key, resolve
-from penstock.client.api.rendezvous import DaemonAddresses, SharedAppliance
+from penstock.client.api.rendezvous import CoordinatorAccess, SharedAppliance
 from penstock.client.api.scopes import EnteredScope
 from penstock.client.embedded import Embedded
 from penstock.client.states.code_reference import forbid_in_runner, search_path
@@ -88,7 +88,8 @@ class Appliance:
         box: number of this box, from 0 (0).
         num_boxes: number of boxes (1).
         job: name of the job. A job that is started again under its name takes over its runs, each the stream of one
-            loader (torchrun's run id unless that is "none", else a new name).
+            loader (torchrun's run id unless that is "none", else a new name). With an address and several boxes a job
+            must have a name.
         seed: seed of the run, 0 to 2**64 - 1 (that of the resumed run, else a random one).
         device: device where the tensors of a batch arrive: "cuda", "cuda:N" or "cpu" (None: views of the ring, the
             shared memory that workers fill). On a device the tensors are copies in memory of their own. With CUDA the
@@ -204,7 +205,7 @@ class Appliance:
 
     def _connect(self) -> None:
         settings = self.settings
-        self._place: DaemonAddresses | None = None
+        self._access: CoordinatorAccess | None = None
         self._daemons: Embedded | None = None
         self._rendezvous: SharedAppliance | None = None
         if settings.otel:
@@ -215,15 +216,15 @@ class Appliance:
         self.compression: str | None = settings.compression
         if settings.address:
             token = read_token("client", settings.token.get_secret_value())
-            self._place = DaemonAddresses(settings.address, token, self._job(fresh=settings.num_boxes == 1))
+            self._access = CoordinatorAccess(settings.address, token, self._job(fresh=settings.num_boxes == 1))
         elif settings.num_boxes == 1:
             self._embed()
         elif self._torchrun.one_host:
             self._rendezvous = SharedAppliance(self._torchrun)
             if self._rendezvous.hosts:
                 self._embed()
-                assert self._place is not None
-                self._rendezvous.publish(self._place)
+                assert self._access is not None
+                self._rendezvous.publish(self._access)
         else:
             where = "several hosts" if self._torchrun.present else "several processes"
             raise InvalidArgumentError(
@@ -238,7 +239,7 @@ class Appliance:
         weakref.finalize(self, daemons.let_go).atexit = False  # dropped without being closed
         job = self._job(fresh=True)
         daemons.announce(job)
-        self._place = DaemonAddresses(daemons.address, daemons.token, job)
+        self._access = CoordinatorAccess(daemons.address, daemons.token, job)
 
     def _job(self, *, fresh: bool) -> str:
         run_id = self._torchrun.run_id
@@ -253,9 +254,9 @@ class Appliance:
     # ---- for runs (penstock.client.stream.open_run.RunLink)
 
     def client(self) -> CoordinatorClient:
-        place = self._place
-        assert place is not None
-        return CoordinatorClient(place.address, place.token, tls=self._tls)
+        access = self._access
+        assert access is not None
+        return CoordinatorClient(access.address, access.token, tls=self._tls)
 
     def receiver(self) -> str:
         return self._receiver.start()
@@ -268,7 +269,8 @@ class Appliance:
 
     @property
     def job(self) -> str:
-        """Name of the job whose runs this appliance opens."""
+        """Name of the job whose runs this appliance opens. In embedded mode it is known once the daemons have started:
+        the first access waits for them."""
         if not self.in_process:
             return self._reach(time.monotonic() + self.settings.timeout_s, WaitNotice()).job
         if not self._job_here:
@@ -280,21 +282,21 @@ class Appliance:
         if self._closed:
             raise PenstockError(f"this {type(self).__name__} is closed: make a new one")
 
-    def _reach(self, deadline: float, notice: WaitNotice) -> DaemonAddresses:
+    def _reach(self, deadline: float, notice: WaitNotice) -> CoordinatorAccess:
         """Return the address of the coordinator, with the token and the job's name. In embedded mode, wait until the
-        coordinator accepts connections. `deadline`: a time of time.monotonic(). `notice`: writer of lines about the
-        wait."""
+        coordinator accepts connections (on ranks other than local rank 0: until rank 0 sends the address). `deadline`:
+        a time of time.monotonic(). `notice`: writer of lines about the wait."""
         self._check_open()
-        if self._place is None:
+        if self._access is None:
             assert self._rendezvous is not None
-            self._place = self._rendezvous.join(
+            self._access = self._rendezvous.join(
                 deadline,
                 self.settings.timeout_s,
                 lambda: notice.tell("local rank 0", "it has not started the embedded appliance"),
             )
         if self._daemons is not None:
             self._daemons.wait_until_up(deadline, lambda: notice.tell("the embedded coordinator", "it is starting"))
-        return self._place
+        return self._access
 
     def open_stream(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
         """Open a run of a loader for this box. Return the run, and the reader that returns its batches.
@@ -345,21 +347,21 @@ class Appliance:
         reference, start = opening.reference, opening.start
         settings = self.settings
         deadline, notice = time.monotonic() + settings.timeout_s, WaitNotice()
-        place = self._reach(deadline, notice)
+        access = self._reach(deadline, notice)
         if reference.only_here is not None and not self.embedded:
             raise InvalidArgumentError(
                 f"{reference.only_here.message} (only workers that this process starts itself accept code by value, "
-                f"and this loader uses the workers of the coordinator at {place.address})"
+                f"and this loader uses the workers of the coordinator at {access.address})"
             )
         if reference.main_path and not self.embedded:
             raise InvalidArgumentError(
                 f"input_fn {reference.name.partition(':')[2]!r} is defined in the main script {reference.main_path}, "
-                f"which workers of the coordinator at {place.address} cannot import: move the function to a module "
+                f"which workers of the coordinator at {access.address} cannot import: move the function to a module "
                 "that is importable on the workers"
             )
         request = pb.OpenRunRequest(
             version=VERSION,
-            job=place.job,
+            job=access.job,
             ordinal=self._ordinal(owner),
             attempt_key=attempt_key(settings, self._torchrun) + opening.key,
             client_id=secrets.token_hex(16),
@@ -390,9 +392,10 @@ class Appliance:
         run.open()
 
     def _patiently(self, deadline: float, run: OpenRun, call: Callable[[], None]) -> None:
-        """Run `call`, a call to the coordinator, and repeat it while the coordinator cannot be reached. The repetition
-        is safe, because the coordinator recognises a repeated call. Raises CoordinatorUnavailableError at `deadline`,
-        at the latest after REACH_S seconds; any other error of `call` at once. `run`: the run that `call` opens."""
+        """Run `call`, a call to the coordinator, and repeat it while the coordinator cannot be reached or is
+        overloaded. The repetition is safe, because the coordinator recognises a repeated call. Raises
+        CoordinatorUnavailableError, or its subclass OverloadedError, at `deadline` or after REACH_S seconds, whichever
+        is earlier; any other error of `call` at once. `run`: the run that `call` opens."""
         give_up = min(deadline, time.monotonic() + REACH_S)
         while True:
             try:
@@ -400,9 +403,11 @@ class Appliance:
                 return
             except CoordinatorUnavailableError as error:
                 if time.monotonic() > give_up:
+                    what = f"{error.message} (tried for {min(REACH_S, self.settings.timeout_s):g} s)"
+                    if isinstance(error, OverloadedError):
+                        raise OverloadedError(what) from None
                     raise CoordinatorUnavailableError(
-                        f"{error.message} (tried for {min(REACH_S, self.settings.timeout_s):g} s). Check that the "
-                        "address is right and that `penstock coordinator` runs there"
+                        f"{what}. Check that the address is right and that `penstock coordinator` runs there"
                     ) from None
                 run.notice.tell("the coordinator", error.message)
                 run.reach(error.retry_after_s if isinstance(error, OverloadedError) else RETRY_S)
@@ -434,8 +439,8 @@ class Appliance:
                 self._runs.remove(run)
 
     def close(self) -> None:
-        """Close all runs and stop the processes that this appliance started. Batches that the loop still holds stay
-        valid."""
+        """Close all runs and stop the processes that this appliance started. Local rank 0 of a torchrun launch first
+        waits, at most a minute, until the other ranks close theirs. Batches that the loop still holds stay valid."""
         if not self._owner.is_here:
             return  # a forked child of the training process, at its exit
         with self._lock:
@@ -568,10 +573,10 @@ _default_lock = threading.Lock()
 
 
 def current_appliance(loader: Any) -> Appliance:
-    """Return the appliance for a loader that is iterated without naming one: the appliance of the innermost `with` of
-    this thread, else the default appliance.
+    """Return the appliance for a loader that is iterated without naming one: that of the innermost `with` of this
+    thread, else the only one that is open in a `with` of another thread, else the default appliance.
 
-    Raises AmbiguousContextError if no appliance is open in this thread and several are open in other threads.
+    Raises AmbiguousContextError if no `with` runs in this thread and several appliances are open in other threads.
     """
     global _default
     appliance = _entered.innermost()

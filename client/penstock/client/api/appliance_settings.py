@@ -123,8 +123,8 @@ def _explain(error: ValidationError, explicit: dict[str, Any]) -> str:
 
 
 class Torchrun:
-    """Variables that torchrun sets for its processes. Outside torchrun: strings are empty, local_rank is 0, and both
-    world sizes are 1."""
+    """Variables that torchrun sets for its processes. Outside torchrun: `run_id` and `master` are empty, `restarts` is
+    "0", local_rank is 0, and both world sizes are 1."""
 
     def __init__(self) -> None:
         env = os.environ

@@ -29,7 +29,8 @@ def checkpoint_closure(function: Callable[P, R]) -> Callable[P, R | None]:
             save()
 
     Raises:
-        RuntimeError: the function is called outside the loop of a DataExecutor.
+        RuntimeError: the function is called while no DataExecutor is iterating.
+        AmbiguousContextError: it is called in a thread without a loop, while loops run in several other threads.
     """
 
     @functools.wraps(function)

@@ -105,13 +105,14 @@ class DataLoader(ResumableLoader):
     @property
     def batch_size(self) -> int | None:
         """Number of rows of the last delivered batch: the first dimension of its tensors. None before the first batch,
-        and if the tensors have different numbers of rows."""
+        and if the batch has no tensors, or tensors with different numbers of rows."""
         layout = self._session.reader.layout if self._session is not None else None
         return None if layout is None else batch_size_of(*layout)
 
     def config(self) -> dict[str, Any]:
         """Return the settings that decide the samples and their order: a dict with `input_fn` (name) and `loader`
-        (result of the loader's own config(), or None). Loaders with equal configs accept each other's states."""
+        (result of the loader's own config()). Loaders of penstock.data with equal configs accept each other's states.
+        `loader` is None for a loader without config(); the dict then says nothing of the arguments of input_fn."""
         return self._local.config(self._seed_of_keys)
 
     def can_restore_sample(self) -> bool:
@@ -208,7 +209,7 @@ class DataExecutor:
             from the next epoch's beginning, so the next epoch is taken.
 
     Raises:
-        TypeError: the loader is not a penstock.client.DataLoader.
+        TypeError: the loader is not a penstock.client.DataLoader, or a number of steps is not an int.
         InvalidArgumentError: num_steps or checkpoint_steps is below 0, or a step in checkpoint_steps is below 1.
 
     Iterating raises the stream's errors: DeadlineError, InputFnError, EmptyInputError, WorkerLostError and others of
@@ -238,7 +239,7 @@ class DataExecutor:
             loader.expect(appliance)
         self._session: Session | None = None
         self._first = 0
-        """Number of the last step before this executor's first step."""
+        """Number of the last step before the first step of this executor's present or last loop."""
         self._last: int | None = None
 
     def __repr__(self) -> str:
@@ -268,23 +269,24 @@ class DataExecutor:
 
     @property
     def user_iteration(self) -> int:
-        """Number of batches that this executor has delivered, including the current one; 0 before the first."""
+        """Number of batches that this executor has delivered in its present or last loop, including the current one; 0
+        before the first."""
         return self.step - self._first if self._session is not None else 0
 
     @property
     def iteration(self) -> int:
-        """Number of the current batch, from 0; -1 before the first."""
+        """Number of the current batch in the executor's present or last loop, from 0; -1 before the first."""
         return self.user_iteration - 1
 
     @property
     def is_initial_step(self) -> bool:
-        """True while the loop has this executor's first batch."""
+        """True while the loop has its first batch. Each loop over the executor has a first batch."""
         return self.iteration == 0
 
     @property
     def on_final_iteration(self) -> bool:
-        """True from this executor's last batch on. If the executor takes one epoch, its last batch is known from len()
-        of the workers' loaders. Without len() the value becomes True only when the loop has ended."""
+        """True from the last batch of the executor's loop on. If the executor takes one epoch, its last batch is known
+        from len() of the workers' loaders. Without len() the value becomes True only when the loop has ended."""
         if self._session is None:
             return False
         last = self._last if self._num_steps is not None or self._last is not None else self._session.expected_last()
@@ -317,7 +319,8 @@ class DataExecutor:
 
         Equal streams have equal digests. A loaded state continues its digest, on any number of workers. chain(0) = 0,
         chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). None if unknown: before the loop
-        begins, and after a state was loaded onto another number of boxes or a state without a digest was loaded.
+        begins, after a state was loaded onto another number of boxes (unless digest="rows"), and after a state without
+        a digest was loaded.
 
         With Appliance(digest="rows") the value is this box's part of a digest of all boxes. Add the parts of all boxes
         modulo 2^64: the sum is equal for two streams whose steps deliver the same rows, also if the number of boxes

@@ -57,8 +57,8 @@ class Lookahead(IterableDataset[Any]):
         checkpoint_steps, appliance: as for DataExecutor.
 
     Raises:
-        TypeError: the loader is not a penstock.client.DataLoader.
-        InvalidArgumentError: depth is below 1, or checkpoint_steps is below 0.
+        TypeError: the loader is not a penstock.client.DataLoader, or depth is not an int.
+        InvalidArgumentError: depth is below 1, checkpoint_steps is below 0, or a step in checkpoint_steps is below 1.
     """
 
     def __init__(
@@ -140,8 +140,9 @@ class Lookahead(IterableDataset[Any]):
             batches.close()
 
     def _got(self) -> None:
-        """Record that the loop has got a batch of this epoch. From now on a new iterator does not repeat the epoch, and
-        the epoch ends when the framework drops its iterator."""
+        """Forget the batches that are kept for a second start of this epoch: the loop has got one, the framework is too
+        far ahead, or the epoch ends. From now on a new iterator does not repeat the epoch, and the epoch ends when the
+        framework drops its iterator."""
         self._begun = None
         self._waiting.clear()
 
@@ -149,7 +150,8 @@ class Lookahead(IterableDataset[Any]):
 
     @property
     def step(self) -> int:
-        """Number of the last step whose batch the loop has got, counted over the whole life of the run."""
+        """Number of the last step whose batch the loop has got, counted over the whole life of the run. Before the
+        first epoch: the step of the loaded state, or 0 without a loaded state."""
         return self._loader.step if self._step is None else self._step
 
     def took(self) -> None:
@@ -198,9 +200,9 @@ class Lookahead(IterableDataset[Any]):
     # ---- state
 
     @property
-    def place(self) -> tuple[int, int]:
+    def box_and_num_boxes(self) -> tuple[int, int]:
         """Number of this process's box, and number of boxes, in the loader's run."""
-        return self._loader.place
+        return self._loader.box_and_num_boxes
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state after the last batch that the loop has got.
@@ -213,7 +215,7 @@ class Lookahead(IterableDataset[Any]):
         if ahead > self._depth:
             raise RuntimeError(
                 f"{self._loader.name}: the framework must be at most depth={self._depth} batches ahead of the loop, "
-                f"got {ahead}: it has fetched {self._loader.step} batches, and the loop has reported {self.step}. "
+                f"got {ahead}: it has taken step {self._loader.step}, and the loop has reported step {self.step}. "
                 "Report each batch: iterate handed_out(...), call took(), or use the callback of "
                 "penstock.client.integrations; for a framework that fetches further ahead, raise depth"
             )
@@ -242,6 +244,7 @@ class Lookahead(IterableDataset[Any]):
     def leave_epoch(self) -> None:
         """Abandon the epoch of the loaded state: the next iteration begins the next epoch. Call this if the framework
         limits the batches of an epoch, and the loop that saved the state had reached this limit. The call keeps its
-        effect if the same state is loaded once more, as Lightning does."""
+        effect if the same state is loaded once more, as Lightning does. Raises the errors of
+        DataLoader.leave_epoch()."""
         self._over_at = self._loader.step
         self._loader.leave_epoch()

@@ -28,14 +28,15 @@ def compute_num_steps(
         initial_step: number of steps already taken, from which training resumes.
         num_steps: number of steps to take after initial_step; None: no limit. Not allowed together with num_epochs.
         max_steps: total number of steps, including those before initial_step; None: no limit.
-        num_epochs: number of epochs; None: no limit. Needs the dataloader's len().
-        steps_per_epoch: number of batches of an epoch, at most len(); None: len().
-        grad_accum_steps: number of batches in one step, whose gradients are accumulated. An epoch has len() //
-            grad_accum_steps steps. num_steps and max_steps count steps, not batches.
+        num_epochs: number of epochs to take after initial_step; None: no limit. Needs the dataloader's len().
+        steps_per_epoch: number of batches (not steps) to use of an epoch, at most len(); None: len(). Ignored if the
+            dataloader has no len().
+        grad_accum_steps: number of batches in one step, whose gradients are accumulated. An epoch has
+            steps_per_epoch // grad_accum_steps steps. num_steps and max_steps count steps, not batches.
 
     Raises:
-        InvalidArgumentError: num_steps, max_steps and num_epochs are all None, or values contradict each other or the
-            dataloader's len().
+        InvalidArgumentError: num_steps, max_steps and num_epochs are all None; a value is too small; max_steps are
+            taken already; or values contradict each other or the dataloader's len().
         TypeError: a value is not an int.
     """
     if num_epochs is not None and num_steps is not None:

@@ -5,8 +5,8 @@ stream of batches with a position.
 
 A loader is in one of three conditions: new (its state is that of the user's loader, made in this process), loaded and
 not started (its state is the loaded one), or streaming (its state at the last step is fetched from the workers). A
-stream ends when its appliance is closed, at an error, or at `load_state_dict`. Only after `load_state_dict` does an
-executor start another stream, so that a position is never lost silently.
+stream ends when its appliance is closed, at an error, at `load_state_dict`, or at `close`. Only after `load_state_dict`
+or `close` does an executor start another stream, so that a position is never lost silently.
 """
 
 from __future__ import annotations
@@ -154,8 +154,9 @@ class OpenedLoader:
     def finish(self, executor: Any, *, left_early: bool, epoch_ended: bool) -> None:
         """Release the loader for other executors after a loop has ended: at its end, by `break`, or by an exception.
 
-        `left_early`: True if the loop left its epoch by `break`, so that the next executor abandons the epoch.
-        `epoch_ended`: True if the loop took an epoch to its end.
+        `left_early`: True if the loop left its epoch before the end, by `break` or an exception, so that the next
+        executor abandons the epoch.
+        `epoch_ended`: True if the loop was over one epoch (without num_steps), and took it to its end.
         """
         self._executor = None
         session = self._session
@@ -178,17 +179,20 @@ class OpenedLoader:
         return session.expected_last() != session.reader.position.step
 
     def leave_epoch(self) -> None:
-        """Abandon the epoch of a loaded state: the next executor begins the next epoch, as after a `break`."""
+        """Abandon the epoch of the loaded state: the next executor begins the next epoch, as after a `break`. For
+        frameworks that limit the batches of an epoch. Raises StateMismatchError if the loader that saved the state does
+        not have all four state methods."""
         if self._loaded is not None and self._loaded.methods != 4:
             raise StateMismatchError(
-                f"the loaded state of {self.name} was saved after the loop had left its epoch by `break`. A loader "
-                "without aggregate_state_dict and deaggregate_state_dict cannot start the next epoch from such a "
-                "state: load a state that was saved inside the loop, or let each epoch run to its end"
+                f"the loaded state of {self.name} was saved after a framework had left the loader's epoch before its "
+                "end (Lightning: limit_train_batches). A loader without aggregate_state_dict and "
+                "deaggregate_state_dict cannot start the next epoch from such a state: load a state that was saved "
+                "inside the framework's epoch, or let each epoch run to its end"
             )
         self._leaves_epoch = True
 
     @property
-    def place(self) -> tuple[int, int]:
+    def box_and_num_boxes(self) -> tuple[int, int]:
         """Number of this process's box, and number of boxes, in the loader's run. Before the run is open: those of the
         appliance's settings."""
         settings = self._settings
@@ -281,21 +285,21 @@ class OpenedLoader:
             self.name,
             began_at=position.step,
             epoch_began_at=position.step - sum(position.delivered),
-            whole_epoch=start.same_topology or position.step == 0,
+            epoch_start_known=start.same_topology or position.step == 0,
         )
         if self._leaves_epoch and not start.same_topology:
             self.close()
             raise StateMismatchError(
-                f"the loaded state of {self.name} was saved after the loop had left its epoch by `break`. Such a state "
-                "can be resumed only with the same numbers of boxes and workers: use the same numbers, or load a state "
-                "that was saved inside the loop"
+                f"the loaded state of {self.name} was saved after a framework had left the loader's epoch before its "
+                "end (Lightning: limit_train_batches). Such a state can be resumed only with the same numbers of boxes "
+                "and workers: use the same numbers, or load a state that was saved inside the framework's epoch"
             )
         weakref.finalize(self, _abandon, run, reader).atexit = False
         return session
 
     def _replays(self, settings: ApplianceSettings) -> bool:
-        """Return True if a loader without state methods can be saved, by counting its batches and making them again
-        after a resume."""
+        """Return True if the loader can be saved even without state methods, by counting its batches and making them
+        again after a resume."""
         return self._replay or settings.replay
 
     def _start_of(self, settings: ApplianceSettings, box: int) -> BoxStart:
@@ -307,8 +311,8 @@ class OpenedLoader:
     # ---- the workers' loaders
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch of this box: the sum of len() over its workers' loaders. Raises
-        TypeError if a loader has no len()."""
+        """Return the number of batches in an epoch of this box: the sum of len() over its workers' loaders. While no
+        run is open, the loaders are built in this process. Raises TypeError if a loader has no len()."""
         session = self._session
         if session is not None and not session.run.closed and session.run.error is None:
             lengths = [capabilities.length for capabilities in self._capabilities(session)]
@@ -327,7 +331,8 @@ class OpenedLoader:
 
     def _capabilities(self, session: Session) -> list[records_pb2.LoaderCapabilities]:
         """Wait until all workers of this box have made their loaders, and return for each slot what its loader can do:
-        state methods, length. Raises DeadlineError if a worker takes too long."""
+        state methods, length. Raises DeadlineError if a worker takes too long, and the error of a loader that could not
+        be made."""
         run = session.run
         if not run.wait_for(_all_known, session.appliance.settings.timeout_s):
             late = [view for view in run.views if not _known(view)]
@@ -367,7 +372,7 @@ def _all_known(run: StreamRun) -> bool:
 
 
 def _abandon(run: StreamRun, reader: Reader) -> None:
-    """Let the run of a garbage-collected loader be closed. This function may run inside the garbage collector, so it
-    only sets a flag; the run's watch thread does what takes time or locks."""
+    """Close the reader of a garbage-collected loader, and let its run be closed. This function may run inside the
+    garbage collector, so it only sets a flag for the run; the run's watch thread then calls the coordinator."""
     run.abandoned = True
     reader.close()

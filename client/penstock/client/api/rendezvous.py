@@ -1,14 +1,16 @@
 """Rendezvous of the ranks of one torchrun launch on one machine, which share one embedded appliance.
 
 Local rank 0 starts the daemons and listens on an abstract Unix socket. The other ranks connect, with a deadline, and
-receive the daemons' address. The socket's name is made of values that all ranks of a launch share and other launches do
-not (the torchrun agent's pid, the master port, the restart count), and of the number of appliances that the launch
-shared before. An abstract socket has no file permissions, so each end asks the kernel for the other end's user. Unlike
-a file with the token, the socket leaves nothing behind when a rank is killed. If another user has taken the name
-already, rank 0 appends a random number to it, and the others try all names with this beginning that the kernel lists.
+receive the coordinator's address and token. The socket's name is made of values that all ranks of a launch share and
+other launches do not (the torchrun agent's pid, the master port, the restart count), and of the number of appliances
+that the launch shared before. An abstract socket has no file permissions, so each end asks the kernel for the other
+end's user. Unlike a file with the token, the socket leaves nothing behind when a rank is killed. If another user has
+taken the name already, rank 0 appends a random number to it, and the others try all names with this beginning that the
+kernel lists.
 
 Ranks finish at slightly different times, and the daemons end with rank 0. So every rank keeps its connection to rank 0
-until the rank no longer needs the appliance. Rank 0 waits until all connections are closed before it stops the daemons.
+until the rank no longer needs the appliance. Rank 0 waits until all connections are closed, at most LEAVE_S seconds,
+before it stops the daemons.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from penstock.client.api.appliance_settings import Torchrun
 from penstock.proto.errors import DeadlineError, PenstockError
 from penstock.proto.lane.endpoints import check_peer, connect_local
 
-__all__ = ["DaemonAddresses", "SharedAppliance"]
+__all__ = ["CoordinatorAccess", "SharedAppliance"]
 
 POLL_S = 0.02
 """Seconds between two attempts to connect to local rank 0."""
@@ -38,7 +40,8 @@ LEAVE_S = 60.0
 """Longest time in seconds that local rank 0 waits for the other ranks to close their connections, before it stops the
 daemons anyway."""
 MAX_MESSAGE = 4096
-"""Largest size in bytes of the message by which local rank 0 sends the coordinator's address."""
+"""Largest size in bytes of the message by which local rank 0 sends the coordinator's address and token, and the job's
+name."""
 SOCKETS = "/proc/net/unix"
 """File in which the kernel lists the Unix sockets of this network namespace. Names of abstract sockets begin with an
 @."""
@@ -48,8 +51,8 @@ _pause = threading.Event()  # never set: a wait on this event is a sleep
 
 
 @dataclass(frozen=True)
-class DaemonAddresses:
-    """Address of the coordinator that this process uses, the credential token for calls to it, and the job's name."""
+class CoordinatorAccess:
+    """Values that a process needs to call the coordinator: its address, the credential token, and the job's name."""
 
     address: str
     token: str = field(repr=False)
@@ -99,9 +102,9 @@ class SharedAppliance:
         self._others: list[socket.socket] = []
         self._answering: threading.Thread | None = None
 
-    def publish(self, place: DaemonAddresses) -> None:
-        """On local rank 0: listen for the other ranks, and send `place`, the coordinator's address, to each that
-        connects. A thread does this until `leave`."""
+    def publish(self, access: CoordinatorAccess) -> None:
+        """On local rank 0: listen for the other ranks, and send `access` (address, token, job) to each that connects. A
+        thread does this until `leave`. Raises PenstockError if the socket cannot be made."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             try:
@@ -113,13 +116,18 @@ class SharedAppliance:
             listener.listen(128)
         except OSError as error:
             listener.close()
+            if error.errno != errno.EADDRINUSE:
+                raise PenstockError(
+                    f"Appliance(): local rank 0 cannot listen for the other ranks of this torchrun launch: {error}. "
+                    "See `ulimit -a`, or pass the address of a coordinator"
+                ) from error
             raise PenstockError(
                 "Appliance(): another process of this torchrun launch has already started an embedded appliance as "
-                f"local rank 0 ({error}): make only one Appliance at a time in each process, or pass the address of a "
-                "coordinator"
+                f"local rank 0 ({error}): make appliances in only one process with LOCAL_RANK=0, or pass the address "
+                "of a coordinator"
             ) from error
         self._listener = listener
-        message = json.dumps(asdict(place)).encode()
+        message = json.dumps(asdict(access)).encode()
         self._answering = threading.Thread(
             target=self._answer, args=(listener, message), name="penstock-rendezvous", daemon=True
         )
@@ -140,9 +148,10 @@ class SharedAppliance:
             with contextlib.suppress(OSError):  # the other rank is gone already; `leave` detects that
                 sock.send(message)
 
-    def join(self, deadline: float, timeout_s: float, waiting: Callable[[], None] = lambda: None) -> DaemonAddresses:
-        """On the other ranks: wait for local rank 0, and return the coordinator's address from it. Rank 0 then keeps
-        the daemons running until this rank calls `leave`.
+    def join(self, deadline: float, timeout_s: float, waiting: Callable[[], None] = lambda: None) -> CoordinatorAccess:
+        """On the other ranks: wait for local rank 0, and return what rank 0 sends: address, token and job. Rank 0 then
+        keeps the daemons running until this rank calls `leave` or ends, but not longer than LEAVE_S after its own
+        `leave`.
 
         `deadline`: a time of time.monotonic(), `timeout_s` seconds after the start of the wait. `waiting`: function
         that is called repeatedly during the wait. Raises DeadlineError.
@@ -158,7 +167,7 @@ class SharedAppliance:
                     data = b""
                 if data:
                     self._joined = sock
-                    return DaemonAddresses(**json.loads(data))
+                    return CoordinatorAccess(**json.loads(data))
                 sock.close()
             if time.monotonic() > deadline:
                 raise DeadlineError(
@@ -170,8 +179,8 @@ class SharedAppliance:
             _pause.wait(POLL_S)
 
     def leave(self, stop: Callable[[], None]) -> None:
-        """End this rank's use of the appliance. On local rank 0, wait until the other ranks have ended their use, then
-        call `stop`."""
+        """End this rank's use of the appliance. On local rank 0, wait until the other ranks have ended their use, at
+        most LEAVE_S, then call `stop`. Do nothing in a fork of the process."""
         if os.getpid() != self._pid:
             return
         if self._joined is not None:

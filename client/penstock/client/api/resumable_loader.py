@@ -1,5 +1,5 @@
-"""Base class of DataLoader that saves and resumes: the state at a step, the workers' records of that step, and the
-loaded state."""
+"""Base class of DataLoader that saves and resumes: the state at a step, the DataLoaderCheckpoints of the workers at
+that step, and the loaded state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.client.api.appliance_settings import ApplianceSettings
 from penstock.client.api.opened_loader import OpenedLoader
 from penstock.client.api.session import Session
 from penstock.client.states.saved_state import KEY, SavedState, blank, is_to_be_filled, read
-from penstock.client.states.state_records import checkpoints_of, saved_of
+from penstock.client.states.worker_records import checkpoints_of, saved_of
 from penstock.proto.batch.digest import DigestCover
 from penstock.proto.errors import (
     NotRestartableError,
@@ -38,8 +38,9 @@ class ResumableLoader(OpenedLoader):
 
     @property
     def is_restartable(self) -> bool:
-        """True if state_dict() works: input_fn's loader has state methods, or Appliance(replay=True) saves it by
-        counting its batches."""
+        """True if the loader can be saved: input_fn's loader has state methods, or its batches are counted and replayed
+        (Appliance(replay=True), or a torch IterableDataset that Penstock took over). While no run is open, the loader
+        is built in this process to find out."""
         session = self._session
         if session is None or session.run.closed or session.run.error is not None:
             settings = session.appliance.settings if session is not None else current_settings()
@@ -65,7 +66,8 @@ class ResumableLoader(OpenedLoader):
 
         Raises:
             NotRestartableError: the loader has no state methods, or cannot be saved for another reason.
-            StateUnavailableError: the workers have dropped the state of this step, or the run is closed.
+            StateUnavailableError: the workers have dropped the state of this step; the run is closed; or several boxes
+                have no common seed yet, before the first loop.
         """
         return self.state_at(self.step)
 
@@ -77,7 +79,7 @@ class ResumableLoader(OpenedLoader):
 
         Raises:
             StateUnavailableError: the step is before that of the loaded state, is not delivered yet, or is more than
-                retention_steps steps ago; or the run is closed.
+                retention_steps steps ago; or as for state_dict().
             NotRestartableError: as for state_dict().
             TypeError: step is not an int.
         """
@@ -153,15 +155,15 @@ class ResumableLoader(OpenedLoader):
             first = session.began_at + 1 if session is not None else self.step + 1
             steps = f"steps {first} to {self.step} have" if first <= self.step else "no step has"
             raise StateUnavailableError(
-                f"{self.name}: step {step} has no records for checkpoints(), because {steps} been delivered since the "
-                "loader was made or a state was loaded: pass a step that was delivered since"
+                f"{self.name}: checkpoints() of step {step} are not available, because {steps} been delivered since "
+                "the loader was made or a state was loaded: pass a step that was delivered since"
             )
         fetched, _ = self._fetch(session, step)
         return checkpoints_of(fetched, self._loaded, step)
 
     def _fetch(self, session: Session, step: int) -> tuple[FetchedState, int]:
-        """Fetch the workers' records at a step, with the counts and loader states of all boxes. Return them, and the
-        number of state methods that input_fn's loader has (0, 2 or 4)."""
+        """Fetch the WorkerRecords (counts and loader states) of all boxes at a step. Return them, and the number of
+        state methods that input_fn's loader has (0, 2 or 4)."""
         settings, run = session.appliance.settings, session.run
         if run.error is not None:
             raise run.error
@@ -195,7 +197,7 @@ class ResumableLoader(OpenedLoader):
         Args:
             sd: result of state_dict(), from this process or another. A loader with the four state methods also accepts
                 a dict that its deaggregate_state_dict understands: made by hand, or by another system with the same
-                protocol. Steps then count from 0, and the run has a new seed.
+                protocol. The first step is then step 1, and the run has a new seed unless Appliance(seed=) is given.
             strict: value for the argument `strict` of the loader's own methods, where they have this argument.
 
         Raises:
@@ -230,8 +232,9 @@ class ResumableLoader(OpenedLoader):
             self._loaded.aggregated = copy.deepcopy(saved.aggregated)
 
     def _made_by_hand(self, sd: object) -> SavedState | None:
-        """Return `sd` as a SavedState if Penstock did not save it, and the loader's own method deaggregate_state_dict
-        can read it. Return None if it has to be a state that Penstock saved."""
+        """Return `sd` as a SavedState if Penstock did not save it, and the loader has all four state methods, so that
+        its deaggregate_state_dict may read `sd`. (If the loader cannot be built in this process, it may have them.)
+        Return None if `sd` has to be a state that Penstock saved."""
         if not isinstance(sd, Mapping) or KEY in sd:
             return None
         if self._local.can_be_built and self._local.methods("load_state_dict") != 4:
@@ -239,8 +242,8 @@ class ResumableLoader(OpenedLoader):
         encode_state(dict(sd))
         _log.warning(
             "%s: the loaded state was not made by DataLoader.state_dict(), so the loader's deaggregate_state_dict "
-            "alone decides where the stream resumes; steps count from 0, and the seed is new unless Appliance(seed=) "
-            "is passed",
+            "alone decides where the stream resumes; the first step is step 1, and the seed is new unless "
+            "Appliance(seed=) is passed",
             self.name,
         )
         return SavedState(0, self.name, 4, 0, 0, None, aggregated=dict(sd), by_hand=True)

@@ -46,14 +46,16 @@ class SampleLog:
         """Write the line of a step: the restore keys in its batch.
 
         Raises:
-            InvalidArgumentError: the batch has no restore keys, or the step is not above the last one in the file.
+            InvalidArgumentError: the batch has no restore keys, or the step is not above the last one that was written
+                since the file was opened. (The first `write` after the opening replaces the lines of its step and of
+                later ones.)
             OSError: the file cannot be written.
         """
         keys = batch.get(self._field) if isinstance(batch, Mapping) else None
         if not isinstance(keys, Sequence) or isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
             raise InvalidArgumentError(
-                f"the batch must be a dict with a list of restore keys under {self._field!r}, got a "
-                f"{type(batch).__name__} with {type(keys).__name__} there: make the loader with keys={self._field!r}"
+                f"the batch must be a dict with a list of restore keys (texts) under {self._field!r}, got "
+                f"{_found(batch, self._field)}: make the loader with keys={self._field!r}"
             )
         if self._file is None:
             self._file = self._open(step)
@@ -93,6 +95,18 @@ class SampleLog:
             kept += len(line)
         file.truncate(kept)
         return file
+
+
+def _found(batch: Any, field: str) -> str:
+    """Return a text that says what a batch has in place of a list of restore keys."""
+    kind = type(batch).__name__
+    if not isinstance(batch, Mapping):
+        return f"a {kind}"
+    if field not in batch:
+        return f"a {kind} without this key"
+    value = batch[field]
+    of = {type(key).__name__ for key in value} if isinstance(value, list | tuple) else set()
+    return f"a {kind} with a {type(value).__name__}{f' of {min(of)}' if of else ''} there"
 
 
 def _step_of(line: bytes) -> int | None:

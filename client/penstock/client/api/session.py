@@ -20,23 +20,26 @@ _log = logging.getLogger("penstock.client")
 @dataclass
 class Session:
     """Session of an opened loader: its run on an appliance, the reader of the run's batches, and the step at which the
-    present epoch began. It lasts until the run is closed or a state is loaded."""
+    present epoch began. It lasts until the loader is closed or a state is loaded."""
 
     appliance: Appliance
     run: StreamRun
     reader: Reader
     name: str
     began_at: int
-    """Number of the last step before the session's first batch."""
+    """Number of the last step before the session's first batch: 0, or the step of the loaded state."""
     epoch_began_at: int
-    """Number of the last step before the first batch of the present epoch."""
-    whole_epoch: bool
-    """True if the session reads the present epoch from its beginning, False if it began in the middle of the epoch."""
+    """Number of the last step before the first batch of the present epoch. If `epoch_start_known` is False, the last
+    step before the session's first batch."""
+    epoch_start_known: bool
+    """False until the first epoch ends, if the session resumed a state on another topology: the epoch may have begun
+    earlier."""
     warned_ended: set[tuple[int, int]] = field(default_factory=set)
     """Ends of other boxes' epochs of which the user was already warned, as (box, last step of the epoch)."""
     warned_of_abandoned: bool = False
     abandon_due: bool = False
-    """True if the loop left the epoch by `break`, so that the next executor will abandon the epoch."""
+    """True if the loop left the epoch before its end (by `break` or an exception), or the loaded state was saved after
+    such an end, so that the next executor will abandon the epoch."""
 
     @property
     def progress(self) -> bool:
@@ -57,11 +60,11 @@ class Session:
 
     def epoch_ended(self) -> None:
         """Record that the reader has reached the end of an epoch, so that the next epoch begins. Raises EmptyInputError
-        if the epoch had no batch."""
+        if the whole epoch had no batch."""
         step = self.reader.position.step
-        if self.whole_epoch and step == self.epoch_began_at:
+        if self.epoch_start_known and step == self.epoch_began_at:
             raise self.empty()
-        self.epoch_began_at, self.whole_epoch = step, True
+        self.epoch_began_at, self.epoch_start_known = step, True
 
     def abandon_epoch(self) -> None:
         """Abandon the epoch after the last delivered batch. Log once that the next loop begins the next epoch, because
@@ -77,7 +80,7 @@ class Session:
             )
         self.reader.abandon_epoch()
         self.abandon_due = False
-        self.epoch_began_at, self.whole_epoch = self.reader.position.step, True
+        self.epoch_began_at, self.epoch_start_known = self.reader.position.step, True
 
     def warn_of_ended(self, step: int) -> None:
         """Warn of each other box whose epoch has ended although this box's epoch continues with `step`, once for each
@@ -104,7 +107,7 @@ class Session:
 
     def expected_last(self) -> int | None:
         """Return the number of the last step of the present epoch, computed from len() of the workers' loaders; None if
-        a loader has no len()."""
+        a loader has no len(), or is not known to have one yet."""
         position, last = self.reader.position, self.reader.position.step
         for slot in position.live:
             length = self.run.views[slot].capabilities.length

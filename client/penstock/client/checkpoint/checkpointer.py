@@ -7,7 +7,8 @@
 The ranks communicate only in `save` and `restore`, on the training thread: each save needs one small exchange, and a
 larger one if the structure of the state has changed since the save before. After that each rank's writer works alone
 (writer.py). Each rank learns from its writer how a save ended, and shares the result with the other ranks at the next
-save. So either all ranks raise an error, or none.
+save. So either all ranks raise an error, or none. One error is an exception: a rank that fails after the agreement,
+when it copies its values, raises it at once, and all ranks raise it at the next save.
 """
 
 from __future__ import annotations
@@ -78,17 +79,19 @@ class AsyncCheckpointer:
         keep_last: number of the newest checkpoints to keep, others are deleted; None: keep all.
         keep_every: keep the checkpoints at steps that are multiples of this number too; needs keep_last. None: keep
             only the newest.
-        threads: number of writing threads, and of files, on each rank.
+        threads: number of writing threads, and largest number of files, on each rank; with separation_hint up to twice
+            as many files.
         separation_hint: prefix of names. Values whose names begin with this prefix are saved in separate files. None:
             all values share the files.
         fsync: True: a complete checkpoint survives a power failure. False: it may be lost or incomplete then. (If only
             the process stops, nothing is lost in either case.)
         buffers: number of saves that may be unwritten at a time. 1: save() waits until the previous save is written. 2:
             save() waits only for the save before the previous one, and two copies of the state take twice the memory.
-        timeout_s: seconds after which a save that is not on the disk has failed, and after which a rank stops waiting
-            for the others.
-        on_signal: signal or signals (such as `signal.SIGTERM`) that only make `signalled` return True. A second signal
-            acts as it does without `on_signal`: a second Ctrl-C ends the job.
+        timeout_s: seconds after which a save that is not on the disk has failed. A rank waits a minute longer for the
+            others.
+        on_signal: signal or signals (such as `signal.SIGTERM`) that make `signalled` return True and do not end the
+            process. A handler that the script set for the signal before still runs. A second signal acts as it does
+            without `on_signal`: a second Ctrl-C ends the job.
         on_exit: what the writer process does with an unwritten save when the training process ends or is killed:
             "finish" or "abandon" it.
         check_replicas: compare values that several ranks have under one name, because only one copy is saved. An object
@@ -129,7 +132,10 @@ class AsyncCheckpointer:
                     f"{name} out"
                 )
         if buffers > 2:
-            raise InvalidArgumentError(f"AsyncCheckpointer: buffers must be 1 or 2, got {buffers}")
+            raise InvalidArgumentError(
+                f"AsyncCheckpointer: buffers must be 1 or 2, got {buffers}. With 1, save() waits until the previous "
+                "save is written; with 2, it waits only for the save before that, and the copies take twice the memory"
+            )
         if not 0 < timeout_s <= LONGEST_S:
             raise InvalidArgumentError(
                 f"AsyncCheckpointer: timeout_s must be > 0 and <= {LONGEST_S:,.0f} seconds, got {timeout_s!r}"
@@ -175,8 +181,10 @@ class AsyncCheckpointer:
 
         Raises:
             CheckpointError: the previous save failed (this step was then not saved; call `save` again), a rank could
-                not take part, or the ranks' states contradict each other. All ranks raise this error.
-            InvalidArgumentError: the state or the step is invalid.
+                not take part, or the ranks' states contradict each other. All ranks raise this error. If a rank cannot
+                copy its values to shared memory, it alone raises the error, and all ranks raise it at the next call.
+            InvalidArgumentError: the state or the step is invalid. If that is so on some ranks only, the others raise
+                CheckpointError.
         """
         self._check_open()
         began = time.monotonic()
@@ -328,7 +336,7 @@ class AsyncCheckpointer:
 
     def result(self, timeout_s: float | None = None) -> Path:
         """Wait until the checkpoint of the last save() is on the disk, and return its path. Raises the errors of
-        `wait`."""
+        `wait`, also those of earlier saves; CheckpointError before the first save()."""
         if self._last is None:
             raise CheckpointError("AsyncCheckpointer.result() must be called after save(): nothing was saved yet")
         self.wait(timeout_s)
@@ -376,8 +384,8 @@ class AsyncCheckpointer:
                 tensors are filled, and other values of a dict replaced, in place. Saved values that `state` does not
                 name are ignored.
             step: step of the checkpoint to restore; None: the checkpoint that was saved last.
-            verify: read all files of the checkpoint first and compare their checksums. False: compare the checksums of
-                what this rank reads.
+            verify: let rank 0 first read all files of the checkpoint and compare their checksums. False: each rank
+                compares only the checksums of what it reads.
             allow_unsafe_types: unpickle objects of any class. Only for checkpoints that only you can have written.
 
         Returns the step that was restored; None if `step` is None and the folder has no checkpoint.
@@ -448,8 +456,8 @@ class AsyncCheckpointer:
     # ---- closing
 
     def close(self, *, abandon: bool = False) -> None:
-        """End the writer process, after the saves that it is writing. `abandon`: True to abandon these saves. Raises
-        the errors of `wait`."""
+        """End the writer process, after the saves that it is writing. Raises the errors of `wait`. `abandon`: True to
+        abandon these saves, without an error."""
         if self._closed or not self._owner.is_here:  # a forked child has neither writer nor saves
             return
         self._closed = True

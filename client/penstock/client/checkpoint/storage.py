@@ -3,9 +3,9 @@
     dcp.save(state, storage_writer=AsyncFileSystemWriter(path))
 
 AsyncFileSystemWriter differs from torch's FileSystemWriter in three points. Files get nearly equal lengths, computed
-from the parts of tensors that are saved and not from whole tensors. Each file is written by a thread, and the first
-failure of a thread fails the save. The index and the names in its folder are on the disk (fsync) before the index is
-renamed to its final name. torch's own reader reads the result.
+from the parts of tensors that are saved and not from whole tensors. Each file is written by a thread, and the failure
+of a thread fails the save. With sync_files=True, the index is on the disk (fsync) before it is renamed to its final
+name. torch's own reader reads the result.
 
 The files are written in the thread or process in which torch calls the writer. For a separate writer process use
 AsyncCheckpointer.
@@ -45,7 +45,8 @@ class AsyncFileSystemWriter(FileSystemWriter):
 
     Args:
         path: folder of the checkpoint; created if missing.
-        thread_count: number of writing threads, and of files, on each rank.
+        thread_count: number of writing threads, and largest number of files, on each rank; with separation_hint up to
+            twice as many files.
         separation_hint: prefix of names. Values whose names begin with this prefix are saved in separate files. None:
             all values share the files.
         sync_files: True: fsync all files before the save ends.
@@ -53,8 +54,10 @@ class AsyncFileSystemWriter(FileSystemWriter):
         transforms: torch's stream extensions, such as ZStandard for compression, which are applied to everything that
             is written.
 
-    If a thread fails, `dcp.save` raises the error of the first thread that failed. If none failed, but fewer items were
-    written than planned, it raises CheckpointError. Both errors are wrapped in torch's CheckpointException.
+    If threads fail, `dcp.save` raises the error of one of them. If none failed, but fewer items were written than
+    planned, it raises CheckpointError. Both errors are wrapped in torch's CheckpointException.
+
+    Raises InvalidArgumentError if thread_count is not an int >= 1.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class AsyncFileSystemWriter(FileSystemWriter):
         path = Path(self.path) / bucket.name
         path.unlink(missing_ok=True)  # an existing link of that name may lead to any file
         with path.open("xb") as file:
-            for item in (items[place] for place in bucket.items):
+            for item in (items[index] for index in bucket.items):
                 results.append(self._write_one(cast(IOBase, file), item, planner, bucket.name))
             file.flush()
             if self.sync_files:
@@ -117,8 +120,8 @@ class AsyncFileSystemWriter(FileSystemWriter):
         return write_item(self.transforms, file, data, item, name, SerializationFormat.TORCH_SAVE)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write torch's index, which makes the checkpoint complete, as the last file, and fsync the index and the
-        folder. `results`: what write_data returned on each rank."""
+        """Write torch's index, which makes the checkpoint complete, as the last file. With sync_files, fsync the index
+        and the folder. `results`: what write_data returned on each rank."""
         metadata.version = DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
         metadata.storage_meta = self.storage_meta()

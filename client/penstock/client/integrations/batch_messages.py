@@ -71,7 +71,8 @@ class BatchMessages:
         return self._assembler.assemble(shapes, message.numpy(), region_at, nbytes)
 
     def rows(self, message: torch.Tensor) -> int | None:
-        """Return the number of rows of the batch in a message; None if its tensors have different numbers of rows."""
+        """Return the number of rows of the batch in a message; None if it has no tensors, or tensors with different
+        numbers of rows."""
         structure, shapes, _, _ = self._parts(message)
         return batch_size_of(structure, shapes)
 

@@ -10,9 +10,9 @@ The schedulers of both libraries save in phases, and call a storage writer in ea
 
 Staging copies everything, from any device, to shared memory in the layout of the files (tensor_staging.py). So once
 `prepare_write_data` returns, the training may change every tensor, and the writing process needs neither CUDA nor the
-training's memory. The writing process puts its result, the written sizes or an error, into the same memory. No queue is
-used, so a message of an earlier save cannot be read by mistake. A writing process that is killed leaves no result,
-which counts as a failure at once.
+training's memory. The writing process puts its result, success or an error, into the same memory. No queue is used, so
+a message of an earlier save cannot be read by mistake. A writing process that is killed leaves no result, which counts
+as a failure at once.
 
 This module imports neither Megatron-core nor NVRx.
 """
@@ -65,9 +65,10 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
 
     Args:
         path: folder of this checkpoint.
-        single_file_per_rank: must be True. Each rank writes `thread_count` files, as with Megatron-core's writer.
+        single_file_per_rank: must be True. Each rank writes up to `thread_count` files, as with Megatron-core's
+            writer.
         sync_files: True: fsync all files before a save is complete.
-        thread_count: number of files of each rank, and of threads that write them.
+        thread_count: largest number of files of each rank. Each file is written by a thread.
         separation_hint: prefix of names. Values whose names begin with this prefix are saved in up to `thread_count`
             separate files. None: all values share the files.
         use_msc: must be False, because NVIDIA's multi-storage client is not supported.
@@ -109,7 +110,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         """Shared memory that the writing process reads from. None before `prepare_write_data`, and after the writing
         process has ended."""
         self._failure = ""
-        self._places: list[tuple[MetadataIndex, StorageInfo]] = []
+        self._stored: list[tuple[MetadataIndex, StorageInfo]] = []
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
         """Return this rank's part of the global plan. It is made from `local_plan` alone: file names contain the rank,
@@ -122,7 +123,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         Path(self.path, METADATA).unlink(
             missing_ok=True
         )  # the index of a checkpoint that is overwritten, which becomes invalid here
-        self.write_buckets, self._places = StagedFiles(None, [], 0, str(self.path), self.sync_files), []
+        self.write_buckets, self._stored = StagedFiles(None, [], 0, str(self.path), self.sync_files), []
         if not plan.items:
             return
         values: dict[Key, torch.Tensor] = {}
@@ -132,7 +133,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         self._buffer = _buffers.take()
         files, (verdict, _) = self._buffer.stage(layout, objects, b"\0" * VERDICT, lambda one: values[one.key])
         sizes = [(name, start, size) for name, start, size, _ in files]
-        self._places = _places(layout, {key: len(data) for key, data in objects.items()})
+        self._stored = _stored(layout, {key: len(data) for key, data in objects.items()})
         self.write_buckets = StagedFiles(self._buffer.image, sizes, verdict, str(self.path), self.sync_files)
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, Callable[..., Any] | None, list[Any]]:
@@ -177,7 +178,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         if self._failure:
             error = CheckpointError(f"rank {_rank()}: the process that writes {self.path} {self._failure}")
             return cast(tuple[BaseException, Any], wrap_exception(error))
-        return [WriteResult(index, info.length, info) for index, info in self._places]
+        return [WriteResult(index, info.length, info) for index, info in self._stored]
 
 
 class StagedFiles:
@@ -212,7 +213,8 @@ class StagedFiles:
         return _received, (handle, self._image.nbytes, self.files, self._verdict, self._folder, self._durable)
 
     def write(self) -> None:
-        """Write the files to the folder, then put the result, written sizes or an error, into the shared memory."""
+        """Write the files to the folder, then put the result (the text of an error, "" for success) into the shared
+        memory."""
         assert self._image is not None
         region = memoryview(self._image.map)
         error = ""
@@ -311,7 +313,7 @@ def _fits(item: WriteItem, data: torch.Tensor) -> bool:
     return planned is not None and data.dtype == planned.properties.dtype and data.shape == planned.chunk.sizes
 
 
-def _places(layout: RankLayout, lengths: dict[Key, int]) -> list[tuple[MetadataIndex, StorageInfo]]:
+def _stored(layout: RankLayout, lengths: dict[Key, int]) -> list[tuple[MetadataIndex, StorageInfo]]:
     return [
         (MetadataIndex(*key, hint), StorageInfo(file.name, offset, length))
         for file in layout.files

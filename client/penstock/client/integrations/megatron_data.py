@@ -42,7 +42,7 @@ def box_appliance(*, ranks: RankGroups | None = None, **settings: Any) -> Abstra
     On ranks that do not iterate the loader, return a context manager that does nothing.
 
     Args:
-        ranks: place of this rank among the ranks that share a model; None: as in megatron.core.parallel_state.
+        ranks: position of this rank among the ranks that share a model; None: as in megatron.core.parallel_state.
         settings: arguments of Appliance. box, num_boxes and device are not allowed.
     """
     wrong = sorted({"box", "num_boxes", "device"} & settings.keys())
@@ -82,7 +82,7 @@ class DataIterator:
         checkpoint_steps: as for DataExecutor, in microbatches.
         stages: stages of the pipeline that take batches: "ends" (the first, for its tokens, and the last, for its
             labels) or "all". `next` on another stage is an error.
-        ranks: place of this rank among the ranks that share a model; None: as in megatron.core.parallel_state.
+        ranks: position of this rank among the ranks that share a model; None: as in megatron.core.parallel_state.
         timeout_s: longest wait for another rank, in seconds. Keep timeout_s above the appliance's timeout_s, so that
             the reader's error reaches the other ranks.
 
@@ -90,7 +90,8 @@ class DataIterator:
         InvalidArgumentError: Megatron's parallel state is not initialized, or an argument has an invalid value.
 
     `next` raises StopIteration on all ranks after the same microbatch. On the reader `next` raises the stream's errors,
-    on the other ranks errors of the same class and text; LaneLostError if another rank of the box has ended.
+    on the other ranks errors of the same class and text (PenstockError in place of an error of another library);
+    LaneLostError if another rank of the box has ended.
     """
 
     def __init__(
@@ -160,8 +161,7 @@ class DataIterator:
                 "always with the same number"
             )
         if not self._cursors:
-            takes = [self._ranks.takes(self._stages, chunk, count) for chunk in range(count)]
-            self._cursors = [_Chunk(self, one) for one in takes]
+            self._cursors = [_Chunk(self, chunk, count) for chunk in range(count)]
         return list(self._cursors)
 
     def _at(self, number: int) -> Any:
@@ -215,8 +215,8 @@ class DataIterator:
     @property
     def consumed_samples(self) -> int | None:
         """Number of samples that all boxes have consumed over the whole life of the run, at the last state_dict() or
-        load_state_dict(): Megatron's consumed_train_samples. None if tensors of a batch have different numbers of
-        rows."""
+        load_state_dict(): Megatron's consumed_train_samples. None if the rows of a batch could not be counted,
+        because it had no tensors, or tensors with different numbers of rows."""
         return self._consumed
 
     def state_dict(self) -> dict[str, Any]:
@@ -293,8 +293,9 @@ class DataIterator:
 class _Chunk:
     """Iterator over all microbatches for one model chunk (part of the model on this rank in a virtual pipeline)."""
 
-    def __init__(self, owner: DataIterator, takes: bool) -> None:
-        self._owner, self.takes = owner, takes
+    def __init__(self, owner: DataIterator, number: int, count: int) -> None:
+        self._owner, self._number, self._count = owner, number, count
+        self.takes = owner._ranks.takes(owner._stages, number, count)
         self.taken = 0
 
     def __iter__(self) -> _Chunk:
@@ -303,10 +304,14 @@ class _Chunk:
     def __next__(self) -> Any:
         if not self.takes:
             ranks = self._owner._ranks
+            ends, here = "the first and the last stage of the pipeline", f"stage {ranks.stage}"
+            if self._count > 1:
+                ends = "the first model chunk of the first stage and the last model chunk of the last stage"
+                here = f"model chunk {self._number} of stage {ranks.stage}"
             raise InvalidArgumentError(
-                "next(data_iterator) must be called on the first and the last stage of the pipeline only, got a call "
-                f'on stage {ranks.stage} of {ranks.num_stages}, on rank {ranks.rank}: pass DataIterator(stages="all"), '
-                "or do not call next() on this stage"
+                f"next(data_iterator) must be called on {ends} only, got a call on {here} (numbers from 0; "
+                f"{ranks.num_stages} stages, {self._count} chunks a stage), on rank {ranks.rank}: pass "
+                'DataIterator(stages="all"), or do not call next() there'
             )
         batch = self._owner._at(self.taken)
         self.taken += 1

@@ -44,9 +44,10 @@ class RankGroups:
     peers: tuple[int, ...]
     """All ranks of the rank's stage in its box, including itself, in ascending order: tp x cp ranks."""
     leaders: tuple[int, ...] = ()
-    """Leader (first rank) of each stage of the box, in the order of the stages. Only set on leaders."""
+    """Leader (first rank) of each stage of the box, in the order of the stages. Used on leaders only."""
     readers: tuple[int, ...] = ()
-    """Reader (rank that iterates the loader) of each box, in the order of the boxes. Only set on readers."""
+    """Reader (rank that iterates the loader) of each box, in the order of the boxes. Used on readers only; on other
+    ranks it may have other values."""
     num_boxes: int = 1
 
     def __post_init__(self) -> None:

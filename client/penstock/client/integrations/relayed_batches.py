@@ -27,8 +27,8 @@ def relayed(batches: Iterator[Any] | None, relay: Relay, rank: int) -> Iterator[
         relay: connection of this rank with the other ranks of the box.
         rank: number of this rank in the job, for errors.
 
-    Raises an error of the reader on all ranks of the box: one of the same class if that is a PenstockError, else a
-    PenstockError with the class's name in its text.
+    Raises an error of the reader on all ranks of the box: on the reader the error itself; on the others one of the same
+    class if that is a PenstockError, else a PenstockError with the class's name in its text.
     """
     return _received(relay) if batches is None else _sent(batches, relay, rank)
 

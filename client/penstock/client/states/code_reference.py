@@ -212,15 +212,14 @@ def _check_found(input_fn: Callable[..., Any], module: str, qualname: str) -> No
 def encode_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
     """Return an envelope with the arguments of an input_fn. `name`: name of the input_fn, for errors. Raises
     UnsupportedStateError if an argument does not fit into an envelope; the error names the argument."""
-    for place, value in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
+    named = [(f"args[{number}]", value) for number, value in enumerate(args)]
+    for what, value in [*named, *((f"argument {name!r}", value) for name, value in kwargs.items())]:
         try:
             encode_state(value)
         except UnsupportedStateError as error:
-            what = place if place not in kwargs else f"argument {place!r}"
             raise UnsupportedStateError(
-                f"{what} of input_fn {name} cannot be sent to a worker: {error.message.rstrip('.')}. "
-                "Pass plain values, tensors or "
-                "arrays, and build other objects inside input_fn"
+                f"{what} of input_fn {name} cannot be sent to a worker: {error.message.rstrip('.')}. Pass plain "
+                "values, tensors or arrays, and build other objects inside input_fn"
             ) from error
     return encode_state({"args": tuple(args), "kwargs": dict(kwargs)})
 
@@ -236,6 +235,7 @@ def forbid_in_runner(what: str) -> None:
     start further workers endlessly. `what`: forbidden action, such as "creating an Appliance", for the error."""
     if os.environ.get(RUNNER_VARIABLE):
         raise RuntimeError(
-            f"{what} inside a worker is not possible: the script or module that defines input_fn starts the training "
-            'when a Penstock worker imports it. Put the training part under\n\n    if __name__ == "__main__":\n'
+            f"{what} inside a worker is not possible. If input_fn or its dataset does this, leave it out there. If the "
+            "script or module that defines input_fn starts the training when a Penstock worker imports it, put the "
+            'training part under\n\n    if __name__ == "__main__":\n'
         )

@@ -37,7 +37,8 @@ class DeliveredCounts:
 
     def take(self, slot: int, changes: bytes) -> None:
         """Add the changed counts that came with a delivered batch of a slot. `changes`: encoded rows, see
-        penstock.proto.state.counts. Raises ProtocolError if they are malformed."""
+        penstock.proto.state.counts. Once FOLDED_AT changes of the slot wait, decode them. Raises ProtocolError then if
+        one of them is malformed."""
         kept = self._changes[slot]
         if is_whole(changes):
             kept.clear()  # these are all counts of the slot, not only changed ones

@@ -2,8 +2,9 @@
 aggregation of states, the state before the first step, len(), and samples by their keys. This instance is never
 iterated.
 
-The instance is built once, when first needed. Building it must not affect the training, so the random generators are
-restored afterwards: an input_fn may seed the generators or draw from them.
+One instance is built when first needed, and kept. Methods that depend on the seed or on a worker's assignment build
+others: len(), the state before the first step, config() and samples by their keys. Building them must not affect the
+training, so the random generators are restored afterwards: an input_fn may seed the generators or draw from them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["LocalLoader", "check_strict"]
 
 class LocalLoader:
     """Holder of the loader that input_fn returns in the training process. input_fn is called when the loader is first
-    needed."""
+    needed, and again by methods that need it with another seed or assignment."""
 
     def __init__(self, name: str, input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._name = name
@@ -98,7 +99,7 @@ class LocalLoader:
 
     def length(self, assignments: list[Assignment]) -> int:
         """Return the number of batches of these workers together: input_fn is called for each assignment, and the len()
-        of the loaders is added up. Raises TypeError if a loader has no len()."""
+        of the loaders is added up. Raises TypeError if a loader has no len(), InputFnError if input_fn fails."""
         total = 0
         for assignment in assignments:
             with _undisturbed():
@@ -106,8 +107,9 @@ class LocalLoader:
         return total
 
     def config(self, seed: int) -> dict[str, Any]:
-        """Return a description of the data: the name of input_fn, and the result of the loader's own method config(),
-        if it has one. Two runs with equal descriptions get the same samples in the same order."""
+        """Return a description of the data: the name of input_fn, and the result of the loader's own method config();
+        None if it has no such method. With loaders of penstock.data, two runs with equal descriptions get the same
+        samples in the same order."""
         own = getattr(self._of_seed(seed, "config()"), "config", None)
         return {"input_fn": self._name, "loader": own() if callable(own) else None}
 
@@ -153,7 +155,8 @@ class LocalLoader:
         except Exception as error:
             raise InputFnError(
                 f"{purpose} of {self._name} needs the loader in the training process, but input_fn failed there with "
-                f"{type(error).__name__}: {error}. Make the data readable in the training process too"
+                f"{type(error).__name__}: {error}. Correct this error; if only the workers have the data, make the "
+                "data readable in the training process too"
             ) from error
         if instance is None:
             raise InputFnError(

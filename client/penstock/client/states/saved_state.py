@@ -94,6 +94,8 @@ class BoxStart:
     """Envelope (encoded bytes) with the state from which the workers' loaders resume; b"" for a start without a
     state."""
     same_topology: bool
+    """True if `blob` has a part for each slot of the box, so that each slot resumes exactly where the slot of this
+    number was. False for a start without a state, and after a change of the topology."""
 
 
 @dataclass
@@ -105,9 +107,10 @@ class SavedState:
     methods: int
     """Number of state methods that the loader has: 4, 2 or 0."""
     num_boxes: int
-    """Number of boxes of the saved run; 0 if the state was taken before any run was opened, so that it fits any
-    topology (numbers of boxes and workers)."""
+    """Number of boxes of the saved run; 0 if the state was taken before the first step, or not saved by Penstock, so
+    that it fits any topology (numbers of boxes and workers)."""
     num_workers_per_box: int
+    """Number of worker slots of each box; 0 if num_boxes is 0."""
     seed: int | None
     """Seed of the run. None: unknown, because an older release saved the state before the run was opened, or Penstock
     did not save it."""
@@ -366,18 +369,18 @@ def _saved(record: dict[str, Any]) -> tuple[SavedState, bool]:
     )
     if saved.positions:
         # The counts are compared before anything is computed from them, because the record's numbers may be wrong.
-        places, workers = [(part.box, part.slot) for part in saved.parts], saved.num_workers_per_box
+        owners, workers = [(part.box, part.slot) for part in saved.parts], saved.num_workers_per_box
         # no parts: the state was converted to this topology
-        wanted = saved.num_boxes * workers if places or saved.methods != 4 else 0
-        if (len(saved.positions), len(places)) != (saved.num_boxes, wanted):
+        wanted = saved.num_boxes * workers if owners or saved.methods != 4 else 0
+        if (len(saved.positions), len(owners)) != (saved.num_boxes, wanted):
             raise ValueError(
                 f"its record must have {saved.num_boxes} positions (one a box) and {wanted} parts (one a worker), got "
-                f"{len(saved.positions)} and {len(places)}"
+                f"{len(saved.positions)} and {len(owners)}"
             )
-        if places and places != [(box, slot) for box in range(saved.num_boxes) for slot in range(workers)]:
+        if owners and owners != [(box, slot) for box in range(saved.num_boxes) for slot in range(workers)]:
             raise ValueError(
                 f"its record must have the workers of {saved.num_boxes} boxes with {workers} slots each, in order, got "
-                f"(box, slot) {str(places)[:200]}"
+                f"(box, slot) {str(owners)[:200]}"
             )
         if any(len(position.total) != workers for position in saved.positions):
             raise ValueError(

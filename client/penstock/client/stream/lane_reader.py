@@ -13,8 +13,8 @@ token to a deque. A finalizer may do nothing else (see penstock.proto.batch.asse
 
 **A delivered batch equals the one that the runner made.** Before delivery the batch's bytes are compared with the
 digest that the runner computed when it wrote these bytes: all bytes of a batch of up to 64 KiB, a sample of a larger
-one, or all bytes with `Appliance(digest="full")`. A difference is a BatchCorruptError. The reader then closes the
-connection and fetches the batch again, because the ring at the other end still has it. Only a batch that arrives
+one, or all bytes with `Appliance(digest="full")` or "rows". A difference is a BatchCorruptError. The reader then closes
+the connection and fetches the batch again, because the ring at the other end still has it. Only a batch that arrives
 damaged CORRUPT_TRIES times in a row is an error in the training loop.
 """
 
@@ -128,9 +128,9 @@ class SlotLane:
         """Number of batches of the slot that were delivered since the last ack."""
         self.group = 1
         self.abandons = 0
-        """Number of epochs that the loop has left by `break` so far, over all generations of the slot."""
+        """Number of epochs that were abandoned so far, over all generations of the slot."""
         self.abandoned_epoch = -1
-        """Number of the epoch that the loop left last by `break`; -1 if it left no epoch."""
+        """Number of the epoch that was abandoned last; -1 if none was."""
         self.abandoned: deque[tuple[int, int]] = deque(maxlen=ABANDONED_KEPT)
         """Newest abandoned epochs, as pairs (epoch, number of the slot's last batch delivered in it)."""
         self.unsettled = False

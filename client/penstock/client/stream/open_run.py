@@ -2,14 +2,15 @@
 watches the run.
 
 The thread (the watch thread) reports progress, renews the box's lease, and receives the slots' views: for each slot its
-worker, address and condition, as the coordinator knows them. The thread communicates with the training thread in two
-ways only: by replacing `views` as a whole and then incrementing `version`, and by making `wake_fd` readable. While the
-coordinator is unreachable, the thread retries for as long as the run is open. Batches do not pass through the
-coordinator, so a restart of the coordinator affects only a loop that waits for a slot.
+worker, address and condition, as the coordinator knows them. The thread communicates with the training thread by
+replacing values as a whole (`views`, `error`, `ended_boxes`, times of replies) and then incrementing `version`, by the
+fence (StepFence), and by making `wake_fd` readable. While the coordinator is unreachable, the thread retries for as
+long as the run is open. Batches do not pass through the coordinator, so a restart of the coordinator affects only a
+loop that waits for a slot.
 
 The thread refers to the run but not to the loader. The finalizer of a loader that is dropped without being closed sets
-`abandoned`. The finalizer does nothing else, because it may run inside the garbage collector; the thread then closes
-the run.
+`abandoned` and closes the lanes. The finalizer makes no call, because it may run inside the garbage collector; the
+thread then closes the run.
 """
 
 from __future__ import annotations
@@ -49,9 +50,8 @@ from penstock.runtime.telemetry.logs import LONGEST, plain
 
 __all__ = ["OpenRun", "RunLink"]
 
-HOLD_S = 1.0
-"""Seconds for which the coordinator may delay the reply to a report if it has no news, until the coordinator sets
-another time. The next report follows the reply."""
+LINGER_S = 1.0
+"""Seconds between two checks, after the run has ended with an error, of whether its loader was garbage-collected."""
 CLOSE_S = 5.0
 """Deadline in seconds of the call that closes a run. If the coordinator does not answer in time, it notices the end of
 the box later, because the box's lease expires."""
@@ -61,7 +61,7 @@ AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
 Batches are delivered meanwhile."""
 SHORTEST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 RETRY_S = 0.3
-"""Smallest deadline in seconds of one attempt to fetch a state from the coordinator."""
+"""Smallest deadline in seconds of one call that fetches a state or closes the run."""
 ABANDONED_SENT = 4096
 """Largest number of abandoned epochs in one report; equal to the coordinator's limit (Limits.abandoned_at_once)."""
 AWAY_S = 3600.0
@@ -143,8 +143,8 @@ class OpenRun:
         """Version of the newest reply that was applied to `views`. The coordinator's versions only increase."""
         self._take_lock = threading.Lock()
         self.version = 0
-        """Counter that the watch thread increases after each change of `views` or `error`, so that the training thread
-        notices the change."""
+        """Counter that is increased after each change of `views` or `error`, so that the training thread notices the
+        change."""
         self.error: PenstockError | None = None
         """Error that has ended the run, such as a newer attempt of the job; None while the run is open."""
         self.away_since: float | None = None
@@ -154,7 +154,7 @@ class OpenRun:
         """Time of the coordinator's last reply, a time of time.monotonic(); 0 before the first."""
         self._reporting: threading.Thread | None = None
         self.away_because = ""
-        """Message of the error of the last call that did not reach the coordinator."""
+        """Message of the error of the watch thread's last report that the coordinator did not answer."""
         self.progress = BoxProgress()
         self.fence = StepFence()
         self.abandoned = False
@@ -289,7 +289,7 @@ class OpenRun:
     def _linger(self) -> None:
         """Wait in the watch thread, after the run has ended with an error, until the run is closed, or its loader is
         garbage-collected and the run must be closed here."""
-        while not self._closing.wait(HOLD_S):
+        while not self._closing.wait(LINGER_S):
             if self.abandoned:
                 self.close()
                 return
@@ -371,10 +371,11 @@ class OpenRun:
     # ---- calls of the training thread
 
     def dial(self, view: pb.SlotView, hello: lane_pb2.Hello) -> socket.socket:
-        """Connect to the slot's runner and send the Hello, the first message on a lane. For a runner on another host,
-        connect to the receiver instead, which connects to the runner. `view`: address of the runner.
+        """Connect to the daemon of the slot's runner and send the Hello, the first message on a lane; the daemon hands
+        the connection to the runner. If the batches come over TCP (`is_remote`), connect to the receiver instead, which
+        connects to that daemon. `view`: the coordinator's view of the slot, with the address.
 
-        Raises OSError or LaneLostError if nothing listens at the address.
+        Raises OSError or LaneLostError if nothing listens at the address, PenstockError if no receiver can be started.
         """
         hello.protocol = LANE_PROTOCOL
         hello.run, hello.attempt, hello.box = self.name, self.attempt, self.box
@@ -395,12 +396,12 @@ class OpenRun:
         return sock
 
     def is_remote(self, view: pb.SlotView) -> bool:
-        """Return True if the slot's batches come over TCP, because its worker is on another host or the user asked for
-        TCP."""
+        """Return True if the slot's batches come over TCP, because its worker is on another host, or has no socket for
+        this host, or the user asked for TCP."""
         return self.link.force_tcp or view.host_id != self.link.host or not view.local_address
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
-        """Return the positions of all boxes, and the records of all workers (counts and loader state), at a step.
+        """Return the positions of all boxes, and the WorkerRecords (counts and loader state) of all workers, at a step.
         Raises an error if they are not available within `deadline_s` seconds."""
         request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, step=step, deadline_s=deadline_s)
         return self._fetched(request)

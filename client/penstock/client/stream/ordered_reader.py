@@ -96,7 +96,7 @@ class OrderedReader:
         self._lanes = [self._first_lane(slot) for slot in range(run.num_slots)]
         self._restarts = [0] * run.num_slots
         self._slow = [""] * run.num_slots
-        self._start_places = [0] * run.num_slots
+        self._start_queue = [0] * run.num_slots
         self._queue_moved = 0.0
         """Monotonic time at which the awaited runner last moved up in its worker's queue of runners to start."""
         self._notice = run.notice
@@ -276,7 +276,7 @@ class OrderedReader:
     # ---- waiting
 
     def _wait(self, lane: SlotLane) -> None:
-        """Wait until a frame for `lane` may have arrived. The acks of all lanes are sent first."""
+        """Wait until a frame for `lane` may have arrived. After LAZY_S of waiting the acks of all lanes are sent."""
         run = self._run
         version = run.version
         if self._version != version:
@@ -344,8 +344,8 @@ class OrderedReader:
         elif view.phase == pb.STARTING:
             why = STAGES.get(view.start_stage, "start of its runner")
             if view.start_queue_position:
-                place = f"number {view.start_queue_position} of {view.start_queue_length}"
-                why = f"{place} in the queue of runners to start"
+                queued = f"number {view.start_queue_position} of {view.start_queue_length}"
+                why = f"{queued} in the queue of runners to start"
         return f"the {which} batch of {self._label}{slots}", why
 
     def _waited(self, slot: int, worker: str, seconds: float) -> None:
@@ -450,9 +450,9 @@ class OrderedReader:
             if view.doing and view.doing != self._slow[slot]:
                 notes.append(f"slow worker: slot {slot} of box {run.box} on worker {view.worker} is {view.doing}")
             self._slow[slot] = view.doing
-            if self._start_places[slot] > view.start_queue_position:
+            if self._start_queue[slot] > view.start_queue_position:
                 self._queue_moved = now
-            self._start_places[slot] = view.start_queue_position
+            self._start_queue[slot] = view.start_queue_position
             if lane.consumer is None and view.phase == pb.READY:
                 self._connect(lane, view, now)
         if not self._warned_unsharded:

@@ -44,7 +44,8 @@ NEVER: Final = 1 << 63
 @dataclass
 class BoxProgress:
     """Progress of a box (a data-parallel rank). The training thread writes it, and another thread reports it to the
-    coordinator. Values are replaced and never changed in place, so that the other thread reads whole values."""
+    coordinator. Values are replaced as a whole, so that the other thread reads whole values; only the numbers in
+    `waited_by_slot` are increased in place."""
 
     position: Callable[[], records_pb2.BoxPosition | None] = lambda: None
     waiting_for: int = 0
@@ -59,7 +60,7 @@ class BoxProgress:
     counts: DeliveredCounts | None = None
     """Counts of the delivered samples, by source and key; None before the run has a reader."""
     abandoned: tuple[tuple[int, int], ...] = field(default=())
-    """Pairs (epoch, last step) of the epochs that the loop left by `break`."""
+    """Pairs (epoch, last step) of the epochs that were abandoned."""
     epoch_starts: EpochStarts = field(default_factory=EpochStarts)
     _reported_waits: tuple[list[float], list[float]] = field(default=([], []))
 
@@ -130,7 +131,7 @@ class StreamStats:
     corrupt: int = 0
     """Number of times that data arrived damaged, over the network or from memory, and were fetched again."""
     skipped: int = 0
-    """Number of poison batches (batches that kill their runner) left out since the loader was opened
+    """Number of poison batches (batches that kill their runner) of this box left out in the present attempt
     (poison="skip")."""
     sources: dict[str, SampleCounts] = field(default_factory=dict)
     """Counts of the delivered samples by source, over the whole life of the run; empty unless the loader has `counts`
@@ -155,7 +156,7 @@ class StreamRun(Protocol):
     seed: int
     cover: DigestCover
     error: PenstockError | None
-    """Error that has ended the run; None while the run is open."""
+    """Error that has ended the run; None while the run is open, and after a close without an error."""
     views: list[pb.SlotView]
     progress: BoxProgress
     ended_boxes: dict[int, int]
@@ -169,7 +170,8 @@ class StreamRun(Protocol):
     def closed(self) -> bool: ...
 
     def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
-        """Wait until `ready(self)` is True, and return True. Return False after `timeout_s` seconds."""
+        """Wait until `ready(self)` is True, and return True. Return False after `timeout_s` seconds, or if the run is
+        closed. Raises the error that has ended the run."""
 
     def report(self) -> None:
         """Report this box's progress to the coordinator now."""
@@ -178,7 +180,7 @@ class StreamRun(Protocol):
         """End the run with an error, which the training loop will get. May be called from any thread."""
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
-        """Return the positions of all boxes, and the records of all workers (counts and loader state), at a step.
+        """Return the positions of all boxes, and the WorkerRecords (counts and loader state) of all workers, at a step.
         Raises an error if they are not available within `deadline_s` seconds."""
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:

@@ -1,5 +1,5 @@
-"""Lines on standard error about the reason for which a training job waits for its first batch. No line is written if
-the batch comes soon.
+"""Lines on standard error about the reason for which a training job waits: to open a run, for its first batch, or for a
+later batch of a slot that has no worker. No line is written if the wait is short.
 
 A first batch takes a fraction of a second on an idle machine, and many seconds if the machine is busy or no worker is
 free. Without such lines a job that waits looks like one that hangs.
@@ -19,7 +19,7 @@ FIRST_S = 2.0
 """Seconds for which the job has waited when the first line is due."""
 LEAST_S, MOST_S = 10.0, 60.0
 """Smallest and largest number of seconds between two lines. Within these limits, the next line is due when the time
-waited so far has doubled."""
+waited at the last line has doubled."""
 
 STAGES: dict[int, str] = {
     pb.FORK_SERVER: "import of torch in the fork server",

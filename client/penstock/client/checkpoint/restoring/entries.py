@@ -94,7 +94,8 @@ class SavedEntries:
         if not isinstance(saved, TensorStorageMetadata):
             raise CheckpointError(
                 f"{name!r} cannot be restored from {self.path}: it was saved as a Python object, but is a tensor in "
-                "the state to restore. Put None in place of the tensor to load the object"
+                "the state to restore. In a dict, put None in place of the tensor to load the object; build a module "
+                "as it was at the save"
             )
         if tensor.is_meta:
             raise CheckpointError(

@@ -67,8 +67,8 @@ class FillRequest:
             return
         for fill in fills:
             target = fill.target
-            place = target.device, target.data_ptr(), target.dtype, target.shape, target.stride()
-            other = seen.setdefault(place, fill)
+            memory = target.device, target.data_ptr(), target.dtype, target.shape, target.stride()
+            other = seen.setdefault(memory, fill)
             if other.name != fill.name and not _same(other.source, fill.source, target.dtype):
                 raise CheckpointError(
                     f"{other.name!r} and {fill.name!r} were saved with different values, but share one tensor in the "

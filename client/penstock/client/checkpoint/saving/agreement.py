@@ -176,12 +176,13 @@ class Agreement:
 
 
 def _check(answers: list[dict[str, Any]]) -> None:
-    for what in ("step", "folder"):
+    for what, same, remedy in (
+        ("step", "the same step", "Call save() with the same step on all ranks"),
+        ("folder", "into the same folder", "Create the AsyncCheckpointer with the same folder on all ranks"),
+    ):
         if any(answer[what] != answers[0][what] for answer in answers):
             values = ", ".join(f"rank {rank}: {answer[what]!r}" for rank, answer in enumerate(answers))
-            raise InvalidArgumentError(
-                f"all ranks must save the same {what}, got {values}. Call save() with equal values on all ranks"
-            )
+            raise InvalidArgumentError(f"all ranks must save {same}, got {values}. {remedy}")
     for key, (_, num_boxes) in (pair for answer in answers for pair in answer["loaders"].items()):
         boxes = sorted(answer["loaders"][key][0] for answer in answers if key in answer["loaders"])
         if num_boxes > 1 and len(answers) > 1 and 0 not in boxes:

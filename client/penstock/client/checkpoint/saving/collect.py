@@ -151,7 +151,7 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
         if content:
             path = OURS, f"{table}-{rank}"
             values[".".join(path)], paths[".".join(path)] = content, path
-    loaders = {key: value.place for key, value in state.items() if isinstance(value, Loader)}
+    loaders = {key: value.box_and_num_boxes for key, value in state.items() if isinstance(value, Loader)}
     signature = [list(paths.items()), [_kind(value) for value in values.values()]]
     return CollectedState(values, paths, signature, loaders, recipes, opaque)
 

@@ -45,22 +45,22 @@ def assign(items: Sequence[Item], prefix: str, buckets: int, hint: str | None = 
         hint: prefix of names. Items whose names begin with this prefix go into separate files; None: all items share
             the files.
     """
-    matching = [place for place, item in enumerate(items) if hint and item.name.startswith(hint)]
+    matching = [index for index, item in enumerate(items) if hint and item.name.startswith(hint)]
     others = sorted(set(range(len(items))) - set(matching))
     own = re.sub(r"[^A-Za-z0-9_-]", "_", hint or "")[:100]  # the length of file names is limited
     return _split(items, others, prefix, buckets) + _split(items, matching, f"{own}{prefix}", buckets)
 
 
-def _split(items: Sequence[Item], places: Sequence[int], prefix: str, buckets: int) -> list[Bucket]:
+def _split(items: Sequence[Item], indexes: Sequence[int], prefix: str, buckets: int) -> list[Bucket]:
     contents: list[list[int]] = [[] for _ in range(buckets)]
-    tensors = [(nbytes, place) for place in places if (nbytes := items[place].nbytes) is not None]
+    tensors = [(nbytes, index) for index in indexes if (nbytes := items[index].nbytes) is not None]
     emptiest = [(0, number) for number in range(buckets)]
-    for nbytes, place in sorted(tensors, key=lambda one: (-one[0], one[1])):
+    for nbytes, index in sorted(tensors, key=lambda one: (-one[0], one[1])):
         load, number = heapq.heappop(emptiest)
-        contents[number].append(place)
+        contents[number].append(index)
         heapq.heappush(emptiest, (load + nbytes, number))
-    objects = [place for place in places if items[place].nbytes is None]
-    for turn, place in enumerate(objects):
-        contents[turn % buckets].append(place)
+    objects = [index for index in indexes if items[index].nbytes is None]
+    for turn, index in enumerate(objects):
+        contents[turn % buckets].append(index)
     filled = [content for content in contents if content]
     return [Bucket(f"{prefix}{number}{SUFFIX}", tuple(content)) for number, content in enumerate(filled)]

@@ -24,8 +24,8 @@ from penstock.proto.state.checkpoint_index import ATTRIBUTES, DescribedIndex
 __all__ = ["Stored", "described"]
 
 Stored = tuple[tuple[str, tuple[int, ...] | None], int | None, int, int]
-"""Description of one archive (the bytes of one saved value): name of the value, offset of the part in its tensor, and
-hint, as in torch's MetadataIndex; then the archive's offset and number of bytes in its file."""
+"""Description of one archive (the bytes of one saved value): name of the value, offset of the part in its tensor (None
+for an object), and hint, as in torch's MetadataIndex; then the archive's offset and number of bytes in its file."""
 PROTOCOL = 3
 """Pickle protocol of the index. Pickles of newer protocols contain frames with lengths, and could not be embedded in
 another pickle."""
@@ -79,11 +79,11 @@ def described(metadata: Metadata, files: Iterable[tuple[str, Iterable[Stored]]])
         for file, stored in files
     ]
     storage_meta = number(metadata.storage_meta)
-    pickled, memo, places = parts.pickled()
+    pickled, memo, memo_positions = parts.pickled()
     return DescribedIndex(
         pickled.decode("latin-1"),
         memo,
-        places,
+        memo_positions,
         storage_meta,
         str(metadata.version),
         kinds,

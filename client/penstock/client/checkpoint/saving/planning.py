@@ -56,7 +56,8 @@ DCP_VERSION = "1.0.0"
 """Version of torch's checkpoint format, as FileSystemWriter writes it."""
 
 Key = tuple[str, tuple[int, ...] | None]
-"""Key of a saved item: name of the value, and offset of a part of a tensor (None for a whole tensor or an object)."""
+"""Key of a saved item: name of the value, and offset of the tensor's part: zeros for a whole tensor, None for an
+object."""
 
 
 class LocalItem(NamedTuple):
@@ -65,8 +66,8 @@ class LocalItem(NamedTuple):
 
     key: Key
     hint: int | None
-    """Position of this part in torch's list of the tensor's parts, as in torch's MetadataIndex; None for a whole tensor
-    or an object."""
+    """Position of this part in torch's list of the tensor's parts, as in torch's MetadataIndex: 0 for a whole tensor.
+    None for an object, and for a part whose position torch's planner has not set yet."""
     data: TensorWriteData | None
     """torch's description of the tensor or part: offsets, sizes, dtype. None for an object."""
     frame: TorchFrame | None
@@ -89,8 +90,7 @@ class LocalItem(NamedTuple):
 
     @property
     def torch_index(self) -> MetadataIndex:
-        """Key of the item in torch's index of the checkpoint: name of the value, offset of the part, and the part's
-        place in torch's list of parts (None if it has none)."""
+        """Key of the item in torch's index of the checkpoint: name of the value, offset of the part, and `hint`."""
         return MetadataIndex(*self.key, self.hint)
 
     @property
@@ -163,15 +163,15 @@ class FileLayout:
     others: tuple[LocalItem, ...]
     """Unframed items. Their lengths may differ from save to save."""
 
-    def places(self, lengths: dict[Key, int]) -> tuple[list[int], int]:
+    def offsets(self, lengths: dict[Key, int]) -> tuple[list[int], int]:
         """Return the offset of the archive of each item in `others`, and the length of the file, in bytes. `lengths`:
         number of bytes of each unframed item."""
-        places, offset = [], self.framed_bytes
+        offsets, offset = [], self.framed_bytes
         for one in self.others:
             offset = _aligned(offset)
-            places.append(offset)
+            offsets.append(offset)
             offset += lengths[one.key]
-        return places, offset
+        return offsets, offset
 
     def stored(self, lengths: dict[Key, int]) -> Iterator[Stored]:
         """Yield the description of each archive in the file, for torch's index. `lengths`: number of bytes of each
@@ -179,7 +179,7 @@ class FileLayout:
         for one, offset in self.framed:
             assert one.frame is not None
             yield one.key, one.hint, offset, one.frame.length
-        for one, offset in zip(self.others, self.places(lengths)[0], strict=True):
+        for one, offset in zip(self.others, self.offsets(lengths)[0], strict=True):
             yield one.key, one.hint, offset, lengths[one.key]
 
 
@@ -204,7 +204,7 @@ class GlobalPlan:
         """Return (name, length in bytes) of the files of each rank. `lengths`: number of bytes of the unframed items, a
         dict for each rank."""
         return [
-            [(file.name, file.places(lengths[rank])[1]) for file in layout.files]
+            [(file.name, file.offsets(lengths[rank])[1]) for file in layout.files]
             for rank, layout in enumerate(self.layouts)
         ]
 
@@ -309,7 +309,7 @@ def lay_out(items: Sequence[LocalItem], prefix: str, buckets: int, hint: str | N
     files = []
     for bucket in assign(sizes, prefix, buckets, hint):
         framed, others, offset = [], [], 0
-        for one in (items[place] for place in bucket.items):
+        for one in (items[index] for index in bucket.items):
             if one.frame is None:
                 others.append(one)
                 continue

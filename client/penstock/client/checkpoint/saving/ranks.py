@@ -70,8 +70,8 @@ class Ranks:
         except RuntimeError as error:
             raise CheckpointError(
                 f"rank {self.rank} lost the connection to the other {self.size - 1} ranks, or waited for these ranks "
-                f"for more than {self.timeout_s + MARGIN_S:g} s. To save again with the ranks that still run, make "
-                f"another AsyncCheckpointer. Cause: {error}"
+                f"for more than {self.timeout_s + MARGIN_S:g} s. If all ranks still run, make another "
+                f"AsyncCheckpointer on each; otherwise start the job again. Cause: {error}"
             ) from error
         return [
             json.loads(value[: int(length)].numpy().tobytes()) for value, length in zip(values, lengths, strict=True)

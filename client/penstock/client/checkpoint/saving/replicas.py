@@ -75,8 +75,8 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     step = tensor.numel() // SAMPLES
     if tensor.is_contiguous():
         return tensor.view(-1)[::step][:SAMPLES]
-    places = torch.arange(SAMPLES, device=tensor.device) * step
-    return tensor[torch.unravel_index(places, tensor.shape)]
+    indexes = torch.arange(SAMPLES, device=tensor.device) * step
+    return tensor[torch.unravel_index(indexes, tensor.shape)]
 
 
 def summary(known: dict[Key, tuple[str, str]]) -> str:

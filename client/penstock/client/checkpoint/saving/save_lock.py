@@ -2,9 +2,10 @@
 
 A signal handler runs between any two instructions of the main thread, also within a `save`, and may call `save` itself,
 as handlers for preemption do. The second call would find half-changed data. So while a call holds the lock, signals are
-recorded, and their handlers run at the end of the call, on the same thread and before the call returns. Signals are
-held back for milliseconds only: while a call waits for a save or for another thread, handlers run at once. The handler
-of a second signal of one kind runs at once at any time, so that a second Ctrl-C always works.
+recorded, and their handlers run at the end of the call, on the same thread and before the call returns. That is within
+milliseconds, unless the call waits for other ranks. While a call waits for an earlier save or for another thread,
+handlers run at once. The handler of a second signal of one kind runs at once during a call, so that a second Ctrl-C
+always works.
 """
 
 from __future__ import annotations

@@ -56,9 +56,9 @@ class StagingBuffer:
             tensor_of: function that returns the tensor of an item.
         """
         lengths = {key: len(data) for key, data in objects.items()}
-        placed = [file.places(lengths) for file in layout.files]
-        others = [places for places, _ in placed]
-        sizes = [*(size for _, size in placed), len(metadata)]
+        laid_out = [file.offsets(lengths) for file in layout.files]
+        others = [offsets for offsets, _ in laid_out]
+        sizes = [*(size for _, size in laid_out), len(metadata)]
         with torch.inference_mode(False), torch.no_grad():  # a later save may run in another mode
             if layout is not self._layout or any(
                 size > capacity for size, capacity in zip(sizes, self._capacities, strict=True)
@@ -67,13 +67,13 @@ class StagingBuffer:
             image = self.image
             assert image is not None
             self._copy(image, [tensor_of(one) for file in layout.files for one, _ in file.framed])
-            for file, places, start in zip(layout.files, others, self._starts, strict=False):
-                for one, offset in zip(file.others, places, strict=True):
+            for file, offsets, start in zip(layout.files, others, self._starts, strict=False):
+                for one, offset in zip(file.others, offsets, strict=True):
                     image.put(start + offset, objects[one.key])
             image.put(self._starts[-1], metadata)
             files = [
-                (file.name, start, size, [offset for _, offset in file.framed] + places)
-                for file, start, size, places in zip(layout.files, self._starts, sizes, others, strict=False)
+                (file.name, start, size, [offset for _, offset in file.framed] + offsets)
+                for file, start, size, offsets in zip(layout.files, self._starts, sizes, others, strict=False)
             ]
             return files, (self._starts[-1], len(metadata))
 

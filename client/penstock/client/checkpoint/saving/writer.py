@@ -85,7 +85,8 @@ PROGRESS_S = 0.2
 SIGN_S = 1.0
 """Seconds between the signs of life (changes of a file) of a writer, once rank 0's writer requests them."""
 SILENCE_S = 5.0
-"""Seconds without a sign of life from another rank, after which a writer without a training process abandons a save."""
+"""Seconds without a sign of life from another rank, after which a writer without a training process abandons a save.
+The writers of other ranks wait twice as long for a sign of rank 0's."""
 PROBE_S = 0.5
 """Seconds between two tests of a writer that waits for the temporary folder: whether it can write into the folder of
 the checkpoints."""
@@ -547,8 +548,8 @@ class Parent:
 
 
 def exit_after_parent(parent: Parent, watched: list[SaveJob], parent_watch: int) -> None:
-    """Wait in a thread until the training process has ended. Then end this process when its save (in `watched`) has
-    ended, at the save's deadline at the latest."""
+    """Wait in a thread until the training process has ended. Then let `serve` end after its save (in `watched`). End
+    this process at once if the save is to be abandoned (`finish` is False), and at the save's deadline."""
     wait_for_parent_end(parent_watch)
     parent.gone.set()
     parent.end()

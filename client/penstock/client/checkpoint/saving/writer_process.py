@@ -151,8 +151,8 @@ class WriterProcess:
             running.kill(why)
 
     def stop(self, *, finish: bool = False) -> None:
-        """End the writer. `finish`: True if the writer must first complete the saves that were submitted. A writer that
-        does not end in time is killed."""
+        """End the writer. `finish`: True to return at once: the writer completes the submitted saves, then ends. False
+        to wait for its end, and to kill it after LEAVE_S."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
@@ -206,7 +206,7 @@ class _Running:
             self.process.kill()
             raise CheckpointError(
                 f"rank {rank}: the writer process, which writes checkpoints, did not start{self._how()}: see its "
-                "messages on standard error, and save again"
+                "messages on standard error, and try again"
             )
 
     @property
@@ -311,7 +311,7 @@ class _Running:
 def _not_started(rank: int, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"rank {rank}: the writer process could not be started: {error}. See `ulimit -a` and the free memory of this "
-        "machine, and save again"
+        "machine, and try again"
     )
 
 

@@ -38,7 +38,7 @@ def _own(rank: int) -> str:
 def loader_leaves(loader: Loader, rank: int, ranks: int) -> dict[str, bytes]:
     """Return what this rank saves of a loader: its state as bytes, by the key below the loader's key. Return {} on a
     rank that saves no state, because box 0 saves it for all boxes."""
-    box, num_boxes = loader.place
+    box, num_boxes = loader.box_and_num_boxes
     if ranks == 1:
         return {SHARED: _padded(encode_state(loader.state_dict()))}
     if num_boxes > 1:

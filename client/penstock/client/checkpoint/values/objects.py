@@ -92,32 +92,41 @@ def _no_bytes() -> bytes:
 
 def load_object(data: bytes, name: str, where: str, *, unsafe: bool) -> Any:
     """Return the object `name` that torch.save wrote as `data`. `where`: path of the checkpoint, for errors. `unsafe`:
-    True to unpickle any class. Raises CheckpointError if `data` is damaged, or has a class that is not allowed."""
+    True to unpickle any class. Raises CheckpointError if `data` cannot be loaded, or has a class that is not
+    allowed."""
     begin = _pickle_at(data)
     if begin is not None:
         try:
             pickled = bounded(data[begin:])
         except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{name!r} of {where} cannot be loaded: {error}. Leave it out of the state to restore, or restore "
-                "another checkpoint"
-            ) from error
+            raise _unreadable(name, where, error) from error
         try:
             return _Plain(io.BytesIO(pickled)).load()  # a pickle ends with an opcode of its own
         except Exception:  # not a plain value: torch.load decides
             pass
     try:
-        return torch.load(_stored(data), map_location="cpu", weights_only=not unsafe)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{name!r} of {where} has a class that could run code while it is loaded: pass restore(..., "
-            f"allow_unsafe_types=True) if you trust the program that wrote this checkpoint. Cause: {error}"
-        ) from error
+        file = _stored(data)
     except Exception as error:  # arbitrary bytes can raise any error
+        raise _unreadable(name, where, error) from error
+    try:
+        return torch.load(file, map_location="cpu", weights_only=not unsafe)
+    except Exception as error:  # here too
+        if isinstance(error, pickle.UnpicklingError) and not unsafe:
+            raise CheckpointError(
+                f"{name!r} of {where} has a class that could run code while it is loaded: pass restore(..., "
+                f"allow_unsafe_types=True) if you trust the program that wrote this checkpoint. Cause: {error}"
+            ) from error
         raise CheckpointError(
             f"{name!r} of {where} cannot be loaded: {type(error).__name__}: {error}. Restore with the code and the "
             "version of torch that wrote the checkpoint"
         ) from error
+
+
+def _unreadable(name: str, where: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{name!r} of {where} cannot be loaded: {error}. Leave it out of the state to restore, or restore another "
+        "checkpoint"
+    )
 
 
 def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:

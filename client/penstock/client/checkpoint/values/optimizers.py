@@ -96,7 +96,7 @@ def group_order(loaded: dict[str, Any], names: list[str], lengths: list[int]) ->
     """Return, for each parameter group of an optimizer, the index of the saved group with the same parameters.
     Arguments as for `numbered_state`.
 
-    Raises CheckpointError, naming parameters, if the saved groups have other parameters.
+    Raises CheckpointError, naming parameters, if the saved groups have other parameters; also if their number differs.
     """
     saved = [frozenset(group["params"]) for group in loaded["param_groups"]]
     _check_names({name for group in saved for name in group}, set(names))
@@ -104,15 +104,15 @@ def group_order(loaded: dict[str, Any], names: list[str], lengths: list[int]) ->
     for number, length in enumerate(lengths):
         own = frozenset(names[begin : begin + length])
         begin += length
-        place = next((place for place, group in enumerate(saved) if group == own and place not in taken), None)
-        if place is None:
+        index = next((index for index, group in enumerate(saved) if group == own and index not in taken), None)
+        if index is None:
             raise CheckpointError(
                 f"param_groups[{number}] has the parameters {some(sorted(own))}, but no saved group has exactly these: "
                 f"the saved groups begin with {some([min(group, default='nothing') for group in saved])}. Make the "
                 "groups as they were at the save"
             )
-        taken.add(place)
-        order.append(place)
+        taken.add(index)
+        order.append(index)
     if len(order) != len(saved):
         raise CheckpointError(
             f"the optimizer must have {len(saved)} param_groups, as at the save, got {len(order)}. Make the groups as "
@@ -180,10 +180,10 @@ def check_order(loaded: dict[str, Any], optimizer: torch.optim.Optimizer, names:
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     sizes = dict(zip(names, (one.numel() for one in parameters), strict=True))
     begin = 0
-    for place, group in zip(order, optimizer.param_groups, strict=True):
+    for index, group in zip(order, optimizer.param_groups, strict=True):
         own = names[begin : begin + len(group["params"])]
         begin += len(own)
-        saved = loaded["param_groups"][place]
+        saved = loaded["param_groups"][index]
         together = {sum(sizes[name] for name in own), sum(sizes.values())}
         for name in own:
             for path, tensor in _tensors(loaded.get("state", {}).get(name), (name,)):
@@ -228,12 +228,12 @@ def notes(optimizer: torch.optim.Optimizer, named: Mapping[str, Any]) -> dict[st
     names = [name for group in named["param_groups"] for name in group["params"]]
     own = {name: parameter.dtype for name, parameter in zip(names, parameters, strict=True)}
     dtypes: list[Path] = []
-    places: dict[int, list[Path]] = {}
+    paths_to: dict[int, list[Path]] = {}
     for path, tensor in _tensors(named["state"], ()):
         if own.get(path[0], tensor.dtype) != tensor.dtype and path[1:] != ("step",):
             dtypes.append(path)
-        places.setdefault(id(tensor), []).append(path)
-    shared = [paths for paths in places.values() if len(paths) > 1]
+        paths_to.setdefault(id(tensor), []).append(path)
+    shared = [paths for paths in paths_to.values() if len(paths) > 1]
     return {key: value for key, value in (("dtypes", dtypes), ("shared", shared)) if value}
 
 
@@ -324,7 +324,7 @@ def _regrouped(key: str, value: Any, order: list[int]) -> Any:
     if not isinstance(value, list) or len(value) != len(order) or key in OTHER_LISTS:
         return regrouped(value, order)
     if key in PER_GROUP or all(isinstance(one, int | float) and one == value[0] for one in value):
-        return [value[place] for place in order]
+        return [value[index] for index in order]
     raise CheckpointError(
         f"the optimizer's param_groups are in another order than at the save, and {key!r} of its scheduler seems to "
         "have one value per group: make the groups in the saved order"

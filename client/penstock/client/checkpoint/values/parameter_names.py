@@ -2,8 +2,8 @@
 
 A checkpoint outlives the program that wrote it. By then modules may be registered in another order, parameters may be
 sorted into other groups, and `torch.compile` or DistributedDataParallel may wrap a module or one inside it. So values
-are saved under names that leave out wrappers. A parameter with several names (tied weights) is saved under the first of
-them in alphabetical order. An optimizer's state is saved by the names of its parameters.
+are saved under names that leave out wrappers. An optimizer's state is saved by the names of its parameters. Of a
+parameter with several names (tied weights), the first in alphabetical order is used for that.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "_fsdp
 """Names of the attributes in which wrappers keep the wrapped module: torch.compile, activation checkpointing, Lightning
 Fabric and FSDP1."""
 
-Place = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
-"""Place of a tensor's values in memory: address, dtype, shape and strides. Tensors that share memory have equal
-places."""
+MemoryKey = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+"""Address, dtype, shape and strides of a tensor's values in memory. Tensors that share all their values have equal
+keys."""
 
 
 def unwrapped(value: Any) -> Any:
@@ -91,9 +91,9 @@ def parameter_names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], 
     return names
 
 
-Held = tuple[dict[int, str], dict[Place, str]]
-"""Names of the parameters that a value of the state holds: by the id() of the parameter, and by the place of its values
-in memory."""
+Held = tuple[dict[int, str], dict[MemoryKey, str]]
+"""Names of the parameters that a value of the state holds: by the id() of the parameter, and by the MemoryKey of its
+values."""
 
 
 def _from_one(parameters: list[torch.Tensor], holders: dict[str, Held]) -> list[str] | None:
@@ -135,16 +135,16 @@ def _given(group: dict[str, Any]) -> list[str | None]:
 
 
 def _name_in(held: Held, parameter: torch.Tensor) -> str | None:
-    by_id, by_place = held
+    by_id, by_memory = held
     name = by_id.get(id(parameter))
-    if name is None and by_place and (place := _place(parameter)) is not None:
-        return by_place.get(place)
+    if name is None and by_memory and (memory := _memory_key(parameter)) is not None:
+        return by_memory.get(memory)
     return name
 
 
 def _held(value: Any) -> Held:
     by_id: dict[int, str] = {}
-    by_place: dict[Place, str] = {}
+    by_memory: dict[MemoryKey, str] = {}
     if isinstance(value, nn.Module):
         module = unwrapped(value)
         parameters = list(module.named_parameters(remove_duplicate=False))
@@ -154,9 +154,9 @@ def _held(value: Any) -> Held:
     else:
         for name, tensor in _tensors(value, ""):
             by_id[id(tensor)] = min(name, by_id.get(id(tensor), name))
-            if (place := _place(tensor)) is not None:
-                by_place[place] = min(name, by_place.get(place, name))
-    return by_id, by_place
+            if (memory := _memory_key(tensor)) is not None:
+                by_memory[memory] = min(name, by_memory.get(memory, name))
+    return by_id, by_memory
 
 
 def _tensors(value: Mapping[Any, Any], before: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -167,7 +167,7 @@ def _tensors(value: Mapping[Any, Any], before: str) -> Iterator[tuple[str, torch
             yield from _tensors(inner, f"{before}{key}.")
 
 
-def _place(tensor: torch.Tensor) -> Place | None:
+def _memory_key(tensor: torch.Tensor) -> MemoryKey | None:
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return None
     if tensor.device.type == "meta" or not tensor.numel():

@@ -163,7 +163,7 @@ class _Play:
         """Return True if each object in the memo has at most `LIGHT` values inside it. Position 0 of the memo, which a
         tail never refers to, is left out."""
         known: dict[int, int] = {}
-        shared = [node for place, node in self._memo.items() if place and node is not None]
+        shared = [node for position, node in self._memo.items() if position and node is not None]
         try:
             return all(_weight(node, known) <= LIGHT for node in shared)
         # an object contains itself: replaying the whole pickle shows whether it is a key

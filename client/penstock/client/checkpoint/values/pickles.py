@@ -58,29 +58,29 @@ def bounded(data: bytes) -> bytes:
 
     Raises pickle.UnpicklingError if it would take more, or if the pickle has no end.
     """
-    place = 0
+    at = 0
     while True:
-        found = _FIXED.match(data, place)
+        found = _FIXED.match(data, at)
         assert found is not None  # the pattern also matches an empty text
         code = data[found.end() : found.end() + 1]
-        place = found.end() + 1
+        at = found.end() + 1
         if code == _STOP:
-            check_hashing(data, place)
+            check_hashing(data, at)
             return data
         if code in _COUNTED:
-            number = int.from_bytes(data[place : place + _COUNTED[code]], "little")
-            place += _COUNTED[code]
+            number = int.from_bytes(data[at : at + _COUNTED[code]], "little")
+            at += _COUNTED[code]
             follows = 0 if code == _LONG_PUT else number
-            if max(number, place + follows) > len(data):
+            if max(number, at + follows) > len(data):
                 raise pickle.UnpicklingError(
                     f"the pickle is damaged: it has {len(data):,} bytes, but names a length or memo position of "
-                    f"{number:,} before byte {place:,}"
+                    f"{number:,} before byte {at:,}"
                 )
-            place += follows
+            at += follows
         elif code in _LINES:
             for _ in range(_LINES[code]):
-                place = data.find(b"\n", place) + 1
-                if not place:
+                at = data.find(b"\n", at) + 1
+                if not at:
                     raise pickle.UnpicklingError("the pickle is damaged: a line of text in it has no end")
         else:
             raise pickle.UnpicklingError(

@@ -39,8 +39,8 @@ class EncodedValue(NamedTuple):
     value: Any
     recipe: Any
     opaque: str
-    """Reason why the value was not encoded: the name of the class of a part that has no recipe, or "tensors" if only
-    tensors have none. "": the value was encoded."""
+    """Reason why the value was not encoded: the name of the class of a part that has no recipe, "tensors" if only
+    tensors have none, or that the value is nested more than DEPTH levels deep. "": the value was encoded."""
 
 
 class _Kind(NamedTuple):
@@ -140,7 +140,7 @@ def encode(value: Any, depth: int = 0) -> EncodedValue:
     if isinstance(value, torch.Tensor):
         return EncodedValue(value, None, "tensors" if kind in (torch.Tensor, torch.nn.Parameter) else kind.__qualname__)
     if depth > DEPTH:
-        return EncodedValue(value, None, "a value that contains itself")
+        return EncodedValue(value, None, f"more than {DEPTH} levels of nesting")
     if kind in (list, tuple):
         return _sequence(value, depth)
     if kind is dict:

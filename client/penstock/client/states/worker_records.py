@@ -1,5 +1,5 @@
-"""Conversion of the records that all workers send of a step (counts and loader state) to a saved state, and to the
-DataLoaderCheckpoints that users get."""
+"""Conversion of WorkerRecords (a message for each worker, with its counts and its loader's state at a step) to a saved
+state, and to the DataLoaderCheckpoints that users get."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def saved_of(
     fetched: FetchedState, step: int, name: str, methods: int, seed: int, *, full_digest: bool
 ) -> tuple[SavedState, list[Any]]:
     """Return the saved state, still without its aggregated part, and the states of the workers' loaders, in the order
-    in which aggregate_state_dict gets them. `fetched`: positions and records of all boxes and workers at `step`.
-    `name`: name of the loader. `methods`: number of its state methods, 4, 2 or 0."""
+    in which aggregate_state_dict gets them. `fetched`: positions of all boxes and WorkerRecords of all workers at
+    `step`. `name`: name of the loader. `methods`: number of its state methods, 4, 2 or 0."""
     first = fetched.records[0][0]
     positions = [Position.received(fetched.positions[box]) for box in sorted(fetched.positions)]
     saved = SavedState(step, name, methods, first.num_boxes, first.num_workers_per_box, seed, positions, full_digest)
@@ -48,8 +48,8 @@ def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
     launches = [value["launch"] for value in values if "launch" in value]
     if len(launches) < len(values):
         return [value["user"] for value in values]
-    places = {(part.box, launch["worker"]) for part, launch in zip(saved.parts, launches, strict=True)}
-    saved.is_mixed = len({launch["step"] for launch in launches}) > 1 or len(places) < len(values)
+    owners = {(part.box, launch["worker"]) for part, launch in zip(saved.parts, launches, strict=True)}
+    saved.is_mixed = len({launch["step"] for launch in launches}) > 1 or len(owners) < len(values)
     if saved.is_mixed:
         return [value["user"] for value in values]
     users = [None] * len(values)
