@@ -54,11 +54,11 @@ class LoaderState(Callback):
         self._ahead.took()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loader": self._ahead.state_dict(), "left_pass": self._epoch_over() and self._ahead.mid_epoch}
+        return {"loader": self._ahead.state_dict(), "abandoned_epoch": self._epoch_over() and self._ahead.mid_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._ahead.load_state_dict(state_dict["loader"])
-        if state_dict.get("left_pass"):
+        if state_dict.get("abandoned_epoch"):
             self._ahead.leave_epoch()
 
     def _epoch_over(self) -> bool:
