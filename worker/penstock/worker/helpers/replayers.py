@@ -181,8 +181,8 @@ async def send_assignment(blobs: Blobs, child: Child, assignment: records_pb2.Wo
 
 def _late(what: str, task: str, deadline_s: float, stack: str) -> DeadlineError:
     return DeadlineError(
-        f"{what} did not finish the task {task} in {deadline_s:.0f} s; the stream of batches continues. Make the code "
-        "that its stack shows faster",
+        f"{what} did not finish the task {task} in {deadline_s:.0f} s; the stream of batches continues. Its stack is "
+        "below: make the code there faster",
         remote_traceback=stack,
     )
 

@@ -11,22 +11,13 @@ from __future__ import annotations
 import asyncio
 import random
 
-from penstock.proto.errors import (
-    CoordinatorUnavailableError,
-    DeadlineError,
-    JournalError,
-    PenstockError,
-    SupersededError,
-    UnknownRunError,
-)
+from penstock.proto.errors import PenstockError, SupersededError, UnknownRunError
 from penstock.proto.v1 import coordinator_pb2
-from penstock.worker.slots.slot_interfaces import SlotContext
+from penstock.worker.slots.slot_interfaces import COORDINATOR_ERRORS, SlotContext
 from penstock.worker.slots.snapshots import StoredSnapshot
 
-__all__ = ["COORDINATOR_ERRORS", "DurableSnapshots"]
+__all__ = ["DurableSnapshots"]
 
-COORDINATOR_ERRORS = (CoordinatorUnavailableError, DeadlineError, JournalError)
-"""Temporary errors whose cause is the coordinator, after which a call is tried again."""
 LARGE = 1 << 20
 """Size in bytes above which the coordinator gets only the position of the first restart point of a launch, and not its
 data."""
