@@ -25,7 +25,7 @@ class KeptForkServer:
     Args:
         tempdirs: temporary directories of the runners.
         starts: queue that limits simultaneous starts of runners. Its limit is lowered by one as long as a fork server
-            that was killed has not ended.
+            that was killed during its start has not ended.
         deadline_s: largest number of seconds that a fork server may take to start; see ForkServer.start.
         sandboxed: True to sandbox runners; see sandbox.py.
         user: user of the runners; None: the daemon's own user. See runner_user.py.

@@ -61,10 +61,10 @@ class MemoryWatch:
             far = held > HARD_LIMIT * limit
             if far and not (young and begun):
                 # With the loss, report the batch that the runner was making, because that batch may be the cause.
-                slot.lose(f"was killed at batch {slot.progress_page.total}, because {what}")
+                slot.lose(f"was killed after batch {slot.progress_page.total}, because {what}")
             elif far or (saving is not None and saving.done()):
                 slot.recycle, slot.outgrown = True, young
-                slot.lose(f"was replaced at batch {slot.progress_page.total}, because {what}")
+                slot.lose(f"was replaced after batch {slot.progress_page.total}, because {what}")
             elif saving is None and held > limit and slot.ready.is_set():
                 saving = slot.spawn(self._save_progress())
 
@@ -98,7 +98,7 @@ def killed_for_memory(slot: SlotContext, whose: OutOfMemory, *, young: bool) -> 
 
     whose: the limit that was reached. young: True if the runner had not made its second batch.
     """
-    at = f"was killed by the kernel at batch {slot.progress_page.total}, because"
+    at = f"was killed by the kernel after batch {slot.progress_page.total}, because"
     if whose is OutOfMemory.OWN:
         slot.recycle = slot.outgrown = young
         limit = _mib(slot.host.runner_memory)
