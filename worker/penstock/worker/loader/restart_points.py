@@ -99,7 +99,7 @@ class StreamHistory:
     delivered batch in it, counted over all epochs)."""
     complete: bool = False
     """True if the stream can be replayed from the beginning: the run began without a state and with the present numbers
-    of boxes and workers, and `abandoned` lists all abandoned epochs."""
+    of boxes and workers, has resumed from no edited state, and `abandoned` lists all abandoned epochs."""
     crossing: str = ""
     """Way in which the loader enters the next epoch after a restore within an epoch: KEPT, FRESH or REPLAY; "" = not
     known yet. See epoch_crossing.py."""
