@@ -500,7 +500,7 @@ class Daemon:
     def findings(self, assignment: records_pb2.WorkerAssignment) -> LoaderFindings:
         return self._findings.setdefault(_attempt_of(assignment), LoaderFindings())
 
-    def found_rewinds(self, assignment: records_pb2.WorkerAssignment, crossing: str) -> None:
+    def found_crossing(self, assignment: records_pb2.WorkerAssignment, crossing: str) -> None:
         findings = self.findings(assignment)
         findings.crossing = more_careful(findings.crossing, crossing)
         self._send_findings(assignment)

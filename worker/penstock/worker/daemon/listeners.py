@@ -368,7 +368,8 @@ def _parse(data: bytes) -> lane_pb2.Hello:
 
 
 def _refusal(error: PenstockError) -> bytes:
-    """Return the frame that refuses a training job's connection: CLOSE if the slot has moved to a newer runner since
-    the job learned its address, otherwise ERROR with the cause."""
+    """Return the frame that refuses a training job's connection: CLOSE if the connection is out of date
+    (SupersededError: the slot has moved or ended, or a newer connection has arrived), otherwise ERROR with the
+    cause."""
     kind = CLOSE if isinstance(error, SupersededError) else ERROR
     return Frame(kind, rest=detail_of(error).SerializeToString()).encode()

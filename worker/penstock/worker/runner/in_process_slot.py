@@ -239,7 +239,7 @@ class InProcessSlot:
         return source
 
     def _recover(self, source: RestorableLoader, target: Target) -> None:
-        """Bring a new loader to the position `target` by a replay from the start of the stream."""
+        """Bring the loader to the position `target` by a replay from the start of the stream."""
         plan = (
             None
             if self._start_data is None

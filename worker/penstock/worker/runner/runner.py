@@ -1,6 +1,6 @@
 """The program of a runner: runs one slot's loader, in the main thread of its own process.
 
-    next(loader) -> flatten into a ring entry -> digest, progress page -> snapshot, if due -> frame to the consumer
+    next(loader) -> flatten into a ring entry -> digest -> snapshot, if due -> progress page -> frame to the consumer
 
 The process has no thread of Penstock and no gRPC, because user code may fork there. The runner polls its two sockets,
 the lane's and the daemon's, only between two batches, and only if the ring is half full, the batch was slow, the last

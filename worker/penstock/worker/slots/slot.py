@@ -316,8 +316,8 @@ class Slot:
     # ---- its health
 
     async def _watch(self) -> None:
-        """Report a runner, with its stack, if it is in one activity for long or is stopped by a signal. Return only
-        when cancelled."""
+        """Report a runner, with its stack, if it is in one activity for long. If it only waits for others, report it
+        only if it is also stopped by a signal. Return only when cancelled."""
         after = hang_s(self.assignment.loader.options.timeout_s)
         while True:
             await asyncio.sleep(min(5.0, after / LOOKS))
