@@ -115,13 +115,18 @@ class LaneListeners:
         Raises:
             UnsafeBindError: other machines can reach the address, TLS is off, and `insecure` is False.
             PortTakenError: another process listens at the port.
-            InvalidArgumentError: this machine cannot listen at the address.
+            InvalidArgumentError: the address is not host:port, or this machine cannot listen at it.
         """
+        host, _, port = listen.rpartition(":")
+        if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
+            raise InvalidArgumentError(
+                "the address at which training jobs read batches must be HOST:PORT with a port from 0 to 65535 (0 = "
+                f"any free port), got {listen!r}. Set --listen HOST:PORT"
+            )
         refuse_unsafe(listen, encrypted=self._context is not None, insecure=self._insecure)
         local = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.local_address = f"penstock-lanes-{secrets.token_hex(8)}"
         local.bind("\0" + self.local_address)
-        host, _, port = listen.rpartition(":")
         tcp_listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         tcp_listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
