@@ -66,6 +66,7 @@ async def run_task(
     Raises:
         DeadlineError: the task took longer than `deadline_s` seconds; with the helper's stack.
         WorkerLostError: the helper died; with its stack, if it crashed.
+        InputFnError: user code closed the helper's control socket.
         PenstockError: the error with which the task failed.
     """
     left_s = deadline_s  # time for work only, without waits for a turn and for a child

@@ -360,8 +360,8 @@ class PositionedLoader(SlotLoader, ABC):
         elif point.state is not None:
             if self.capabilities.state_methods == 0:
                 raise StateMismatchError(
-                    f"{self.name}: the loader must have load_state_dict to load this state, which was saved by a "
-                    "loader with that method. Add the method"
+                    f"{self.name}: the loader must have state_dict and load_state_dict to load this state, which was "
+                    "saved by a loader with both methods. Add the methods"
                 )
             self._load(point.state, True)
 

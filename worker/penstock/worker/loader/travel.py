@@ -84,7 +84,7 @@ def replay(
         )
     if before < leg.total and leg.digest and source.digest != leg.digest:
         raise ReplayMismatchError(
-            f"{source.name}: in a replay from an earlier state, batch {leg.total} of the slot differs from the one "
+            f"{source.name}: in a replay from an earlier position, batch {leg.total} of the slot differs from the one "
             "that was delivered. The loader is not deterministic: run penstock doctor"
         )
 

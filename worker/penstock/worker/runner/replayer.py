@@ -316,7 +316,7 @@ def _replayed(
         expected = delivered.get(source.position.total)
         if expected is not None and expected != source.digest:
             raise ReplayMismatchError(
-                f"{source.name}: in a replay from its state after batch {point.position.total}, the loader makes "
+                f"{source.name}: in a replay from the position after batch {point.position.total}, the loader makes "
                 f"another batch {source.position.total} than the one that was delivered. The loader is not "
                 "deterministic: run penstock doctor"
             )

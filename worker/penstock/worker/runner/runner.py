@@ -524,7 +524,7 @@ class _Runner:
         if not ways:
             raise StateMismatchError(
                 f"{source.name}: the loader cannot return to where the loop left epoch {epoch} by `break`, because no "
-                "state of that epoch was kept. Start the job again from a saved state"
+                "earlier state of the loader is kept. Start the job again from a saved state"
             )
         try:
             first_fit(ways, take, UNFIT, lambda mismatch, instead: None)
