@@ -43,7 +43,7 @@ class DaemonSettings:
     embedded: bool = False
     """Flag that a training job started this daemon on its own machine, for that job alone."""
     runner_memory: int = 0
-    """Largest number of bytes of memory that one runner may hold; 0 = no limit."""
+    """Largest number of bytes of memory that one runner and its descendants may hold; 0 = no limit."""
     starts: int = 0
     """Largest number of runners that may be starting at the same time; 0 = the number of processors."""
     start_timeout_s: float = START_DEADLINE_S

@@ -189,8 +189,9 @@ class PositionedLoader(SlotLoader, ABC):
         self._start = replace(self._start, history=self._start.history.of(self.history.launch))
 
     def _reached_from_start(self, point: RestartPoint) -> RestartPoint:
-        """Return `point`, or for a loader that can be restored only to the start of its launch a copy of it. In the
-        copy `replayed_from` is that start: the point's position is reached by a replay from there."""
+        """Return `point`, or a copy of it for a loader that can be restored only to the start of its launch (`_start`)
+        or of the stream (`counts_from`). In the copy `replayed_from` is that start: the point's position is reached by
+        a replay from there."""
         start = self._start or self.counts_from
         return point if start is None or point.position == start.position else replace(point, replayed_from=start)
 

@@ -6,10 +6,10 @@ group holds no other processes.
       penstock-runners           pids.max: processes and threads of all runners together
         1, 2, ...                one for each child: memory.max; the kernel kills all its processes (memory.oom.group)
 
-The kernel enforces these limits at every moment. The memory watch (memory_watch.py) measures only once a second, and
-replaces a runner at a snapshot. A group counts more memory than the watch: also rings, and each page that a loader's
-processes share. So a group's limit is 1 GiB above the size at which the watch kills a runner. The group stops a runner
-whose memory grows faster than the watch measures.
+The kernel enforces these limits at every moment. The memory watch (memory_watch.py) measures once a second or more
+rarely, and replaces a runner at a snapshot. A group counts more memory than the watch: also rings, and each page that a
+loader's processes share. So a group's limit is 1 GiB above the size at which the watch kills a runner. The group stops
+a runner whose memory grows faster than the watch measures.
 
 A group also ends processes that outlive their child: some seconds after the child's end (GROUP_S of
 child_processes.py), all processes still in the group are killed at once, even if they keep forking.

@@ -2,9 +2,9 @@
 
     next(loader) -> flatten into a ring entry -> digest -> snapshot, if due -> progress page -> frame to the consumer
 
-The process has no thread of Penstock and no gRPC, because user code may fork there. The runner polls its two sockets,
-the lane's and the daemon's, only between two batches, and only if the ring is half full, the batch was slow, the last
-poll was long ago, or the runner is idle.
+The process has no thread of Penstock and no gRPC, because user code may fork there. While it streams, the runner polls
+its two sockets, the lane's and the daemon's, only between two batches, and only if the ring is half full, the batch was
+slow, or the last poll was long ago. It also polls after each replayed batch, and whenever it waits for something.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ leads to other batches too, the slot fails; or, for a loader without state metho
 
 Verifications take a fixed share of processor time, so their interval follows from their cost. A loader that declares
 `exact_states` is verified once by each worker of a run and then trusted; if it also has `advance_state`, it is trusted
-from the start. A loader without state methods is verified only if saving by
-replay was requested: any other such loader may yield different batches the next time, or may not allow a second
-instance beside its stream. If the runner of such a loader is lost, the loader is replayed from the beginning of its
-epoch, and the replay is compared with the delivered batches.
+from the start. A loader without state methods is verified only if saving by replay was requested: any other such loader
+may yield different batches the next time, or may not allow a second instance beside its stream. If the runner of such a
+loader is lost, the loader is replayed from the beginning of its epoch, and the replay is compared with the delivered
+batches.
 """
 
 from __future__ import annotations
