@@ -6,8 +6,8 @@ start takes many times longer and exceeds its deadline. So the number of simulta
 processors, unless the operator sets another (--starts). Helper tasks (replayers.py) have another queue of this kind.
 
 A start that does not use a processor does not delay others. A runner may be idle for minutes, because its input_fn
-reads an index or waits for other slots of its run. The runner's turn ends as soon as it is idle, and after `TURN_S`
-seconds in any case.
+reads an index or waits for other slots of its run. The runner's turn ends as soon as it is idle or ready, and `TURN_S`
+seconds after its fork in any case.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from penstock.worker.resources.processor_time import LOOK_S, ProcessorDemand
 __all__ = ["QueueTurn", "TurnQueue"]
 
 TURN_S = 10.0
-"""Largest number of seconds for which a starting runner that is busy keeps the next one in the queue waiting."""
+"""Largest number of seconds, from its fork on, for which a starting runner that is busy keeps the next one in the queue
+waiting."""
 IDLE_SHARE = 0.3
 """Share of time in which a starting runner's main thread runs or waits for a processor. Below this value the runner
 counts as idle, so that the next one in the queue may start."""

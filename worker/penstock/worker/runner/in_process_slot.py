@@ -121,7 +121,8 @@ class InProcessSlot:
         self._take = ReplayDigest(self._flattener, cover=self._cover).take
         self._globals = ProcessGlobals()
         self._start_data: bytes | None = None
-        """Encoded restart point of the stream's start; None before the start, or if the state cannot be encoded."""
+        """Encoded restart point from which this launch's stream starts; None before the start, or if the loader's state
+        cannot be taken or encoded."""
         self._unsaved: Exception | None = None
         self._abandoned: dict[int, int] = {}
         self._log: OrderedDict[int, _BatchRecord] = OrderedDict()
