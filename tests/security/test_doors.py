@@ -13,10 +13,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from coroutines import in_loop
 from lane_frames import frame_of
 from pki import Pair, Pki
 
-from penstock.proto.errors import AuthenticationError, SupersededError, UnsafeBindError
+from penstock.proto.errors import AuthenticationError, InvalidArgumentError, SupersededError, UnsafeBindError
 from penstock.proto.lane.endpoints import LANE_PROTOCOL
 from penstock.proto.lane.frames import Frame
 from penstock.proto.lane.tcp import SEAL, sealed
@@ -30,6 +31,13 @@ HELLO = sealed(lane_pb2.Hello(protocol=LANE_PROTOCOL, run="job/0").SerializeToSt
 
 async def refuse(connection: socket.socket, hello: lane_pb2.Hello) -> None:
     raise AuthenticationError("the daemon was asked")
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1", "127.0.0.1:70000", "localhost:http", "127.0.0.1:-1", ""])
+@in_loop
+async def test_address_without_a_port_is_refused(listen: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"must be HOST:PORT with a port from 0 to 65535"):
+        LaneListeners(refuse).open(listen)
 
 
 def trial(body: Callable[[LaneListeners], Awaitable[None]]) -> None:

@@ -123,7 +123,7 @@ def test_resumed_runs_leave_out_the_same_batches(
             again.load_state_dict(loader.state_dict())
             with recorded() as told:
                 assert stream(skipping, again, 4) == whole[9:13]
-            assert not any("at batch 2, in next" in text for text in told)
+            assert not any("after batch 2, in next" in text for text in told)
         state = loader.state_dict()
     assert got == whole
 
@@ -147,7 +147,7 @@ def test_by_default_the_run_fails_and_names_it(appliance: Appliance) -> None:
         pytest.raises(errors.WorkerLostError, match=r"batch 5 of box 0 slot 0 \(step 9\)") as caught,
     ):
         stream(failing, DataLoader(hazards.poisoned, "torch", [17]))
-    assert len([text for text in told if "SIGSEGV at batch 4, in next" in text]) >= 3
+    assert len([text for text in told if "SIGSEGV after batch 4, in next" in text]) >= 3
     text = str(caught.value)
     assert (
         "is quarantined, because it killed its runner 4 times. Repair the data or code of that batch, or pass "

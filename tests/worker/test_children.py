@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from coroutines import in_loop
 
 from penstock.proto.errors import WorkerLostError
-from penstock.worker.processes import kept_fork_server
+from penstock.worker.processes import child_processes, kept_fork_server
 from penstock.worker.processes.child_processes import Child, ForkServer
 from penstock.worker.processes.control_channel import ControlChannel
 from penstock.worker.processes.interpreters import start_fork_server
@@ -122,6 +123,27 @@ def test_kept_fork_server_is_replaced_and_retired(monkeypatch: pytest.MonkeyPatc
         folders.close()
 
     monkeypatch.setattr(kept_fork_server, "IDLE_S", 0.05)
+    asyncio.run(asyncio.wait_for(body(), 100))
+
+
+def test_close_gives_up_on_a_fork_server_that_cannot_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand for a process that hangs in a driver: it is stopped, and SIGKILL has no effect."""
+
+    async def body() -> None:
+        folders = TemporaryFolders()
+        kept = KeptForkServer(folders, TurnQueue(1), 60.0, sandboxed=True)
+        fork_server = await kept.get()
+        os.kill(fork_server.pid, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(fork_server, "_kill", lambda: None)
+            await asyncio.wait_for(kept.close(), 20)
+        assert fork_server.lives
+        os.kill(fork_server.pid, signal.SIGKILL)
+        await fork_server.wait()
+        folders.close()
+
+    monkeypatch.setattr(child_processes, "END_S", 0.1)
+    monkeypatch.setattr(kept_fork_server, "CLOSE_S", 0.3)
     asyncio.run(asyncio.wait_for(body(), 100))
 
 

@@ -195,7 +195,7 @@ def test_a_kill_by_its_group_is_a_memory_limit(young: bool) -> None:
     slot = FakeSlot(name="s", recycle=False, outgrown=False, progress_page=SimpleNamespace(total=7))
     slot.host = SimpleNamespace(runner_memory=150 * MIB)
     killed_for_memory(cast(Any, slot), OutOfMemory.OWN, young=young)
-    assert "killed by the kernel at batch 7" in slot.why
+    assert "killed by the kernel after batch 7" in slot.why
     assert "above the limit of 150 MiB (penstock worker --runner-memory)" in slot.why
     assert (slot.recycle, slot.outgrown) == (young, young)
     killed_for_memory(cast(Any, slot), OutOfMemory.ABOVE, young=young)

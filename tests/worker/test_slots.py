@@ -163,10 +163,10 @@ def test_runner_is_watched_while_snapshot_waits(grows: bool, monkeypatch: pytest
         assert slot.phase == pb.FAILED
         assert slot.error is not None
         if grows:
-            assert "was killed at batch" in slot.error.message
+            assert "was killed after batch" in slot.error.message
             assert not slot.recycle
         else:
-            assert "was replaced at batch" in slot.error.message
+            assert "was replaced after batch" in slot.error.message
             assert slot.recycle
             assert slot.outgrown  # so it was with the first look
         for task in slot._tasks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -66,6 +67,24 @@ async def test_runner_ahead_may_not_know_the_break_yet(progress_page: ProgressPa
     progress_page.set_position(2, 0, 2)
     assert await asyncio.wait_for(asking, DEADLINE_S)
     assert not answer.ended
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "did not return the state of step 3 within 0 s: the runner has made 0 of 2 batches.*Save again"),
+        ({"aggregate_blob": "b"}, "did not aggregate the workers' states within 0 s.*starting.*Save again"),
+        ({"mixture": pb.MixtureTrial()}, "did not try the change of the mixture within 0 s.*Run `penstock mix` again"),
+    ],
+)
+@in_loop
+async def test_late_answer_says_what_was_asked(progress_page: ProgressPage, fields: Any, message: str) -> None:
+    known = records_pb2.LoaderCapabilities()
+    states = states_of(progress_page, ready=asyncio.Event(), host=SimpleNamespace(name="w"), capabilities=known)
+    asked = pb.StateRequest(step=3, position=records_pb2.SlotPosition(delivered=2, total=2), deadline_s=0.01, **fields)
+    answered = await states.answer(asked)
+    assert answered is not None
+    assert re.search(message, answered[0].error.message)
 
 
 @pytest.mark.parametrize(("began", "end"), [(8, 2), (2, 8)])

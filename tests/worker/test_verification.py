@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.proto.batch.replay_digest import ReplayDigest
+from penstock.proto.errors import ReplayMismatchError
 from penstock.proto.state.assignment import assigned, current_assignment
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
@@ -121,6 +122,22 @@ def test_each_restart_point_is_verified_by_itself() -> None:
     assert not found["same"], "taken of a restored loader, it has counted twice"
     assert found["alike"]
     assert later.resumed(run.points[10]).take(3) == [[40], [41], [42]], "what was verified, and the count"
+
+
+@pytest.mark.parametrize(
+    ("complete", "message"),
+    [
+        (True, "replayed from the beginning up to batch 7 .* The loader is not deterministic.*start a new run"),
+        (False, r"resumed from its state after batch 7 .* Its state_dict\(\) must describe.*start a new run"),
+    ],
+)
+def test_wrong_next_batch_names_the_way_to_it(complete: bool, message: str) -> None:
+    """`strict=False` is no remedy here: it has an effect only for a loader with four state methods."""
+    run = Run(assignment_of("streams:stateful", 64))
+    run.take(7)
+    run.source.history = replace(run.source.history, complete=complete)
+    with pytest.raises(ReplayMismatchError, match=message):
+        run.resumed(run.points[7], next_digest=1)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class Bench:
             fail=lambda error, lost: self.failed.append(error),
             findings=self.findings,
             host=SimpleNamespace(
-                found_rewinds=self._found,
+                found_crossing=self._found,
                 found_misleading=self._misleads,
                 slot_changed=lambda: None,
                 slots_here=lambda: 1,

@@ -38,8 +38,8 @@ from penstock.proto.lane.ring import MIN_ENTRIES
 __all__ = ["NOWHERE", "VAIN_LIMIT", "WORTH_FROM", "EntryArena", "EntryLease"]
 
 NOWHERE = 1 << 62
-"""Value of `EntryLease.cursor`, an offset beyond any ring entry. It is set after a tensor or array of unknown size, so
-that no later one of the same batch is placed in the entry."""
+"""Value of `EntryLease.cursor`, an offset beyond any ring entry. It is set after a value of unknown size, so that no
+later tensor or array of the same batch is placed in the entry."""
 WORTH_FROM = 512 << 10
 """Size of the smallest ring entry that is leased, in bytes: copying half a MiB takes 9 us, the same as a lease (see
 benchmarks/collate.md)."""
@@ -167,14 +167,14 @@ class EntryLease:
 
     def release(self) -> None:
         """Return the leased ring entry to the ring at the end of an epoch, unless user code still holds a tensor or
-        array in it."""
+        array in it, or a forked child may hold one."""
         self._vain = 0
         if self._reserved is not None and self._arena() is None and not self._forked:
             self._return()
 
     def forking(self) -> None:
-        """Record that this process is about to be forked. If a batch is being built, the child gets views of the ring
-        entry, so the entry is not used again."""
+        """Record that this process is about to be forked. If user code holds tensors or arrays in the leased ring
+        entry, the child gets views of the entry, so the entry is not used again while its ring is in use."""
         if self._arena() is not None:
             self._forked = True
 

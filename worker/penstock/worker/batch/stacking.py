@@ -105,7 +105,7 @@ class Builder:
         self, arena: EntryArena, dims: tuple[int, ...], dtype: torch.dtype, *, guess: bool = False
     ) -> torch.Tensor | None:
         """Return a tensor of shape `dims` whose memory is in the arena (the bytes of the leased ring entry); None if
-        the tensor does not fit there."""
+        the tensor does not fit there, is empty, or has a dtype that a batch cannot hold."""
         known = CARRIERS.get(dtype)
         count = prod(dims)
         if known is None or count <= 0 or min(dims, default=1) < 0:

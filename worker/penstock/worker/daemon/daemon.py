@@ -22,14 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from penstock.proto.errors import (
-    CoordinatorUnavailableError,
-    DeadlineError,
-    JournalError,
-    OverloadedError,
-    PenstockError,
-    SupersededError,
-)
+from penstock.proto.errors import OverloadedError, PenstockError, SupersededError
 from penstock.proto.rpc.bounds.polling import HOLD_S, MOST, PollPace, intervals, within
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.channel import VERSION, detail_of, host_id
@@ -54,7 +47,7 @@ from penstock.worker.resources.processor_time import cores
 from penstock.worker.resources.turn_queue import TurnQueue
 from penstock.worker.slots.loader_findings import LoaderFindings
 from penstock.worker.slots.slot import Slot
-from penstock.worker.slots.slot_interfaces import DaemonCounters, SlotKey, SnapshotQuota, key_of
+from penstock.worker.slots.slot_interfaces import COORDINATOR_ERRORS, DaemonCounters, SlotKey, SnapshotQuota, key_of
 
 __all__ = ["Daemon", "serve"]
 
@@ -64,8 +57,6 @@ RETRY_S = 0.3
 """Seconds between a failed call to the coordinator and the next try."""
 UNAVAILABLE_AGAIN_S = 60.0
 """Seconds between two log lines that say that the coordinator cannot be reached."""
-UNAVAILABLE = (CoordinatorUnavailableError, DeadlineError, JournalError)
-"""Temporary errors whose cause is the coordinator: unreachable, slow, or unable to write its journal (full disk)."""
 ATTACH_DEADLINE_S = 30.0
 """Largest number of seconds that a runner may take to accept a connection from a training job."""
 HELPERS_AT_ONCE = 2
@@ -283,7 +274,7 @@ class Daemon:
                 _log.info("the coordinator is too busy to register this worker; trying again: %s", error.message)
                 # a random delay, so that the workers do not all retry at once
                 await asyncio.sleep(error.retry_after_s * random.uniform(1.0, 1.5))
-            except UNAVAILABLE as error:
+            except COORDINATOR_ERRORS as error:
                 if first:
                     _log.info("waiting for the coordinator: %s", error.message)
                     first = False
@@ -297,7 +288,7 @@ class Daemon:
             try:
                 reply = await self.coordinator.heartbeat(self._heartbeat(self._hold_s))
                 self._note_answer()
-            except UNAVAILABLE as error:
+            except COORDINATOR_ERRORS as error:
                 self._liveness.turned()
                 now = asyncio.get_running_loop().time()
                 if not away_since:
@@ -323,7 +314,7 @@ class Daemon:
             self._dirty.clear()
             try:
                 reply = await self.coordinator.heartbeat(self._heartbeat(0.0))
-            except UNAVAILABLE:
+            except COORDINATOR_ERRORS:
                 await asyncio.sleep(RETRY_S)
                 self._dirty.set()
                 continue
@@ -509,7 +500,7 @@ class Daemon:
     def findings(self, assignment: records_pb2.WorkerAssignment) -> LoaderFindings:
         return self._findings.setdefault(_attempt_of(assignment), LoaderFindings())
 
-    def found_rewinds(self, assignment: records_pb2.WorkerAssignment, crossing: str) -> None:
+    def found_crossing(self, assignment: records_pb2.WorkerAssignment, crossing: str) -> None:
         findings = self.findings(assignment)
         findings.crossing = more_careful(findings.crossing, crossing)
         self._send_findings(assignment)

@@ -89,7 +89,8 @@ class Heartbeats:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-heart", daemon=True)
         self.heartbeats = 0
-        """Number of heartbeats that the thread has sent because the event loop was late."""
+        """Number of the thread's heartbeats, sent because the event loop was late, that the coordinator has
+        answered."""
 
     def start(self) -> None:
         """Start the thread, which sends heartbeats when they are due until `stop` is called."""

@@ -47,8 +47,9 @@ from penstock.proto.rpc.tls import Renewing, dns_names, no_tls_here
 from penstock.proto.v1 import lane_pb2
 from penstock.runtime.telemetry.logs import RepeatedWarnings
 from penstock.worker.daemon.sender import Sender
+from penstock.worker.slots.slot_interfaces import SlotKey
 
-__all__ = ["LaneListeners", "SlotOf", "slot_of"]
+__all__ = ["LaneListeners", "slot_of"]
 
 _log = logging.getLogger("penstock.worker")
 HELLO_DEADLINE_S = 10.0
@@ -62,14 +63,11 @@ PAUSE_S = 0.1
 """
 
 Attach = Callable[[socket.socket, lane_pb2.Hello], Awaitable[None]]
-SlotOf = tuple[str, int, int, int, int]
-"""Key of a slot's runner: (run, attempt, box, slot, generation). `attempt` is the number of the job's launch.
-`generation` is a number that rises each time the slot gets a new runner."""
 
 
-def slot_of(hello: lane_pb2.Hello) -> SlotOf:
-    """Return the key of the runner from which a training job wants batches. The job names the runner in its Hello, the
-    first message on a lane."""
+def slot_of(hello: lane_pb2.Hello) -> SlotKey:
+    """Return the key of the generation of a slot from whose runner a training job wants batches. The job names it in
+    its Hello, the first message on a lane."""
     return hello.run, hello.attempt, hello.box, hello.slot, hello.generation
 
 
@@ -105,7 +103,7 @@ class LaneListeners:
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[asyncio.Task[None], str] = {}
         """Tasks of connections that have not sent a Hello, oldest first, with the peer's address."""
-        self._senders: dict[Sender, SlotOf] = {}
+        self._senders: dict[Sender, SlotKey] = {}
         self._sent_bytes = 0
         """Bytes sent by sender threads that have ended."""
         self.local_address = ""
@@ -117,13 +115,18 @@ class LaneListeners:
         Raises:
             UnsafeBindError: other machines can reach the address, TLS is off, and `insecure` is False.
             PortTakenError: another process listens at the port.
-            InvalidArgumentError: this machine cannot listen at the address.
+            InvalidArgumentError: the address is not host:port, or this machine cannot listen at it.
         """
+        host, _, port = listen.rpartition(":")
+        if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
+            raise InvalidArgumentError(
+                "the address at which training jobs read batches must be HOST:PORT with a port from 0 to 65535 (0 = "
+                f"any free port), got {listen!r}. Set --listen HOST:PORT"
+            )
         refuse_unsafe(listen, encrypted=self._context is not None, insecure=self._insecure)
         local = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.local_address = f"penstock-lanes-{secrets.token_hex(8)}"
         local.bind("\0" + self.local_address)
-        host, _, port = listen.rpartition(":")
         tcp_listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         tcp_listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -152,7 +155,7 @@ class LaneListeners:
         for sender in self._senders:
             sender.stop()
 
-    def drop(self, slot: SlotOf) -> None:
+    def drop(self, slot: SlotKey) -> None:
         """End the sender threads of this slot (they send its batches to other hosts), because the slot's runner ends or
         has a newer lane.
 
@@ -370,7 +373,8 @@ def _parse(data: bytes) -> lane_pb2.Hello:
 
 
 def _refusal(error: PenstockError) -> bytes:
-    """Return the frame that refuses a training job's connection: CLOSE if the slot has moved to a newer runner since
-    the job learned its address, otherwise ERROR with the cause."""
+    """Return the frame that refuses a training job's connection: CLOSE if the connection is out of date
+    (SupersededError: the slot has moved or ended, or a newer connection has arrived), otherwise ERROR with the
+    cause."""
     kind = CLOSE if isinstance(error, SupersededError) else ERROR
     return Frame(kind, rest=detail_of(error).SerializeToString()).encode()

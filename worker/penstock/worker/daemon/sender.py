@@ -117,7 +117,7 @@ class Sender(threading.Thread):
     ) -> None:
         super().__init__(name=f"penstock-sender {name}", daemon=True)
         self.reason = ""
-        """Reason why the sender ended; "" while it runs."""
+        """Reason why the sender ended, or will end because the runner has ended; "" before."""
         tcp.tune(tcp_socket)
         tcp.fit_send_buffer(tcp_socket)
         tcp_socket.setblocking(False)

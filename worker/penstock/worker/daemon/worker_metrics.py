@@ -86,6 +86,7 @@ class _Now:
     lanes: int
     answered_at: float | None
     lease_s: float
+    certificate_expires_at: float
 
 
 def _look(daemon: MeasuredDaemon) -> _Now:
@@ -116,6 +117,7 @@ def _look(daemon: MeasuredDaemon) -> _Now:
         daemon.listeners.remote,
         daemon.answered_at,
         daemon.lease_s,
+        daemon.listeners.certificate_expires_at,
     )
 
 
@@ -124,7 +126,7 @@ def _readings(daemon: MeasuredDaemon, loop: asyncio.AbstractEventLoop) -> Metric
     now, found = time.monotonic(), MetricReadings("worker")
     found.add("penstock_worker_info", 1, worker=daemon.name)
     found.add("penstock_worker_uptime_seconds", now - daemon.started_at)
-    found.add("penstock_worker_certificate_expires_timestamp_seconds", daemon.listeners.certificate_expires_at)
+    found.add("penstock_worker_certificate_expires_timestamp_seconds", at.certificate_expires_at)
     found.add("penstock_worker_capacity", daemon.settings.slots)
     for phase in ("starting", "ready", "failed"):
         found.add("penstock_worker_slots", at.phases[phase], phase=phase)
@@ -154,7 +156,7 @@ def _readings(daemon: MeasuredDaemon, loop: asyncio.AbstractEventLoop) -> Metric
 
 def health(answered_at: float | None, lease_s: float, stopping: bool, now: float) -> tuple[int, str]:
     """Return the HTTP status of /healthz and its reason. A worker is healthy if its coordinator has answered within the
-    lease.
+    lease, and if it is not stopping.
 
     answered_at, now: monotonic time in seconds; answered_at is None before the first answer.
     """

@@ -39,12 +39,11 @@ class DaemonSettings:
     name: str = ""
     """Name of the worker, unique in the cluster; "" = `own_name()`."""
     parent_pids: Sequence[int] = ()
-    """Process ids; the daemon ends when one of these processes ends. In embedded mode: the training job and its
-    coordinator."""
+    """Process ids; the daemon ends when one of these processes ends. In embedded mode: the training job."""
     embedded: bool = False
     """Flag that a training job started this daemon on its own machine, for that job alone."""
     runner_memory: int = 0
-    """Largest number of bytes of memory that one runner may hold; 0 = no limit."""
+    """Largest number of bytes of memory that one runner and its descendants may hold; 0 = no limit."""
     starts: int = 0
     """Largest number of runners that may be starting at the same time; 0 = the number of processors."""
     start_timeout_s: float = START_DEADLINE_S
@@ -96,7 +95,7 @@ def user_of_runners(settings: DaemonSettings) -> RunnerUser | None:
 
 def groups_of_runners(settings: DaemonSettings) -> ControlGroups | None:
     """Return the control groups for the daemon's child processes, None if they are turned off or not available on this
-    machine."""
+    machine. Raise InvalidArgumentError if `runner_processes` then cannot be enforced."""
     if settings.embedded or settings.no_groups:
         groups, why_not = None, "they are turned off"
     else:

@@ -1,5 +1,6 @@
-"""Pool of the daemon's warm helper processes (helper_process.py): at most one for each processor, shared by the tasks
-of a run. *Warm* means that the process has imported the modules that the loader needs before it gets a task.
+"""Pool of the daemon's warm helper processes (helper_process.py). The tasks of a run share them, and a run has at most
+as many as helper tasks may run at the same time. *Warm* means that the process has imported the modules that the loader
+needs before it gets a task.
 
 If a run has many tasks at once, for example the states of a hundred slots, warm helpers do them, each helper one task
 at a time. The first task of a run goes to a fresh child process, which reports the modules that it had to import. Warm

@@ -66,6 +66,7 @@ async def run_task(
     Raises:
         DeadlineError: the task took longer than `deadline_s` seconds; with the helper's stack.
         WorkerLostError: the helper died; with its stack, if it crashed.
+        InputFnError: user code closed the helper's control socket.
         PenstockError: the error with which the task failed.
     """
     left_s = deadline_s  # time for work only, without waits for a turn and for a child
@@ -181,8 +182,8 @@ async def send_assignment(blobs: Blobs, child: Child, assignment: records_pb2.Wo
 
 def _late(what: str, task: str, deadline_s: float, stack: str) -> DeadlineError:
     return DeadlineError(
-        f"{what} did not finish the task {task} in {deadline_s:.0f} s; the stream of batches continues. Make the code "
-        "that its stack shows faster",
+        f"{what} did not finish the task {task} in {deadline_s:.0f} s; the stream of batches continues. Its stack is "
+        "below: make the code there faster",
         remote_traceback=stack,
     )
 

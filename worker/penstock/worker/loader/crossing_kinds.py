@@ -51,7 +51,7 @@ def first_choice(known: str, *, methods: int, whole: bool, untouched: bool, stra
         strays: True if the restored loader drew other random numbers than the loader that streamed.
     """
     if methods == 4 and not whole:
-        return KEPT  # the stream began with another number of workers, so a new loader yields other batches
+        return KEPT  # a new loader yields other batches, for example because the stream began with other workers
     if strays:
         return REPLAY
     return "" if known == KEPT and untouched else known
@@ -66,7 +66,8 @@ class EpochBeginning:
     state_after: bytes
     """State of the loader and of the random generators after the first batch, as bytes; b"" if it cannot be taken."""
     failure: str = ""
-    """Text of the error that the loader raised instead of opening the epoch; "" = no error."""
+    """Text of the error that the loader raised instead of opening the epoch or making its first batch; "" = no
+    error."""
 
     def alike(self, other: EpochBeginning) -> bool:
         """Return True if both epochs begin with the same batch, or fail with the same error."""

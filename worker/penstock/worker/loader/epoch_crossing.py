@@ -12,7 +12,9 @@ loader replayed from the beginning is always right, but takes long. So there are
 `StreamHistory.crossing` names the right crossing, once it is known. Until then KEPT and FRESH are both tried: each
 makes the first batch of the next epoch. If the two batches are equal, and so are the results of `state_dict()` and the
 random generators after them, FRESH is used. Otherwise the slot's stream is replayed from the beginning, once. The first
-batch after the replay shows which crossing is right, and this one is used for the rest of the run.
+batch, the state and the generators after the replay show which crossing is right, and this one is used for the rest of
+the run. If the stream cannot be replayed from the beginning, equal first batches are enough for FRESH, and others are
+an error.
 
 Comparing the batch alone is not enough: where the order of shards depends on the epoch's number, two epochs may begin
 with the same batch. If a state was saved at the end of the restored epoch, the digest of the batch that followed is
@@ -133,7 +135,8 @@ def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
         opened = source.marked(opened)
         _log.warning(
             "%s: restored within epoch %d, the loader does not begin the next epoch with the right batch. To get the "
-            "right batches, all batches are replayed from the beginning at the end of each epoch, which takes long",
+            "right batches, all batches are replayed from the beginning at the first end of an epoch after each "
+            "restore, which takes long",
             source.name,
             target.epoch - 1,
         )
@@ -195,19 +198,20 @@ def _tried(source: PositionedLoader, step: int, take: Callable[[Any], tuple[int,
 def _from_the_beginning(source: PositionedLoader, take: Callable[[Any], tuple[int, int]]) -> None:
     """Replay a loader from the beginning of its stream up to its present position, which is between two epochs.
 
-    Raises ReplayMismatchError if the stream cannot be replayed from the beginning, or if the last batch of the replay
-    is not the one that was delivered.
+    Raises ReplayMismatchError if the stream cannot be replayed from the beginning, or if the replay does not end at the
+    present position, with the batch that was delivered last.
     """
     target, digest, history = source.position.copy(), source.digest, source.history
     why = (
         f"{source.name}: the right first batch of epoch {target.epoch} cannot be determined: the loader was restored "
-        "within the previous epoch, and now begins this epoch with another batch than a new loader from input_fn"
+        "within the previous epoch, and may begin this epoch with another batch than a loader that was not restored"
     )
     if not history.complete:
         raise ReplayMismatchError(
-            f"{why}; and the batches cannot be replayed from the beginning, because the run began with another number "
-            "of boxes or workers, or abandoned more than a thousand epochs by `break`. Return the epoch and the "
-            "position in the epoch from state_dict(), so that a restored loader begins the next epoch as a new one does"
+            f"{why}; and the batches cannot be replayed from the beginning. That needs a run that began with the "
+            "present numbers of boxes and workers, resumed from no edited state, and abandoned at most a thousand "
+            "epochs by `break`. Return the epoch and the position in the epoch from state_dict(), so that a restored "
+            "loader begins the next epoch as one that was not restored"
         )
 
     def seen(batch: Any) -> None:
@@ -221,7 +225,7 @@ def _from_the_beginning(source: PositionedLoader, take: Callable[[Any], tuple[in
         digest and source.digest != digest
     ):
         raise ReplayMismatchError(
-            f"{why}; and in a replay from the beginning, batch {target.total} is not the one that was delivered. The "
-            "loader is not deterministic: run penstock doctor"
+            f"{why}; and in a replay from the beginning, the batches up to number {target.total} are not those that "
+            "were delivered, or the epochs end elsewhere. The loader is not deterministic: run penstock doctor"
         )
     source.history = history.of(source.history.launch)

@@ -12,7 +12,8 @@ and without worker processes (RNG: the states of all random generators):
 RNG restored at any other moment gives other batches. No state is taken after StopIteration: a finished epoch is
 described by a snapshot or epoch start of that epoch and the number of all its batches. A loader that is its own
 iterator (a generator) is made again by input_fn for each epoch. A state is loaded only into a loader that input_fn has
-just made, because a used loader may hold other data that a state does not replace.
+just made, because a used loader may hold other data that a state does not replace. Only a loader that declares
+`exact_states` is used again for a restore within a process.
 
 By the protocol, the load_state_dict of a loader with four state methods gets only results of its
 `deaggregate_state_dict`, unless the loader declares `loads_own_state`. So such a loader starts from the beginning, or
@@ -54,8 +55,8 @@ class PositionedLoader(SlotLoader, ABC):
         self.unsaved: Exception | None = None
         """Error that state_dict() raised at an epoch start, which therefore has no state; None if it raised none."""
         self.resume: dict[str, Any] | None = None
-        """Decoded state from which the launch resumed; None if it began without a state. A loader with four state
-        methods loads this state again when it is restored."""
+        """Decoded state from which the launch resumed; None if it began without a state. A loader that resumes by its
+        own methods (deaggregate_state_dict, then load_state_dict) loads this state again when it is restored."""
         self.restored = False
         """True if the loader reached its position by loading a state and not by a replay. It has not yielded the
         earlier batches of its epoch itself, so its next iter() may begin the next epoch with wrong batches."""
@@ -118,9 +119,10 @@ class PositionedLoader(SlotLoader, ABC):
             self.awaited[a.start.slots[a.slot].total] = part["next_digest"]
 
     def trusts_history(self, part: dict[str, Any]) -> bool:
-        """Return True if the history (launches and abandoned epochs) in a slot's part of a saved state can be used.
-        Return False if an older release wrote the part, or the user edited it or loads it with strict=False: then only
-        the loader's own state is used."""
+        """Return True if the history (launch and abandoned epochs) in a slot's part of a saved state can be used.
+        Return False if an older release wrote the part, if the user edited it, or if the user loads it with
+        strict=False into a loader with all four state methods. Then only the loader's own state is used, and its next
+        batch is not compared."""
         strict = self.capabilities.state_methods != 4 or self.resume is None or self.resume["strict"]
         return bool("history" in part["restart"] and strict and not part.get("changed"))
 
@@ -187,8 +189,9 @@ class PositionedLoader(SlotLoader, ABC):
         self._start = replace(self._start, history=self._start.history.of(self.history.launch))
 
     def _reached_from_start(self, point: RestartPoint) -> RestartPoint:
-        """Return `point`, or for a loader that can be restored only to the start of its launch a copy of it. In the
-        copy `replayed_from` is that start: the point's position is reached by a replay from there."""
+        """Return `point`, or a copy of it for a loader that can be restored only to the start of its launch (`_start`)
+        or of the stream (`counts_from`). In the copy `replayed_from` is that start: the point's position is reached by
+        a replay from there."""
         start = self._start or self.counts_from
         return point if start is None or point.position == start.position else replace(point, replayed_from=start)
 
@@ -238,8 +241,8 @@ class PositionedLoader(SlotLoader, ABC):
         return batch
 
     def learn(self, point: RestartPoint) -> None:
-        """Copy the stream's history (launches, abandoned epochs) from this restart point, and skip the batches that
-        were quarantined when the point was taken."""
+        """Copy the stream's history (launch, abandoned epochs) from this restart point, and skip the batches that were
+        quarantined when the point was taken. Keep the crossing that is known, if it is later in WAYS."""
         self.history = point.history.before(point.position.epoch).knowing(self.history.crossing)
         self.learn_skips(point)
 
@@ -254,7 +257,7 @@ class PositionedLoader(SlotLoader, ABC):
         self.history = self.history.knowing(crossing)
 
     def marked(self, point: RestartPoint, *, whole_history: bool = False) -> RestartPoint:
-        """Return a copy of the restart point with the loader's present history (launches, abandoned epochs) and its
+        """Return a copy of the restart point with the loader's present history (launch, abandoned epochs) and its
         list of quarantined batches, which are skipped.
 
         whole_history: False keeps in the history only abandoned epochs before the point's own epoch. True keeps all of
@@ -297,10 +300,11 @@ class PositionedLoader(SlotLoader, ABC):
         """Bring the loader to the position of a restart point (a saved position with the loader's state). May be called
         at any time.
 
-        At the beginning of the stream a new loader is made, and the state in the restart point is not loaded. The
-        reason is that some loaders begin their epoch only in the first next(), so a state from before does not record
-        that the epoch was opened. If the loader declares `exact_states`, the state is loaded even there. It may hold
-        what a new loader does not know, such as the version of its data.
+        At the beginning of a stream that can be replayed from there, a new loader is made unless the present one is
+        unused, and the state in the restart point is not loaded. The reason is that some loaders begin their epoch only
+        in the first next(), so a state from before does not record that the epoch was opened. If the loader declares
+        `exact_states`, the state is loaded even there. It may hold what a new loader does not know, such as the version
+        of its data.
         """
         self.learn(point)
         self.abort()
@@ -357,8 +361,8 @@ class PositionedLoader(SlotLoader, ABC):
         elif point.state is not None:
             if self.capabilities.state_methods == 0:
                 raise StateMismatchError(
-                    f"{self.name}: the loader must have load_state_dict to load this state, which was saved by a "
-                    "loader with that method. Add the method"
+                    f"{self.name}: the loader must have state_dict and load_state_dict to load this state, which was "
+                    "saved by a loader with both methods. Add the methods"
                 )
             self._load(point.state, True)
 

@@ -1,5 +1,6 @@
 """Plans for bringing a loader to a position: which restart points (states with their positions) lead there, in which
-order these are tried, and which *legs* are replayed from each. A leg is the part of a replay that lies in one epoch.
+order these are tried, and which *legs* are replayed from each. A leg is the part of a replay up to the next position at
+which the training loop abandoned an epoch, or up to the end of the replay. It may run through several epochs.
 
 The functions are pure: no loader, no socket, no torch. A plan says "restore this restart point, replay these legs,
 compare the last batch with this digest; on a mismatch take the next restart point". A runner (runner.py), a helper
@@ -62,13 +63,14 @@ W = TypeVar("W")
 
 @dataclass(frozen=True)
 class Leg:
-    """Part of a replay that lies in one epoch. It ends after the slot's batch number `total`, counted over all
-    epochs."""
+    """Part of a replay, which may run through several epochs. It ends in epoch `epoch`, after the slot's batch number
+    `total`, counted over all epochs."""
 
     epoch: int
     total: int
     abandons: bool = False
-    """True if the training loop abandoned the epoch after batch `total`, so that the replay must abandon it too."""
+    """True if the training loop abandoned epoch `epoch` after batch `total`, so that the replay must abandon it
+    too."""
     digest: int = 0
     """Digest that batch `total` must have; 0 = any."""
 
@@ -93,8 +95,9 @@ class Target:
 
 
 def route(from_epoch: int, target: Target) -> list[Leg]:
-    """Return the legs of a replay (its parts, one for each epoch) from a position in epoch `from_epoch` to the target.
-    The leg of an abandoned epoch ends at the batch after which the training loop abandoned the epoch."""
+    """Return the legs of a replay from a position in epoch `from_epoch` to the target: one for each abandoned epoch
+    before the target's, up to the batch after which the training loop abandoned it, and the last one up to the
+    target."""
     abandoned = target.abandoned
     legs = [
         Leg(epoch, abandoned[epoch], abandons=True) for epoch in sorted(abandoned) if from_epoch <= epoch < target.epoch
@@ -130,8 +133,8 @@ class Recovery(Generic[PointWithHistory]):
     """Plan by which a new runner brings its loader to a slot's position: the restart points to try."""
 
     nearest: PointWithHistory
-    """Restart point nearest to the position. The new runner takes the history of the stream from it, because no other
-    restart point has a longer one."""
+    """Restart point nearest to the position among those that `ways` may hold. The new runner takes the history of the
+    stream from it, because no other of them has a longer one."""
     ways: list[PointWithHistory | None]
     """Restart points to try, at least one, the best first; BEGINNING = no restart point."""
 

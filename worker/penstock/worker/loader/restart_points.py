@@ -41,7 +41,8 @@ END = _End()
 
 @dataclass
 class StreamPosition:
-    """Position in a slot's stream of batches. The counts begin at the run's first batch.
+    """Position in a slot's stream of batches. The counts begin at the run's first batch, or at the last resume on other
+    numbers of boxes or workers; only the epoch's number continues there.
 
     epoch: number of the epoch, from 0. delivered: number of batches that the slot has made in this epoch. total: number
     of batches that the slot has made in all epochs. samples: number of samples in all these batches.
@@ -73,7 +74,7 @@ class Launch:
     step: int = 0
     """Number of training steps of the box (data-parallel rank) before the launch."""
     batches: int = 0
-    """Number of the slot's batches in all earlier launches."""
+    """Number of the slot's batches in all earlier launches, counted as in StreamPosition."""
     samples: int = 0
     worker: int | None = None
     """Worker number in the box that input_fn was given, for a loader that resumes by its own methods
@@ -99,7 +100,7 @@ class StreamHistory:
     delivered batch in it, counted over all epochs)."""
     complete: bool = False
     """True if the stream can be replayed from the beginning: the run began without a state and with the present numbers
-    of boxes and workers, and `abandoned` lists all abandoned epochs."""
+    of boxes and workers, has resumed from no edited state, and `abandoned` lists all abandoned epochs."""
     crossing: str = ""
     """Way in which the loader enters the next epoch after a restore within an epoch: KEPT, FRESH or REPLAY; "" = not
     known yet. See epoch_crossing.py."""

@@ -41,7 +41,7 @@ def rotations(turn: int, own: int, other: int, *, whole: bool) -> list[ResumeWay
     For most loaders slot 0 is always worker 0. But a loader that counts the samples of all workers yields the next
     batch of the box from worker 0 after a resume. Then the slot whose turn it was must become worker 0, so that each
     slot continues with its own batches. The next batches show which kind a loader is. The result is empty if they
-    cannot show it.
+    cannot show it and the stream can be replayed from the beginning instead.
 
     Args:
         turn: the slot whose turn it was when the state was saved; 0 if the two kinds of loader need not be told apart,

@@ -56,7 +56,8 @@ class SlotLoader:
         Args:
             assignment: the slot, and the loader to make for it.
             doing: called before user code is called, with one of the names in progress_page.ACTIVITIES.
-            skipped: called when quarantined batches were skipped, with the epoch and the number of skipped batches.
+            skipped: called before each batch if the slot has quarantined batches, with the epoch and the number of
+                batches that were skipped right before that batch, often 0.
             load: imports and returns input_fn; its argument is the loader's part of the assignment.
         """
         self.assignment = assignment

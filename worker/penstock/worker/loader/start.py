@@ -103,6 +103,8 @@ class _Resume:
         self._keep_for_good = keep
         self._kept: list[tuple[RestartPoint, bool]] = []
         """Restart points reached by the way that is being tried; dropped if the way is wrong."""
+        self._way: ResumeKind | None = None
+        """Kind of the way that is being tried; None before the first."""
         self._total, self._epoch, self._then = total, epoch, then
         self._point = RestartPoint.of(part)
         launch = replace(source.history.launch, samples=part.get("samples", 0))
@@ -120,6 +122,7 @@ class _Resume:
 
     def _take(self, way: ResumeWay) -> None:
         self._kept.clear()
+        self._way = way.kind
         if way.kind is ResumeKind.BEGINNING:
             self._from_the_beginning()
         elif way.kind is ResumeKind.RESTART_POINT:
@@ -176,8 +179,9 @@ class _Resume:
             source.drop()
             if not _leads_on(source, slot, (slot - first) % slots, cast(dict[str, Any], resume)):
                 raise ReplayMismatchError(
-                    f"{source.name}: resumed from the state after batch {self._total}, worker slot {slot} of the box "
-                    "would continue with another batch than when the state was saved. Run penstock doctor to find why"
+                    f"{source.name}: resumed from the state after batch {self._total} of this slot, worker slot {slot} "
+                    "of the box would continue with another batch than when the state was saved. Run penstock doctor "
+                    "to find why"
                 )
         self._by_own_methods((a.slot - first) % slots)
 
@@ -278,10 +282,15 @@ class _Resume:
         batch = source.peek()
         take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
         if batch is END or take(batch)[0] != self._part["next_digest"]:
+            how = "resumed from its state after"
+            cause = "Its state_dict() must describe the position after the last batch that it has yielded"
+            if self._way is ResumeKind.BEGINNING:
+                how, cause = "replayed from the beginning up to", "The loader is not deterministic"
+            by_four = source.capabilities.state_methods == 4
             raise ReplayMismatchError(
-                f"{source.name}: resumed from its state after batch {self._total} of the slot, the loader "
+                f"{source.name}: {how} batch {self._total} of the slot, the loader "
                 f"{'ends its epoch instead of yielding' if batch is END else 'yields another batch than'} the batch "
-                "that followed when the state was saved. Its state_dict() must describe the position after the last "
-                "batch that it has yielded (see penstock doctor). If you changed the data or the code on purpose, use "
-                "load_state_dict(state, strict=False)"
+                f"that followed when the state was saved. {cause}: run penstock doctor. If you changed the data or the "
+                "code on purpose, "
+                f"{'use load_state_dict(state, strict=False)' if by_four else 'start a new run'}"
             )

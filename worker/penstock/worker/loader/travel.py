@@ -21,7 +21,7 @@ def recover(source: PositionedLoader, plan: Recovery[RestartPoint], target: Targ
     """Bring the loader to the position `target` from the first restart point of the plan that leads there. Return this
     restart point.
 
-    go: replays one leg (the part of a replay that lies in one epoch).
+    go: replays one leg (see restart_plan.py).
     """
     beginning = plan.nearest
 
@@ -42,7 +42,7 @@ def recover(source: PositionedLoader, plan: Recovery[RestartPoint], target: Targ
 
 
 def restore(source: PositionedLoader, point: RestartPoint, target: Target, go: Go) -> None:
-    """Restore a restart point, then replay to the position `target`. `go` replays one leg (the part in one epoch)."""
+    """Restore a restart point, then replay to the position `target`. `go` replays one leg (see restart_plan.py)."""
     source.restore(point)
     travel(source, target.with_abandoned(point.history.abandoned), go)
 
@@ -56,7 +56,7 @@ def begin(source: PositionedLoader, history: StreamHistory) -> None:
 
 def travel(source: PositionedLoader, target: Target, go: Go) -> None:
     """Replay from the loader's position to `target`. Abandon each epoch that the training loop abandoned, at the same
-    batch. `go` replays one leg (the part of the replay in one epoch)."""
+    batch. `go` replays one leg (see restart_plan.py)."""
     for leg in route(source.position.epoch, target):
         go(leg)
         if leg.abandons:
@@ -66,13 +66,14 @@ def travel(source: PositionedLoader, target: Target, go: Go) -> None:
 def replay(
     source: PositionedLoader, leg: Leg, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
 ) -> None:
-    """Replay one leg of a plan, which is the part of a replay that lies in one epoch.
+    """Replay one leg of a plan: from the loader's position to the leg's last batch, through all epochs in between.
 
     Args:
         seen: called with each batch; must set `source.digest`.
         open_epoch: opens the epochs on the way; None: the loader's own `open_epoch`.
 
-    Raises ReplayMismatchError if the epoch ends earlier, or if the last batch differs from the delivered one.
+    Raises ReplayMismatchError if the leg's epoch ends before its last batch, or if this batch differs from the
+    delivered one.
     """
     before = source.position.total
     if not source.seek(leg.total, leg.epoch, seen, open_epoch):
@@ -83,7 +84,7 @@ def replay(
         )
     if before < leg.total and leg.digest and source.digest != leg.digest:
         raise ReplayMismatchError(
-            f"{source.name}: in a replay from an earlier state, batch {leg.total} of the slot differs from the one "
+            f"{source.name}: in a replay from an earlier position, batch {leg.total} of the slot differs from the one "
             "that was delivered. The loader is not deterministic: run penstock doctor"
         )
 

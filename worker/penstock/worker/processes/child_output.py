@@ -32,7 +32,8 @@ READ_BYTES = 1 << 16
 PAUSE_S = 0.01
 """Seconds for which the daemon reads no output of a child that writes too fast."""
 REPORT_S = 1.0
-"""Seconds between two log lines that say how many lines of a child's output were left out."""
+"""Smallest number of seconds between two log lines that say how many lines of a child's output were left out. At the
+end of the output such a line comes at once."""
 QUEUED = 10_000
 """Largest number of log records that wait to be written while standard error is slow."""
 _CLOSE_S = 1.0

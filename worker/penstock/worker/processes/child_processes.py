@@ -1,10 +1,11 @@
 """Child processes of the daemon: fork servers (fresh interpreters with torch imported), and the runners and helpers
 that a fork server forks.
 
-All code here runs on the event loop. The daemon holds a control socket, an output pipe and a pidfd of each child. Only
-the pidfd shows that the child has ended: the child's sockets may stay open in processes that it forked, and its fork
-server may be stopped. The fork server reports the exit status; without that report the cause of the end is unknown. All
-messages of a child are processed before its end is reported.
+All code here runs on the event loop. The daemon holds a control socket, an output pipe and a pidfd of each child. The
+pidfd shows that the child has ended, also if its fork server is stopped; the end of its sockets shows nothing, because
+processes that it forked may keep them open. The fork server reports the exit status. Without that report the status is
+read from /proc, as long as the fork server has not reaped the child; otherwise it is unknown. All messages of a child
+are processed before its end is reported.
 """
 
 from __future__ import annotations
@@ -60,17 +61,20 @@ ORPHANS_LOOK_S = 0.03
 """Seconds between two searches for orphans, which are processes that user code started and that outlived their runner.
 """
 ORPHANS_LEAST_S = 1.0
-"""Smallest number of seconds that the daemon searches for orphans (processes of user code without a parent) after a
-fork server has died."""
+"""Smallest number of seconds that the daemon searches for orphans (processes of user code that outlived their runner)
+after a fork server has died."""
 ORPHANS_S = 4.0
-"""Largest number of seconds that the daemon takes to end orphans (processes of user code without a parent), after a
-fork server has died and when the daemon ends."""
+"""Largest number of seconds that the daemon takes to end orphans (processes of user code that outlived their runner),
+after a fork server has died and when the daemon ends."""
 KILL_S = 5.0
 """Seconds to wait until a killed process ends. A process that hangs in a driver or a file system does not end."""
 GROUP_S = GRACE_S + 1.0
 """Seconds after a child's death until the remaining processes in its control group are killed; meanwhile these
 processes may clean up and end."""
-_FORK_SERVER_DIED = "the process that starts this run's runners (fork server) has died; the worker starts another one"
+_FORK_SERVER_DIED = (
+    "the process that starts this worker's runners (fork server) has died or does not answer; the worker starts "
+    "another one"
+)
 END_S = 5.0
 """Seconds that a fork server may take to end its children and itself, before it is killed."""
 
@@ -88,7 +92,8 @@ def _refuse_descriptors(message: ControlMessage) -> None:
         for fd in message.fds:
             os.close(fd)
         raise invalid_message(
-            f"a runner must not send file descriptors, got {len(message.fds)} with its message {message.kind[:40]!r}"
+            f"a runner or helper process must not send file descriptors, got {len(message.fds)} with its message "
+            f"{message.kind[:40]!r}"
         )
 
 
@@ -130,7 +135,8 @@ class Child:
         self._sending = asyncio.Lock()
         self._open = True
         self.unwanted = False
-        """True once `kill` was called, so that the end of the child is no failure."""
+        """True once `kill` was called: the daemon itself ends the child, so its death by SIGKILL is no reason to try
+        again."""
         self._output = output
         self._lines = OutputLines(time.monotonic())
         os.set_blocking(output, False)
@@ -188,7 +194,8 @@ class Child:
         self.kill()
 
     async def stack(self) -> str:
-        """Return the present Python stacks of the child's threads, or one line that says why no stack is available."""
+        """Return the present Python stacks of the child's threads, or one line that says why no stack is available;
+        "" if the child has ended or is not forked yet."""
         return "" if self._process is None else await self.stacks.ask(self._process)
 
     # ---- end of a child
@@ -290,7 +297,8 @@ _fork_servers: set[int] = set()
 
 
 async def end_orphans(least_s: float = 0.0) -> None:
-    """Kill orphans: processes of user code that became children of this process when their fork server died.
+    """Kill orphans: processes of user code that became children of this process when their fork server died. Give up
+    after ORPHANS_S seconds.
 
     least_s: smallest number of seconds to search for orphans. Runners die a little later than their fork server, and
     only then the runners' children become children of this process.
@@ -335,7 +343,7 @@ class ForkServer:
             sandboxed: True to sandbox the children; see sandbox.py.
             user: user of the children; None: this process's own user. See runner_user.py.
             deadline_s: largest number of seconds for the start. The start also fails if for a tenth of this time the
-                process neither runs nor waits for a processor.
+                main thread neither runs nor waits for a processor.
             started: the fork server's process, if it was already started with these settings; None = start one.
 
         Raises:
@@ -352,12 +360,12 @@ class ForkServer:
             raise WorkerLostError(
                 f"the Python interpreter for runners did not start within {deadline_s:g} s, or used no processor time "
                 f"for {still_s:g} s, and was killed. If the file system from which Python is imported is slow, raise "
-                "penstock worker --start-timeout"
+                "penstock worker --start-timeout (an embedded worker has no such setting: use one that runs by itself)"
             ) from None
 
     async def _give_up(self) -> None:
-        """Kill a fork server that did not start in time. Return when the process has ended, after KILL_S seconds at the
-        latest."""
+        """Kill a fork server whose start failed, took too long or was cancelled. Return when the process has ended,
+        after KILL_S seconds at the latest."""
         self.dead = True
         self._up.cancel()
         self._kill()
@@ -443,8 +451,8 @@ class ForkServer:
             child.gone(None)
             _log.warning("fork server (process %d) does not answer: the worker starts another one", self.pid)
             raise WorkerLostError(
-                "the process that starts this run's runners (fork server) did not answer within "
-                f"{FORK_DEADLINE_S:g} s; the worker starts another one"
+                "the process that starts this worker's runners (fork server) did not answer: it used no processor time "
+                f"for {FORK_DEADLINE_S:g} s, or took {FORK_MOST_S:g} s in all; the worker starts another one"
             ) from None
         except BaseException:
             child.kill()  # the fork server may still fork the child later

@@ -1,7 +1,8 @@
 """Control channel between a daemon and a child: messages of JSON with a payload, over a Unix stream socket.
 
 The children run user code, so nothing in their messages is unpickled, and sizes are bounded. A child that breaks the
-protocol is killed; the other children continue. File descriptors are sent before the message that announces them.
+protocol is killed; the other children continue. File descriptors arrive with the first bytes of the message that
+announces them, and so possibly before the rest of it.
 """
 
 from __future__ import annotations
@@ -132,8 +133,9 @@ class MessageInbox:
             raise invalid_message(f"a control message must be an object with a text 'kind', got {fields!r:.200}")
         if len(self._fds) < fds:
             raise ProtocolError(
-                f"{fds - len(self._fds)} file descriptors of a control message were lost, because this process has "
-                "reached its limit of open files. Close files in user code, or raise the limit (ulimit -n)"
+                f"{fds - len(self._fds)} file descriptors of a control message did not arrive. If this process has "
+                "reached its limit of open files, close files in user code, or raise the limit (ulimit -n). Otherwise "
+                "user code has written to Penstock's control socket: let it write only to files that it opened"
             )
         message = ControlMessage(kind, fields, bytes(buffer[_HEAD.size + text : end]), self._fds[:fds])
         del self._fds[:fds]
@@ -306,7 +308,9 @@ def plain_detail(error: Exception) -> dict[str, str]:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception as "Type: text", also if the exception's __str__ raises."""
+    """Return an exception as "Type: text", also if the exception's __str__ raises. For an exception from one of torch's
+    worker processes, return the last line of its text, and where it was raised. For an exception of breakpoint(), the
+    text says what to do instead."""
     try:
         text = str(error)
     except Exception:

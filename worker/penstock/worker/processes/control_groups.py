@@ -6,13 +6,13 @@ group holds no other processes.
       penstock-runners           pids.max: processes and threads of all runners together
         1, 2, ...                one for each child: memory.max; the kernel kills all its processes (memory.oom.group)
 
-The kernel enforces these limits at every moment. The memory watch (memory_watch.py) measures only once a second, and
-replaces a runner at a snapshot. A group counts more memory than the watch: also rings, and each page that a loader's
-processes share. So a group's limit is 1 GiB above the size at which the watch kills a runner. The group stops a runner
-whose memory grows faster than the watch measures.
+The kernel enforces these limits at every moment. The memory watch (memory_watch.py) measures once a second or more
+rarely, and replaces a runner at a snapshot. A group counts more memory than the watch: also rings, and each page that a
+loader's processes share. So a group's limit is 1 GiB above the size at which the watch kills a runner. The group stops
+a runner whose memory grows faster than the watch measures.
 
-A group also ends processes that outlive their child: a moment after the child's end, all processes still in the group
-are killed at once, even if they keep forking.
+A group also ends processes that outlive their child: some seconds after the child's end (GROUP_S of
+child_processes.py), all processes still in the group are killed at once, even if they keep forking.
 
 Only user code that runs as another user (runner_user.py) cannot leave its group. No groups are made if the daemon's
 group has processes that are not the daemon's, because Penstock must not move other processes.
@@ -74,7 +74,8 @@ def own_group(cgroups: str, mounts: str) -> Path | None:
 
 
 def why_not(own: Path | None, own_pids: Sequence[int], controllers: Sequence[str] = CONTROLLERS) -> str:
-    """Return the reason why control groups cannot be made below the daemon's group, with a remedy; "" if they can.
+    """Return the reason why control groups cannot be made below the daemon's group, with a remedy if the operator of
+    the worker can do something; "" if they can be made.
 
     Args:
         own: folder of the daemon's group, from own_group.
@@ -184,7 +185,8 @@ class ControlGroups:
                 (group / "memory.max").write_text(str(self.memory or "max"))
         except OSError as error:
             _log.warning(
-                "a control group could not be made, so a runner starts without the kernel's memory limit: %s", error
+                "a control group could not be made, so a child process starts without the kernel's memory limit: %s",
+                error,
             )
             self.remove(str(group))
             return ""

@@ -11,13 +11,13 @@ __all__ = ["descriptors_closed", "how_it_ended"]
 
 
 def how_it_ended(status: int | None, progress_page: ProgressPage) -> str:
-    """Return how a runner ended, as the end of a sentence, such as "was killed by SIGKILL at batch 17, in next". The
-    caller puts the subject before it.
+    """Return how a runner ended, as the end of a sentence, such as "was killed by SIGKILL after batch 17, in next": it
+    had made 17 batches of its slot, and was making another. The caller puts the subject before it.
 
     status: exit status, negative for a signal; None = unknown.
     """
     progress_page.refresh()
-    return f"{describe_exit(status)} at batch {progress_page.total}, in {progress_page.activity[0]}"
+    return f"{describe_exit(status)} after batch {progress_page.total}, in {progress_page.activity[0]}"
 
 
 def descriptors_closed(status: int | None, name: str) -> InputFnError | None:

@@ -4,8 +4,10 @@ needs it, replaced when it dies, and kept for a while when no slot needs it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 
-from penstock.worker.processes.child_processes import ForkServer
+from penstock.worker.processes.child_processes import END_S, KILL_S, ForkServer
 from penstock.worker.processes.control_groups import ControlGroups
 from penstock.worker.processes.interpreters import StartedForkServer
 from penstock.worker.processes.runner_user import RunnerUser
@@ -14,9 +16,14 @@ from penstock.worker.resources.turn_queue import TurnQueue
 
 __all__ = ["KeptForkServer"]
 
+_log = logging.getLogger("penstock.worker")
+
 IDLE_S = 300.0
 """Seconds that a fork server is kept while the worker has no slot. A start takes more than a second of processor time,
 and an idle fork server holds 150 MB."""
+CLOSE_S = END_S + KILL_S
+"""Largest number of seconds to wait for the end of a fork server that was closed: END_S until it is killed, then
+KILL_S. A process that hangs in a driver or a file system does not end."""
 
 
 class KeptForkServer:
@@ -25,7 +32,7 @@ class KeptForkServer:
     Args:
         tempdirs: temporary directories of the runners.
         starts: queue that limits simultaneous starts of runners. Its limit is lowered by one as long as a fork server
-            that was killed has not ended.
+            that was killed during its start has not ended.
         deadline_s: largest number of seconds that a fork server may take to start; see ForkServer.start.
         sandboxed: True to sandbox runners; see sandbox.py.
         user: user of the runners; None: the daemon's own user. See runner_user.py.
@@ -101,14 +108,22 @@ class KeptForkServer:
             current.result().close()
 
     async def close(self) -> None:
-        """End the fork server. Return when its process has ended, or after a time if it cannot be killed."""
+        """End the fork server. Return when its process has ended, after CLOSE_S seconds at the latest."""
         if self._retiring is not None:
             self._retiring.cancel()
         last = self._current
         self._retire()
         await asyncio.gather(*self._given_up, return_exceptions=True)
         if last is not None and _is_up(last):
-            await last.result().wait()
+            fork_server = last.result()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(fork_server.wait(), CLOSE_S)
+            if fork_server.lives:
+                _log.error(
+                    "fork server (process %d) has not ended %g s after it was closed; it may wait for a driver or a "
+                    "file system",
+                    *(fork_server.pid, CLOSE_S),
+                )
 
 
 def _is_up(starting: asyncio.Task[ForkServer]) -> bool:

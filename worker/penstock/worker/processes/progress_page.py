@@ -2,7 +2,7 @@
 
 The runner has no Penstock thread, and may be in user code for minutes, or dead. The page still shows which batches the
 runner has produced, and its current or last activity with the start time. The page has one writer and any number of
-readers. An entry is written before the counter in the page's head that makes the entry visible.
+readers. The record of a batch or of an epoch's end is written before the page's head, which counts it.
 
 User code in the runner can write anything into the page, so readers check every number. The memory is sealed at its
 size, because a reader of memory that was made smaller dies of SIGBUS.
@@ -24,8 +24,8 @@ __all__ = ["ENTRIES", "BatchRecord", "ProgressPage"]
 ENTRIES = 4096
 """Number of newest batches whose digests (hashes of their content) are kept."""
 EARLY = 256
-"""Number of first batches of a runner whose digests are kept for good, so that early snapshots of a fast runner can be
-verified."""
+"""Number of first batches of a runner, also those of a replay, whose digests are kept for good, so that early snapshots
+of a fast runner can be verified."""
 ENDS = 1024
 """Number of newest epoch ends that the page holds."""
 _HEAD = struct.Struct("<QQQQQQdQd")  # total, epoch, delivered, ends, activity, looked, since, samples, worked_s
@@ -72,7 +72,8 @@ class ProgressPage:
         self.total = self.epoch = self.delivered = self._ends = self._activity = self.looked = self.samples = 0
         self._since = 0.0
         self.worked_s = 0.0
-        """Seconds that the runner has spent on batches in finished activities; the present activity is not counted."""
+        """Seconds that the runner has spent in finished activities that are not IDLE: on batches, but also on input_fn,
+        states and replays. The present activity is not counted."""
         self._recorded = 0
         self._first: int | None = None
         self._last = self._made = self._replayed = 0
@@ -229,7 +230,8 @@ class ProgressPage:
 
     @property
     def working_s(self) -> float:
-        """Seconds that the runner has spent on batches up to now, including its present activity."""
+        """Seconds that the runner has spent in activities that are not IDLE (see `worked_s`) up to now, including its
+        present activity."""
         activity, for_s = self.activity
         return self.worked_s + (0.0 if activity in IDLE else for_s)
 
@@ -248,8 +250,8 @@ class ProgressPage:
         return int(_HERE.unpack_from(self._map, _HERE_AT)[0])
 
     def entry(self, total: int) -> BatchRecord | None:
-        """Return the record of the slot's batch number `total`, counted over all epochs; None if the page no longer
-        holds it."""
+        """Return the record of the slot's batch number `total`, counted over all epochs; None if the page does not hold
+        it, because the batch is not made yet, too old, or was made before this runner's start."""
         for start, count in ((_ENTRIES_AT, ENTRIES), (_EARLY_AT, EARLY)):
             entry = BatchRecord(*_ENTRY.unpack_from(self._map, start + total % count * _ENTRY.size))
             if entry.total == total and total:

@@ -2,7 +2,7 @@
 worker's own files and memory.
 
 Only a worker that runs as root may change the user, for example in a container or under systemd. Fork servers run as
-root. Each runner that is forked drops root's privileges for good before it receives its assignment.
+root. Each runner or helper process that is forked drops root's privileges for good before it receives its assignment.
 """
 
 from __future__ import annotations
@@ -156,7 +156,11 @@ def _try_to_import(user: RunnerUser) -> None:
             "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["Python ended without a message"])[-1]
         )
     except subprocess.TimeoutExpired as error:
-        why = str(error)
+        raise InvalidArgumentError(
+            f"runner_user must be able to use the Python of this worker, {sys.executable}, got {user.name}: an "
+            f"interpreter that was started as this user did not import Penstock within {PROBE_S:g} s. Start the worker "
+            "again when the machine is less busy, or install Python on a faster file system"
+        ) from error
     except OSError as error:
         if error.errno != errno.EACCES:
             raise InvalidArgumentError(

@@ -27,7 +27,8 @@ SIGNAL = signal.SIGRTMAX - 2
 SIZE = 32 << 10
 """Size of the file in memory that holds a child's stacks, in bytes."""
 SHOWN = 8 << 10
-"""Largest number of characters of a stack in an error. The oldest frames are cut, because the newest are first."""
+"""Largest number of characters of a child's stacks in an error. The end is cut: there are the oldest frames, or, if the
+child has several threads, those that it started first."""
 WAIT_S = 1.0
 """Seconds to wait until a child has written its stacks. Its signal handler runs as soon as the kernel schedules it."""
 _LOOK_S = 0.02
@@ -36,7 +37,8 @@ _HIGH_FD = 768  # below 1024, the usual soft limit
 
 def write_stacks_to(fd: int) -> None:
     """Make this process write the Python stacks of its threads to the file `fd` at each SIGNAL and at a crash. The
-    function closes `fd`, and uses a duplicate with a high number."""
+    function closes `fd`, and uses a duplicate with a high number. If that number is above the process's limit, the
+    function uses `fd` itself."""
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)
         os.close(fd)
@@ -86,7 +88,10 @@ class StackFile:
         if state == "D":
             return f"(no stack: process {pid} waits in the kernel, for a disk or a network filesystem)"
         if not _handles(pid):
-            return f"(no stack: user code in process {pid} has changed or blocks the signal handler that writes stacks)"
+            return (
+                f"(no stack: process {pid} does not handle the signal that makes it write its stacks, because it has "
+                "only just started, or because user code has changed or blocks the handler)"
+            )
         self.clear()
         with contextlib.suppress(OSError):
             process.send(SIGNAL)

@@ -1,4 +1,5 @@
-"""Import of a user's input_fn by its name. The coordinator and the training job send names of code, never code.
+"""Import of a user's input_fn by its name. The coordinator and the training job send names of code, never code. Only a
+training job that embeds this worker may also send a function by value, as a pickle.
 
 The operator of a worker lists the prefixes of modules from which the worker may run code. In embedded mode, where
 worker and training process belong to the same user on the same machine, the training script itself may define input_fn.
@@ -61,10 +62,12 @@ def check_plain(spec: records_pb2.LoaderSpec) -> None:
 
 
 def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
-    """Import and return the function that `spec.input_fn` names ("module:qualname").
+    """Import and return the function that `spec.input_fn` names ("module:qualname"). If input_fn is sent by value
+    (BY_VALUE), return a stand-in, which `unpacked` replaces.
 
     Raises:
-        InputFnNotFoundError: this worker cannot find the module, or the module lacks the name.
+        InputFnNotFoundError: this worker cannot find the module, the module lacks the name, or the name is not of a
+            callable.
         InputFnNotAllowedError: the callable is defined in a module that is not allowed, although the named module is.
             Without this check, anything that an allowed module imports could be called, for example `os.system`.
         InputFnError: the module raised while it was imported.

@@ -2,8 +2,8 @@
 
 The figure is the proportional share of anonymous memory (memory that programs allocate), in RAM and in swap: a page
 that N processes share counts 1/N in each. So neither the fork server's memory nor memory that a loader's worker
-processes share is counted twice. The ring, the progress page and mapped files are not counted, because user code cannot
-leak them.
+processes have from a fork is counted twice. Shared memory (the ring, the progress page, tensors that torch's worker
+processes pass on) and mapped files are not counted.
 
 The kernel needs 20 ms for each GiB to compute proportional shares. The plain size of a process, in which a shared page
 counts in full, costs almost nothing and is never less. So the shares are read only if the sum of the plain sizes is
@@ -23,7 +23,8 @@ def held_by(runner: int, enough: int = 0) -> int:
     """Return the memory that the runner and all its descendants hold, in bytes; 0 if the runner is gone.
 
     enough: number of bytes below which a rough result will do. A result up to `enough` may be too high, because shared
-    memory is counted once for each process. A result above `enough` is exact.
+    memory is counted once for each process. A result above `enough` counts it once, except for processes whose shares
+    the kernel hides.
     """
     all_of_it = family(runner)  # the runner is a subreaper: all its descendants stay below it
     most = sum(_sizes(pid, "status", "RssAnon", "VmSwap") for pid in all_of_it)

@@ -1,9 +1,10 @@
 """Processor time of other processes: time in which a process ran, and time in which it waited for a processor.
 
-Linux counts both for each thread, in nanoseconds (/proc/PID/schedstat). A process that neither runs nor waits for a
-processor is stopped, or waits for a disk or a peer. A process that is slow because the machine is busy has a high
-second number. So a deadline that counts only the time in which a process neither ran nor waited works on an idle
-machine and on one with a load of 140.
+Linux counts both for each thread, in nanoseconds. /proc/PID/schedstat holds the times of the main thread, and only
+these are used here; `ProcessorUse.cpu_s` alone counts all threads. A main thread that neither runs nor waits for a
+processor is stopped, or waits for a disk, a peer or another thread. A process that is slow because the machine is busy
+has a high second number. So a deadline that counts only the time in which the main thread neither ran nor waited works
+on an idle machine and on one with a load of 140.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def cores(quota: Path = _CGROUP_QUOTA) -> int:
 
 def _counted(pid: int) -> tuple[float, float] | None:
     """Return the seconds for which a process's main thread ran, and the seconds for which it waited for a processor.
-    Return None if the kernel does not report these times."""
+    Return None if the process is gone, or if the kernel does not report these times."""
     try:
         ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
     except (OSError, ValueError):
@@ -67,15 +68,15 @@ def used_by(pid: int) -> ProcessorUse:
 
 @dataclass
 class ProcessorDemand:
-    """Meter for the share of time in which a process runs or waits for a processor."""
+    """Meter for the share of time in which a process's main thread runs or waits for a processor."""
 
     pid: int
     _at: float = 0.0
     _wanted: float = 0.0
 
     def look(self, now: float) -> float:
-        """Return the share of the time since the last call in which the process ran or waited for a processor. Return
-        1.0 at the first call, and if the kernel does not count these times."""
+        """Return the share of the time since the last call in which the main thread ran or waited for a processor.
+        Return 1.0 at the first call, and if these times cannot be read."""
         counted = _counted(self.pid)
         if counted is None:
             return 1.0
@@ -85,11 +86,12 @@ class ProcessorDemand:
 
 
 async def wait_while_active(done: Awaitable[object], pid: int, still_s: float, most_s: float) -> None:
-    """Wait for `done`, which process `pid` must complete, as long as the process makes progress.
+    """Wait for `done`, which process `pid` must complete, as long as the main thread of the process runs or waits for a
+    processor. If the wait fails, cancel `done`.
 
     Raises:
-        TimeoutError: the process neither ran nor waited for a processor for `still_s` seconds, or the whole wait took
-            `most_s` seconds.
+        TimeoutError: the main thread neither ran nor waited for a processor for `still_s` seconds (or its times could
+            not be read), or the whole wait took `most_s` seconds.
     """
     waiting = asyncio.ensure_future(done)
     began = moved = time.monotonic()

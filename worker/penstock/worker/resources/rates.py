@@ -42,8 +42,8 @@ class BatchRates:
     _total: int = 0
     _worked_s: float = 0.0
     _used: ProcessorUse = NOTHING
-    """Processor time that the runner had used when it finished the newest batch that the rates include. `_worked_s`
-    counts its seconds of work up to the same batch."""
+    """Processor time that the runner had used at the last reading with a new batch. `_worked_s` and `_done` are the
+    seconds of work and the number of batches at the same reading."""
     _done: int = 0
 
     def due(self, now: float) -> bool:
@@ -74,7 +74,8 @@ class BatchRates:
             self._set_rates(spent, used, 1)
 
     def _set_rates(self, spent: float, used: ProcessorUse, made: int) -> None:
-        """Set the rates from the last `made` batches, which took `spent` seconds of work."""
+        """Set the seconds per batch from `made` batches that took `spent` seconds of work: those since the last reading
+        with a new batch, or the one under way."""
         self.batch_s = spent / made
         self.batch_cpu_s = max(0.0, used.cpu_s - self._used.cpu_s) / made
         self.batch_delay_s = min(spent, max(0.0, used.delay_s - self._used.delay_s)) / made

@@ -3,11 +3,11 @@
 
 Starting a runner takes an interpreter, torch and the user's imports. If fifty runners start at once on two cores, each
 start takes many times longer and exceeds its deadline. So the number of simultaneous starts is the number of
-processors. Helper tasks (replayers.py) have another queue of this kind.
+processors, unless the operator sets another (--starts). Helper tasks (replayers.py) have another queue of this kind.
 
 A start that does not use a processor does not delay others. A runner may be idle for minutes, because its input_fn
-reads an index or waits for other slots of its run. The runner's turn ends as soon as it is idle, and after `TURN_S`
-seconds in any case.
+reads an index or waits for other slots of its run. The runner's turn ends as soon as it is idle or ready, and `TURN_S`
+seconds after its fork in any case.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from penstock.worker.resources.processor_time import LOOK_S, ProcessorDemand
 __all__ = ["QueueTurn", "TurnQueue"]
 
 TURN_S = 10.0
-"""Largest number of seconds for which a starting runner that is busy keeps the next one in the queue waiting."""
+"""Largest number of seconds, from its fork on, for which a starting runner that is busy keeps the next one in the queue
+waiting."""
 IDLE_SHARE = 0.3
-"""Fraction of a processor below which a starting runner counts as idle, so that the next one in the queue may start."""
+"""Share of time in which a starting runner's main thread runs or waits for a processor. Below this value the runner
+counts as idle, so that the next one in the queue may start."""
 IDLE_LOOKS = 2
 """Number of consecutive measurements below IDLE_SHARE after which the next runner in the queue may start."""
 
@@ -45,8 +47,8 @@ class QueueTurn:
         return self._queue.position_of(self)
 
     async def end_when_idle(self, pid: int) -> None:
-        """Call `end` as soon as the starting runner, process `pid`, uses almost no processor time, and after TURN_S
-        seconds in any case."""
+        """Wait until the main thread of the starting runner, process `pid`, needs almost no processor time, but at most
+        TURN_S seconds, and then call `end`. Return earlier if `end` is called meanwhile."""
         demand, idle, until = ProcessorDemand(pid), 0, time.monotonic() + TURN_S
         while idle < IDLE_LOOKS and time.monotonic() < until and not self.over.is_set():
             idle = idle + 1 if demand.look(time.monotonic()) < IDLE_SHARE else 0

@@ -134,7 +134,7 @@ def _load_for_main_script() -> None:
 
 def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -> None:
     """Reap dead children, and report their exit status to the daemon. A child's process group is killed first, while
-    the child's process id cannot yet be reused."""
+    the child's process id cannot yet be reused; but not while an orphan needs time to clean up (orphans.py)."""
     for pid in list(children):
         if not has_ended(pid):
             continue
@@ -182,8 +182,9 @@ def _drop_privileges(tempdir: str) -> None:
 
 
 def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel, own: Iterable[int]) -> int:
-    """Run the program of a forked child, and return its exit status. Errors of user code are handled inside; an
-    exception that this function raises is a bug of Penstock."""
+    """Run the program of a forked child, and return its exit status. Errors of user code are handled inside. An
+    exception that this function raises is a bug of Penstock, or comes from the machine, for example if the child cannot
+    become the runners' user."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parents_channel.sock.close()

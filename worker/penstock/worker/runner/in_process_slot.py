@@ -121,7 +121,8 @@ class InProcessSlot:
         self._take = ReplayDigest(self._flattener, cover=self._cover).take
         self._globals = ProcessGlobals()
         self._start_data: bytes | None = None
-        """Encoded restart point of the stream's start; None before the start, or if the state cannot be encoded."""
+        """Encoded restart point from which this launch's stream starts; None before the start, or if the loader's state
+        cannot be taken or encoded."""
         self._unsaved: Exception | None = None
         self._abandoned: dict[int, int] = {}
         self._log: OrderedDict[int, _BatchRecord] = OrderedDict()
@@ -239,7 +240,7 @@ class InProcessSlot:
         return source
 
     def _recover(self, source: RestorableLoader, target: Target) -> None:
-        """Bring a new loader to the position `target` by a replay from the start of the stream."""
+        """Bring the loader to the position `target` by a replay from the start of the stream."""
         plan = (
             None
             if self._start_data is None

@@ -19,7 +19,8 @@ KEPT_BYTES = 64 << 20
 KEPT_POINTS + EPOCHS_AHEAD epoch starts are kept, because the runner may be EPOCHS_AHEAD epochs ahead of the loop."""
 CHECKED_BATCHES = 4
 """Smallest number of batches between a snapshot and the position to which the runner returns from it. The snapshot is
-not verified, so these batches are replayed and compared."""
+not verified, so these batches are replayed and compared. For a loader that declares `exact_states` one batch is
+enough."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Return:
     there; None if no such restart point is kept."""
 
     inside: EncodedPoint | None
-    """Newest snapshot in the position's epoch that lies at least CHECKED_BATCHES batches before the position, so that
-    the replay makes batches that can be compared."""
+    """Newest snapshot in the position's epoch that lies at least CHECKED_BATCHES batches before the position (one for
+    exact states), so that the replay makes batches that can be compared."""
     epoch_start: EncodedPoint | None
     """Newest start of the position's epoch that lies at or before the position."""
     earlier: EncodedPoint | None

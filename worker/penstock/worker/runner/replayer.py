@@ -2,7 +2,8 @@
 
 - `verify`: restore a restart point (a loader's state and position) and compare the next batches with the delivered
   ones: see verification.py.
-- `state`: replay from the nearest verified restart point to a position, and take the loader's state there.
+- `state`: replay from the restart point that the daemon names to a position, and make a restart point there, with the
+  loader's state if its states are aggregated.
 - `advance`: compute a later state without making batches, for loaders with a method `advance_state`; input_fn is not
   called.
 - `mixture`: try a change of the weights of the loader's mixture, which an operator orders.
@@ -113,8 +114,8 @@ def _verify(
 ) -> dict[str, Any]:
     """Return the result of a verification as fields. `same` is True if the restart point leads to the delivered
     batches. With `same` False, `differs` is the number of the first wrong batch, `what` says how it differs, and
-    `alike` is True if a new loader makes the slot's first batches again. With `same` True, `crossing` is the loader's
-    crossing (its way into the next epoch; see epoch_crossing.py), "" if it was not searched for.
+    `alike` is False if a new loader makes other first batches of the slot than before. With `same` True, `crossing` is
+    the loader's crossing (its way into the next epoch; see epoch_crossing.py), "" if it was not searched for.
 
     Args:
         source: a newly built loader.
@@ -129,8 +130,8 @@ def _verify(
         left: True if the training loop abandoned the restart point's epoch. Otherwise the loader must end that epoch
             after the last of these batches in it.
         generators: see `_compare`.
-        early: like `digests`, for the slot's first batches, or empty. If the restart point is wrong, these batches are
-            compared with those of a new loader.
+        early: like `digests`, for the slot's first batches, or empty. If the restart point is wrong, and the stream can
+            be replayed from the beginning, these batches are compared with those of a new loader.
     """
     delivered = {int(total): (epoch, digest) for total, (epoch, digest) in fields["digests"].items()}
     source.restore(point)
@@ -269,14 +270,18 @@ def _no_batch_before(source: RestorableLoader, epoch: int) -> bool:
 def state_at(
     source: RestorableLoader, point: RestartPoint, fields: dict[str, Any], replay_digest: ReplayDigest
 ) -> tuple[dict[str, Any], bytes]:
-    """Replay the slot's batches from the restart point to a position, and save the loader's state there. If the restart
-    point does not lead to the position, replay from the beginning of the run.
+    """Replay the slot's batches from the restart point to a position, and save the loader's state there. If the replay
+    makes other batches than were delivered, replay from the beginning of the run.
 
-    Return the fields that describe the position, and the encoded state.
+    Return the fields that describe the position, and the encoded state. Without a state, return b"" and the field
+    `elsewhere` (the replay does not lead to the position) or `ended` (its epoch ends before it, after batch `total`).
 
     fields: fields of the task. `total`: number of the slot's batches over the run up to the position. `epoch`: the
-    position's epoch. `step`: training step of the box (data-parallel rank) that `get_worker_state()` reports to the
-    loader's state_dict().
+    position's epoch. `delivered`: number of the slot's batches in that epoch up to the position. `step`: training step
+    of the box (data-parallel rank) that `get_worker_state()` reports to the loader's state_dict(). `digests`: number of
+    the batch -> digest, for batches whose replay is compared. `left`: abandoned epochs, as number of the epoch ->
+    number of the slot's last batch in it. All abandoned epochs from `abandoned_from` on are in it. `following`: True to
+    make the batch after the position too, for its digest.
     """
     try:
         source.restore(point)
@@ -297,7 +302,7 @@ def _replayed(
     source: RestorableLoader, point: RestartPoint, known_until: int, fields: dict[str, Any], replay_digest: ReplayDigest
 ) -> tuple[dict[str, Any], bytes]:
     """Replay a loader from the restart point, where it is now, to the position in `fields`, and save the loader's state
-    there. Return the fields that describe the position, and the encoded state.
+    there. Return the same as `state_at`.
 
     known_until: number of an epoch. The restart point's history lists the abandoned epochs before this one completely.
     """
@@ -311,9 +316,9 @@ def _replayed(
         expected = delivered.get(source.position.total)
         if expected is not None and expected != source.digest:
             raise ReplayMismatchError(
-                f"{source.name}: the state cannot be saved: restored to its state after batch "
-                f"{point.position.total}, the loader makes another batch {source.position.total} than the one that was "
-                "delivered. The loader is not deterministic: run penstock doctor"
+                f"{source.name}: in a replay from the position after batch {point.position.total}, the loader makes "
+                f"another batch {source.position.total} than the one that was delivered. The loader is not "
+                "deterministic: run penstock doctor"
             )
 
     epoch, total = fields["epoch"], fields["total"]

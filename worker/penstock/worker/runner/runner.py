@@ -1,10 +1,10 @@
 """The program of a runner: runs one slot's loader, in the main thread of its own process.
 
-    next(loader) -> flatten into a ring entry -> digest, progress page -> snapshot, if due -> frame to the consumer
+    next(loader) -> flatten into a ring entry -> digest -> snapshot, if due -> progress page -> frame to the consumer
 
-The process has no thread of Penstock and no gRPC, because user code may fork there. The runner polls its two sockets,
-the lane's and the daemon's, only between two batches, and only if the ring is half full, the batch was slow, the last
-poll was long ago, or the runner is idle.
+The process has no thread of Penstock and no gRPC, because user code may fork there. While it streams, the runner polls
+its two sockets, the lane's and the daemon's, only between two batches, and only if the ring is half full, the batch was
+slow, or the last poll was long ago. It also polls after each replayed batch, and whenever it waits for something.
 """
 
 from __future__ import annotations
@@ -419,8 +419,8 @@ class _Runner:
             del producer.wanted[stale]
 
     def _is_counted(self, point: RestartPoint) -> bool:
-        """Return True if the restart point holds no state of the loader, but a number of batches since the stream's
-        start. Such a point needs no verification."""
+        """Return True if the position of the restart point is reached by a replay from the stream's start, and not by
+        the loader's own state at the position. Such a point needs no verification."""
         return self._counts and point.replayed_from is not None
 
     def _step_of(self, total: int) -> int:
@@ -524,7 +524,7 @@ class _Runner:
         if not ways:
             raise StateMismatchError(
                 f"{source.name}: the loader cannot return to where the loop left epoch {epoch} by `break`, because no "
-                "state of that epoch was kept. Start the job again from a saved state"
+                "earlier state of the loader is kept. Start the job again from a saved state"
             )
         try:
             first_fit(ways, take, UNFIT, lambda mismatch, instead: None)

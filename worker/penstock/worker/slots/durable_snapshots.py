@@ -11,22 +11,13 @@ from __future__ import annotations
 import asyncio
 import random
 
-from penstock.proto.errors import (
-    CoordinatorUnavailableError,
-    DeadlineError,
-    JournalError,
-    PenstockError,
-    SupersededError,
-    UnknownRunError,
-)
+from penstock.proto.errors import PenstockError, SupersededError, UnknownRunError
 from penstock.proto.v1 import coordinator_pb2
-from penstock.worker.slots.slot_interfaces import SlotContext
+from penstock.worker.slots.slot_interfaces import COORDINATOR_ERRORS, SlotContext
 from penstock.worker.slots.snapshots import StoredSnapshot
 
-__all__ = ["COORDINATOR_ERRORS", "DurableSnapshots"]
+__all__ = ["DurableSnapshots"]
 
-COORDINATOR_ERRORS = (CoordinatorUnavailableError, DeadlineError, JournalError)
-"""Temporary errors whose cause is the coordinator, after which a call is tried again."""
 LARGE = 1 << 20
 """Size in bytes above which the coordinator gets only the position of the first restart point of a launch, and not its
 data."""
@@ -41,10 +32,12 @@ class DurableSnapshots:
     def __init__(self, slot: SlotContext) -> None:
         self._slot = slot
         self.refused = ""
-        """Reason why the coordinator refused the last restart point; "" = the coordinator accepted it."""
+        """Reason why the coordinator refused the last restart point that it answered for; "" = it accepted this one, or
+        has answered for none."""
 
     async def keep_up(self) -> None:
-        """Make the newest restart point durable, again and again, at the interval of the slot's quota."""
+        """Make the newest restart point before the last delivered batch durable, again and again, at the interval of
+        the slot's quota."""
         slot = self._slot
         await slot.ready.wait()
         # The slots of a job start together, so each begins after a random delay.
@@ -81,7 +74,8 @@ class DurableSnapshots:
 
     async def make(self, point: StoredSnapshot) -> None:
         """Send a restart point to the coordinator, which keeps it or refuses it. Wait while the coordinator is
-        unreachable."""
+        unreachable. Mark the restart point as durable also if it was refused or could not be sent, so that it is not
+        sent again."""
         slot, logged = self._slot, False
         data = b"" if point.begins and len(point.data) > LARGE else point.data
         header = self._header(point, len(data))

@@ -32,8 +32,8 @@ class LoaderFindings:
     not_used: str = ""
     """Reason why the loader's snapshots are not used, as logged once; "" = snapshots are used."""
     checked: bool = False
-    """True if a restart point of the loader was verified at least once. A loader that declares
-    `exact_states` is not verified again then."""
+    """True if a verification is under way or had a result, or if LAPSES ones in a row (verification.py) had none. A
+    loader that declares `exact_states` is not verified again then."""
     inexact: bool = False
     """True if a verification failed. The loader's declaration `exact_states` is then not trusted any more."""
     unrepeatable: ReplayMismatchError | None = None

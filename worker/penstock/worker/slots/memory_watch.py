@@ -35,8 +35,9 @@ class MemoryWatch:
         self._slot, self._verifier, self._durable = slot, verifier, durable
 
     async def run(self, pid: int, limit: int) -> None:
-        """Measure the runner's memory until the slot ends. If it exceeds the limit, save the runner's progress and
-        replace it by another runner.
+        """Measure the memory of the runner and its descendants until the slot ends. If it exceeds the limit, save the
+        runner's progress, and replace the runner by another one. If it exceeds HARD_LIMIT times the limit, kill the
+        runner at once.
 
         pid: process id of the runner. limit: largest memory, in bytes.
         """
@@ -61,10 +62,10 @@ class MemoryWatch:
             far = held > HARD_LIMIT * limit
             if far and not (young and begun):
                 # With the loss, report the batch that the runner was making, because that batch may be the cause.
-                slot.lose(f"was killed at batch {slot.progress_page.total}, because {what}")
+                slot.lose(f"was killed after batch {slot.progress_page.total}, because {what}")
             elif far or (saving is not None and saving.done()):
                 slot.recycle, slot.outgrown = True, young
-                slot.lose(f"was replaced at batch {slot.progress_page.total}, because {what}")
+                slot.lose(f"was replaced after batch {slot.progress_page.total}, because {what}")
             elif saving is None and held > limit and slot.ready.is_set():
                 saving = slot.spawn(self._save_progress())
 
@@ -96,9 +97,9 @@ def killed_for_memory(slot: SlotContext, whose: OutOfMemory, *, young: bool) -> 
     """Report the slot lost after the kernel killed a process of its runner for lack of memory. If the limit of the
     runner's control group was reached, act as the memory watch does for a runner above its limit.
 
-    whose: the limit that was reached. young: True if the runner had not made its second batch.
+    whose: the limit that was reached. young: True if the runner had sent its first batch, and not made its second.
     """
-    at = f"was killed by the kernel at batch {slot.progress_page.total}, because"
+    at = f"was killed by the kernel after batch {slot.progress_page.total}, because"
     if whose is OutOfMemory.OWN:
         slot.recycle = slot.outgrown = young
         limit = _mib(slot.host.runner_memory)
@@ -110,7 +111,8 @@ def killed_for_memory(slot: SlotContext, whose: OutOfMemory, *, young: bool) -> 
 
 
 def _looked_at(pid: int, limit: int) -> tuple[int, float]:
-    """Return the memory that a runner holds in bytes, and the processor time that measuring it took in seconds."""
+    """Return the memory that a runner and its descendants hold in bytes, and the processor time that measuring it took
+    in seconds."""
     began = time.thread_time()
     held = held_by(pid, limit)
     return held, time.thread_time() - began

@@ -40,10 +40,10 @@ from penstock.worker.processes.stack_dump import state_of
 from penstock.worker.resources.processor_time import NOTHING, used_by
 from penstock.worker.resources.rates import BatchRates
 from penstock.worker.resources.turn_queue import QueueTurn
-from penstock.worker.slots.durable_snapshots import COORDINATOR_ERRORS, DurableSnapshots
+from penstock.worker.slots.durable_snapshots import DurableSnapshots
 from penstock.worker.slots.loader_findings import LoaderFindings
 from penstock.worker.slots.memory_watch import MemoryWatch, killed_for_memory
-from penstock.worker.slots.slot_interfaces import SlotHost, key_of
+from penstock.worker.slots.slot_interfaces import COORDINATOR_ERRORS, SlotHost, key_of
 from penstock.worker.slots.slot_states import SlotStates
 from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
 from penstock.worker.slots.stall_watch import LOOKS, Stall, hang_s
@@ -316,8 +316,8 @@ class Slot:
     # ---- its health
 
     async def _watch(self) -> None:
-        """Report a runner, with its stack, if it is in one activity for long or is stopped by a signal. Return only
-        when cancelled."""
+        """Report a runner, with its stack, if it is in one activity for long. If it only waits for others, report it
+        only if it is also stopped by a signal. Return only when cancelled."""
         after = hang_s(self.assignment.loader.options.timeout_s)
         while True:
             await asyncio.sleep(min(5.0, after / LOOKS))

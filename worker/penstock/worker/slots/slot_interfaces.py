@@ -7,6 +7,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, JournalError
 from penstock.proto.rpc.calls import AsyncCoordinatorClient
 from penstock.proto.v1 import coordinator_pb2, records_pb2
 from penstock.runtime.telemetry.logs import SubjectLogger
@@ -17,10 +18,14 @@ from penstock.worker.resources.turn_queue import TurnQueue
 from penstock.worker.slots.loader_findings import LoaderFindings
 from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
 
-__all__ = ["DaemonCounters", "SlotContext", "SlotHost", "SlotKey", "SnapshotQuota", "key_of"]
+__all__ = ["COORDINATOR_ERRORS", "DaemonCounters", "SlotContext", "SlotHost", "SlotKey", "SnapshotQuota", "key_of"]
 
 SlotKey = tuple[str, int, int, int, int]
-"""Key of one generation of a slot: (run, attempt, box, slot, generation)."""
+"""Key of one generation of a slot: (run, attempt, box, slot, generation). `attempt` is the number of the job's launch.
+`generation` is a number that rises each time the slot moves to another runner."""
+COORDINATOR_ERRORS = (CoordinatorUnavailableError, DeadlineError, JournalError)
+"""Temporary errors whose cause is the coordinator: unreachable, slow, or unable to write its journal (full disk). A
+call that fails with one of them is tried again."""
 
 
 def key_of(assignment: records_pb2.WorkerAssignment | coordinator_pb2.TakenSlot) -> SlotKey:
@@ -68,7 +73,7 @@ class SlotHost(ReplayHost, Protocol):
     name: str
     coordinator: AsyncCoordinatorClient
     runner_memory: int
-    """Largest number of bytes that a runner may hold; 0 = no limit."""
+    """Largest number of bytes that a runner and its descendants may hold; 0 = no limit."""
     snapshot_quota: SnapshotQuota
     counters: DaemonCounters
     starts: TurnQueue
@@ -76,7 +81,7 @@ class SlotHost(ReplayHost, Protocol):
     """True if the daemon is a child of the training job (embedded mode)."""
 
     def findings(self, assignment: records_pb2.WorkerAssignment) -> LoaderFindings: ...
-    def found_rewinds(self, assignment: records_pb2.WorkerAssignment, crossing: str) -> None: ...
+    def found_crossing(self, assignment: records_pb2.WorkerAssignment, crossing: str) -> None: ...
     def found_misleading(self, assignment: records_pb2.WorkerAssignment) -> None: ...
     def slots_here(self) -> int: ...
     def slot_changed(self) -> None: ...

@@ -1,5 +1,6 @@
 """Answers to the coordinator's requests for a slot's state at a position. The state comes from a restart point of the
-slot, or from a replay in a helper process."""
+slot, from the loader's `advance_state`, or from a replay in a helper process. A request may also ask a slot to
+aggregate the states of all workers, or to try a change of the mixture; helper processes do that."""
 
 from __future__ import annotations
 
@@ -85,15 +86,7 @@ class SlotStates:
                 return None
             answer.error.CopyFrom(detail_of(error))
         except TimeoutError:
-            page = self._slot.progress_page
-            page.refresh()
-            doing, since = page.activity
-            late = DeadlineError(
-                f"{self._slot.name} on worker {self._slot.host.name} did not return the state of step {request.step} "
-                f"within {request.deadline_s:.0f} s: the runner has made {page.total} of {request.position.total} "
-                f"batches, and has been in {doing} for {since:.1f} s. Save again, or raise timeout_s"
-            )
-            answer.error.CopyFrom(detail_of(late))
+            answer.error.CopyFrom(detail_of(self._late(request)))
         for epoch, total in self._slot.progress_page.ends().items():
             answer.ends.add(epoch=epoch, total=total)
         answer.digests_after = request.digests_after
@@ -139,6 +132,23 @@ class SlotStates:
             return point.data
         return await self._advance(request, answer, until) or await self._materialise(request, answer, until)
 
+    def _late(self, request: coordinator_pb2.StateRequest) -> DeadlineError:
+        page, who = self._slot.progress_page, f"{self._slot.name} on worker {self._slot.host.name}"
+        page.refresh()
+        doing, since = page.activity
+        if request.aggregate_blob or request.HasField("mixture"):
+            what = "try the change of the mixture" if request.HasField("mixture") else "aggregate the workers' states"
+            again = "Run `penstock mix` again" if request.HasField("mixture") else "Save again, or raise timeout_s"
+            return DeadlineError(
+                f"{who} did not {what} within {request.deadline_s:.0f} s: the runner is not ready (it has been in "
+                f"{doing} for {since:.1f} s), or helper processes are busy. {again}"
+            )
+        return DeadlineError(
+            f"{who} did not return the state of step {request.step} within {request.deadline_s:.0f} s: the runner has "
+            f"made {page.total} of {request.position.total} batches, and has been in {doing} for {since:.1f} s. Save "
+            "again, or raise timeout_s"
+        )
+
     async def _nearest(self, request: coordinator_pb2.StateRequest, until: float) -> StoredSnapshot | None:
         """Return the usable restart point nearest before the requested position. If the position's epoch has no usable
         restart point, first try to verify one of that epoch."""
@@ -158,11 +168,10 @@ class SlotStates:
         """Put the digest of the batch after the requested position into the answer, because a resumed loader must
         continue with that batch.
 
-        For a loader that resumes by its own methods (deaggregate_state_dict, then load_state_dict), wait up to NEXT_S
-        seconds for the batch, because only that batch can verify the resume.
+        For a loader whose state only that batch can verify (`_needs_next`), wait up to NEXT_S seconds for the batch.
         """
         slot, total = self._slot, request.position.total
-        patience = min(until, time.monotonic() + (NEXT_S if self._by_own and not self._waits_for_loop else 0.0))
+        patience = min(until, time.monotonic() + (NEXT_S if self._needs_next and not self._waits_for_loop else 0.0))
         while True:
             slot.progress_page.refresh()
             over = answer.next_epoch = slot.progress_page.ends().get(request.epoch) == total
@@ -176,9 +185,9 @@ class SlotStates:
             await asyncio.sleep(POLL_S)
 
     @property
-    def _by_own(self) -> bool:
-        """True if the loader resumes by its own four state methods: only the batch after the position can verify such
-        a resume."""
+    def _needs_next(self) -> bool:
+        """True if the loader has all four state methods and does not declare `exact_states`. It resumes from the
+        aggregated state, and only the batch after the position can verify that."""
         return self._slot.capabilities.state_methods == 4 and not self._slot.capabilities.exact_states
 
     def _lacks_next(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
@@ -189,7 +198,7 @@ class SlotStates:
         or if the next turn is not slot 0's: only that batch then shows which slot becomes worker 0 on a resume
         (resume_plan.py).
         """
-        if not self._by_own or answer.next_digest:
+        if not self._needs_next or answer.next_digest:
             return False
         if not answer.next_epoch or self._slot.progress_page.worked_s <= CHEAP_S:
             return True

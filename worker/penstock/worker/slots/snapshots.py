@@ -2,8 +2,8 @@
 
 A state may be requested at any step of the retention window (the newest `retention_steps` training steps). So the
 newest usable restart point at or before the window's oldest step is kept, and all later ones while memory suffices.
-When memory is short, every second snapshot is dropped. A state between two remaining snapshots then takes a longer
-replay.
+When memory is short, every second snapshot that is not verified is dropped. A state between two remaining snapshots
+then takes a longer replay.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from penstock.worker.loader.restart_plan import Target, usable
 __all__ = ["SlotSnapshots", "StoredSnapshot"]
 
 MAX_BYTES = 64 << 20
-"""Total size of a slot's restart points above which snapshots are dropped, in bytes."""
+"""Total size of a slot's restart points above which snapshots that are not verified are dropped, in bytes."""
 MAX_COUNT = 1024
-"""Number of a slot's restart points above which snapshots are dropped."""
+"""Number of a slot's restart points above which snapshots that are not verified are dropped."""
 MOST = 16
-"""Multiple of MAX_BYTES and MAX_COUNT above which epoch starts are dropped too, because user code may open epochs
-without end."""
+"""Multiple of MAX_BYTES and MAX_COUNT above which epoch starts and verified snapshots are dropped too, because user
+code may open epochs without end."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class StoredSnapshot:
     epoch, delivered, total: position, as the epoch's number from 0, the slot's batches in this epoch, and its batches
     in all epochs. samples: number of samples in the slot's batches of all epochs. step: training step of the box
     (data-parallel rank) that `get_worker_state()` reported to the loader's state_dict(); 0 if it did not ask. data: the
-    encoded restart point. durable: True if the coordinator keeps a copy.
+    encoded restart point. durable: True if the coordinator keeps a copy, or if a copy was refused or could not be sent.
     """
 
     epoch: int

@@ -18,7 +18,7 @@ SHARE = 0.5
 """Fraction of the training loop's deadline after which an activity of a runner is reported. The rest of the deadline is
 a reserve: the report takes time to arrive, and the loop may have begun to wait before the activity began."""
 LOOKS = 8
-"""Number of times that an activity is checked before it is reported."""
+"""Smallest number of times that an activity is checked before it is reported."""
 _IDLE = ("waiting", "sending")
 _CALLS = {"input_fn": "input_fn", "iter": "iter()", "next": "next()", "state_dict": "state_dict()"}
 _CALLS["load_state_dict"] = "load_state_dict()"

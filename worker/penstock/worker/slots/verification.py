@@ -14,14 +14,15 @@ A *short* verification compares a few batches. A *long* one compares more and mo
 loaders are right at first and wrong later.
 
 The beginning of the stream needs no verification, because the stream is made from it. A snapshot that leads to other
-batches is not an error: the snapshot is not used, and a warning is logged once in a run. Only if the beginning leads to
-other batches too, the slot fails.
+batches is not an error: the snapshot is not used, and each worker logs a warning once in a run. Only if the beginning
+leads to other batches too, the slot fails; or, for a loader without state methods, the next save.
 
 Verifications take a fixed share of processor time, so their interval follows from their cost. A loader that declares
-`exact_states` is verified once in a run and then trusted. A loader without state methods is verified only if saving by
-replay was requested: any other such loader may yield different batches the next time, or may not allow a second
-instance beside its stream. If the runner of such a loader is lost, the loader is replayed from the beginning of its
-epoch, and the replay is compared with the delivered batches.
+`exact_states` is verified once by each worker of a run and then trusted; if it also has `advance_state`, it is trusted
+from the start. A loader without state methods is verified only if saving by replay was requested: any other such loader
+may yield different batches the next time, or may not allow a second instance beside its stream. If the runner of such a
+loader is lost, the loader is replayed from the beginning of its epoch, and the replay is compared with the delivered
+batches.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ from penstock.worker.slots.snapshots import StoredSnapshot
 __all__ = ["CHECKED_BATCHES", "RestartPointVerifier"]
 
 SHARE = 0.03
-"""Fraction of one core's time that all verifications of a daemon together may take."""
+"""Fraction of a core's time that the verifications of one slot may take. If the worker has more slots than the machine
+has cores, its slots share this fraction of all cores."""
 FIRST_BATCHES = 8
-"""Number of batches that a runner makes before the first verification. By then a loader that prefetches in a thread has
-had time to run ahead."""
+"""Number of batches that a runner makes before the first verification, unless an epoch ends before. By then a loader
+that prefetches in a thread has had time to run ahead."""
 CHECKED_BATCHES = 4
-"""Smallest number of batches after a restart point that a verification compares. If the epoch ends before, the same
-number of batches of the next epoch is compared too."""
+"""Smallest number of batches after a restart point that a verification compares, unless the epoch ends before. If the
+epoch ends among the compared batches, up to as many batches after its end are compared too."""
 MOST_DEPTH = ENTRIES // 2
 """Largest number of batches that a long verification of a restart point compares."""
 LOOK_S = 0.05
@@ -195,9 +197,11 @@ class RestartPointVerifier:
 
     def _followers(self, point: StoredSnapshot, most: int = CHECKED_BATCHES) -> dict[str, list[int]]:
         """Return the batches right after a restart point, also those in later epochs, as a dict: number of the batch in
-        its slot -> [epoch, digest]. Return an empty dict while too few of them are known.
+        its slot -> [epoch, digest]. Return an empty dict while too few of them are known, and for a restart point at
+        the end of its epoch.
 
-        most: largest number of batches to return, counted from the restart point.
+        most: number of batches to return at most. If the epoch ends among them, up to CHECKED_BATCHES batches after its
+        end are returned too.
         """
         ends, epoch = self._slot.progress_page.ends(), point.epoch
         end = ends.get(epoch)
@@ -236,7 +240,7 @@ class RestartPointVerifier:
 
     async def verify(self, point: StoredSnapshot) -> float:
         """Verify the restart point in a helper process, and record the result. Return the helper's processor time, in
-        seconds."""
+        seconds: 0 if there was nothing to verify, and 1, as an estimate, if the helper failed."""
         slot = self._slot
         async with self._verifying:
             most = self._most(point)
@@ -281,7 +285,7 @@ class RestartPointVerifier:
                 point.verified, point.compared = True, len(followers)
                 self._failed = 0
                 if fields["crossing"] and fields["crossing"] != slot.findings.crossing:
-                    slot.host.found_rewinds(slot.assignment, fields["crossing"])
+                    slot.host.found_crossing(slot.assignment, fields["crossing"])
             else:
                 self._refute(point, fields)
             return float(fields["took"])

@@ -17,19 +17,19 @@ from penstock.worker.processes.user_code import MAIN, check_allowed, load_input_
 __all__ = ["apply_changes", "plan_change"]
 
 _NO_HOOK = (
-    "input_fn must return a ShardLoader over a Mixture, because `penstock mix` has changed the weights of the run's "
-    "mixture, got a {}. Return the ShardLoader itself, not a wrapper"
+    "input_fn must return a ShardLoader over a Mixture, {}, got a {}. Return the ShardLoader itself, not a wrapper"
 )
 
 
 def apply_changes(loader: Any, assignment: records_pb2.WorkerAssignment) -> None:
-    """Call a new loader's `change_mixture` with all changes of the mixture's weights that its run has had, and with a
-    function that returns an added source by name. Raise InvalidArgumentError if there are changes and the loader has no
-    such method."""
+    """Call a new loader's `change_mixture` with all changes of the mixture's weights that its run has had (the list may
+    be empty), and with a function that makes an added source, given the name of the user's function
+    ("module:function"). Raise InvalidArgumentError if there are changes and the loader has no such method."""
     change_mixture = getattr(loader, "change_mixture", None)
     if not callable(change_mixture):
         if assignment.mixture_changes:
-            raise InvalidArgumentError(_NO_HOOK.format(type(loader).__qualname__))
+            why = "because `penstock mix` has changed the weights of the run's mixture"
+            raise InvalidArgumentError(_NO_HOOK.format(why, type(loader).__qualname__))
         return
 
     def load(name: str) -> Any:
@@ -39,15 +39,18 @@ def apply_changes(loader: Any, assignment: records_pb2.WorkerAssignment) -> None
 
 
 def plan_change(loader: Any, trial: coordinator_pb2.MixtureTrial, resume: Mapping[str, Any] | None) -> bytes:
-    """Try a change of the mixture's weights with a new loader, and return the result as a serialised MixturePlan.
+    """Try a change of the mixture's weights or sources with a new loader, and return the result as a serialised
+    MixturePlan.
 
     resume: decoded state with which this launch of the job began; None: it began without a state.
 
-    Raises InvalidArgumentError for an impossible change.
+    Raises InvalidArgumentError for a loader without the method `plan_change`, and what that method raises for an
+    impossible change.
     """
     plan = getattr(loader, "plan_change", None)
     if not callable(plan):
-        raise InvalidArgumentError(_NO_HOOK.format(type(loader).__qualname__))
+        why = "so that `penstock mix` can change the mixture's weights"
+        raise InvalidArgumentError(_NO_HOOK.format(why, type(loader).__qualname__))
     weights = {asked.source: asked.weight for asked in trial.weights}
     if len(weights) < len(trial.weights):
         raise InvalidArgumentError("--weights must name each source once, got one of them twice. Leave one out")
@@ -80,7 +83,8 @@ def _plain(change: records_pb2.MixtureChange, attempt: int) -> dict[str, Any]:
 
 def _source(name: str, spec: records_pb2.LoaderSpec) -> Any:
     """Return the source that a change has added to the mixture: import its function and call it. The function must be
-    in one of the modules that are allowed for input_fn (--allow)."""
+    in one of the modules that are allowed for input_fn (--allow), or in the training job's main script if an embedded
+    worker runs the loader."""
     allow = list(spec.allow) or [module_of(spec.input_fn).partition(".")[0]]
     own = records_pb2.LoaderSpec(input_fn=name, main_path=spec.main_path, sys_path=spec.sys_path, allow=allow)
     try:

@@ -37,7 +37,7 @@ class Answers:
         self.seed = 0
         self.infos: dict[int, torch_worker.WorkerInfo] = {}
         self.given = 0
-        """Number of calls of get_worker_info() so far that did not return None."""
+        """Number of calls of get_worker_info() so far whose result named the worker."""
         self.hidden = False
         self.refused = False
         """True if a state method raised when get_worker_info() named a worker, and succeeded when it returned None.
