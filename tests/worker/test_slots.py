@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from coroutines import in_loop
 
-from penstock.proto.errors import LaneLostError, SupersededError, UnknownRunError
+from penstock.proto.errors import LaneLostError, OverloadedError, PenstockError, SupersededError, UnknownRunError
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.worker.slots import memory_watch
@@ -108,6 +108,50 @@ async def test_snapshot_of_an_ended_run_is_dropped(caplog: pytest.LogCaptureFixt
     assert all(point.durable for point in points)
     why = "a snapshot could not be sent to the coordinator, so a recovery replays from an older one: lost"
     assert [record.getMessage() for record in caplog.records] == [f"job/0 box 0 slot 0: {why}"]
+    slot.progress_page.close()
+
+
+class Failing(Keeping):
+    """Raises these errors, one for each call, and then keeps what it is sent."""
+
+    def __init__(self, *errors: PenstockError) -> None:
+        super().__init__()
+        self.may.set()
+        self._errors = list(errors)
+
+    async def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> pb.PutSnapshotReply:
+        if self._errors:
+            raise self._errors.pop(0)
+        return await super().put_snapshot(header, data)
+
+
+def first_point() -> StoredSnapshot:
+    return StoredSnapshot(0, 0, 0, 0, True, 0, b"state", verified=True)
+
+
+@in_loop
+async def test_overloaded_coordinator_gets_it_later() -> None:
+    busy = OverloadedError("too many large requests")
+    busy.retry_after_s = 0.01
+    coordinator = Failing(busy, busy)
+    slot = slot_of(coordinator)
+    slot.store.add(first_point(), 0)
+    await asyncio.wait_for(slot._become_ready(), DEADLINE_S)
+    assert coordinator.kept == [0]
+    assert slot.phase == pb.READY
+    slot.progress_page.close()
+
+
+@in_loop
+async def test_first_snapshot_that_cannot_be_sent_fails() -> None:
+    """Without it the slot could not be recovered, so no batch may be delivered."""
+    slot = slot_of(Failing(LaneLostError("the call was cut off")))
+    slot.store.add(first_point(), 0)
+    await asyncio.wait_for(slot._become_ready(), DEADLINE_S)
+    assert slot.phase == pb.FAILED
+    assert slot.error is not None
+    assert "first snapshot" in slot.error.message
+    assert "the call was cut off" in slot.error.message
     slot.progress_page.close()
 
 

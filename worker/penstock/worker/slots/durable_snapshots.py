@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from penstock.proto.errors import PenstockError, SupersededError, UnknownRunError
+from penstock.proto.errors import OverloadedError, PenstockError, SupersededError, UnknownRunError
 from penstock.proto.v1 import coordinator_pb2
 from penstock.worker.slots.slot_interfaces import COORDINATOR_ERRORS, SlotContext
 from penstock.worker.slots.snapshots import StoredSnapshot
@@ -32,8 +32,8 @@ class DurableSnapshots:
     def __init__(self, slot: SlotContext) -> None:
         self._slot = slot
         self.refused = ""
-        """Reason why the coordinator refused the last restart point that it answered for; "" = it accepted this one, or
-        has answered for none."""
+        """Reason why the coordinator does not keep the restart point that was sent last: it refused it, or the call
+        failed. "" = it keeps this one, or none was sent."""
 
     async def keep_up(self) -> None:
         """Make the newest restart point before the last delivered batch durable, again and again, at the interval of
@@ -74,8 +74,8 @@ class DurableSnapshots:
 
     async def make(self, point: StoredSnapshot) -> None:
         """Send a restart point to the coordinator, which keeps it or refuses it. Wait while the coordinator is
-        unreachable. Mark the restart point as durable also if it was refused or could not be sent, so that it is not
-        sent again."""
+        unreachable or overloaded. Mark the restart point as durable also if it was refused or could not be sent, so
+        that it is not sent again."""
         slot, logged = self._slot, False
         data = b"" if point.begins and len(point.data) > LARGE else point.data
         header = self._header(point, len(data))
@@ -84,13 +84,13 @@ class DurableSnapshots:
                 refused = (await slot.host.coordinator.put_snapshot(header, data)).refused
                 self._count(refused, len(data))
                 break
-            except COORDINATOR_ERRORS as error:
+            except (*COORDINATOR_ERRORS, OverloadedError) as error:
                 if not logged:
                     slot.log.warning(
                         "%s: a snapshot of the loader waits until the coordinator answers: %s", slot.name, error.message
                     )
                 logged = True
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(error.retry_after_s if isinstance(error, OverloadedError) else AGAIN_S)
             except (SupersededError, UnknownRunError) as error:
                 # The run ended or the slot moved during the call; the next heartbeat's reply ends this slot.
                 slot.log.debug("%s: a snapshot is not needed any more: %s", slot.name, error.message)
@@ -100,6 +100,7 @@ class DurableSnapshots:
                     "%s: a snapshot could not be sent to the coordinator, so a recovery replays from an older one: %s",
                     *(slot.name, error.message),
                 )
+                self.refused = error.message
                 break
         point.durable = True
 
