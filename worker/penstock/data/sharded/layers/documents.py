@@ -395,6 +395,7 @@ class DocumentReader:
         """Add the documents of a run of samples that have only tokens, as one block. `call`: positions of the
         samples."""
         arrays: list[Ints] = []
+        failed: Exception | None = None
         parse = self._parser.tokens
         try:
             for index, sample in enumerate(run.samples, self._next):
@@ -402,7 +403,7 @@ class DocumentReader:
         except Exception as error:
             if not arrays:
                 raise
-            self._error = error
+            failed = error
         self._next += len(arrays)
         sizes, origins = list(map(len, arrays)), run.origins[: len(arrays)]
         if min(sizes) >= self._least and self._left_from is None:
@@ -413,6 +414,8 @@ class DocumentReader:
             continues = [run.continues[at] for at in numbers] if run.continues else ()
             sizes, arrays = [sizes[at] for at in numbers], [arrays[at] for at in numbers]
             self._append(Block(call, numbers, begin, sizes, arrays, origins, continues))
+        if failed is not None:
+            self._defer(failed)
 
     def _append(self, block: Block) -> None:
         self._blocks.append(block)
