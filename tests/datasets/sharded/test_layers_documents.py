@@ -195,8 +195,9 @@ def test_error_after_empty_documents_is_raised(good: int) -> None:
     with pytest.raises(DatasetError, match=f"document {good + 1} of shard 0"):
         next(packed)
     chunked = Chunked(LogicalShards([documents], shards=1), length=4).open(0, 0, 1)
+    assert chunked.skip(good) == good
     with pytest.raises(DatasetError, match=f"document {good + 1} of shard 0"):
-        assert chunked.skip(good) == good and chunked.skip(3)
+        chunked.skip(3)
 
 
 def test_a_document_longer_than_allowed() -> None:

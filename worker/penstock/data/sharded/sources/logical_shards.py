@@ -104,8 +104,8 @@ class LogicalShards:
                 other names is refused.
             capture_rng: True: seed the process's random generators for each piece or record while user code reads it,
                 and restore them afterwards. False: leave the generators alone, which saves 15 us a record; the pieces
-                must then not use them. It makes no difference for lists, arrays, tables and StreamingDatasets, which
-                draw no random numbers.
+                must then not use them. It makes no difference for lists, arrays, tables and StreamingDatasets without
+                random clips, which draw no random numbers.
 
         Raises:
             InvalidArgumentError: an invalid piece or argument.

@@ -40,7 +40,8 @@ _NOT_PIECES = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor,
 array would become a piece."""
 _PLAIN = (*CONTAINERS, StreamingDataset, MegatronDocuments, LanceRows)
 """Types whose records are read without calling user code, so that no random numbers are drawn. pyarrow's tables are
-treated in the same way. A subclass of these types is user code."""
+treated in the same way. A subclass of these types is user code. Random clips of a StreamingDataset draw nevertheless,
+see `may_draw`."""
 
 _WITH_FINGERPRINT = (StreamingDataset, MegatronDocuments, LanceRows)
 """Types of pieces whose attribute `fingerprint` becomes part of a state."""
@@ -195,10 +196,11 @@ class Pieces:
             return None
 
     def may_draw(self, number: int) -> bool:
-        """Return True if user code reads the records of piece number `number`, so that it may draw random numbers."""
+        """Return True if reading a record of piece number `number` may draw random numbers: user code reads it, or the
+        clips of a StreamingDataset are random."""
         piece = self._tables.get(number) if number in self._functions else self._pieces[number]
         plain = type(piece) in _PLAIN or hasattr(piece, "to_pylist")
-        return not plain
+        return not plain or getattr(piece, "clips_draw", False) is True
 
     def _known(self, number: int) -> str:
         return (
