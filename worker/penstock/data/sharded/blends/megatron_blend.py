@@ -131,7 +131,10 @@ def _bounds(split: str, part: MegatronPart) -> tuple[float, float]:
     """Return where a part begins and ends in a token file, as fractions of the number of documents. They are computed
     with the same rounding as in Megatron. `split`: weights of the three parts, such as "969,30,1", for which "train" is
     (0.0, 0.969)."""
-    weights = [float(text) for text in re.findall(r"[.0-9]+", split)] if re.fullmatch(r"[\s.,/0-9]+", split) else []
+    try:
+        weights = [float(text) for text in re.findall(r"[.0-9]+", split)] if re.fullmatch(r"[\s.,/0-9]+", split) else []
+    except ValueError:  # a text such as "969.30.1"
+        weights = []
     weights += [0.0] * (len(PARTS) - len(weights))
     total = sum(weights)
     if len(weights) > len(PARTS) or not total:
