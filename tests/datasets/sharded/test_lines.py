@@ -108,7 +108,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StateMismatchError, match=r"data"):
         ShardLoader(source_of(paths, 4, names=["a"]), batch_size=4, collate_fn=list).load_state_dict(state)
     with pytest.raises(
-        DatasetError, match=r"0\.jsonl must keep the \d+ bytes that it had when it was cut into shards, got \d+"
+        DatasetError, match=r"0\.jsonl must keep the \d+ bytes that it had when the LineFile was made, got \d+"
     ):
         next(source.open(0, 0, 0))
     with pytest.raises(DatasetError, match="cannot be read: No such file"):

@@ -62,7 +62,7 @@ class Counts:
 
     by: _Part | None = None
     """Key of a sample: given as the name of a field, or as a function from the sample to a text or a number. None:
-    no keys. At most 96 pairs of source and key are counted separately; samples of further pairs are counted together,
+    no keys. At most 95 pairs of source and key are counted separately; samples of further pairs are counted together,
     as "(other)"."""
     tokens: _Part | None = None
     """Tokens of a sample: given as the name of a field, or as a function from the sample. The value is the number of

@@ -108,9 +108,12 @@ class DocumentParser:
         most, truncate = self._longest
         if truncate:
             return tokens[:most]
+        # with attached columns, no other value of `long` is possible
+        attached = self._fields is not None and self._fields.attached
+        other = "" if attached else ", or give long='truncate' or long='split'"
         raise DatasetError(
-            f"{self.where(index)} must have at most length={most} tokens, got {len(tokens)}. Make the lines longer, "
-            "leave such documents out by Filtered, or give long='truncate' or long='split'"
+            f"{self.where(index)} must have at most length={most} tokens, got {len(tokens)}. Make the lines longer, or "
+            f"leave such documents out by Filtered{other}"
         )
 
     def _column(self, values: Any, index: int, name: str, size: int | None = None) -> npt.NDArray[Any]:
@@ -123,7 +126,7 @@ class DocumentParser:
                     return column
                 raise DatasetError(
                     f"{self.where(index)}: {name!r} must have one value for each of the {size} tokens, got "
-                    f"{len(column)}. Correct the field by a Mapped"
+                    f"{len(column)}. Correct the field with a Mapped(source, function)"
                 )
             kind = f"{column.dtype} of shape {column.shape}"
         except (ValueError, TypeError):  # a list of lists of different lengths; a dtype that numpy does not have

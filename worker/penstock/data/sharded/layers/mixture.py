@@ -104,8 +104,10 @@ class Mixture:
                 f"Mixture needs a list of sources and a list of weights, got a {type(sources).__name__} and a "
                 f"{type(weights).__name__}. Pass two lists, or two dicts by name"
             )
+        if not sources:
+            raise InvalidArgumentError("Mixture needs at least one source, got none. Check how the sources are listed")
         count = len(sources) if isinstance(weights, Mapping | Schedule) else len(weights)
-        if not sources or count != len(sources):
+        if count != len(sources):
             raise InvalidArgumentError(
                 f"Mixture needs one weight for each source, got {len(sources)} sources and {count} weights. Pass as "
                 "many weights as sources"
@@ -219,16 +221,21 @@ class Mixture:
             parts: new weight of each source as a whole number, by name; a name that is left out has weight 0.
             added: sources that the mixture did not have, by name. Their weight before `position` is 0.
 
-        Raises InvalidArgumentError for unknown names, and for an added source with another number of shards.
+        Raises InvalidArgumentError for unknown names, for weights that are all 0, and for an added source with another
+        number of shards.
         """
         found = copy.copy(self)
         found.names = _checked_names([*self.names, *added], len(self.names) + len(added))
         unknown = [name for name in parts if name not in found.names]
-        if unknown or not any(parts.values()):
+        if unknown:
             raise InvalidArgumentError(
-                f"the changed weights must name sources of the Mixture ({', '.join(found.names)}), and at least one "
-                f"must be above 0, got {dict(parts)}. Give the Mixture in the code the sources that it had when its "
-                "weights were changed"
+                f"the changed weights must name sources of the Mixture ({', '.join(found.names)}), got "
+                f"{', '.join(unknown)}. Give the Mixture in the code the sources that it had when its weights were "
+                "changed"
+            )
+        if not any(parts.values()):
+            raise InvalidArgumentError(
+                f"at least one of the changed weights must be above 0, got {dict(parts)}. Change the weights again"
             )
         for name, source in added.items():
             if source.num_shards != self.num_shards:
@@ -355,8 +362,7 @@ class _Cursor:
 
     def _skip_each(self, order: Ints) -> int:
         """Skip one sample for each entry of `order`, which is the number of the sample's source. Return how many of
-        them
-        come before the first one that its source does not have: all if no source has ended. The cursors of other
+        them come before the first one that its source does not have: all if no source has ended. The cursors of other
         sources may have skipped more."""
         whole = len(order)
         for number, turns in enumerate(np.bincount(order, minlength=len(self._parts)).tolist()):

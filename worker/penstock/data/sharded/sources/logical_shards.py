@@ -149,8 +149,8 @@ class LogicalShards:
         return [end - begin for begin, end in bounds]
 
     def known_records(self) -> KnownRecords | None:
-        """Return the records of all pieces, numbered in the order of the pieces; None unless all pieces are
-        indexable."""
+        """Return the records of all pieces, numbered in the order of the pieces; None unless all pieces are indexable,
+        or if there is no record."""
         parts = self._parts
         if parts is None or not parts.records:
             return None

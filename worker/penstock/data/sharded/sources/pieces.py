@@ -91,9 +91,9 @@ class Pieces:
     ) -> None:
         """Check all pieces.
 
-        A piece is an object with records (a list, a dataset, a file), or a function that opens one. Such a function is
-        called here if the piece's number of records is needed and not given. The first function is always called, to
-        find out the kind of object that the functions return.
+        A piece is an object with records (a list, a dataset, a file), or a function that opens one. If all other pieces
+        are indexable, functions are called here: with `counts` only the first one, to find out the kind of object that
+        the functions return; without `counts` one after the other, until one returns an object that is not indexable.
 
         Args:
             pieces: the user's list of pieces.
@@ -120,6 +120,8 @@ class Pieces:
         """True if all pieces are indexable, so that records are found by position."""
         self.counts = given if lengths is None else lengths
         """Number of records in each piece; None if unknown."""
+        self._are_given = given is not None
+        """True if the user gave `counts`; False if the pieces were counted when the source was made."""
         self._lists = {n: piece for n, piece in enumerate(self._pieces) if type(piece) in (list, tuple)}
         self.opened.close()
         _all.add(self)
@@ -203,11 +205,9 @@ class Pieces:
         return not plain or getattr(piece, "clips_draw", False) is True
 
     def _known(self, number: int) -> str:
-        return (
-            f"counts says that it has {self.counts[number]} records"
-            if self.counts is not None
-            else "it had more records before"
-        )
+        assert self.counts is not None
+        count = f"{self.counts[number]} records"
+        return f"counts says that it has {count}" if self._are_given else f"it had {count} when the source was made"
 
     def _table(self, number: int) -> Any:
         table = self._tables.get(number)
@@ -220,8 +220,13 @@ class Pieces:
                     f"{self.name(number)} must have len() and records by index like the other pieces, got "
                     f"{type(table).__qualname__}. Leave counts out, so that all pieces are opened and examined first"
                 )
-            if self.counts is not None:
-                self._check_length(number, len(table), self.counts[number])
+            assert self.counts is not None
+            if not self._are_given and len(table) != self.counts[number]:
+                raise DatasetError(
+                    f"{self.name(number)} must have {self.counts[number]} records, as when the source was made, got "
+                    f"{len(table)}. Use the data with which the run began; they may have changed"
+                )
+            self._check_length(number, len(table), self.counts[number])
             self._keep(number, table)
         else:
             self.opened.used(number)
