@@ -184,9 +184,14 @@ class SampleCounter:
         return cut_name(str(value))
 
     def _length(self, sample: Any) -> int | None:
-        if self._tokens is None:
-            return _own_length(sample)
-        value = _value(sample, self._tokens, "tokens")
+        wanted = self._tokens
+        if wanted is None:
+            if not isinstance(sample, Mapping):
+                return _own_length(sample)
+            wanted = next((name for name in TOKEN_FIELDS if name in sample), None)
+            if wanted is None:
+                return None
+        value = _value(sample, wanted, "tokens")
         if isinstance(value, torch.Tensor | np.ndarray | np.generic) and value.ndim == 0:
             value = value.item()
         try:
@@ -240,13 +245,8 @@ def _len(value: Any) -> int:
 
 
 def _own_length(sample: Any) -> int | None:
-    """Return the number of tokens of a sample for `Counts(tokens=None)`: its length if it is a one-dimensional list,
-    array or tensor of integers, or else the length of its field of TOKEN_FIELDS; None for any other sample."""
-    if type(sample) is dict or isinstance(sample, Mapping):
-        for name in TOKEN_FIELDS:
-            if name in sample:
-                return _len(sample[name])
-        return None
+    """Return the number of tokens of a sample without fields for `Counts(tokens=None)`: its length if it is a
+    one-dimensional list, array or tensor of integers; None for any other sample."""
     if isinstance(sample, torch.Tensor):
         return _len(sample) if sample.ndim == 1 and not sample.is_floating_point() else None
     if isinstance(sample, np.ndarray):
