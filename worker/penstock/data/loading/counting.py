@@ -313,7 +313,8 @@ class LoaderCounts:
             self.tally = Tally(rows, self._shares)
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Continue from the counts in a worker's state. If the state has none, begin at zero, with a warning.
+        """Continue from the counts in a worker's state. If the state has none, begin at zero, with a warning if the
+        worker had made batches. If only the state has counts and this loader does not count, warn.
 
         If the counts in the state are by another key than this loader's `Counts(by=...)`, raise StateMismatchError, or
         with strict=False begin at zero.

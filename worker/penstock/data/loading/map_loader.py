@@ -222,7 +222,7 @@ def _length_of(dataset: Any) -> int:
     if not hasattr(type(dataset), "__getitem__") or isinstance(dataset, torch.utils.data.IterableDataset):
         raise InvalidArgumentError(
             f"dataset must be map-style, with __getitem__, got {name}. Pass an iterable dataset to torch's "
-            "DataLoader or to ShardLoader"
+            "DataLoader, or in LogicalShards([dataset], shards=) to ShardLoader"
         )
     try:
         length = len(dataset)
