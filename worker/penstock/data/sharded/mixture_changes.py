@@ -196,9 +196,10 @@ def mixture_of(source: ShardedSource) -> Mixture:
         inner = inner.source
     if not isinstance(inner, Mixture) or not inner.endless:
         where = f"below {type(inner).__name__}" if hasattr(inner, "source") else "in this loader"
+        got = "a Mixture with another stop" if isinstance(inner, Mixture) else type(source).__name__
         raise InvalidArgumentError(
             "the uppermost source must be a Mixture(stop='never'), or Mapped layers without skip_failures over one, "
-            f"got {type(source).__name__}. The weights {where} cannot change during a run"
+            f"got {got}. The weights {where} cannot change during a run"
         )
     return inner
 

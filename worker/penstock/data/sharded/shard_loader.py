@@ -140,7 +140,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             collate_fn: function from a list of samples to a batch. The function may draw from the global random
                 generators of python, numpy and torch: the generators are seeded before each batch, from `seed` and the
                 position of the batch's first row, and set back to their earlier state afterwards. torch's
-                default_collate and `collate_packed` draw nothing, and are not seeded.
+                default_collate, the default function and `collate_packed` draw nothing, and are not seeded.
             unbatched: True if the source's samples are batches already: a box gets one of them at each step, unchanged.
                 Leave out the batch size. If fewer batches than boxes are left at the end, tail="emit" gives the other
                 boxes a batch without rows.

@@ -50,11 +50,12 @@ class Mixture:
 
         Mixture({"code": code, "text": text}, {"code": 0.3, "text": 0.7})
 
-    In every prefix of a ShardLoader's order, each source's number of samples deviates from its share by less than one.
-    This holds only approximately if the mixture is the source of another mixture, or of a layer that yields more or
-    fewer samples than it takes, or that reads ahead. So apply Packed and WindowShuffled to the sources of a mixture and
-    not to the mixture, and make one mixture with products of weights instead of nested mixtures. If a mixture is the
-    source of Packed, use `by="tokens"`; otherwise sources of long documents get more of the lines than their share.
+    In every prefix of a ShardLoader's order, each source's number of samples deviates from its share by less than one;
+    with stop="first" or "last" in every prefix before the first end of a source or shard. This holds only approximately
+    if the mixture is the source of another mixture, or of a layer that yields more or fewer samples than it takes, or
+    that reads ahead. So apply Packed and WindowShuffled to the sources of a mixture and not to the mixture, and make
+    one mixture with products of weights instead of nested mixtures. If a mixture is the source of Packed, use
+    `by="tokens"`; otherwise sources of long documents get more of the lines than their share.
 
     Pass a Schedule for weights that change in the course of a run. The deviation is then counted from the latest change
     of weights, and is below 9/4 samples within a Ramp.

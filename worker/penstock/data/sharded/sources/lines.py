@@ -34,7 +34,7 @@ class LineFile:
         """
         Args:
             path: path of a local file.
-            parse: function from a line, without its newline, to a record.
+            parse: function from a line, as bytes without its newline, to a record.
 
         Raises DatasetError for a file that cannot be read.
         """
