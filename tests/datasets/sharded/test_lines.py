@@ -71,6 +71,12 @@ def test_few_files_make_many_shards(tmp_path: Path) -> None:
         assert sorted(epoch) == list(range(200))
 
 
+def test_files_from_a_generator_are_cut(tmp_path: Path) -> None:
+    paths = write(tmp_path, 30, 5)
+    made = LogicalShards((LineFile(path) for path in paths), shards=6)  # type: ignore[arg-type]
+    assert made.described() == source_of(paths, 6).described()
+
+
 def test_saved_position_is_one_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Going on reads what came since the last snapshot again, and not the range from its beginning."""
     monkeypatch.setattr(SnapshotCadence, "due", lambda self, now: True)  # on a busy machine they would come more rarely

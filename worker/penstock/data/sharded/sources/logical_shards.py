@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import xxhash
@@ -202,6 +202,8 @@ def _cut(
     """Cut the LineFiles among the pieces into ranges of bytes, if there are fewer pieces than shards. Return the pieces
     with ranges in place of LineFiles, their names (None if the user gave none), and for the source's description a text
     for each LineFile, such as "3 of 120 bytes": 3 ranges of a file of 120 bytes."""
+    if isinstance(pieces, Iterator):
+        pieces = list(pieces)
     if not isinstance(pieces, list | tuple) or not any(isinstance(piece, LineFile) for piece in pieces):
         return pieces, names, []
     if counts is not None:
