@@ -77,6 +77,12 @@ def test_files_from_a_generator_are_cut(tmp_path: Path) -> None:
     assert made.described() == source_of(paths, 6).described()
 
 
+def test_names_are_those_of_files(tmp_path: Path) -> None:
+    paths = write(tmp_path, 30, 5)
+    with pytest.raises(InvalidArgumentError, match="names must have one entry for each of 2 pieces, got 1"):
+        source_of(paths, 6, names=["a"])
+
+
 def test_saved_position_is_one_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Going on reads what came since the last snapshot again, and not the range from its beginning."""
     monkeypatch.setattr(SnapshotCadence, "due", lambda self, now: True)  # on a busy machine they would come more rarely

@@ -236,7 +236,8 @@ class Mixture:
             )
         if not any(parts.values()):
             raise InvalidArgumentError(
-                f"at least one of the changed weights must be above 0, got {dict(parts)}. Change the weights again"
+                f"at least one of the changed weights must be above 0, got {dict(parts)}. Load a state from before "
+                "this change"
             )
         for name, source in added.items():
             if source.num_shards != self.num_shards:
@@ -268,8 +269,8 @@ def _checked_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
     found = () if isinstance(names, str) else tuple(names)
     if len(set(found)) != count or not all(isinstance(name, str) and name and "/" not in name for name in found):
         raise InvalidArgumentError(
-            f"names must be {count} different texts without '/', one for each source, got {names!r:.200}. Name each "
-            "source once"
+            f"the names of a Mixture's sources must be {count} different texts without '/', one for each source, got "
+            f"{names!r:.200}. Give each source a name of its own"
         )
     return found
 

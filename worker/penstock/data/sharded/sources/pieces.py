@@ -32,7 +32,7 @@ from penstock.data.streaming_dataset import StreamingDataset
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["OpenPieces", "Pieces"]
+__all__ = ["OpenPieces", "Pieces", "one_each"]
 
 
 _NOT_PIECES = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
@@ -111,8 +111,8 @@ class Pieces:
         self._pieces = list(pieces)
         if not self._pieces:
             raise InvalidArgumentError("pieces must have at least one piece, got none. Check how the list is made")
-        self.names = None if names is None else [str(name) for name in self._one_each("names", names)]
-        given = None if counts is None else [_count(number) for number in self._one_each("counts", counts)]
+        self.names = None if names is None else [str(name) for name in one_each("names", names, len(self))]
+        given = None if counts is None else [_count(number) for number in one_each("counts", counts, len(self))]
         self._nothing_open(max_open)
         self._functions = {number for number in range(len(self)) if self._is_function(number)}
         lengths = self._lengths(given)
@@ -324,25 +324,27 @@ class Pieces:
                 f"{self.name(number)} must have {given} records, as counts says, got {length}. Correct counts"
             )
 
-    def _one_each(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
-        if not isinstance(values, Iterable) or isinstance(values, str):
-            raise InvalidArgumentError(
-                f"{name} must be a list, with one entry for each piece, got {values!r:.200}. Pass such a list"
-            )
-        values = list(values)
-        if len(values) != len(self):
-            raise InvalidArgumentError(
-                f"{name} must have one entry for each of {len(self)} pieces, got {len(values)}. Pass as many entries "
-                "as pieces"
-            )
-        return values
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "opened": OpenPieces(self.opened.most), "_tables": {}, "_readers": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         _all.add(self)
+
+
+def one_each(name: str, values: Sequence[Any], pieces: int) -> list[Any]:
+    """Return `values`, the user's argument `name`, as a list. Raises InvalidArgumentError unless it has one entry for
+    each piece. `pieces`: number of the user's pieces."""
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise InvalidArgumentError(
+            f"{name} must be a list, with one entry for each piece, got {values!r:.200}. Pass such a list"
+        )
+    values = list(values)
+    if len(values) != pieces:
+        raise InvalidArgumentError(
+            f"{name} must have one entry for each of {pieces} pieces, got {len(values)}. Pass as many entries as pieces"
+        )
+    return values
 
 
 _all: weakref.WeakSet[Pieces] = weakref.WeakSet()
