@@ -32,6 +32,7 @@ from penstock.data import (
     StreamingLoader,
     WindowShuffled,
 )
+from penstock.data.loading.counting import SampleCounter
 from penstock.data.sharded.protocol import cursor_origin
 from penstock.proto.errors import (
     DatasetError,
@@ -44,6 +45,7 @@ from penstock.proto.state.counts import (
     MOST_GROUPS,
     OTHER,
     SAMPLES,
+    TOKENS,
     Rows,
     Tally,
     by_key,
@@ -422,6 +424,12 @@ def test_keys_of_any_kind_have_names() -> None:
     list(loader)
     assert loader.tally is not None
     assert set(by_key(loader.tally.rows)) == {"(none)", "de", "en", "3", "4", "True", "0.5", "?"}
+
+
+@pytest.mark.parametrize("number", [12, torch.tensor(12), np.int64(12)], ids=["int", "tensor", "numpy"])
+def test_number_in_a_usual_field_is_the_number_of_tokens(number: Any) -> None:
+    counted = SampleCounter(Counts()).count([{"tokens": number}, {"tokens": [1, 2, 3]}, {"text": "no tokens"}])
+    assert counted["", ""][TOKENS] == 15
 
 
 def test_invalid_counts_are_refused() -> None:

@@ -244,6 +244,7 @@ def test_a_split_divides_documents() -> None:
         ([f"{DATA}/text"], {"part": "dev"}, "part must be one of train, valid, test, got 'dev'"),
         ([f"{DATA}/text"], {"split": "a,b"}, "split must be up to three weights"),
         ([f"{DATA}/text"], {"split": "1,2,3,4"}, "split must be up to three weights"),
+        ([f"{DATA}/text"], {"split": "969.30.1"}, "split must be up to three weights"),
         ([f"{DATA}/text"], {"split": "100,0,0", "part": "test"}, "text: the part 'test' must have documents"),
         ("/nowhere/blend.txt", {}, "/nowhere/blend.txt cannot be read"),
         ([f"{DATA}/nothing"], {}, "nothing.idx must exist"),

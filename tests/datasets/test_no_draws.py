@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
-from penstock.data import MapLoader
+from penstock.data import LogicalShards, MapLoader, MDSWriter, ShardLoader, StreamingDataset, VideoClip
+from penstock.data.formats.media import clips
 from penstock.data.loading import map_reading
 from penstock.data.loading.no_draws import draws_nothing
 
@@ -75,3 +77,35 @@ def test_own_code_gets_its_generators(name: str) -> None:
     random.seed(1)
     first = batches(NOISY[name]())
     assert batches(NOISY[name]()) == first == batches(NOISY[name](), reseed=True)
+
+
+class _File:
+    """Stand-in for a video that was opened, whose frames are the numbers of the frames."""
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def read(self, positions: list[int]) -> torch.Tensor:
+        return torch.tensor(positions)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [MapLoader, lambda data, **settings: ShardLoader(LogicalShards([data], shards=2), **settings)],
+    ids=["MapLoader", "ShardLoader"],
+)
+def test_random_clips_are_seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[..., Any]) -> None:
+    monkeypatch.setattr(clips, "_decoders", lambda: None)
+    monkeypatch.setattr(VideoClip, "open", lambda clip, data: _File())
+    with MDSWriter(tmp_path, {"video": "bytes"}) as shards:
+        for _ in range(8):
+            shards.write({"video": b""})
+    drawn = VideoClip(lambda sample, count: torch.randint(0, count, (2,)).tolist())
+    data = StreamingDataset(local=tmp_path, clips={"video": drawn})
+
+    def frames(seed: int, **settings: Any) -> list[list[int]]:
+        torch.manual_seed(seed)
+        found = [batch["video"] for batch in made(data, seed=5, global_batch_size=2, **settings)]
+        return sorted(torch.cat(found).tolist())
+
+    assert sorted(frames(2, rank=(0, 2)) + frames(3, rank=(1, 2))) == frames(1)

@@ -12,7 +12,7 @@ from given_shards import Given, again, first, whole
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data import Chunked, Mapped, Packed, Repeated
+from penstock.data import Chunked, LogicalShards, Mapped, Packed, Repeated
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.state.codec import encode_state
 
@@ -183,6 +183,21 @@ def test_what_is_no_document(document: Any, what: str) -> None:
         next(cursor)
         with pytest.raises(DatasetError, match=rf"document 1 of shard 0 in epoch 2 must be .* got {what}. Use Mapped"):
             next(cursor)
+
+
+@pytest.mark.parametrize("good", [1, 4], ids=["one call", "several calls"])
+def test_error_after_empty_documents_is_raised(good: int) -> None:
+    """Samples after the invalid one must not be read, nor the shard seem to end."""
+    lines = [[number] * 4 for number in range(good)]
+    documents = [*lines, [], ["invalid"], *([[8] * 4] * 9)]
+    packed = Packed(LogicalShards([documents], shards=1), length=4).open(0, 0, 1)
+    assert lists([next(packed) for _ in lines]) == lines
+    with pytest.raises(DatasetError, match=f"document {good + 1} of shard 0"):
+        next(packed)
+    chunked = Chunked(LogicalShards([documents], shards=1), length=4).open(0, 0, 1)
+    assert chunked.skip(good) == good
+    with pytest.raises(DatasetError, match=f"document {good + 1} of shard 0"):
+        chunked.skip(3)
 
 
 def test_a_document_longer_than_allowed() -> None:

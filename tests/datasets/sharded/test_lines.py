@@ -71,6 +71,18 @@ def test_few_files_make_many_shards(tmp_path: Path) -> None:
         assert sorted(epoch) == list(range(200))
 
 
+def test_files_from_a_generator_are_cut(tmp_path: Path) -> None:
+    paths = write(tmp_path, 30, 5)
+    made = LogicalShards((LineFile(path) for path in paths), shards=6)  # type: ignore[arg-type]
+    assert made.described() == source_of(paths, 6).described()
+
+
+def test_names_are_those_of_files(tmp_path: Path) -> None:
+    paths = write(tmp_path, 30, 5)
+    with pytest.raises(InvalidArgumentError, match="names must have one entry for each of 2 pieces, got 1"):
+        source_of(paths, 6, names=["a"])
+
+
 def test_saved_position_is_one_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Going on reads what came since the last snapshot again, and not the range from its beginning."""
     monkeypatch.setattr(SnapshotCadence, "due", lambda self, now: True)  # on a busy machine they would come more rarely
@@ -108,7 +120,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StateMismatchError, match=r"data"):
         ShardLoader(source_of(paths, 4, names=["a"]), batch_size=4, collate_fn=list).load_state_dict(state)
     with pytest.raises(
-        DatasetError, match=r"0\.jsonl must keep the \d+ bytes that it had when it was cut into shards, got \d+"
+        DatasetError, match=r"0\.jsonl must keep the \d+ bytes that it had when the LineFile was made, got \d+"
     ):
         next(source.open(0, 0, 0))
     with pytest.raises(DatasetError, match="cannot be read: No such file"):

@@ -262,8 +262,14 @@ def test_position_in_other_shards_is_refused(was: Any, source: Any, changed: dic
     state = loader_of(was).state_dict()
     other = loader_of(source, **changed)
     for strict in (True, False):
-        with pytest.raises(StateMismatchError, match=says):
+        with pytest.raises(StateMismatchError, match=f"{says}.*strict=False cannot load the state either"):
             other.load_state_dict(state, strict=strict)
+
+
+def test_workers_of_two_topologies_are_refused() -> None:
+    states = [loader_of(Listed([7, 3]), batch_size=size).state_dict() for size in (2, 3)]
+    with pytest.raises(StateMismatchError, match=r"topology\.batch was 2 and is 3 now\. Pass the states that one run"):
+        loader_of(Listed([7, 3])).aggregate_state_dict(states)
 
 
 def test_differences_are_named_by_their_path() -> None:

@@ -262,11 +262,21 @@ def test_functions_of_two_kinds_under_counts() -> None:
     assert rest(LogicalShards([lambda: [1], lambda: iter([2])], shards=1)) == [1, 2]
 
 
-def test_a_table_that_became_shorter() -> None:
+@pytest.mark.parametrize(
+    ("counts", "why"), [(None, "it had 3 records when the source was made"), ([3], "counts says that it has 3")]
+)
+def test_a_table_that_became_shorter(counts: list[int] | None, why: str) -> None:
     records = [1, 2, 3]
-    source = LogicalShards([records], shards=1, names=["table"])
+    source = LogicalShards([records], shards=1, names=["table"], counts=counts)
     records.pop()
-    with pytest.raises(DatasetError, match=r"piece 0 \(table\) must have record 2, because counts says that it has 3"):
+    with pytest.raises(DatasetError, match=rf"piece 0 \(table\) must have record 2, because {why}"):
+        rest(source)
+
+
+def test_a_function_that_opens_fewer_records() -> None:
+    lengths = iter([3, 2])
+    source = LogicalShards([lambda: range(next(lengths))], shards=1)
+    with pytest.raises(DatasetError, match="piece 0 must have 3 records, as when the source was made, got 2"):
         rest(source)
 
 

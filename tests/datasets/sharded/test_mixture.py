@@ -258,7 +258,7 @@ def test_much_is_passed_over_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("sources", "weights", "stop", "message"),
     [
-        ([], [], "never", "got 0 sources and 0 weights"),
+        ([], [], "never", "at least one source, got none"),
         ([marked("a", [1])], [1, 2], "never", "got 1 sources and 2 weights"),
         (marked("a", [1]), [1], "never", "Mixture needs a list of sources"),
         ([marked("a", [1])], 1, "never", "and a list of weights"),

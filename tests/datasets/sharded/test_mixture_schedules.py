@@ -297,7 +297,7 @@ def test_wanted_shares_under_packing() -> None:
         (lambda: mixed(Schedule({0: Ramp([1, 1, 1], 5)})), r"Ramp at position 0 .* Give Ramp\(..., start=\)"),
         (
             lambda: mixed(Schedule({0: [1, 1, 1], 5: Ramp([1, 0, 0], 6), 10: [1, 1, 1]}, rows_per_step=3)),
-            r"Ramp at position 5 .* must end before the next position, 10, got over=6. Make it at most 5 long",
+            r"Ramp at position 5 .* must end at or before the next position, 10, got over=6. Make it at most 5 long",
         ),
         (lambda: mixed(Schedule({0: [1, 1, 1], 5: Ramp([1, 0, 0], 0)})), r"Ramp\(over=\) must be at least 1, got 0"),
         (

@@ -69,7 +69,11 @@ def test_ends(lengths: list[list[int]], data: st.DataObject) -> None:
 
 
 def test_what_has_no_tokens_is_refused() -> None:
-    for sample, name in (("text", "str"), ({"tokens": [1]}, "dict"), (np.zeros((2, 2), int), "ndarray")):
+    for sample, name in (
+        ("text", "str"),
+        ({"tokens": [1]}, "dict"),
+        (np.zeros((2, 2), int), r"ndarray of shape \(2, 2\)"),
+    ):
         source = Mixture([Given([[[1]]]), Given([[sample]])], [1, 1], by="tokens")
         with pytest.raises(DatasetError, match=rf"sources\[1\] of a Mixture.by='tokens'., shard 0 .* got {name}"):
             next(source.open(0, 0, 1))

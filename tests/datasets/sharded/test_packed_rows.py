@@ -237,6 +237,12 @@ def test_an_error_names_the_document(sample: Any, options: Any, what: str, windo
         list(cursor)
 
 
+def test_rows_with_different_fields_are_named() -> None:
+    rows = [{"tokens": torch.zeros(2)}, {"tokens": torch.zeros(2), "labels": torch.zeros(2)}]
+    with pytest.raises(InvalidArgumentError, match="same fields, got tokens and tokens, labels"):
+        collate_packed(rows)
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [

@@ -1,8 +1,8 @@
-"""Numbers of a dataset's units, and of the pieces that are opened to read them.
+"""Numbers of a dataset's units, and of the opened pieces: what is opened to read the units.
 
 A *unit* is a part of a file that is read as a whole, such as a row group of Parquet, or a file that is not divided. To
 read a unit, either its whole file is opened, or the unit alone if it is fetched without the rest of the file. What is
-opened is called an *opened piece*. Units, files and opened pieces are counted from 0 through all streams of the
+opened is called an *opened piece*. Units, files and opened pieces are each counted from 0 through all streams of the
 dataset: if stream 0 has 3 files, the first file of stream 1 has the number 3.
 """
 
@@ -21,9 +21,9 @@ __all__ = ["Units"]
 
 
 class Units:
-    """Numbers of a dataset's units (row groups or whole files), files, and opened pieces, over all streams. A piece is
-    a whole file or a unit that is opened alone. If no file is divided, the three numbers are equal, and nothing is
-    stored for each shard."""
+    """Numbers of a dataset's units (row groups or whole files), files, and opened pieces, over all streams. An opened
+    piece is a whole file, or a unit that is opened alone. If no file is divided, the three numbers are equal, and
+    nothing is stored for each shard."""
 
     def __init__(self, tables: Sequence[ShardTable], by_unit: Sequence[npt.NDArray[np.bool_]]) -> None:
         """Number the units of all streams.
@@ -51,7 +51,7 @@ class Units:
             opened = np.bincount(self._opened_of, self.sizes, len(self._first_units)).astype(np.int64)
             self.bounds: Ints = np.concatenate([np.zeros(1, np.int64), np.cumsum(opened)])
             """Number of the first sample of each opened piece (whole file, or unit that is opened alone), and at the
-            end the number of samples; shape (pieces + 1,)."""
+            end the number of samples; shape (opened pieces + 1,)."""
         elif len(tables) == 1:
             self.bounds = tables[0].starts
         else:
@@ -101,8 +101,8 @@ class Units:
         return self.bounds if self._file_of is None else self._unit_bounds
 
     def opened_of(self, units: Ints) -> Ints:
-        """Return, for each of these units, the number of the opened piece: its whole file, or the unit if it is opened
-        alone."""
+        """Return, for each of these units, the number of the opened piece that contains it: its whole file, or the unit
+        if it is opened alone. Opened pieces are counted from 0 through all streams."""
         return units if self._file_of is None else self._opened_of[units]
 
     def first_unit(self, opened: int) -> int:

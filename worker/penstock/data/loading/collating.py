@@ -83,7 +83,7 @@ def empty_batch(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
     """
     warnings.warn(
         "the epoch's last batch has fewer samples than there are boxes, so some boxes get a batch without rows, and "
-        "the mean of its loss is NaN. Pass tail='pad', 'drop' or 'carry' to avoid batches without rows",
+        "the mean of its loss is NaN. Pass tail='pad' or 'drop' to avoid batches without rows",
         UserWarning,
         stacklevel=2,
     )
@@ -91,8 +91,9 @@ def empty_batch(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
 
 
 def without_rows(batch: Any) -> Any:
-    """Return a copy of a batch without its rows. The rows must be the first dimension of each tensor, array and
-    list."""
+    """Return a copy of a batch without its rows. The rows must be the first dimension of each tensor and array, and the
+    items of each list or tuple of other values. A list or tuple with a tensor, array, dict, list or tuple in it is a
+    container, whose items are treated each by itself."""
     if isinstance(batch, Mapping):
         return {name: without_rows(value) for name, value in batch.items()}
     if isinstance(batch, list | tuple) and any(isinstance(each, _ARRAYS | Mapping | list | tuple) for each in batch):
@@ -134,5 +135,5 @@ def _no_rows(where: str, value: Any) -> DatasetError:
     return DatasetError(
         f"a batch without rows must be made of tensors, arrays, lists and dicts, got a {type(value).__qualname__} as "
         f"{where}. Some boxes get such a batch, because the epoch's last batch has fewer samples than there are boxes. "
-        "Pass tail='pad', 'drop' or 'carry', or change collate_fn"
+        "Pass tail='pad' or 'drop', or change collate_fn"
     )

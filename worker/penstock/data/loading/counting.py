@@ -62,7 +62,7 @@ class Counts:
 
     by: _Part | None = None
     """Key of a sample: given as the name of a field, or as a function from the sample to a text or a number. None:
-    no keys. At most 96 pairs of source and key are counted separately; samples of further pairs are counted together,
+    no keys. At most 95 pairs of source and key are counted separately; samples of further pairs are counted together,
     as "(other)"."""
     tokens: _Part | None = None
     """Tokens of a sample: given as the name of a field, or as a function from the sample. The value is the number of
@@ -184,9 +184,14 @@ class SampleCounter:
         return cut_name(str(value))
 
     def _length(self, sample: Any) -> int | None:
-        if self._tokens is None:
-            return _own_length(sample)
-        value = _value(sample, self._tokens, "tokens")
+        wanted = self._tokens
+        if wanted is None:
+            if not isinstance(sample, Mapping):
+                return _own_length(sample)
+            wanted = next((name for name in TOKEN_FIELDS if name in sample), None)
+            if wanted is None:
+                return None
+        value = _value(sample, wanted, "tokens")
         if isinstance(value, torch.Tensor | np.ndarray | np.generic) and value.ndim == 0:
             value = value.item()
         try:
@@ -240,13 +245,8 @@ def _len(value: Any) -> int:
 
 
 def _own_length(sample: Any) -> int | None:
-    """Return the number of tokens of a sample for `Counts(tokens=None)`: its length if it is a one-dimensional list,
-    array or tensor of integers, or else the length of its field of TOKEN_FIELDS; None for any other sample."""
-    if type(sample) is dict or isinstance(sample, Mapping):
-        for name in TOKEN_FIELDS:
-            if name in sample:
-                return _len(sample[name])
-        return None
+    """Return the number of tokens of a sample without fields for `Counts(tokens=None)`: its length if it is a
+    one-dimensional list, array or tensor of integers; None for any other sample."""
     if isinstance(sample, torch.Tensor):
         return _len(sample) if sample.ndim == 1 and not sample.is_floating_point() else None
     if isinstance(sample, np.ndarray):
@@ -313,7 +313,8 @@ class LoaderCounts:
             self.tally = Tally(rows, self._shares)
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Continue from the counts in a worker's state. If the state has none, begin at zero, with a warning.
+        """Continue from the counts in a worker's state. If the state has none, begin at zero, with a warning if the
+        worker had made batches. If only the state has counts and this loader does not count, warn.
 
         If the counts in the state are by another key than this loader's `Counts(by=...)`, raise StateMismatchError, or
         with strict=False begin at zero.

@@ -78,7 +78,8 @@ def check_threads(threads: int, reseed: bool | None) -> None:
     if threads and reseed:
         raise InvalidArgumentError(
             f"fetch_threads must be 0 with reseed=True, got {threads}, because threads share the process's random "
-            "generators. Use fetch_processes, or a generator of the dataset's own with reseed=False"
+            "generators. Use more workers (or fetch_processes of MapLoader), or a generator of the dataset's own with "
+            "reseed=False"
         )
 
 
@@ -127,8 +128,9 @@ def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, 
     """
     if multiprocessing.current_process().daemon:
         raise InvalidArgumentError(
-            "fetch_processes must be 0 inside a worker process of a torch DataLoader, which must not have children, "
-            f"got {processes}. Use either the DataLoader's num_workers or fetch_processes"
+            "fetch_processes must be 0 inside a daemonic process, such as a worker process of a torch DataLoader, "
+            f"because it must not have children, got {processes}. Use either the DataLoader's num_workers or "
+            "fetch_processes"
         )
     loader = torch.utils.data.DataLoader(
         _Batches(reader),
@@ -231,7 +233,8 @@ class _Batches(torch.utils.data.Dataset[Any]):
             if _sendable(type(error)):
                 raise
             raise DatasetError(
-                f"{self._reader.name} raised {type(error).__qualname__} in a process of fetch_processes: {error}"
+                f"{self._reader.name}: making a batch raised {type(error).__qualname__} in a process of "
+                f"fetch_processes: {error}"
             ) from error
         try:
             return bytes(ForkingPickler.dumps(batch))

@@ -101,8 +101,9 @@ class MapLoader(PositionLoader):
                 collate function is called, from the position of the batch's first row. After a batch their earlier
                 states are restored. This takes 10 us a sample and 0.25 ms a batch (docs/datasets.md). False: leave the
                 generators alone. None: False with `fetch_threads`, which share the generators, and for datasets that
-                draw no random numbers (Penstock's own classes, lists, arrays, tensors, and torch's TensorDataset,
-                Subset, ConcatDataset and StackDataset of these); otherwise True.
+                draw no random numbers: lists, arrays, tensors, torch's TensorDataset, Subset, ConcatDataset and
+                StackDataset of these, and Penstock's datasets, unless a subclass overrides `__getitem__` or `clips` may
+                draw. Otherwise True.
             keys: name of a field that is added to each batch, with a text for each row that `restore_sample` takes to
                 read the row's sample again. A batch that is not a dict becomes {"batch": batch, keys: ...}.
             counts: settings of the counts of samples by source and key, see `Counts`; None: nothing is counted.
@@ -148,6 +149,7 @@ class MapLoader(PositionLoader):
         self._threads, self._processes = fetch_threads, fetch_processes
         own_counts = LoaderCounts(counts)
         own_samples = not (columns_match_samples(dataset) or draws_nothing(dataset))
+        own_samples |= getattr(dataset, "clips_draw", False) is True
         own_collate = may_draw(collate_fn)
         self._reader = MapReader(
             dataset,
@@ -220,7 +222,7 @@ def _length_of(dataset: Any) -> int:
     if not hasattr(type(dataset), "__getitem__") or isinstance(dataset, torch.utils.data.IterableDataset):
         raise InvalidArgumentError(
             f"dataset must be map-style, with __getitem__, got {name}. Pass an iterable dataset to torch's "
-            "DataLoader or to ShardLoader"
+            "DataLoader, or in LogicalShards([dataset], shards=) to ShardLoader"
         )
     try:
         length = len(dataset)

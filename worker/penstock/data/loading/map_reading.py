@@ -54,8 +54,8 @@ class MapReader:
             seed: seed for `reseed` and `reseed_collate`.
             reseed: True to seed the random generators before each sample is read.
             reseed_collate: True to seed the random generators before a batch is collated; None: as `reseed`.
-            many: function from an array of sample numbers to the samples, whose errors name the sample that failed;
-                None: samples are read from `dataset`.
+            many: function from an array of sample numbers to the samples, whose errors name the sample that failed; it
+                is used without `reseed`. None: samples are read from `dataset`.
             counter: counter of the samples; each batch is then returned as a CountedBatch. None: samples are not
                 counted.
             by_column: True if `collate` does what torch's default_collate does, so that a batch may be made from whole

@@ -81,7 +81,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         counts: LoaderCounts,
         balance: Balanced | None = None,
     ) -> None:
-        """Store the settings, and go to the beginning of epoch 0.
+        """Store the settings, and go to the beginning of epoch 0, or if `skip` leaves out all of it, of the first epoch
+        that has a batch.
 
         Args:
             name: name of the data, for messages.
@@ -105,8 +106,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         if counts.tally is not None:
             self.advance_state = None  # type: ignore[method-assign, assignment]  # counting needs the samples, so batches cannot be skipped unread
         self._last: tuple[EpochRemainder, int] | None = None
-        """Batch that was returned last, as a pair (EpochRemainder with the batch, number of the batch in it); None
-        before the first batch."""
+        """Batch that was returned or skipped last, as a pair (EpochRemainder with the batch, number of the batch in
+        it); None before the first batch."""
         self._epoch = self._start = self._done = self._first = 0
         self._partitioned_for = self._topology()
         """Topology (numbers of boxes and workers) for which `_done` counts this worker's batches."""
@@ -230,12 +231,14 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
         """Go to the position of a state. A state from aggregate_state_dict or state_after, or from a box with a single
-        worker, fits any topology. Any other state fits only the numbers of boxes and workers with which it was saved.
+        worker, fits any topology. Any other state, unless it was saved before the first batch, fits only the numbers of
+        boxes and workers, the global batch and the `skip` with which it was saved.
 
         Raises:
             StateMismatchError: the state belongs to another order of samples; or it is the state of one of several
-                workers of another topology; or `skip` leaves out more samples before the position than when the state
-                was saved.
+                workers, with another topology or `skip`; or `skip` leaves out more samples before the position than
+                when the state was saved; or its counts are by another key. With strict=False the first (except a
+                missing order_file) and the third are only warnings, and the counts begin at zero.
             StateCorruptError, StateVersionError: the state cannot be read.
         """
         progress, topology = progress_of(state_dict), self._topology()
@@ -248,7 +251,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         elif progress.done and progress.topology != topology:
             if progress.topology.workers > 1:
                 raise StateMismatchError(
-                    f"{self._name}: the state of a single worker must be loaded in its own topology, "
+                    f"{self._name}: the state of one of several workers must be loaded in its own topology, "
                     f"{progress.topology}, got {topology}. Load a state that aggregate_state_dict or state_after "
                     "returned, which fits any topology"
                 )
@@ -256,7 +259,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         elif skip_of(state_dict) != self._epochs.skip:
             if progress.done and topology.workers > 1:
                 raise StateMismatchError(
-                    f"{self._name}: the state of a single worker must be loaded with the same skip, "
+                    f"{self._name}: the state of one of several workers must be loaded with the same skip, "
                     f"{skip_of(state_dict)}, got {self._epochs.skip}. Load a state that aggregate_state_dict or "
                     "state_after returned, which fits any skip"
                 )
@@ -336,8 +339,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return self._key_field
 
     def last_samples(self) -> list[range]:
-        """Return the samples of the global batch that was returned last, as ranges that `skip` accepts; an empty list
-        before the first batch."""
+        """Return the samples of the global batch that was returned or skipped last, as ranges that `skip` accepts; an
+        empty list before the first batch."""
         if self._last is None:
             return []
         remainder, number = self._last

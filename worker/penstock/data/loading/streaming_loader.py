@@ -56,7 +56,8 @@ DECODED_RUNS = 64
 PREFETCH_S = 60.0
 """Default of prefetch_seconds, in seconds: longer than the usual pauses of a remote storage."""
 FIRST_BATCHES = 2
-"""Number of a worker's upcoming batches whose shards are fetched while the rate of reading is unknown."""
+"""Number of a worker's upcoming batches whose shards are fetched while the rate of reading is unknown, if no threads
+read ahead."""
 EXAMINED_POSITIONS = 1 << 14
 """Largest number of upcoming positions that are examined to find the shards to prefetch."""
 EXAMINED_OF_UNIT = 64
@@ -143,9 +144,9 @@ class StreamingLoader(PositionLoader):
             predownload: largest number of upcoming samples whose shards are downloaded before they are needed; None:
                 the size of two shuffle blocks.
             prefetch_seconds: seconds of reading, at the measured rate, for which shards are downloaded before they are
-                needed. Until a rate is measured, the shards of the next two batches are downloaded. None: 60, or
-                without limit if predownload is given; inf: without limit. `prefetch_bytes` of StreamingDataset is a
-                further limit.
+                needed. Until a rate is measured, the shards of the next two batches are downloaded, of more with
+                `fetch_threads`. None: 60, or without limit if predownload is given; inf: without limit. `predownload`
+                and `prefetch_bytes` of StreamingDataset are further limits.
             fetch_threads: number of threads that read and decode samples ahead; 0: samples are read when they are
                 needed. Threads help where decoding releases the GIL for long: clips, large JPEG files with
                 `images="array"`. If the dataset is of a subclass with a `__getitem__` of its own, this method must be
@@ -325,7 +326,8 @@ class StreamingLoader(PositionLoader):
     def _follow(self, state: Any, *, moves: bool) -> Any:
         """Switch to the version of the data with which a state was saved, and return the state. There is one exception:
         with version="newest" and a state between two epochs, keep the newest version, and return a state at the
-        beginning of the next epoch in this version. `moves`: False: without this exception."""
+        beginning of the next epoch in this version. `moves`: False: without this exception. Nothing is switched if the
+        dataset was opened with the number of another version; loading then refuses the state."""
         own = self.dataset.versions
         order = state.get("order") if isinstance(state, Mapping) else None
         if not isinstance(order, Mapping) or not order or all(version is None for version in own):

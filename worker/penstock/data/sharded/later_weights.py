@@ -17,8 +17,8 @@ __all__ = ["with_later_weights"]
 
 
 def with_later_weights(was: Any, now: Any, position: int, inner: int) -> Any:
-    """Return the description `was`, with the weights from `now` for each mixture that yields the same samples before
-    the saved position by both descriptions. All other differences between `was` and `now` stay.
+    """Return the description `was`, with the weights and the added sources from `now` for each mixture that yields the
+    same samples before the saved position by both descriptions. All other differences between `was` and `now` stay.
 
     Descriptions in a damaged state raise KeyError, TypeError or AttributeError.
 

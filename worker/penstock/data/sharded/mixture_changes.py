@@ -68,17 +68,17 @@ class MixtureChange:
     """True if the change was ordered in the run's present attempt. Batches after it were made with the new weights, so
     a state of a later position is refused unless it lists the change."""
     epoch: int = 0
-    """Number of the first epoch to which the change applies, there from `position` on. Earlier epochs keep the old
-    weights."""
+    """Number of the first epoch to which the change applies. In this epoch and in each later one, the new weights apply
+    from `position` on. Earlier epochs keep the old weights."""
 
     @property
     def begins(self) -> tuple[int, int]:
-        """Pair (epoch, position in it) at which the new weights begin."""
+        """Pair (epoch, position in it) at which the new weights first begin."""
         return self.epoch, self.position
 
     def drops(self, earlier: MixtureChange) -> bool:
-        """Return True if this change, ordered after `earlier`, begins at or before it, so that the weights of `earlier`
-        never apply."""
+        """Return True if the weights of `earlier` never apply, because this change, which was ordered after `earlier`,
+        begins at the same position or a smaller one, in each epoch to which `earlier` applies."""
         return self.epoch <= earlier.epoch and self.position <= earlier.position
 
     def plain(self) -> dict[str, Any]:
@@ -171,7 +171,8 @@ def merged(
             raise ReplayMismatchError(
                 f"the state must have the weights that `penstock mix` gave the mixture from position {change.position} "
                 f"of epoch {change.epoch} on, because the state lies beyond this position, but it was made with the "
-                "earlier weights. Load another state"
+                "earlier weights. Load a state from before this position, or one that was saved after the change was "
+                "ordered"
             )
     before_the_run = [change for change in saved if change.key not in own_keys]
     return [*before_the_run, *(one for one in assigned if one.key in listed_keys or one.begins >= reached)]
@@ -195,9 +196,10 @@ def mixture_of(source: ShardedSource) -> Mixture:
         inner = inner.source
     if not isinstance(inner, Mixture) or not inner.endless:
         where = f"below {type(inner).__name__}" if hasattr(inner, "source") else "in this loader"
+        got = "a Mixture with another stop" if isinstance(inner, Mixture) else type(source).__name__
         raise InvalidArgumentError(
             "the uppermost source must be a Mixture(stop='never'), or Mapped layers without skip_failures over one, "
-            f"got {type(source).__name__}. The weights {where} cannot change during a run"
+            f"got {got}. The weights {where} cannot change during a run"
         )
     return inner
 
@@ -314,8 +316,8 @@ def new_parts(
     missing = [name for name, part in before.items() if part and name not in given and name not in retired]
     if missing:
         raise InvalidArgumentError(
-            f"--weights must have each source that has a weight now, got none for {', '.join(missing)}. Give its "
-            "weight, or --retire it"
+            f"--weights must have each source that has a weight now, got none for {', '.join(missing)}. Give each of "
+            "them a weight, or name it in --retire"
         )
     values = [0 if name in retired else given.get(name, 0) for name in names]
     return dict(zip(names, parts_of(values, names), strict=True))

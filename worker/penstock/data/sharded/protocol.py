@@ -53,11 +53,13 @@ class Origin(NamedTuple):
     `origin`: the origin of the sample that `next` returned last."""
 
     source: str = ""
-    """Name of the sample's source in a Mixture; "outer/inner" for nested Mixtures; "" without a Mixture."""
+    """Name of the sample's source in a Mixture; "outer/inner" for nested Mixtures; "" without a Mixture; "(mixed)" for
+    a list of a Grouped whose samples have different sources."""
     skipped: Mapping[str, int] = {}
     """Number of samples, by source, that layers left out between the previous sample of the shard and this one."""
     parts: tuple[tuple[str, int], ...] = ()
-    """Pairs (source, number of tokens) of the documents in a packed line; empty for any other sample."""
+    """Pairs (source, number of tokens) of the documents in a packed line, or in all lines of a Grouped's list; empty
+    for a sample without packed lines."""
 
     def within(self, name: str) -> Origin:
         """Return this origin with "`name`/" before the names of its sources. `name`: name that an outer Mixture has for

@@ -4,8 +4,9 @@ The cursor state of a shard is a pair: the index of a sample, and the cursor's s
 be older than the loader's state that contains it, because a resume skips the samples between the two. It must not be
 newer. Therefore:
 
-- Cursor states are taken only when a loader's state is saved, and only of shards that were read since the last save.
-- Before samples of later batches are read ahead from a shard, its cursor state is taken and kept.
+- Cursor states are taken when a loader's state is saved between two batches, of the shards that were read since the
+  last save.
+- Before samples of later batches are read ahead from a shard, its cursor state is taken, too, and kept.
 
 Samples are kept until their batch was yielded. If reading or collating fails, the same batch can be made again.
 """
@@ -118,7 +119,8 @@ class ShardReaders:
         """Return sample `index` of a shard, with its restore key and origin.
 
         Args:
-            again: True if the sample pads a batch, so that it was in this epoch before.
+            again: True if the shard's cursor may be beyond the sample, so that a second cursor reads it: the sample
+                pads a batch, or serves as a template (WorkerShare.template).
             following: number of directly following samples of the shard that will be asked for, too. They may be read
                 in the same call.
 
@@ -127,7 +129,11 @@ class ShardReaders:
         if not (self._find_again(shard, index) if again else self.find(shard, index, following)):
             raise DatasetError(
                 f"shard {shard} of {self._source.num_shards} must have sample {index} in epoch {self._epoch}, because "
-                + ("the source is endless" if self._source.endless else "lengths() of the source reported more samples")
+                + (
+                    "the source is endless"
+                    if self._source.endless
+                    else "lengths() of the source or earlier reading found more samples"
+                )
                 + ", but ended before. Use the data with which the run began; they may have changed"
             )
         return self._held[shard, index]

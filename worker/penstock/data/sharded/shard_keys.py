@@ -48,15 +48,15 @@ class KeyStage:
     order: str
     """Digest of the order with those changes of weights that begin before the stage or with it."""
     sources: int
-    """Number of sources that the mixture has in this stage."""
+    """Number of sources that the mixture has in this stage; 0 if no change was ordered."""
     phases: bool
-    """True if the mixture's saved positions in this stage contain a phase (see mixture_order.Phase), because its
-    weights change with the position."""
+    """True if the mixture's weights change with the position in this stage, or if no change was ordered. If they
+    change, the saved positions of a mixture by tokens contain a phase (see mixture_order.Phase)."""
 
 
 def as_made_before(saved: SavedPosition, stage: KeyStage) -> SavedPosition:
-    """Return `saved`, a saved position of the source with all changes of weights, in the form that it would have
-    without the changes after `stage`."""
+    """Convert a saved position to an earlier stage. `saved`: position of the source with all changes of weights. The
+    result is what the source would have saved without the changes after `stage`."""
     if not isinstance(saved, Mapping):
         return saved
     if "sources" not in saved:

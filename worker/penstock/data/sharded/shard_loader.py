@@ -85,8 +85,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
     one epoch, or the rest of it after a loaded state. Every worker goes through the whole stream, and skips the rows of
     other workers.
 
-    An endless source has one epoch without an end. Each worker reads only shards of its own if the number of boxes
-    divides `partitions` and the global batch, and the number of workers divides the number of shards in a partition.
+    An endless source has one epoch without an end. With the default `block`, each worker reads only shards of its own
+    if the number of boxes divides `partitions` and the global batch, and the number of workers of a box divides the
+    number of shards in a partition.
     The order depends on `block` and not on the batch size, so the order stays the same when batches are halved and
     gradients are accumulated. A second epoch (after the first was abandoned, or by set_epoch) reads the source from the
     beginning in another order.
@@ -139,7 +140,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             collate_fn: function from a list of samples to a batch. The function may draw from the global random
                 generators of python, numpy and torch: the generators are seeded before each batch, from `seed` and the
                 position of the batch's first row, and set back to their earlier state afterwards. torch's
-                default_collate and `collate_packed` draw nothing, and are not seeded.
+                default_collate, the default function and `collate_packed` draw nothing, and are not seeded.
             unbatched: True if the source's samples are batches already: a box gets one of them at each step, unchanged.
                 Leave out the batch size. If fewer batches than boxes are left at the end, tail="emit" gives the other
                 boxes a batch without rows.
@@ -196,7 +197,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._at_position = True
         """True if the next iteration begins at `_begun`; False if it begins the epoch after that of `_begun`."""
         self._share: WorkerShare | None = None
-        """Batches that this worker makes in the epoch in progress; None between epochs. Earlier iterators end."""
+        """Batches that this worker makes in the epoch that was begun last; None if the position was set since. An
+        iterator over any other share has ended."""
         lengths = None if source.endless else source.lengths(0)
         self._counts.set_shares(wanted_shares(source))
         counts = self._counts.tally is not None  # counting needs the samples between two states
@@ -296,18 +298,20 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         """Return the state that a worker has when it has made `batches` more batches in the same epoch. No user code
         runs. The saved positions in the state stay the same: a resume skips the samples from there.
 
-        The attribute is None if that is impossible: with `counts` or `balance`, if the lengths of a finite source are
-        unknown, and if the source draws from the process's random generators, whose states would be needed.
+        The loader has None instead of this method if it has `counts` or `balance`, if the lengths of a finite source
+        are unknown, or if the source may draw from the process's random generators, whose states would be needed.
         """
         return {**state_dict, "done": OrderProgress.parsed(state_dict).done + batches}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
         """Go to the position of a state. A state from aggregate_state_dict, or from a run with a single worker, fits
-        any topology. Any other state fits only the numbers of boxes and workers with which it was saved.
+        any topology. Any other state, unless it was saved before the first batch, fits only the numbers of boxes and
+        workers and the global batch with which it was saved.
 
         Raises:
             StateMismatchError: the state belongs to another order of samples (strict=False: only a warning, if the
-                number of shards and `partitions` are the same), or to one of several workers of another topology.
+                number of shards and `partitions` are the same), to one of several workers of another topology, or to
+                counts by another key (strict=False: the counts begin at zero).
             StateCorruptError, StateVersionError: the state cannot be read.
         """
         self._check_order(state_dict, strict=strict)
@@ -321,8 +325,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
                 # The ends of other shards may be known only to workers of other boxes.
                 if not before.topology.boxes == before.topology.workers == 1:
                     raise StateMismatchError(
-                        f"the state of a single worker must be loaded in its own topology, {before.topology}, got "
-                        f"{topology}. Load a state that aggregate_state_dict returned, which fits any topology"
+                        f"the state of one of several workers must be loaded in its own topology, {before.topology}, "
+                        f"got {topology}. Load a state that aggregate_state_dict returned, which fits any topology"
                     )
                 position, counts = self._part(state_dict), {**state_dict, **self._counts_part(state_dict)}
             elif before.topology != topology:
@@ -389,7 +393,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         digest of the order with the change; the (epoch, position) at which it begins; and, by the sources' names, their
         new weights as whole numbers, their shares before the change, and their shares after it.
 
-        steps: number of global batches from `state` to the change; if `epochs` is not 0, from its epoch's beginning.
+        steps: number of global batches to the change, from `state` or, with `epochs`, from this epoch's beginning.
         epochs: number of epochs that the run has begun since `state`. state: aggregated state from which the run began;
         None: it began at the data's beginning. weights, added, retired: see `new_parts`.
 
@@ -473,8 +477,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return part
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle: the position, without open shards. The copy's next iteration begins the
-        epoch after that of the position."""
+        """Return the attributes to pickle: the position, without open shards. If an epoch was begun, the copy's next
+        iteration begins the next one."""
         if self._share is None:
             return self.__dict__.copy()
         return {**self.__dict__, "_begun": self._share.position(), "_share": None}

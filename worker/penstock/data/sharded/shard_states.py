@@ -141,8 +141,8 @@ class FixedOrder:
     def read(self, state: Any) -> ShardedPosition:
         """Return the position that a state contains.
 
-        Raises StateMismatchError for a state of another kind of loader, StateVersionError for another version of the
-        format, StateCorruptError for a damaged state.
+        Raises StateMismatchError for a state of another kind of loader or with another block size than the loader's,
+        StateVersionError for another version of the format, StateCorruptError for a damaged state.
         """
         check_format(state, *KIND)
         try:
@@ -157,8 +157,8 @@ class FixedOrder:
             numbers += [*cursors.indices, *ended]
             if any(type(number) is not int or not 0 <= number < NUMBER_LIMIT for number in numbers):
                 raise ValueError(
-                    f"its numbers must be at least 0 and fit the {self.source.num_shards} shards, got {progress}, "
-                    f"ended shards {ended}, indices {state['indices']}"[:400]
+                    f"its numbers must be at least 0, and its shards below {self.source.num_shards}, got {progress}, "
+                    f"ended shards {ended}, indices {cursors.indices}"[:400]
                 )
             length = None if endless_order is not None else self.round_robin(progress.epoch, ended).length
             if length is not None and progress.start > length:
@@ -323,10 +323,16 @@ def _reached(progress: OrderProgress, turn: WorkerTurn) -> int:
 
 
 def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
-    """Raise StateMismatchError unless all workers have the same order. A worker with another list of files, for
-    example, would leave out or repeat samples."""
+    """Raise StateMismatchError unless all workers have the same order and topology. A worker with another list of
+    files, for example, would leave out or repeat samples. `orders`: order of each worker, with its `topology`."""
     for number, order in enumerate(orders):
         if order != orders[0] and (found := differences(orders[0], order)):
+            if all(name.startswith("topology.") for name in found):
+                raise StateMismatchError(
+                    f"the states of all workers must have the same numbers of boxes and workers, and the same global "
+                    f"batch. From worker 0 to worker {number}, {', '.join(found.values())}. Pass the states that one "
+                    "run saved, and give the loader the same batch size on each worker"
+                )
             raise StateMismatchError(
                 f"all workers must read samples in the same order, but worker {number} and worker 0 differ, so samples "
                 f"were lost and repeated. From worker 0 to worker {number}, {', '.join(found.values())}. Make the same "
@@ -351,12 +357,16 @@ def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
         return
     message = f"the state was saved with another order of samples: {', '.join(found.values())}"
     fixed = [name for name in ("shards", "partitions", "endless") if name in found]
-    if strict:
-        raise StateMismatchError(f"{message}. Use the settings of the saved run, or load with strict=False to continue")
     if fixed:
         names = " and ".join(fixed)
         raise StateMismatchError(
-            f"{message}. The position depends on {names}, so strict=False cannot load it either. Use the saved values"
+            f"{message}. Use the settings of the saved run. strict=False cannot load the state either, because its "
+            f"position depends on {names}"
+        )
+    if strict:
+        raise StateMismatchError(
+            f"{message}. Use the settings of the saved run; or load with strict=False to continue, and samples may be "
+            "missing or repeated in this epoch"
         )
     warnings.warn(f"{message}. Samples may be missing or repeated in this epoch", UserWarning, stacklevel=4)
 

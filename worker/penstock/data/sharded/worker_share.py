@@ -26,7 +26,8 @@ __all__ = ["SharePlan", "WorkerShare"]
 
 @dataclass(frozen=True)
 class SharePlan:
-    """Settings from which a worker's share (its batches of an epoch) is made. They are the same in all epochs."""
+    """Settings from which a worker's share (its batches of an epoch) is made. They are the same in all epochs that have
+    the same changes of weights by `penstock mix`."""
 
     fixed_order: FixedOrder
     seed: int

@@ -72,7 +72,7 @@ def energon_blend(
     datasets = _opened(plan, local, sample_loaders or {}, {"storage_options": storage_options, **options})
     names = stream_names([member.path for member in plan.members])
     settings: dict[str, Any] = {"shards": shards, "shuffle": shuffle, "shuffle_block": shuffle_block}
-    settings["capture_rng"] = bool(sample_loaders)
+    settings["capture_rng"] = bool(sample_loaders) or any(dataset.clips_draw for dataset in datasets)
     if plan.kind != "blend":
         pieces = [
             (name, dataset if not number else copy.copy(dataset))

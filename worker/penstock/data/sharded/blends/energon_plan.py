@@ -152,9 +152,12 @@ class _Reader:
         for entry, weight in zip(entries, weights, strict=True):
             inner, found = self._member(path, entry, split, outer, depth)
             if inner not in (kind, "concat"):
+                why = "weights and repetitions do not combine"
+                if kind == "concat":
+                    why = "a concat has neither weights nor repetitions"
                 raise DatasetError(
-                    f"{path}: {entry['path']} must not be a {inner} within a {kind}, because weights and repetitions "
-                    "do not combine; Energon refuses it, too. Use one of them in both files"
+                    f"{path}: {entry['path']} must not be a {inner} within a {kind}, because {why}; Energon refuses "
+                    "it, too. Use one of them in both files"
                 )
             if kind == "blend":
                 found = [replace(one, weight=one.weight * weight / total) for one in found]

@@ -51,8 +51,8 @@ def megatron_blend(
     Args:
         blend: list of prefixes of token files (each a pair PREFIX.bin and PREFIX.idx), or of alternating weights and
             prefixes, as in Megatron's --data-path; or the path of a file with such a list, or of a .json file with a
-            list for each of "train", "valid" and "test". Without weights, each token file's weight is its number of
-            tokens. Prefixes in a file are relative to the working directory, as in Megatron.
+            list for each of "train", "valid" and "test". Without weights, each token file's weight is the number of
+            tokens that the part has of it. Prefixes in a file are relative to the working directory, as in Megatron.
         shards: number of logical shards, see LogicalShards.
         split: weights of the parts "train", "valid" and "test", such as "969,30,1". Each part gets the same documents
             as in Megatron. None: every part has all documents, for a .json file that lists different files for each.
@@ -92,7 +92,8 @@ def _given(blend: str | os.PathLike[str] | Sequence[str | float], part: Megatron
         text = read_plain(path, MAX_BYTES).decode()
     except (OSError, ValueError) as error:
         raise DatasetError(
-            f"the blend file {path} cannot be read: {error}. Pass a list of prefixes to name the token files directly"
+            f"the blend file {path} cannot be read: {error}. Correct the path, or pass a list of prefixes to name the "
+            "token files directly"
         ) from error
     if path.suffix != ".json":
         return text.split()
@@ -131,7 +132,10 @@ def _bounds(split: str, part: MegatronPart) -> tuple[float, float]:
     """Return where a part begins and ends in a token file, as fractions of the number of documents. They are computed
     with the same rounding as in Megatron. `split`: weights of the three parts, such as "969,30,1", for which "train" is
     (0.0, 0.969)."""
-    weights = [float(text) for text in re.findall(r"[.0-9]+", split)] if re.fullmatch(r"[\s.,/0-9]+", split) else []
+    try:
+        weights = [float(text) for text in re.findall(r"[.0-9]+", split)] if re.fullmatch(r"[\s.,/0-9]+", split) else []
+    except ValueError:  # a text such as "969.30.1"
+        weights = []
     weights += [0.0] * (len(PARTS) - len(weights))
     total = sum(weights)
     if len(weights) > len(PARTS) or not total:
@@ -147,7 +151,7 @@ def _part(documents: MegatronDocuments, bounds: tuple[float, float], part: Megat
     begin, end = (round(bound * float(len(documents))) for bound in bounds)
     if begin >= end:
         raise DatasetError(
-            f"{documents.prefix}: the part {part!r} must have documents, got none of {len(documents)}. Change split, "
-            "or leave the file out of this part's blend"
+            f"{documents.prefix}: the part {part!r} must have documents, got none of {len(documents)}. Change split "
+            "(None: all documents), or leave the file out of this part's blend"
         )
     return documents if (begin, end) == (0, len(documents)) else documents[begin:end]

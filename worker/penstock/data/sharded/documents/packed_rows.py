@@ -68,7 +68,8 @@ class Documents(NamedTuple):
 
     def sizes(self, begin: int, end: int) -> Iterator[tuple[Origin, int, bool]]:
         """Yield a tuple for each document that has tokens from index `begin` to `end`, exclusive: its origin, the
-        number of these tokens, and True if its first token is one of them."""
+        number of these tokens, and True if its first token is one of them. If no document has an origin, yield one
+        tuple for all of them together."""
         if not self.origins:
             yield NOWHERE, end - begin, not begin
             return
@@ -121,18 +122,19 @@ class RowFields:
             )
         for name, token in (("pad", self.pad), ("ignore_index", self.ignore_index if self.labels else None)):
             if token is not None and not np.iinfo(self.dtype).min <= token <= np.iinfo(self.dtype).max:
+                other = ", or dtype='int64'" if self.dtype == "int32" else ""
                 raise InvalidArgumentError(
-                    f"{name} must fit {self.dtype}, got {token}. Use a smaller token id, or dtype='int64'"
+                    f"{name} must fit {self.dtype}, got {token}. Use a number nearer to 0{other}"
                 )
         names = self.names
         if not all(isinstance(name, str) and name for name in names):
-            raise InvalidArgumentError(f"names of fields must be texts, got {names}. Correct the names")
+            raise InvalidArgumentError(f"names of fields must be texts, not empty, got {names}. Correct the names")
         names += [name + _ROWS for name in self.attached] + (["max_seqlen"] if self.cu_seqlens else [])  # in batches
         doubled = sorted({name for name in names if names.count(name) > 1})
         if doubled:
             raise InvalidArgumentError(
-                f"each field of a row must have a name of its own, got {doubled} more than once. Rename the columns by "
-                "Mapped"
+                f"each field of a row or batch must have a name of its own, got {doubled} more than once. Name each "
+                "column once, and rename columns that are called like another field by Mapped"
             )
 
     @property
@@ -234,8 +236,8 @@ class RowFields:
     ) -> None:
         """Add the fields `labels` and `loss_mask` to `made`, if the settings ask for them.
 
-        The label of a token is the next token of its document. The last token of a segment and padding have none. If a
-        document continues in the next row, its label is the first token there.
+        The label of a token is the next token of its document. The last token of a segment and padding have none. But
+        if a document continues in the next row, its last token in this row has the first token there as its label.
 
         Args:
             made: fields of the row, by name.
@@ -290,17 +292,24 @@ def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
     - Fields of equal shape are stacked: (rows, length, ...).
     - `cu_seqlens` (where each sequence begins) is computed for all rows one after the other. Flash attention needs it
       so for tokens of shape (rows * length,). It is an int32 tensor that begins with 0 and ends with rows * length.
-    - `max_seqlen` is added: the length of the longest sequence, an int64 tensor without dimensions.
+    - `max_seqlen` is added: the length of the longest sequence, an int64 tensor without dimensions. The padding of a
+      row counts as a sequence.
     - Attached items of documents, such as images, are concatenated: (items of all rows, ...). The field `NAME_segments`
       has the number of each item's segment in its row, from 1, and `NAME_rows` the number of its row, from 0. Both have
       the shape (items,).
     """
     batch: dict[str, torch.Tensor] = {}
-    if not rows or not all(isinstance(row, Mapping) and row.keys() == rows[0].keys() for row in rows):
+    if not rows or not all(isinstance(row, Mapping) for row in rows):
         raise InvalidArgumentError(
-            "collate_packed needs rows that are dicts with the same fields, as a Packed with fields makes them. Give "
-            "Packed a field, such as labels=True, or use the default collate_fn"
+            "collate_packed needs rows that are dicts of fields, as a Packed with fields makes them. Give Packed a "
+            "field, such as labels=True, or use the default collate_fn"
         )
+    for row in rows:
+        if row.keys() != rows[0].keys():
+            raise InvalidArgumentError(
+                f"collate_packed needs rows with the same fields, got {', '.join(rows[0])} and {', '.join(row)}. Give "
+                "each Packed of a Mixture the same fields"
+            )
     for name in rows[0]:
         found = [row[name] for row in rows]
         if name == "cu_seqlens":
@@ -347,8 +356,9 @@ def _has(ends: Sequence[int], end: int) -> bool:
 
 
 def _row_origin(parts: Sequence[Part]) -> Origin:
-    """Return the origin of the row that consists of `parts`. It contains the number of the row's tokens from each
-    source, and the number of documents that layers left out just before a document that begins in the row."""
+    """Return the origin of the row that consists of `parts`. It contains the source of the row's first token, for each
+    of its documents the source and the number of tokens in the row, and the number of documents that layers left out
+    just before a document that begins in the row."""
     if not any(documents.origins for documents, _, _ in parts):
         return Origin(parts=(("", sum(end - begin for _, begin, end in parts)),))
     skipped: dict[str, int] = {}

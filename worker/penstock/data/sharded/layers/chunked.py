@@ -47,7 +47,8 @@ class Chunked(Layer):
             length: number of tokens in a piece, including BOS and EOS; the last piece of a document may have fewer.
             bos: token before each document; None: none.
             eos: token after each document; None: none.
-            longest: largest number of tokens in a document, without BOS and EOS; a longer document raises DatasetError.
+            longest: largest number of tokens in a document, without BOS, EOS and what `strip_tokens` removes; a longer
+                document raises DatasetError. None: no limit.
             strip_tokens: token ids that are removed from the beginning and the end of each document before anything
                 else, such as separators that the data already have.
             min_length: smallest number of tokens in a document, without BOS, EOS and what `strip_tokens` removes; a

@@ -108,9 +108,12 @@ class DocumentParser:
         most, truncate = self._longest
         if truncate:
             return tokens[:most]
+        # with attached columns, no other value of `long` is possible
+        attached = self._fields is not None and self._fields.attached
+        other = "" if attached else ", or give long='truncate' or long='split'"
         raise DatasetError(
-            f"{self.where(index)} must have at most length={most} tokens, got {len(tokens)}. Make the lines longer, "
-            "leave such documents out by Filtered, or give long='truncate' or long='split'"
+            f"{self.where(index)} must have at most length={most} tokens, got {len(tokens)}. Make the lines longer, or "
+            f"leave such documents out by Filtered{other}"
         )
 
     def _column(self, values: Any, index: int, name: str, size: int | None = None) -> npt.NDArray[Any]:
@@ -123,7 +126,7 @@ class DocumentParser:
                     return column
                 raise DatasetError(
                     f"{self.where(index)}: {name!r} must have one value for each of the {size} tokens, got "
-                    f"{len(column)}. Correct the field by a Mapped"
+                    f"{len(column)}. Correct the field with a Mapped(source, function)"
                 )
             kind = f"{column.dtype} of shape {column.shape}"
         except (ValueError, TypeError):  # a list of lists of different lengths; a dtype that numpy does not have
@@ -395,6 +398,7 @@ class DocumentReader:
         """Add the documents of a run of samples that have only tokens, as one block. `call`: positions of the
         samples."""
         arrays: list[Ints] = []
+        failed: Exception | None = None
         parse = self._parser.tokens
         try:
             for index, sample in enumerate(run.samples, self._next):
@@ -402,7 +406,7 @@ class DocumentReader:
         except Exception as error:
             if not arrays:
                 raise
-            self._error = error
+            failed = error
         self._next += len(arrays)
         sizes, origins = list(map(len, arrays)), run.origins[: len(arrays)]
         if min(sizes) >= self._least and self._left_from is None:
@@ -413,6 +417,8 @@ class DocumentReader:
             continues = [run.continues[at] for at in numbers] if run.continues else ()
             sizes, arrays = [sizes[at] for at in numbers], [arrays[at] for at in numbers]
             self._append(Block(call, numbers, begin, sizes, arrays, origins, continues))
+        if failed is not None:
+            self._defer(failed)
 
     def _append(self, block: Block) -> None:
         self._blocks.append(block)

@@ -91,16 +91,16 @@ class Mapped(_PerSample):
         Args:
             source: source whose samples are converted.
             fn: function from a sample to a sample. Its exceptions are raised unchanged, with a note that names the
-                sample.
+                sample; only a StopIteration becomes a DatasetError.
             random: True: call fn(sample, generator), with a numpy Generator that depends only on the seed, the epoch,
                 and the sample's shard and index. False: call fn(sample). A function that draws random numbers from any
                 other generator gives other samples after a resume.
             name: name of the function in a saved state; None: its qualified name. Change it when the function changes.
             skip_failures: largest number of samples in a row for which fn may raise an exception. Such a sample is left
                 out with a warning. fn may also raise SkipSample to leave a sample out without a warning. If this is
-                above 0, lengths are unknown, and a resume calls fn again for the samples before its position, because
-                only fn tells which of them were left out. If failures are not reproducible, the order after a resume is
-                not either.
+                above 0, lengths are unknown, and fn is called for skipped samples too, as in a resume, because only fn
+                tells which of them were left out. If failures are not reproducible, the order after a resume is not
+                either.
         """
         super().__init__(source, fn, random, name)
         self._skip_failures = whole("skip_failures", skip_failures)

@@ -50,11 +50,12 @@ class Mixture:
 
         Mixture({"code": code, "text": text}, {"code": 0.3, "text": 0.7})
 
-    In every prefix of a ShardLoader's order, each source's number of samples deviates from its share by less than one.
-    This holds only approximately if the mixture is the source of another mixture, or of a layer that yields more or
-    fewer samples than it takes, or that reads ahead. So apply Packed and WindowShuffled to the sources of a mixture and
-    not to the mixture, and make one mixture with products of weights instead of nested mixtures. If a mixture is the
-    source of Packed, use `by="tokens"`; otherwise sources of long documents get more of the lines than their share.
+    In every prefix of a ShardLoader's order, each source's number of samples deviates from its share by less than one;
+    with stop="first" or "last" in every prefix before the first end of a source or shard. This holds only approximately
+    if the mixture is the source of another mixture, or of a layer that yields more or fewer samples than it takes, or
+    that reads ahead. So apply Packed and WindowShuffled to the sources of a mixture and not to the mixture, and make
+    one mixture with products of weights instead of nested mixtures. If a mixture is the source of Packed, use
+    `by="tokens"`; otherwise sources of long documents get more of the lines than their share.
 
     Pass a Schedule for weights that change in the course of a run. The deviation is then counted from the latest change
     of weights, and is below 9/4 samples within a Ramp.
@@ -104,8 +105,10 @@ class Mixture:
                 f"Mixture needs a list of sources and a list of weights, got a {type(sources).__name__} and a "
                 f"{type(weights).__name__}. Pass two lists, or two dicts by name"
             )
+        if not sources:
+            raise InvalidArgumentError("Mixture needs at least one source, got none. Check how the sources are listed")
         count = len(sources) if isinstance(weights, Mapping | Schedule) else len(weights)
-        if not sources or count != len(sources):
+        if count != len(sources):
             raise InvalidArgumentError(
                 f"Mixture needs one weight for each source, got {len(sources)} sources and {count} weights. Pass as "
                 "many weights as sources"
@@ -219,16 +222,22 @@ class Mixture:
             parts: new weight of each source as a whole number, by name; a name that is left out has weight 0.
             added: sources that the mixture did not have, by name. Their weight before `position` is 0.
 
-        Raises InvalidArgumentError for unknown names, and for an added source with another number of shards.
+        Raises InvalidArgumentError for unknown names, for weights that are all 0, and for an added source with another
+        number of shards.
         """
         found = copy.copy(self)
         found.names = _checked_names([*self.names, *added], len(self.names) + len(added))
         unknown = [name for name in parts if name not in found.names]
-        if unknown or not any(parts.values()):
+        if unknown:
             raise InvalidArgumentError(
-                f"the changed weights must name sources of the Mixture ({', '.join(found.names)}), and at least one "
-                f"must be above 0, got {dict(parts)}. Give the Mixture in the code the sources that it had when its "
-                "weights were changed"
+                f"the changed weights must name sources of the Mixture ({', '.join(found.names)}), got "
+                f"{', '.join(unknown)}. Give the Mixture in the code the sources that it had when its weights were "
+                "changed"
+            )
+        if not any(parts.values()):
+            raise InvalidArgumentError(
+                f"at least one of the changed weights must be above 0, got {dict(parts)}. Load a state from before "
+                "this change"
             )
         for name, source in added.items():
             if source.num_shards != self.num_shards:
@@ -260,8 +269,8 @@ def _checked_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
     found = () if isinstance(names, str) else tuple(names)
     if len(set(found)) != count or not all(isinstance(name, str) and name and "/" not in name for name in found):
         raise InvalidArgumentError(
-            f"names must be {count} different texts without '/', one for each source, got {names!r:.200}. Name each "
-            "source once"
+            f"the names of a Mixture's sources must be {count} different texts without '/', one for each source, got "
+            f"{names!r:.200}. Give each source a name of its own"
         )
     return found
 
@@ -355,8 +364,7 @@ class _Cursor:
 
     def _skip_each(self, order: Ints) -> int:
         """Skip one sample for each entry of `order`, which is the number of the sample's source. Return how many of
-        them
-        come before the first one that its source does not have: all if no source has ended. The cursors of other
+        them come before the first one that its source does not have: all if no source has ended. The cursors of other
         sources may have skipped more."""
         whole = len(order)
         for number, turns in enumerate(np.bincount(order, minlength=len(self._parts)).tolist()):

@@ -217,8 +217,10 @@ class ByTokens:
             return len(document)
         if isinstance(document, (list, tuple)):
             return len(document)
+        kind = type(document).__name__
+        if isinstance(document, (torch.Tensor, np.ndarray)):
+            kind += f" of shape {tuple(document.shape)}"
         raise DatasetError(
             f"sources[{number}] of a Mixture(by='tokens'), {self._where}: each sample must be a tensor, an array or a "
-            f"list of token ids with one dimension, got {type(document).__name__}. Tokenize them by Mapped, or use "
-            "by='samples'"
+            f"list of token ids with one dimension, got {kind}. Make the token ids by Mapped, or use by='samples'"
         )

@@ -118,7 +118,7 @@ class Schedule:
         over = at_least_one("Ramp(over=)", ramp.over)
         if end is not None and position + over * self._unit > end:
             raise InvalidArgumentError(
-                f"the Ramp at position {position // self._unit} of a Schedule must end before the next position, "
+                f"the Ramp at position {position // self._unit} of a Schedule must end at or before the next position, "
                 f"{end // self._unit}, got over={over}. Make it at most {(end - position) // self._unit} long"
             )
         if over * self._unit > MAX_RAMP:

@@ -82,10 +82,10 @@ class Packed(Layer):
             length: number of tokens of each line, including BOS and EOS.
             pad: token that fills up incomplete lines; None: an incomplete last line of a shard's epoch is dropped. If
                 the source is a Repeated, no line is the last: a line continues with documents of the next epoch.
-            bos: token with which each line begins. It is added unless the line's first document begins with it. Must be
-                None if lines are dicts.
-            eos: token with which each line ends, before any `pad`. It is added unless the line's last document ends
-                with it. Must be None if lines are dicts.
+            bos: token with which each line begins. It is added unless the first of the documents' tokens in the line is
+                this one. Must be None if lines are dicts, and with `long` or `window`.
+            eos: token with which each line ends, before any `pad`. It is added unless the last of the documents' tokens
+                in the line is this one. Must be None if `bos` must.
             split: True: a document that does not fit into a line continues in the next one. False: the line is filled
                 up with `pad`, and the document begins in the next line. Only a document longer than a line is split.
             long: what happens to a document longer than a line, with split=False. "split": it fills several lines;

@@ -30,7 +30,8 @@ class Repeated(Layer):
             source: finite source. Each of its shards must have at least one sample in every epoch. An empty shard
                 raises DatasetError when it is read; use fewer shards then.
 
-        Raises InvalidArgumentError for a source that is already endless.
+        Raises InvalidArgumentError for a source that is already endless, or that certainly has empty shards: it has
+        fewer pieces than shards, or fewer records if all pieces are indexable.
         """
         super().__init__(source)
         if source.endless:
@@ -38,10 +39,11 @@ class Repeated(Layer):
                 "Repeated needs a finite source, got one that is endless already. Leave Repeated out"
             )
         few = _fewer(source.described())
-        if few:
+        if few is not None:
+            text, remedy = few
             raise InvalidArgumentError(
-                f"Repeated needs a sample in each shard, got {few}: an empty shard would be read forever. Use fewer "
-                "shards, or pieces that can be cut: LineFile for text files, or pieces with len() and records by index"
+                f"Repeated needs a sample in each shard, got {text}: an empty shard would be read forever. Use fewer "
+                f"shards{remedy}"
             )
 
     @property
@@ -50,7 +52,7 @@ class Repeated(Layer):
 
     def known_records(self) -> KnownRecords | None:
         """Return the known records of the source; sample i of a shard is then looked up in the epoch that contains it.
-        Return None if the source has none, or does not know its lengths."""
+        Return None if the source has none, does not know its lengths, or has an empty shard."""
         below, lengths = known_records(self.source), self.source.lengths(0)
         if below is None or lengths is None or min(lengths) < 1:
             return None
@@ -77,16 +79,19 @@ class Repeated(Layer):
         return _Cursor(self.source, shard, seed, saved, position_function(position_of, shard, self.num_shards))
 
 
-def _fewer(described: Any) -> str:
-    """Return a text such as "3 pieces, 8 shards" for an error, if a source has fewer pieces than shards; otherwise "".
-    `described`: description of the source."""
+def _fewer(described: Any) -> tuple[str, str] | None:
+    """Return two texts for an error if a source has fewer pieces than shards, or fewer records if all pieces are
+    indexable: the numbers, such as "3 pieces, 8 shards", and a further remedy. Return None otherwise. `described`:
+    description of the source."""
     while isinstance(described, Mapping):
         if described.get("kind") == "LogicalShards":
-            by_position = described["cut"] == "by position"
-            number, what = (described["records"], "records") if by_position else (described["pieces"], "pieces")
-            return f"{number} {what}, {described['shards']} shards" if number < described["shards"] else ""
+            shards, records = described["shards"], described["records"]
+            if described["cut"] == "by position":
+                return (f"{records} records, {shards} shards", "") if records < shards else None
+            remedy = ", or pieces that can be cut: LineFile for text files, or pieces with len() and records by index"
+            return (f"{described['pieces']} pieces, {shards} shards", remedy) if described["pieces"] < shards else None
         described = described.get("source")
-    return ""
+    return None
 
 
 class _Cursor(RunCursor):

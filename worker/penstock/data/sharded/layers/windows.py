@@ -244,8 +244,8 @@ class WindowCursor(RunCursor):
             held, self._origins = self._arrange(read, origins, self._number)
             if self._done and self._done >= len(held):
                 raise DatasetError(
-                    f"{self._where}: window {self._number} must have more than the {self._done} samples that the saved "
-                    f"run read of it, got {len(held)}. Use the data of that run"
+                    f"{self._where}: window {self._number} must have more than the {self._done} items (samples, lists "
+                    f"or lines) that the saved run yielded of it, got {len(held)}. Use the data of that run"
                 )
             if held or len(read) < self._window or self._limit is None:
                 self._held = held

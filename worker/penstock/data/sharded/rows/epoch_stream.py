@@ -2,9 +2,9 @@
 
 If the lengths of the shards are known, the sample at a position is found by arithmetic (round_robin.py), and a worker
 skips the rows of other workers. If the lengths are unknown, each worker has to pass over all rows, to find where shards
-end. It reads ahead only as far as necessary to decide whether a batch is the last one. With tail="emit" these are as
-many rows after the batch as there are boxes (data-parallel ranks), because fewer rows than boxes would be added to this
-batch.
+end. It reads ahead only as far as necessary to decide which rows a batch has. With tail="emit" and several boxes
+(data-parallel ranks) these are as many rows after the batch as there are boxes, because fewer rows than boxes would be
+added to this batch. In any other case they are the rows of the batch itself.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class EpochStream:
         return list(zip(*self._round_robin.at(positions), again, strict=True))
 
     def _look_ahead(self, begin: int, read: bool) -> None:
-        """Read or skip samples until it is certain that the batch at position `begin` is not the last one, or until the
-        epoch's end is found. `read`: True if the caller will read the batch."""
+        """Read or skip samples until it is certain which rows the batch at position `begin` has, or until the epoch's
+        end is found. `read`: True if the caller will read the batch."""
         end = begin + self._batch
         self._pass_over(begin)
         if self._round_robin.length is not None:

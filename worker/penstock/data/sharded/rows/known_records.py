@@ -1,8 +1,8 @@
 """Sources that know, without reading, which record of the data each sample is.
 
 A ShardLoader that balances rows by cost must find the cost of a sample before it reads the sample. The costs are listed
-by record, so it needs the record's number at a place (shard, index in the shard). LogicalShards of pieces with known
-lengths can compute this number. Mapped and Repeated pass it on. Layers that leave samples out, pack or mix them cannot.
+by record, so it needs the record's number at a place (shard, index in the shard). LogicalShards of indexable pieces can
+compute this number. Mapped and Repeated pass it on. Layers that leave samples out, pack or mix them cannot.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["RoundRobin", "Tail"]
 
 Tail = Literal["emit", "pad", "drop", "emit apart"]
-"""Treatment of an epoch's incomplete last batch; see Partition in ordering/partition.py. Its value "carry" is not
-possible here, because it moves samples to the next epoch."""
+"""Treatment of an epoch's incomplete last batch; see Partition in ordering/partition.py. The value "carry" of other
+loaders is not possible here, because it moves samples to the next epoch."""
 
 UNKNOWN = 1 << 62
 

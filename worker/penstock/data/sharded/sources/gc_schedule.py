@@ -2,10 +2,10 @@
 
 Python collects garbage after a number of new objects, also in the middle of a batch. A full collection visits all
 objects, for example a tokenizer's vocabulary and a shuffle buffer of a million samples. Samples seldom have reference
-cycles, so this is rarely needed. With `Savable(collect_every=n)` the objects that exist at the start are frozen (no
-collection visits them again), and the collector runs after every n samples of the process. All streams of a process
-share its collector: opening the first stream changes the collector's settings, and closing the last stream restores
-them.
+cycles, so this is rarely needed. With `Savable(collect_every=n)` the objects that exist when the first stream is opened
+are frozen (no collection visits them), and the collector runs after every n samples of the process. All streams of a
+process share its collector: opening the first stream changes the collector's settings, and closing the last stream
+restores them.
 """
 
 from __future__ import annotations

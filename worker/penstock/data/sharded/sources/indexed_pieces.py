@@ -121,8 +121,8 @@ class RangeCursor(RunCursor):
         """
         if saved is not None and (type(saved) is not int or not 0 <= saved <= end - begin):
             raise StateCorruptError(
-                f"the saved position in a shard of {end - begin} records is damaged: {saved!r:.200}. Load an "
-                "older state"
+                f"the saved position in a shard of {end - begin} records is damaged, or was saved with other data: "
+                f"{saved!r:.200}. Use the data of the saved run, or load an older state"
             )
         self._parts, self._order, self._epoch, self._ahead = parts, order, epoch, ahead
         self._begin, self._end, self._at = begin, end, begin + (saved or 0)

@@ -22,7 +22,7 @@ __all__ = ["LineFile", "LineRange", "cut_files"]
 
 class LineFile:
     """Text file with one record per line, such as JSON lines. A piece for LogicalShards, which cuts the file into
-    ranges of bytes if there are fewer files than shards.
+    ranges of bytes if there are fewer pieces than shards.
 
         LogicalShards([LineFile("a.jsonl"), LineFile("b.jsonl")], shards=240)
 
@@ -34,7 +34,7 @@ class LineFile:
         """
         Args:
             path: path of a local file.
-            parse: function from a line, without its newline, to a record.
+            parse: function from a line, as bytes without its newline, to a record.
 
         Raises DatasetError for a file that cannot be read.
         """
@@ -105,8 +105,8 @@ class _Lines(Iterator[Any]):
         if size != of.size:
             self._file.close()
             raise DatasetError(
-                f"{of.path} must keep the {of.size} bytes that it had when it was cut into shards, got {size}. Restart "
-                "the run, and write new lines to another file"
+                f"{of.path} must keep the {of.size} bytes that it had when the LineFile was made, got {size}. Restore "
+                "the file and write new lines to another one, or begin a new run"
             )
         self._at = 0
         if of.begin:  # a line begins here only if the byte before it is a newline

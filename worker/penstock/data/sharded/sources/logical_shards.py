@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import xxhash
@@ -23,7 +23,7 @@ from penstock.data.sharded.protocol import Cursor, PositionOf, SavedPosition
 from penstock.data.sharded.rows.known_records import KnownRecords
 from penstock.data.sharded.sources.indexed_pieces import PieceParts, RangeCursor, shard_range
 from penstock.data.sharded.sources.lines import LineFile, cut_files
-from penstock.data.sharded.sources.pieces import Pieces
+from penstock.data.sharded.sources.pieces import Pieces, one_each
 from penstock.data.sharded.sources.sequential_pieces import SequentialCursor, SequentialPieces
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
@@ -100,12 +100,12 @@ class LogicalShards:
             max_open: largest number of pieces that a process has open; the least recently used piece is closed first. A
                 process reads all shards of a finite source round robin, so with max_open below the number of shards,
                 pieces are opened and closed all the time.
-            names: name of each piece, such as its file's; None: errors number the pieces. A state that was saved with
-                other names is refused.
+            names: name of each piece, such as its file's; None: errors number the pieces, in which each range of a
+                LineFile that is cut counts as one. A state that was saved with other names is refused.
             capture_rng: True: seed the process's random generators for each piece or record while user code reads it,
                 and restore them afterwards. False: leave the generators alone, which saves 15 us a record; the pieces
-                must then not use them. It makes no difference for lists, arrays, tables and StreamingDatasets, which
-                draw no random numbers.
+                must then not use them. It makes no difference for lists, arrays, tables and StreamingDatasets without
+                random clips, which draw no random numbers.
 
         Raises:
             InvalidArgumentError: an invalid piece or argument.
@@ -149,8 +149,8 @@ class LogicalShards:
         return [end - begin for begin, end in bounds]
 
     def known_records(self) -> KnownRecords | None:
-        """Return the records of all pieces, numbered in the order of the pieces; None unless all pieces are
-        indexable."""
+        """Return the records of all pieces, numbered in the order of the pieces; None unless all pieces are indexable,
+        or if there is no record."""
         parts = self._parts
         if parts is None or not parts.records:
             return None
@@ -202,6 +202,8 @@ def _cut(
     """Cut the LineFiles among the pieces into ranges of bytes, if there are fewer pieces than shards. Return the pieces
     with ranges in place of LineFiles, their names (None if the user gave none), and for the source's description a text
     for each LineFile, such as "3 of 120 bytes": 3 ranges of a file of 120 bytes."""
+    if isinstance(pieces, Iterator):
+        pieces = list(pieces)
     if not isinstance(pieces, list | tuple) or not any(isinstance(piece, LineFile) for piece in pieces):
         return pieces, names, []
     if counts is not None:
@@ -210,10 +212,10 @@ def _cut(
             "it is read. Leave counts out, or pass functions that open the files"
         )
     parts = cut_files(pieces, shards)
-    if names is not None and not isinstance(names, str) and len(names) == len(pieces):
+    if names is not None:
         names = [
             name if len(own) == 1 else f"{name} [{number + 1}/{len(own)}]"
-            for name, own in zip(names, parts, strict=True)
+            for name, own in zip(one_each("names", names, len(pieces)), parts, strict=True)
             for number in range(len(own))
         ]
     file_cuts = [

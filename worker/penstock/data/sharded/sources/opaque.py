@@ -76,7 +76,8 @@ class StreamMark:
     snapshot: dict[str, Any] | None = None
     """Snapshot of the stream at an earlier position; None if there is none. It is a dict with four values. "passed":
     number of samples before the snapshot. "digest": their chained digest. "state": the iterable's state, encoded.
-    "rng": state of the random generators; None if no number was drawn since they were seeded."""
+    "rng": state of the random generators; None if no number was drawn since they were seeded, or if the stream leaves
+    them alone."""
 
     def saved_position(self) -> SavedPosition:
         return {"passed": self.passed, "digest": self.digest, "snapshot": self.snapshot}
@@ -124,7 +125,8 @@ def without_snapshots(saved: SavedPosition) -> SavedPosition:
 
 
 class _OtherSamplesError(Exception):
-    """Error: samples that were read again differ from those that were delivered."""
+    """Error: samples that were read again differ from those that were delivered, or a saved state cannot be loaded to
+    read them."""
 
 
 class _EndsEarlyError(Exception):

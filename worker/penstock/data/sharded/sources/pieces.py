@@ -32,7 +32,7 @@ from penstock.data.streaming_dataset import StreamingDataset
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["OpenPieces", "Pieces"]
+__all__ = ["OpenPieces", "Pieces", "one_each"]
 
 
 _NOT_PIECES = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
@@ -40,7 +40,8 @@ _NOT_PIECES = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor,
 array would become a piece."""
 _PLAIN = (*CONTAINERS, StreamingDataset, MegatronDocuments, LanceRows)
 """Types whose records are read without calling user code, so that no random numbers are drawn. pyarrow's tables are
-treated in the same way. A subclass of these types is user code."""
+treated in the same way. A subclass of these types is user code. Random clips of a StreamingDataset draw nevertheless,
+see `may_draw`."""
 
 _WITH_FINGERPRINT = (StreamingDataset, MegatronDocuments, LanceRows)
 """Types of pieces whose attribute `fingerprint` becomes part of a state."""
@@ -90,9 +91,9 @@ class Pieces:
     ) -> None:
         """Check all pieces.
 
-        A piece is an object with records (a list, a dataset, a file), or a function that opens one. Such a function is
-        called here if the piece's number of records is needed and not given. The first function is always called, to
-        find out the kind of object that the functions return.
+        A piece is an object with records (a list, a dataset, a file), or a function that opens one. If all other pieces
+        are indexable, functions are called here: with `counts` only the first one, to find out the kind of object that
+        the functions return; without `counts` one after the other, until one returns an object that is not indexable.
 
         Args:
             pieces: the user's list of pieces.
@@ -110,8 +111,8 @@ class Pieces:
         self._pieces = list(pieces)
         if not self._pieces:
             raise InvalidArgumentError("pieces must have at least one piece, got none. Check how the list is made")
-        self.names = None if names is None else [str(name) for name in self._one_each("names", names)]
-        given = None if counts is None else [_count(number) for number in self._one_each("counts", counts)]
+        self.names = None if names is None else [str(name) for name in one_each("names", names, len(self))]
+        given = None if counts is None else [_count(number) for number in one_each("counts", counts, len(self))]
         self._nothing_open(max_open)
         self._functions = {number for number in range(len(self)) if self._is_function(number)}
         lengths = self._lengths(given)
@@ -119,6 +120,8 @@ class Pieces:
         """True if all pieces are indexable, so that records are found by position."""
         self.counts = given if lengths is None else lengths
         """Number of records in each piece; None if unknown."""
+        self._are_given = given is not None
+        """True if the user gave `counts`; False if the pieces were counted when the source was made."""
         self._lists = {n: piece for n, piece in enumerate(self._pieces) if type(piece) in (list, tuple)}
         self.opened.close()
         _all.add(self)
@@ -195,17 +198,16 @@ class Pieces:
             return None
 
     def may_draw(self, number: int) -> bool:
-        """Return True if user code reads the records of piece number `number`, so that it may draw random numbers."""
+        """Return True if reading a record of piece number `number` may draw random numbers: user code reads it, or the
+        clips of a StreamingDataset are random."""
         piece = self._tables.get(number) if number in self._functions else self._pieces[number]
         plain = type(piece) in _PLAIN or hasattr(piece, "to_pylist")
-        return not plain
+        return not plain or getattr(piece, "clips_draw", False) is True
 
     def _known(self, number: int) -> str:
-        return (
-            f"counts says that it has {self.counts[number]} records"
-            if self.counts is not None
-            else "it had more records before"
-        )
+        assert self.counts is not None
+        count = f"{self.counts[number]} records"
+        return f"counts says that it has {count}" if self._are_given else f"it had {count} when the source was made"
 
     def _table(self, number: int) -> Any:
         table = self._tables.get(number)
@@ -218,8 +220,13 @@ class Pieces:
                     f"{self.name(number)} must have len() and records by index like the other pieces, got "
                     f"{type(table).__qualname__}. Leave counts out, so that all pieces are opened and examined first"
                 )
-            if self.counts is not None:
-                self._check_length(number, len(table), self.counts[number])
+            assert self.counts is not None
+            if not self._are_given and len(table) != self.counts[number]:
+                raise DatasetError(
+                    f"{self.name(number)} must have {self.counts[number]} records, as when the source was made, got "
+                    f"{len(table)}. Use the data with which the run began; they may have changed"
+                )
+            self._check_length(number, len(table), self.counts[number])
             self._keep(number, table)
         else:
             self.opened.used(number)
@@ -317,25 +324,27 @@ class Pieces:
                 f"{self.name(number)} must have {given} records, as counts says, got {length}. Correct counts"
             )
 
-    def _one_each(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
-        if not isinstance(values, Iterable) or isinstance(values, str):
-            raise InvalidArgumentError(
-                f"{name} must be a list, with one entry for each piece, got {values!r:.200}. Pass such a list"
-            )
-        values = list(values)
-        if len(values) != len(self):
-            raise InvalidArgumentError(
-                f"{name} must have one entry for each of {len(self)} pieces, got {len(values)}. Pass as many entries "
-                "as pieces"
-            )
-        return values
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "opened": OpenPieces(self.opened.most), "_tables": {}, "_readers": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         _all.add(self)
+
+
+def one_each(name: str, values: Sequence[Any], pieces: int) -> list[Any]:
+    """Return `values`, the user's argument `name`, as a list. Raises InvalidArgumentError unless it has one entry for
+    each piece. `pieces`: number of the user's pieces."""
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise InvalidArgumentError(
+            f"{name} must be a list, with one entry for each piece, got {values!r:.200}. Pass such a list"
+        )
+    values = list(values)
+    if len(values) != pieces:
+        raise InvalidArgumentError(
+            f"{name} must have one entry for each of {pieces} pieces, got {len(values)}. Pass as many entries as pieces"
+        )
+    return values
 
 
 _all: weakref.WeakSet[Pieces] = weakref.WeakSet()

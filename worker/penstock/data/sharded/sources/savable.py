@@ -30,7 +30,8 @@ class Savable:
 
     `make(shard)` returns an iterable: for example a dataset or loader with `state_dict` and `load_state_dict`
     (torchdata's StatefulDataLoader), the root node of a torchdata.nodes graph, or a generator. `make` is called for
-    each epoch, and again to resume from a saved position. It must return a new object each time, with the same samples.
+    each epoch, and again to resume from a saved position. It must return a new object each time. All objects of one
+    shard must yield the same samples in the same epoch.
 
     A stream that has a state resumes from the newest state that was saved, and reads the samples since then again. A
     stream without a state is read again from its beginning. In both cases the samples that are read again are compared

@@ -276,8 +276,8 @@ class SequentialCursor(Iterator[Any]):
             ) from error
         if type(turn) is not int or not 0 <= turn <= len(self._own) or piece != self._piece(turn):
             raise StateCorruptError(
-                f"the saved position in a shard of {len(self._own)} pieces is damaged: got piece {piece!r} as number "
-                f"{turn!r}. Load an older state"
+                f"the saved position in a shard of {len(self._own)} pieces is damaged, or was saved with other pieces: "
+                f"got piece {piece!r} as number {turn!r}. Use the pieces of the saved run, or load an older state"
             )
         self._turn = turn
         if turn == len(self._own):

@@ -3,7 +3,7 @@
 Many datasets split themselves by torch's get_worker_info(), or by current_assignment() as Penstock's own loaders do. A
 logical shard must be the same stream in any worker. If such a dataset split the stream again, each of two workers would
 take its rows from a different part, and half of the samples would silently be left out. So while a stream's code runs,
-these functions return one box with one worker, and the run's seed.
+get_worker_info() returns None, and current_assignment() one box with one worker, and the run's seed.
 
 Threads that a stream starts may call these functions at any time, also outside of the context, and then get the real
 values.
