@@ -225,8 +225,23 @@ def test_closing_ends_what_moves(place: RemoteFolder, server: ShardServer, tmp_p
     thread.join(10)
     assert not thread.is_alive()
     assert "was closed" in str(errors[0])
-    with pytest.raises(ShardUnavailableError, match="its cache was closed"):
+    with pytest.raises(ShardUnavailableError, match="because the dataset was closed"):
         fetch(place, tmp_path)
+
+
+@pytest.mark.parametrize("url", ["memory://closed", "http://127.0.0.1:1/closed"])
+def test_closed_remote_refuses_calls_at_once(url: str) -> None:
+    place = RemoteFolder(url)
+    place.close()
+    started = time.monotonic()
+    with pytest.raises(ShardUnavailableError, match="could not be read, because the dataset was closed"):
+        place.size("a", deadline_s=30)
+    assert time.monotonic() - started < 10
+
+
+def test_long_outage_is_retried_to_the_end() -> None:
+    failure = transfer.FailureKind("the server is away", final=False)
+    assert retries.pause_before_retry(5000, 1e6, failure) <= retries.LONGEST_PAUSE_S
 
 
 def test_a_forked_child_opens_its_own(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:

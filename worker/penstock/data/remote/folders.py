@@ -33,6 +33,7 @@ from penstock.data.remote.local_files import copy_file, files_below, read_file, 
 from penstock.data.remote.remote_loop import RemoteLoop
 from penstock.data.remote.retries import LAST_PAUSE_S, pause_before_retry, tries_text
 from penstock.data.remote.transfer import (
+    CLOSED,
     LARGEST_COPY,
     PARALLEL,
     DownloadProgress,
@@ -370,6 +371,7 @@ class RemoteFolder:
         until = time.monotonic() + deadline_s
         failures = 0
         while True:
+            self._check_open(name, done)
             try:
                 return work(until)
             except PenstockError:
@@ -413,10 +415,7 @@ class RemoteFolder:
         while True:
             target = DownloadTarget(file, progress.at, limit, source)
             try:
-                if self._closed.is_set():
-                    raise ShardUnavailableError(
-                        f"{source} was not fetched, because its cache was closed. Open the dataset again"
-                    )
+                self._check_open(name, "fetched")
                 self._try(name, target, progress, until, source)
                 if expected is not None and target.at != expected:
                     raise TransferBroken(f"the transfer ended after {target.at} of {expected} bytes")
@@ -449,6 +448,13 @@ class RemoteFolder:
                     "%s could not be fetched yet: %s; retrying for %.0f s more", source, failure_kind.reason, left
                 )
             self._closed.wait(pause)
+
+    def _check_open(self, name: str, done: str) -> None:
+        """Raise ShardUnavailableError if this object was closed. `done`: as in `_retry`."""
+        if self._closed.is_set():
+            raise ShardUnavailableError(
+                f"{self.url_of(name)} could not be {done}, because {CLOSED}. Open the dataset again"
+            )
 
     def _absent(self, name: str, failure_kind: FailureKind) -> FileNotFoundError | None:
         """Return a FileNotFoundError, as the cause of the error to raise, if the remote does not have the file; None
@@ -519,7 +525,7 @@ class RemoteFolder:
         with self._lock:
             if self._closed.is_set():
                 work.close()
-                raise TransferBroken("the dataset was closed")
+                raise TransferBroken(CLOSED)
             return loop.call(work)
 
     def _wait(
@@ -530,13 +536,13 @@ class RemoteFolder:
         try:
             with self._lock:
                 if self._closed.is_set():
-                    raise TransferBroken("the dataset was closed")
+                    raise TransferBroken(CLOSED)
                 self._moving.add(future)
             while True:
                 before = target.at if target else 0
                 concurrent.futures.wait((future,), min(stall_s, max(0.0, until - time.monotonic())))
                 if future.cancelled():
-                    raise TransferBroken("the dataset was closed")
+                    raise TransferBroken(CLOSED)
                 if future.done():
                     return future.result()
                 if time.monotonic() >= until:
@@ -553,7 +559,7 @@ class RemoteFolder:
         """Return this process's event loop for the remote, its filesystem, and the path of the folder there."""
         with self._lock:
             if self._closed.is_set():
-                raise TransferBroken("the dataset was closed")
+                raise TransferBroken(CLOSED)
             if self._loop is None:
                 self._loop = RemoteLoop(self._url, self._options)
                 weakref.finalize(self, RemoteLoop.close, self._loop)  # called also at the interpreter's exit
@@ -565,7 +571,7 @@ class RemoteFolder:
                 )
         concurrent.futures.wait((loop.opening,), min(self._stall_s, max(0.0, until - time.monotonic())))
         if loop.opening.cancelled():
-            raise TransferBroken("the dataset was closed while its remote was being opened")
+            raise TransferBroken(CLOSED)
         if not loop.opening.done():
             raise TransferBroken("the remote was not opened before the deadline")
         if loop.opening.exception():

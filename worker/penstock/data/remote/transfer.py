@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from penstock.proto.errors import PenstockError, ShardCorruptError, ShardUnavailableError
 
 __all__ = [
+    "CLOSED",
     "LARGEST_COPY",
     "LARGE_PIECE",
     "PARALLEL",
@@ -55,6 +56,8 @@ PARALLEL, LARGE_PIECE = 4, 8 << 20
 """Number and size in bytes of pieces of a file that are requested at the same time, as long as nothing fails. A request
 to an object store has a latency of tens of milliseconds and a limited rate, so four requests at a time bring 32 MiB in
 little more time than one request takes for 8 MiB. boto3's pieces have the same size."""
+CLOSED = "the dataset was closed"
+"""Reason, in errors, of calls that end because the RemoteFolder was closed."""
 LARGEST_COPY = 1 << 44
 """Largest size in bytes of a file of unknown size that is copied to a disk."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
