@@ -202,7 +202,7 @@ def test_a_folder_without_a_place_is_the_dataset(tmp_path: Path) -> None:
     cache = ShardCache(None, tmp_path, limit=1)
     assert [held_bytes(cache, shard) for shard in (*plain, *packed)] == [raw_bytes(n, SIZE) for n in range(2)]
     gone = ShardFile(StoredFile("gone", 5))
-    with pytest.raises(ShardUnavailableError, match="gone is missing, and no remote was given"):
+    with pytest.raises(ShardUnavailableError, match="gone is missing, and there is no remote"):
         cache.hold(replace(plain[0], files=(gone,)))
     path = tmp_path / plain[0].name
     path.write_bytes(bytes(SIZE))
@@ -450,7 +450,7 @@ def test_wait_for_another_process_has_a_deadline(
     server.faults[shard.name] = [Fault(silent_after=100, stays=True)]
     make(threads=1).fetch_ahead([shard])
     assert server.moving.acquire(timeout=30)
-    with pytest.raises(ShardUnavailableError, match=rf"was not available within 0\.3 s, .*process {os.getpid()}\)"):
+    with pytest.raises(ShardUnavailableError, match=rf"was not available .*held by process {os.getpid()}\."):
         make(timeout_s=0.3).hold(shard)
 
 

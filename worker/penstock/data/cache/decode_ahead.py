@@ -1,8 +1,8 @@
 """Decoding of blocks in a thread, before they are needed. A *block* is a part of a shard that is decoded as a whole,
 such as a row group of Parquet.
 
-Decoding releases the GIL, so it runs beside the code that makes samples. Each dataset has at most one thread, which ends
-after some time without work, and is started again when needed. A forked child starts its own thread.
+Decoding releases the GIL, so it runs beside the code that makes samples. Each dataset has at most one such thread. It
+ends after some time without work, and is started again when needed. A forked child starts its own thread.
 """
 
 from __future__ import annotations
