@@ -205,6 +205,7 @@ def test_state_names_costs_that_decide_the_order() -> None:
         (Balance(-COSTS), "must be finite and at least 0, got -"),
         (Balance(np.full(ROWS, math.inf)), "got inf for sample 0"),
         (Balance(lambda ids: ids[1:]), "must return one number for each of 203 samples, got 202"),
+        (Balance(lambda ids: [ids]), "the cost function must return a one-dimensional array of numbers"),
         (Balance("length"), "needs a dataset with columns, got range"),
         (Balance(np.zeros((ROWS, 2))), "a one-dimensional array of numbers"),
         (Balance(None), "a one-dimensional array of numbers"),

@@ -67,7 +67,9 @@ class Converted:
     """Shards of the result, as its index lists them."""
     samples: int
     digest: str
-    """Digest of all rows of the result, as hexadecimal text. It does not depend on the format."""
+    """Digest of all rows as a reader of the result gets them, made from the digests of the parts: hexadecimal text.
+    Results in MDS and in Parquet have the same digest, unless values of a column were changed for one of them, such as
+    times to text."""
     parts: int
     """Number of parts into which the conversion was divided. This call converted `made` of them; an earlier call had
     finished the others."""
@@ -102,7 +104,8 @@ def convert_dataset(
 
     Args:
         source: folder of the dataset, local or any URL that fsspec opens. It must have an index.
-        dest: folder of the result, local or a URL; empty, or with a conversion of the same data that was killed.
+        dest: folder of the result, local or a URL; empty, or with the same conversion, which was killed or has
+            finished.
         to: "mds" or "parquet".
         columns: names of the columns to convert; None: all.
         types: types of some columns, instead of those that are chosen from samples: MDS encodings, or Arrow's types by
@@ -356,7 +359,7 @@ class _Conversion:
                 "Give another folder, or remove this one"
             )
         if others and not begun:
-            raise DatasetError(f"{self.remote.url} must be empty, got the file {min(others)}. Give another folder")
+            raise DatasetError(f"{self.remote.url} must be empty, got {min(others)}. Give another folder")
         return None
 
     def _journaled(self) -> dict[int, tuple[list[Shard], dict[str, Any]]]:
@@ -405,7 +408,7 @@ class _Conversion:
             if number not in parts or parts[number][1]["rows"] != part.end - part.begin:
                 raise DatasetError(
                     f"{self.remote.url_of(self.plan.folder_of(number))} must not change while other parts are "
-                    "converted, but it was changed or removed. Run the command again"
+                    "converted, but it was changed or removed. Convert again"
                 )
         shards = join_indexes((self.plan.folder_of(number), parts[number][0]) for number in sorted(parts))
         digests = "".join(str(parts[number][1]["digest"]) for number in sorted(parts))

@@ -22,8 +22,8 @@ from penstock.data.ordering.skips import KeptPositions, Ranges
 __all__ = ["Assign", "BatchPlan", "EpochPlan", "EpochRemainder", "SampleOrder", "WorkerBatches"]
 
 ORDERED_AT_ONCE = 2048
-"""Largest number of rows whose samples are looked up in one call. In calls of this size a row takes 0.1 us; in calls of
-64 rows it takes 2 us."""
+"""Largest number of rows whose samples are looked up in one call; a single batch may have more. In calls of this size a
+row takes 0.1 us; in calls of 64 rows it takes 2 us."""
 
 
 Assign = Callable[[Ints, int, int], tuple[Sequence[Ints], float]]
@@ -188,7 +188,8 @@ class WorkerBatches:
 
     def plans(self, done: int) -> list[BatchPlan]:
         """Return the plans of some of the worker's batches that follow its first `done` batches: as many as one look-up
-        of samples serves (ORDERED_AT_ONCE). The list is empty if the worker has no further batch in this epoch."""
+        of samples serves (ORDERED_AT_ONCE), or one batch if `assign` is given. The list is empty if the worker has no
+        further batch in this epoch."""
         remainder, first = self.remainder, self.turn.batch(done)
         if self.ended(done):
             return []

@@ -77,7 +77,7 @@ def index_folder(
             whole files. The order of samples is the same.
         timeout_s: seconds for each request to a remote folder.
 
-    Returns the shards. Raises InvalidArgumentError, DatasetError, ShardCorruptError.
+    Returns the shards. Raises InvalidArgumentError, DatasetError, ShardCorruptError, ShardUnavailableError.
     """
     if format is not None and format not in (PARQUET, *INDEXABLE):
         raise InvalidArgumentError(f"format must be one of {', '.join((PARQUET, *INDEXABLE))}, got {format!r}")
