@@ -405,6 +405,18 @@ def test_ahead_is_fetched_in_order_by_threads(server: ShardServer, make: Make, t
     assert not any(thread.name.startswith("penstock-") for thread in set(threading.enumerate()) - before)
 
 
+def test_waits_for_a_running_prefetch_are_counted(server: ShardServer, make: Make) -> None:
+    (shard,) = make_shards(server.folder, 1, SIZE)
+    server.faults[shard.name] = [Fault(bytes_per_s=SIZE)]
+    cache = make()
+    cache.fetch_ahead([shard])
+    until(lambda: server.requests[shard.name])
+    cache.hold(shard).release()
+    stats = cache.stats()
+    assert (stats.fetched_shards, stats.fetched_bytes) == (1, SIZE)
+    assert stats.waited_s > 0
+
+
 def test_closing_in_the_middle_of_transfers(server: ShardServer, make: Make, tmp_path: Path) -> None:
     shards = make_shards(server.folder, 3, SIZE)
     for shard in shards:

@@ -49,9 +49,9 @@ class FetchStats:
     ahead_bytes: int = 0
     """Number of bytes of the shards of `ahead_shards`, decompressed."""
     waited_s: float = 0.0
-    """Seconds that reads of samples waited while this process fetched a shard for them. Waits for a shard that a
-    prefetch or another process is just fetching do not count. If the value grows after the first batches, raise the
-    number of samples that are prefetched, or use a faster remote."""
+    """Seconds that reads of samples waited until a shard was fetched: by the read itself, by a prefetch that had not
+    ended, or by another process. If the value grows after the first batches, prefetch farther ahead, or use a faster
+    remote."""
 
     def __add__(self, other: FetchStats) -> FetchStats:
         return FetchStats(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))

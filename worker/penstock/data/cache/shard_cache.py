@@ -304,7 +304,9 @@ class ShardCache:
         try:
             paths = self._ready(shard, lock)
             if paths is None:
+                began = time.monotonic()
                 paths = self._fill(shard, key, lock, until)
+                self._count(waited_s=time.monotonic() - began)
             if paths is None:
                 raise ShardUnavailableError(
                     f"{shard.name} was changed in {self.folder} while it was fetched. Let only Penstock write there"
@@ -373,7 +375,6 @@ class ShardCache:
                 return None
             if decided:
                 decided()
-            began = time.monotonic()
             try:
                 version = self._downloads.fill(shard, temporary, until, from_remote=from_remote)
             except BaseException:
@@ -381,15 +382,15 @@ class ShardCache:
                     lock.write(b"")  # nothing is on disk, so nothing is claimed
                 raise
             lock.write(version.encoded())
-            self._count(version.size, 0.0 if decided else time.monotonic() - began)
+            self._count(1, version.size)
             return version.holds(shard, self._root)
 
-    def _count(self, size: int, waited_s: float) -> None:
+    def _count(self, shards: int = 0, size: int = 0, waited_s: float = 0.0) -> None:
         with self._lock:
             before = self._fetched
             self._fetched = replace(
                 before,
-                fetched_shards=before.fetched_shards + 1,
+                fetched_shards=before.fetched_shards + shards,
                 fetched_bytes=before.fetched_bytes + size,
                 waited_s=before.waited_s + waited_s,
             )
