@@ -79,8 +79,8 @@ class CacheState:
                 self._sweep(state)
         except OSError as error:
             raise ShardUnavailableError(
-                f"the cache folder {self.root} cannot be written: {error.strerror}. Give a local folder that you can "
-                "write to"
+                f"the cache folder {self.root} cannot be written: {error.strerror}. Make space, or give a local "
+                "folder that you can write to"
             ) from error
         self._prepared = True
 
@@ -249,7 +249,7 @@ class CacheState:
             except OSError as error:
                 raise ShardUnavailableError(
                     f"the cache folder {self.root} cannot be used: {os.path.join(self.root, path)}: {error.strerror}. "
-                    "Give a local folder that you can write to"
+                    "Make space, or give a local folder that you can write to"
                 ) from error
             if lock:
                 if self._group is not None:

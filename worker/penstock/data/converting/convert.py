@@ -28,7 +28,7 @@ from penstock.data.cache.file_locks import FileLock, take
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.converting.argument_names import ARGUMENTS, ArgumentNames
 from penstock.data.converting.conversion_plan import ConversionPlan, parts_of
-from penstock.data.converting.convert_part import PartConverter, data_of, source_of
+from penstock.data.converting.convert_part import PartConverter, shard_digests, source_of
 from penstock.data.converting.target_columns import TargetColumn, mds_columns, parquet_columns
 from penstock.data.converting.target_settings import target_settings
 from penstock.data.formats.index import INDEX, index_notes, join_indexes, read_index, write_index
@@ -46,7 +46,7 @@ from penstock.runtime.telemetry.progress import FILES_S, Progress
 
 __all__ = ["Converted", "convert_dataset"]
 
-JOURNAL = ".penstock-converting"
+MARKER = ".penstock-converting"
 """Name of the file in the result's folder that identifies an unfinished conversion."""
 SAMPLED_SHARDS, SAMPLED_ROWS = 8, 64
 """Number of shards, and number of rows in each of them, that are read to choose the types of columns."""
@@ -146,7 +146,7 @@ def convert_dataset(
             to,
             *chosen,
             settings=settings,
-            data=_digest("".join(data_of(shards, RemoteFolder(_address(source), source_options)))),
+            data=_digest("".join(shard_digests(shards, RemoteFolder(_address(source), source_options)))),
             parts=parts_of(shards),
             verify=verify,
             timeout_s=timeout_s,
@@ -285,15 +285,15 @@ class _Conversion:
 
     @contextlib.contextmanager
     def _sole_writer(self) -> Iterator[FileLock | None]:
-        """Hold a lock on the file JOURNAL while the `with` block runs, so that only one process converts into the
+        """Hold a lock on the file MARKER while the `with` block runs, so that only one process converts into the
         folder. Yield the lock; None for a remote folder, which has no locks."""
         folder = self.remote.local
         if folder is None:
             yield None
             return
-        with self._writes_journal():
+        with self._writes_marker():
             folder.mkdir(parents=True, exist_ok=True)
-            lock = take(str(folder), JOURNAL, shared=False)
+            lock = take(str(folder), MARKER, shared=False)
         if lock is None:
             raise DatasetError(
                 f"{self.remote.url} must have one writer, but another process converts into it. Wait until that "
@@ -309,34 +309,34 @@ class _Conversion:
             lock.release()
 
     def _begin(self, lock: FileLock | None) -> None:
-        """Write the plan's key into the file JOURNAL. In a local folder, write into the file that `lock` has locked,
+        """Write the plan's key into the file MARKER. In a local folder, write into the file that `lock` has locked,
         because a new file would not be locked, and only if the key is not there yet."""
         text = self.plan.key.encode() + b"\n"
         if lock is None:
-            self.remote.write(JOURNAL, text, deadline_s=self.timeout_s)
+            self.remote.write(MARKER, text, deadline_s=self.timeout_s)
         elif lock.read() != text:
-            with self._writes_journal():
+            with self._writes_marker():
                 lock.write(text)
                 with open(lock.path, "rb") as file:
                     os.fsync(file.fileno())
                 sync_folder(Path(lock.root))
 
     @contextlib.contextmanager
-    def _writes_journal(self) -> Iterator[None]:
+    def _writes_marker(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise ShardUnavailableError(
-                f"{self.remote.url_of(JOURNAL)} could not be written: {error.strerror}. Make space, or give a folder "
+                f"{self.remote.url_of(MARKER)} could not be written: {error.strerror}. Make space, or give a folder "
                 "that you can write to"
             ) from error
 
     def _run(self, processes: int) -> Converted:
-        parts = self._journaled()
+        parts = self._finished_parts()
         missing = [number for number in range(len(self.plan.parts)) if number not in parts]
         if missing:
             self._convert(missing, min(processes, len(missing)), len(parts))
-            parts = self._journaled()
+            parts = self._finished_parts()
         return self._finish(parts, len(missing))
 
     # ---- what is there
@@ -351,18 +351,18 @@ class _Conversion:
             if notes.get("key") != self.plan.key:
                 raise DatasetError(f"{self.remote.url} must be empty, but it has a dataset. Give another folder")
             return self._converted(read_index(text, self.remote.url), notes["digest"], 0)
-        begun = self.remote.read(JOURNAL, deadline_s=self.timeout_s).strip() if JOURNAL in names else b""
-        others = [name for name in names if name != JOURNAL]
+        begun = self.remote.read(MARKER, deadline_s=self.timeout_s).strip() if MARKER in names else b""
+        others = [name for name in names if name != MARKER]
         if begun and begun != self.plan.key.encode():
             raise DatasetError(
                 f"{self.remote.url} must be empty, got an unfinished conversion of other data or with other settings. "
                 "Give another folder, or remove this one"
             )
         if others and not begun:
-            raise DatasetError(f"{self.remote.url} must be empty, got {min(others)}. Give another folder")
+            raise DatasetError(f"{self.remote.url} must be empty, but it has {min(others)}. Give another folder")
         return None
 
-    def _journaled(self) -> dict[int, tuple[list[Shard], dict[str, Any]]]:
+    def _finished_parts(self) -> dict[int, tuple[list[Shard], dict[str, Any]]]:
         """Return the finished parts, as number of the part -> (shards of the part, notes of the part's index)."""
         present = {name for name in self.remote.find(deadline_s=self.timeout_s) if name.endswith(f"/{INDEX}")}
         numbers = [n for n in range(len(self.plan.parts)) if f"{self.plan.folder_of(n)}/{INDEX}" in present]
@@ -421,7 +421,7 @@ class _Conversion:
         return self._converted(shards, digest, made)
 
     def _clean_up(self) -> None:
-        """Remove the parts' own indexes, temporary files of killed runs, and then the file JOURNAL. Call this once the
+        """Remove the parts' own indexes, temporary files of killed runs, and then the file MARKER. Call this once the
         dataset's index lists all shards."""
         shards = read_index(self.remote.read(INDEX, deadline_s=self.timeout_s), self.remote.url)
         needed = {(file.packed or file.raw).name for shard in shards for file in shard.files}
@@ -429,7 +429,7 @@ class _Conversion:
         names = [name for name in self.remote.find(deadline_s=self.timeout_s) if name.partition("/")[0] in folders]
         with ThreadPoolExecutor(THREADS) as threads:
             list(threads.map(self._remove, [name for name in names if name not in needed]))
-        self._remove(JOURNAL)
+        self._remove(MARKER)
 
     def _remove(self, name: str) -> None:
         self.remote.remove(name, deadline_s=self.timeout_s)

@@ -24,7 +24,7 @@ from penstock.data.formats.shards import ReadOptions, Shard, rows_of
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.proto.errors import DatasetError
 
-__all__ = ["PartConverter", "data_of", "source_of"]
+__all__ = ["PartConverter", "shard_digests", "source_of"]
 
 ROWS = 256
 """Number of rows that are read and written at a time."""
@@ -160,7 +160,7 @@ def _named(shard: Shard, begin: int, end: int) -> str:
     return f"{shard.name}, samples {begin} to {end - 1}"
 
 
-def data_of(shards: list[Shard], source: RemoteFolder) -> list[str]:
+def shard_digests(shards: list[Shard], source: RemoteFolder) -> list[str]:
     """Return one digest for each shard, of its files as the index lists them, and for a local source of their sizes and
     times. So for a remote source a digest changes only if a file's size or hash in the index does."""
     return [origin_of(shard, source.local) for shard in shards]

@@ -80,7 +80,8 @@ class OrderFile:
 
     @staticmethod
     def read(given: str | os.PathLike[str]) -> OrderFile:
-        """Return the order in a file. Raises DatasetError if the file is missing or damaged."""
+        """Return the order in a file. Raises DatasetError if the file is missing, damaged, or of another version of the
+        format."""
         path = Path(given)
         try:
             with path.open("rb") as file:

@@ -86,7 +86,7 @@ def index_folder(
     if root is None:
         return _index_remote(remote, format, out, storage_options, ranges, timeout_s)
     if not root.is_dir():
-        raise DatasetError(f"{root} must be a folder with a dataset's files. Correct the path")
+        raise DatasetError(f"{root} must be a folder with a dataset's files, got no folder. Correct the path")
     splits = saved_splits(root) if format in (None, "arrow") else None
     if splits is not None:
         below = {split: None if out is None else Path(out) / split for split in splits}
