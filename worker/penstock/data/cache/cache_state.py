@@ -87,9 +87,9 @@ class CacheState:
     def _make_folders(self) -> None:
         """Make the cache's folder, and in it the state folder with its subfolders.
 
-        Raises DatasetError if another user than root, or than the members of the cache's group, owns one of them; or if
-        a file or link has its name. That user could put links or false records there, and this process would then read
-        wrong files.
+        Raises DatasetError if a file or a link has the name of one of them, or if it belongs to another user, except
+        root and the members of the cache's group. Another user could put links or false records there, and this process
+        would then read wrong files.
         """
         refuse_strange_links(Path(self.root))
         made = False

@@ -117,7 +117,7 @@ class Downloads:
 
     def accepts(self, version: ShardVersion, shard: Shard) -> bool:
         """Return True if the record `version` describes the files that the index lists now, and if they were verified
-        by the hash that `validate` asks for."""
+        as `validate` asks for."""
         if version.origin != self.origin(shard):
             return False
         return version.hash == self._validate if self._validate else bool(version.hash) or not self._verified_by(shard)
