@@ -5,8 +5,9 @@ into a folder of its own, read back and compared, and then gets its index; sever
 When all parts are finished, their indexes are merged into the index of the result. So a run may be killed at any
 moment, and the next one makes only the parts that are not finished.
 
-Samples keep their numbers. The index notes how the source's shards divided the samples (indexes/order_layout.py). So
-the result is shuffled in the source's order, and a state that a job saved with the source can be resumed on the result.
+Samples keep their numbers. Unless keep_order=False, the index notes how the source's shards divided the samples
+(indexes/order_layout.py). Then the result is shuffled in the source's order, and a state that a job saved with the
+source can be resumed on the result.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ __all__ = ["Converted", "convert_dataset"]
 MARKER = ".penstock-converting"
 """Name of the file in the result's folder that identifies an unfinished conversion."""
 SAMPLED_SHARDS, SAMPLED_ROWS = 8, 64
-"""Number of shards, and number of rows in each of them, that are read to choose the types of columns."""
+"""Largest number of shards, and of rows in each of them, that are read to choose the types of columns."""
 ARROW_FILE = b"ARROW1"
 """First bytes of a file in Arrow's file format. Its stream format begins with other bytes."""
 PROCESS_BYTES = 128 << 20
@@ -116,7 +117,7 @@ def convert_dataset(
         size_limit: largest size of an MDS shard in bytes (64 MiB), or of the values in a row group of Parquet (16 MiB).
         keep_order: True: the result has the order of the source, so states that were saved with the source can be
             resumed on the result. False: the result's own shards decide its order.
-        verify: True: read each part back, and compare its rows with those of the source.
+        verify: True: read each part back, and compare its rows with those that were written.
         processes: number of processes; None: one for each processor, but no more than one for each 128 MiB of data.
         source_options, dest_options: keyword arguments for fsspec's filesystems.
         timeout_s: seconds for each file of a remote.

@@ -205,7 +205,8 @@ class RemoteFolder:
 
     def read(self, name: str, *, deadline_s: float, first: int | None = None) -> bytes:
         """Return the content of a small file, or only its first `first` bytes. Raise ShardUnavailableError; its cause
-        is a FileNotFoundError if the remote says that it has no such file."""
+        is a FileNotFoundError if the remote says that it has no such file. Raise ShardCorruptError for more than
+        LARGEST_READ bytes of a remote file."""
         if self.local:
             return read_file(self.local / name, LARGEST_READ, first)
         if first is not None:
@@ -227,7 +228,7 @@ class RemoteFolder:
             file.truncate(expected_size)
 
     def has(self, name: str, size: int, *, deadline_s: float) -> bool:
-        """Return True if the remote reports a file of this name and size."""
+        """Return True if the remote reports a file of this name and size; False also if it does not answer."""
         if self.local:
             return (self.local / name).is_file() and (self.local / name).stat().st_size == size
         try:
@@ -307,14 +308,14 @@ class RemoteFolder:
 
     def names(self, *, deadline_s: float) -> list[str]:
         """Return the names of the files and folders directly in the folder; none if it does not exist. Raises
-        ShardUnavailableError."""
+        ShardUnavailableError, for a local folder OSError."""
         if self.local:
             return [path.name for path in self.local.iterdir()] if self.local.is_dir() else []
         return self._listed("ls", deadline_s, detail=False)
 
     def find(self, *, deadline_s: float) -> list[str]:
         """Return the paths of all files in the folder and its subfolders, relative to the folder; none if it does not
-        exist. Raises ShardUnavailableError."""
+        exist. Raises ShardUnavailableError, for a local folder OSError."""
         if self.local:
             return files_below(self.local)
         return sorted(self._listed("find", deadline_s))
@@ -358,7 +359,7 @@ class RemoteFolder:
         )
 
     def remove(self, name: str, *, deadline_s: float) -> None:
-        """Remove a file, if there is one. Raises ShardUnavailableError."""
+        """Remove a file, if there is one. Raises ShardUnavailableError, for a local folder OSError."""
         if self.local:
             (self.local / name).unlink(missing_ok=True)
             return
