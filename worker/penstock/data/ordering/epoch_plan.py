@@ -123,8 +123,8 @@ class EpochRemainder:
         return [(int(rows[first]), int(rows[end]) + 1) for first, end in zip(firsts, ends, strict=True)]
 
     def skipped_ranges(self, number: int) -> list[tuple[int, int]]:
-        """Return the ranges (first, end) of skipped positions that lie between the last row of batch `number` - 1 and
-        the last row of batch `number`."""
+        """Return the ranges (first, end) of skipped positions of this epoch that lie between the last row of batch
+        `number` - 1 and the last row of batch `number`."""
         begin, end = max(0, self.position(number)), self.position(number + 1)
         offset = self.epoch * self.epochs.length
         found = [(max(first - offset, begin), min(last - offset, end)) for first, last in self.epochs.skip]

@@ -125,7 +125,7 @@ class FiledOrder:
             name: name of the data, for errors.
             count: number of samples in the data.
 
-        Raises DatasetError unless the file's epoch and an epoch of `own` have each sample of the data once.
+        Raises DatasetError unless the file's epoch and an epoch of `own` have as many samples as the data.
         """
         if not file.samples == len(own) == count:
             raise DatasetError(

@@ -52,8 +52,9 @@ class Costs:
             for begin in range(0, length, CHUNK):
                 digest.update(self.of(np.arange(begin, min(begin + CHUNK, length))).tobytes())
         self.digest = digest.hexdigest()
-        """Digest of all costs. If `cost` is a function, it is the digest of the costs of up to PROBES samples. It is
-        part of a loader's state, so that a resume with other costs is refused."""
+        """Digest of all costs. If `cost` is a function, it is the digest of the costs of up to PROBES samples. With
+        `over_steps` above 1 it is part of a loader's state, so that a resume with other costs is refused; otherwise the
+        costs do not decide which step has which rows."""
 
     def of(self, ids: Ints) -> npt.NDArray[np.float64]:
         """Return the costs of these samples. Raises DatasetError for a cost that is NaN, infinite or negative,

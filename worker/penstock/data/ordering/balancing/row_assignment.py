@@ -2,7 +2,7 @@
 number of rows as without balance.
 
 Rows are taken from the largest cost to the smallest, and each goes to that bin with free places whose sum of costs is
-smallest. All functions are pure, and sum in integers, so every machine gets the same result.
+smallest. All functions are pure, and rows are assigned by sums in integers, so every machine assigns them equally.
 """
 
 from __future__ import annotations
