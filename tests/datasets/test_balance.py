@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.data import Balance, MapLoader, StreamingDataset, StreamingLoader
+from penstock.data.ordering.balancing import balanced_order
 from penstock.data.ordering.balancing.row_assignment import assign_to_boxes, assign_to_steps
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
 from penstock.worker.batch.building import collate
@@ -205,6 +206,7 @@ def test_state_names_costs_that_decide_the_order() -> None:
         (Balance(-COSTS), "must be finite and at least 0, got -"),
         (Balance(np.full(ROWS, math.inf)), "got inf for sample 0"),
         (Balance(lambda ids: ids[1:]), "must return one number for each of 203 samples, got 202"),
+        (Balance(lambda ids: [ids]), "the cost function must return a one-dimensional array of numbers"),
         (Balance("length"), "needs a dataset with columns, got range"),
         (Balance(np.zeros((ROWS, 2))), "a one-dimensional array of numbers"),
         (Balance(None), "a one-dimensional array of numbers"),
@@ -218,6 +220,13 @@ def test_state_names_costs_that_decide_the_order() -> None:
 def test_bad_costs_name_the_remedy(balance: Any, words: str) -> None:
     with pytest.raises((InvalidArgumentError, DatasetError), match=words):
         loader(None, balance=balance)
+
+
+def test_batches_larger_than_a_window_are_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(balanced_order, "WINDOW_LIMIT", 8)
+    assert len(list(loader(1))) == len(list(loader(None)))
+    with pytest.raises(InvalidArgumentError, match="over_steps must be at most 1 with 16 rows"):
+        loader(2)
 
 
 def test_imbalance_needs_costs() -> None:

@@ -42,6 +42,13 @@ def hold(server: ShardServer, tmp_path: Path) -> Hold:
     return hold
 
 
+def test_file_in_place_of_a_folder_is_named(hold: Hold, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / ".penstock").touch()
+    with pytest.raises(DatasetError, match=r"\.penstock must be a folder, got a file\. Remove it"):
+        hold()
+
+
 @as_root
 @pytest.mark.parametrize("path", ["cache", "cache/.penstock", "cache/.penstock/shards"])
 def test_other_users_folder_needs_a_group(hold: Hold, tmp_path: Path, path: str) -> None:

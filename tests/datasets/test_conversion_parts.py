@@ -186,9 +186,7 @@ def test_each_part_is_taken_once() -> None:
 def test_killed_process_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers(tmp_path / "from", 40)
     monkeypatch.setattr(convert_part.PartConverter, "convert", lambda self, number: os.kill(os.getpid(), 9))
-    with pytest.raises(
-        DatasetError, match=r"ended with exit status -9 before its work was done\. Run the command again"
-    ):
+    with pytest.raises(DatasetError, match=r"ended with exit status -9 before its work was done\. Try again"):
         to_mds(tmp_path / "from", tmp_path / "to", processes=2)
 
 
@@ -197,7 +195,7 @@ def test_other_files_are_never_touched(tmp_path: Path) -> None:
     numbers(tmp_path / "from", 30)
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "mine").write_text("mine")
-    with pytest.raises(DatasetError, match=r"must be empty, got the file mine\. Give another folder"):
+    with pytest.raises(DatasetError, match=r"must be empty, but it has mine\. Give another folder"):
         to_mds(tmp_path / "from", tmp_path / "to")
     numbers(tmp_path / "other", 10)
     before = files_in(tmp_path / "other")
@@ -209,8 +207,8 @@ def test_other_files_are_never_touched(tmp_path: Path) -> None:
     for change in ({"compression": "zstd"}, {"columns": ["number"], "types": {"number": "str_int"}}):
         with pytest.raises(DatasetError, match="must be empty, got an unfinished conversion of other data"):
             to_mds(tmp_path / "from", tmp_path / "begun", **change)
-    with (tmp_path / "begun" / convert.JOURNAL).open() as journal:
-        fcntl.flock(journal, fcntl.LOCK_EX)
+    with (tmp_path / "begun" / convert.MARKER).open() as marker:
+        fcntl.flock(marker, fcntl.LOCK_EX)
         with pytest.raises(DatasetError, match="must have one writer, but another process converts into it"):
             to_mds(tmp_path / "from", tmp_path / "begun")
     os.utime(next((tmp_path / "from").glob("shard.*")))
@@ -236,7 +234,7 @@ def test_run_beside_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def begin() -> None:
         (tmp_path / "begun").mkdir()
-        fcntl.flock(held.enter_context((tmp_path / "begun" / convert.JOURNAL).open("w")), fcntl.LOCK_EX)
+        fcntl.flock(held.enter_context((tmp_path / "begun" / convert.MARKER).open("w")), fcntl.LOCK_EX)
 
     with held, pytest.raises(DatasetError, match="must have one writer, but another process converts into it"):
         after_first_look(begin, "begun")

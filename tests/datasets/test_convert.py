@@ -175,8 +175,10 @@ def test_values_unlike_the_sampled_ones_are_named() -> None:
             r"all values must be dicts with a field 'bytes', as in the rows .*, got \{'bytes': None\}",
         ),
     ):
-        with pytest.raises(DatasetError, match=f"row 0: column 'a': {words}"):
-            target_columns.stored_rows([{"a": value}], [target_columns.TargetColumn("a", "", change)], ARGUMENTS)
+        with pytest.raises(DatasetError, match=f"sample 300 of the shard, column 'a': {words}"):
+            target_columns.stored_rows(
+                [{"a": value}], [target_columns.TargetColumn("a", "", change)], ARGUMENTS, first=300
+            )
 
 
 # ---- order and states

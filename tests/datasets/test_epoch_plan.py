@@ -78,6 +78,7 @@ def test_what_is_added_behind_a_place_is_found(
     assert (found is None) == (not added)
     if found is not None:
         assert found[0] == added[0]
+        assert set(range(*found)) <= set(added)
     kept = np.array(sorted(numbers(now)))
     assert sum(end - first for first, end in ranges(now)) == len(kept)
 

@@ -225,8 +225,29 @@ def test_closing_ends_what_moves(place: RemoteFolder, server: ShardServer, tmp_p
     thread.join(10)
     assert not thread.is_alive()
     assert "was closed" in str(errors[0])
-    with pytest.raises(ShardUnavailableError, match="its cache was closed"):
+    with pytest.raises(ShardUnavailableError, match="because the dataset was closed"):
         fetch(place, tmp_path)
+
+
+def test_file_too_large_to_be_read_names_the_limit(place: RemoteFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "LARGEST_READ", SIZE - 1)
+    with pytest.raises(ShardCorruptError, match=f"must have at most {SIZE - 1} bytes, got more"):
+        place.read(NAME, deadline_s=30)
+
+
+@pytest.mark.parametrize("url", ["memory://closed", "http://127.0.0.1:1/closed"])
+def test_closed_remote_refuses_calls_at_once(url: str) -> None:
+    place = RemoteFolder(url)
+    place.close()
+    started = time.monotonic()
+    with pytest.raises(ShardUnavailableError, match="could not be read, because the dataset was closed"):
+        place.size("a", deadline_s=30)
+    assert time.monotonic() - started < 10
+
+
+def test_long_outage_is_retried_to_the_end() -> None:
+    failure = transfer.FailureKind("the server is away", final=False)
+    assert retries.pause_before_retry(5000, 1e6, failure) <= retries.LONGEST_PAUSE_S
 
 
 def test_a_forked_child_opens_its_own(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:
@@ -393,7 +414,7 @@ def test_places_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", absent)
-    with pytest.raises(DatasetError, match=r"install penstock\[s3\]"):
+    with pytest.raises(DatasetError, match=r"Install penstock\[s3\]"):
         RemoteFolder("s3://bucket/data")
 
 

@@ -498,7 +498,7 @@ def test_files_with_hashes_are_fetched_whole(remote: ShardServer, folder: Path, 
 def test_server_without_ranges_is_named(remote: ShardServer, tmp_path: Path) -> None:
     remote.fault = lambda name: Fault(no_ranges=True)
     dataset = StreamingDataset(remote.url, tmp_path / "cache")
-    with pytest.raises(DatasetError, match=r"a\.parquet: the server must send bytes .*index_parquet"):
+    with pytest.raises(DatasetError, match=r"a\.parquet: the server must send bytes .*index_folder"):
         dataset[0]
 
 

@@ -169,8 +169,8 @@ def test_streams_are_mixed_by_their_shares(
         ([Stream()], "must have remote, local or both"),
         ([Stream(local="a", proportion=1, repeat=2)], "the same one of proportion, repeat and choose"),
         ([Stream(local="a", proportion=1), Stream(local="b")], "the same one of proportion, repeat and choose"),
-        ([Stream(local="a", choose=-1)], "stream 0: choose must be a number >= 0, got -1"),
-        ([Stream(local="a", repeat=float("nan"))], "stream 0: repeat must be a number >= 0, got nan"),
+        ([Stream(local="a", choose=-1)], "stream 0: choose must be a finite number >= 0, got -1"),
+        ([Stream(local="a", repeat=float("nan"))], "stream 0: repeat must be a finite number >= 0, got nan"),
         (
             [Stream(local="a", choose=1), Stream(local="b", choose=cast(Any, 2.5))],
             "stream 1: choose must be a whole number, got 2.5",
@@ -193,7 +193,7 @@ def test_arguments_that_cannot_be_meant(hundred: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="Give them to each Stream"):
         StreamingDataset(streams=[Stream(local=hundred)], split="train")
     dataset = StreamingDataset(streams=[Stream(local=hundred, repeat=2)])
-    with pytest.raises(InvalidArgumentError, match="epoch_size needs streams with proportions"):
+    with pytest.raises(InvalidArgumentError, match="epoch_size must be None with streams that give repeat or choose"):
         dataset.shares(5)
     with pytest.raises(InvalidArgumentError, match="must have a proportion above 0"):
         StreamingDataset(streams=[Stream(local=hundred, proportion=0)]).shares()

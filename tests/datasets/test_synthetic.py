@@ -55,5 +55,5 @@ def test_specs_that_cannot_be_meant() -> None:
         SyntheticDataset({"a": [torch.empty(1), "float32"]}, 7)
     with pytest.raises(InvalidArgumentError, match="num_samples must be at least 1, got 0"):
         SyntheticDataset(SPEC, 0)
-    with pytest.raises(IndexError, match="must be at least 0 and below 7, got 7"):
+    with pytest.raises(IndexError, match="must be at least -7 and below 7, got 7"):
         SyntheticDataset(SPEC, 7)[7]

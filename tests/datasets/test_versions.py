@@ -317,6 +317,14 @@ def test_parts_are_appended_by_merging(place: str, tmp_path: Path) -> None:
         read(place, tmp_path / "cache", version=3)
 
 
+def test_local_copy_is_the_published_index(place: str, tmp_path: Path) -> None:
+    for part in ("a", "b"):
+        write(f"{place}/{part}", 10)
+        merge_index((tmp_path / "copy", place), [f"{place}/{part}"], append=True)
+        with closing(RemoteFolder(place)) as remote:
+            assert (tmp_path / "copy" / INDEX).read_bytes() == remote.read(INDEX, deadline_s=30)
+
+
 def test_indexes_of_any_size_are_joined(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An index that is too large to be read as a whole is appended to and merged, and returned shard by shard."""
     monkeypatch.setattr(folders, "LARGEST_READ", 100)

@@ -324,8 +324,10 @@ def test_address_is_never_a_local_folder(tmp_path: Path, monkeypatch: pytest.Mon
         StreamingDataset(local="s3://bucket/train")
     with pytest.raises(DatasetError, match="got a web server, which accepts no files"):
         MDSWriter("https://example.org/train", {"n": "int"})
-    with pytest.raises(InvalidArgumentError, match="keep_local=True needs out="):
+    with pytest.raises(InvalidArgumentError, match=r"keep_local=True needs out=.* got only a remote"):
         MDSWriter("memory://train", {"n": "int"}, keep_local=True)
+    with pytest.raises(InvalidArgumentError, match="got only a local folder, which keeps its files anyway"):
+        MDSWriter("train", {"n": "int"}, keep_local=True)
     assert names(tmp_path) == []
 
 

@@ -58,7 +58,8 @@ def at_least_one(name: str, value: int) -> int:
 
 def byte_count(name: str, value: int | str | None) -> int | None:
     """Return a number of bytes, given as a number, or as a text such as "64mb" (powers of 1024, as in
-    mosaicml-streaming). Return None for None. Raise InvalidArgumentError for anything else."""
+    mosaicml-streaming). Return None for None. Raise InvalidArgumentError for a number below 1, and for anything
+    else."""
     number = whole(name, _counted(name, value, _BYTES, "100kb, 64mb or 1.5gb, in powers of 1024"))
     if number is not None and number < 1:
         raise InvalidArgumentError(f"{name} must be at least 1 byte, got {value!r}")
@@ -67,7 +68,7 @@ def byte_count(name: str, value: int | str | None) -> int | None:
 
 def sample_count(name: str, value: int | str | None) -> int | None:
     """Return a number of samples, given as a number, or as a text such as "100k" (powers of 1000). Return None for
-    None. Raise InvalidArgumentError for anything else."""
+    None. Raise InvalidArgumentError for anything else. The caller checks the number, which may be negative."""
     return whole(name, _counted(name, value, _SAMPLES, "100k, 1.5m or 2b, in powers of 1000"))
 
 

@@ -65,7 +65,7 @@ class ColumnSource:
 
 def columns_match_samples(dataset: Any) -> bool:
     """Return True if a dataset is a ColumnSource whose columns have the same values as its samples. Return False if a
-    subclass makes the samples in its own `__getitem__`, for example to tokenize."""
+    subclass overrides one of ROW_METHODS and not `get_columns`: its own `__getitem__` may tokenize, for example."""
     if not isinstance(dataset, ColumnSource):
         return False
     own = type(dataset)
@@ -84,8 +84,8 @@ def as_python_numbers(values: Array) -> Values:
 
 
 def stacked_slices(values: Array, begins: Ints, size: int) -> Array:
-    """Return a copy of the slices of `size` values that begin at the indexes `begins` of the array; shape (slices,
-    size). The array must be one-dimensional and contiguous, and contain all slices."""
+    """Return a copy of the slices of `size` values that begin at the indexes `begins` (at least one) of the array;
+    shape (slices, size). The array must be one-dimensional and contiguous, and contain all slices."""
     count = len(begins)
     first = int(begins[0])
     if not size:
@@ -98,8 +98,9 @@ def stacked_slices(values: Array, begins: Ints, size: int) -> Array:
 
 
 def stacked(rows: list[Any]) -> Array | None:
-    """Return the rows' values as one array, shape (rows, ...), if they are numbers or arrays of numbers. Return None
-    for other values, for values that differ in type, shape or dtype, and for numbers that are too large."""
+    """Return the rows' values as one array, shape (rows, ...), if they are Python's ints or floats, or arrays of
+    numbers or bools. Return None for other values, for values that differ in type, shape or dtype, and for ints that
+    are too large for int64."""
     first, kinds = rows[0], set(map(type, rows))
     if kinds == {int}:
         with contextlib.suppress(OverflowError):
@@ -159,7 +160,8 @@ def placed(count: int, parts: Sequence[tuple[Ints, Values]]) -> Values:
 
 
 def _by_row(values: Values) -> list[Any]:
-    """Return a list with the value of each row: a Python number or an array."""
+    """Return the values as a list, one for each row. A list is returned as it is; of an array of shape (rows,) come
+    Python's numbers or bools, of any other array the rows' arrays."""
     if isinstance(values, list):
         return values
     return values.tolist() if values.ndim == 1 else list(values)

@@ -21,7 +21,8 @@ from penstock.data.ordering.epoch_plan import BatchPlan
 __all__ = ["ColumnsAhead"]
 
 AHEAD_BYTES = 512 << 10
-"""Largest size of the rows that are read in one call, in bytes."""
+"""Largest size in bytes of several batches that are read in one call, estimated from the call before. A single batch
+may be larger."""
 AHEAD_BATCHES = 32
 """Largest number of batches that are read in one call."""
 FEWEST = 4
@@ -55,8 +56,8 @@ class ColumnsAhead:
         return columns
 
     def _take(self, plans: list[BatchPlan]) -> bool:
-        """Read these batches together. Return False if this would have to wait for a file, or if it fails. No error is
-        raised then: the loop may never take the batch whose sample cannot be read."""
+        """Read these batches together. Return False if a file is not open, or if the samples cannot be read by column.
+        No error is raised then: the loop may never take the batch whose sample cannot be read."""
         ids = np.concatenate([plan.ids for plan in plans])
         if not self._source.is_at_hand(ids):
             return False

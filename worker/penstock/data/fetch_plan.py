@@ -7,7 +7,7 @@ bandwidth is given:
 
 - A unit's fetch begins `predownload` samples before the first sample that needs the unit.
 - With a limit the least recently used unit is evicted first. A prefetch never evicts a unit that the next `predownload`
-  samples need. The order of use is resolved to ticks of 1/4096 of an epoch.
+  samples need. The order of use is resolved to ticks: at most 4096 in an epoch, each of one or more whole steps.
 - With a bandwidth a node transfers one unit after another at this speed, and a step takes `step_s` once its data have
   arrived. Decompression, decoding and the latency of requests take no time.
 """
@@ -31,7 +31,8 @@ from penstock.data.ordering.sharded_order import ShardedOrder
 __all__ = ["EpochFetches", "Fetches", "NodeFetches", "PlannedRun", "planned"]
 
 TICKS = 4096
-"""Largest number of ticks into which the model divides an epoch. The order of uses within a tick is not modelled."""
+"""Largest number of ticks into which the model divides an epoch. In a tick, a unit counts as used once, at its first
+use."""
 EXAMINED_AT_ONCE = 1 << 20
 """Largest number of positions whose samples are looked up in one call."""
 
@@ -47,7 +48,7 @@ class Fetches:
     """Number of bytes to transfer for each unit (shard, or part of a large file): those of the compressed file, if the
     dataset has compressed files."""
     kept: Ints
-    """Number of bytes that the cache keeps for each unit."""
+    """Number of bytes that the cache keeps for each unit: those of its decompressed files."""
 
     @staticmethod
     def of(shards: Sequence[Shard]) -> Fetches:
@@ -95,17 +96,18 @@ class PlannedRun:
 
 @dataclass
 class EpochFetches:
-    """Downloads of one node (a machine whose boxes share a cache) in one epoch."""
+    """Downloads of one node (a machine whose boxes share a cache) for the steps of one epoch. Those for its first steps
+    may take place in the epoch before."""
 
     shards: int = 0
-    """Number of units that were downloaded: shards, or parts of large files."""
+    """Number of downloads of units (shards, or parts of large files), with the repeated ones."""
     again: int = 0
     """Number of repeated downloads. A unit (shard, or part of a large file) is downloaded again if the cache evicted it
     after its first download in this epoch."""
     bytes: int = 0
     """Number of bytes that were transferred to the node."""
     wait_s: float = 0.0
-    """Seconds that steps wait for downloads."""
+    """Seconds that steps wait for downloads; 0 if no bandwidth is given."""
     waiting_steps: int = 0
 
 
@@ -116,16 +118,16 @@ class NodeFetches:
     node: int
     epochs: list[EpochFetches]
     first_shards: int = 0
-    """Number of units (shards, or parts of large files) that the first batches of all workers need."""
+    """Number of units (shards, or parts of large files) that the first batches of all workers of the node need."""
     first_bytes: int = 0
     first_batch_s: float = 0.0
-    """Seconds from the start of the run until its first step begins."""
+    """Seconds from the start of the run until the node has the data of its first step; 0 if no bandwidth is given."""
     peak_bytes: int = 0
     """Largest number of bytes in the node's cache at any time."""
     working_bytes: int = 0
     """Size of the working set in bytes: the largest total size of units that are needed at one time. A unit is needed
-    from the beginning of its fetch to its last use in an epoch. With a cache of this size, no unit is fetched twice in
-    an epoch."""
+    from the beginning of its fetch to its last use in an epoch. A cache of this size that evicts what is not needed any
+    more fetches no unit twice in an epoch."""
 
 
 @dataclass(frozen=True)

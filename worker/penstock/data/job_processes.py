@@ -31,7 +31,7 @@ __all__ = ["JOB", "do_jobs", "in_processes", "memory_file", "serve_jobs"]
 JOB = struct.Struct("<Q")
 """Layout of a job's number in the file JOBS, from which processes take jobs."""
 END_S = 60.0
-"""Seconds to wait for processes to end by themselves."""
+"""Seconds that a process may take to end after SIGTERM, before it is killed."""
 
 Work = Callable[[int], dict[str, Any]]
 """Function that does the job with a given number, and returns its report. It raises PenstockError if the job fails."""
@@ -73,8 +73,8 @@ def in_processes(program: str, plan: bytes, jobs: Sequence[int], count: int) -> 
                     status = children.pop(pipe).result()
                     if status and failed is None:
                         failed = DatasetError(
-                            f"a process of {program} ended with exit status {status} before its work was done. Run the "
-                            "command again, with fewer processes if memory was short; what is finished is kept"
+                            f"a process of {program} ended with exit status {status} before its work was done. Try "
+                            "again, with fewer processes if memory was short; what is finished is kept"
                         )
                         os.lseek(jobs_file, 0, os.SEEK_END)
         if failed is not None:

@@ -21,13 +21,14 @@ def one_number(index: Any, length: int, name: str, what: str = "a sample's numbe
     if at < 0:
         at += length
     if not 0 <= at < length:
-        raise IndexError(f"{name}: {what} must be at least 0 and below {length}, got {number}")
+        raise IndexError(f"{name}: {what} must be at least {-length} and below {length}, got {number}")
     return at
 
 
 def many_numbers(index: Any, length: int, name: str, what: str = "a sample's number") -> list[int] | None:
-    """Return the sample numbers that a slice, a list, or an array of integers or bools selects, in its order; None for
-    any other `index`. Raise IndexError for a number out of range, TypeError for a list of anything but integers."""
+    """Return the sample numbers that a slice, a range, or a list or array of integers or bools selects, in its order;
+    None for any other `index`. Raise IndexError for a number out of range, and unless there are `length` bools;
+    TypeError for a list of anything else."""
     if isinstance(index, slice):
         return list(range(*index.indices(length)))
     if isinstance(index, range | list):

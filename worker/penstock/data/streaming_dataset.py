@@ -59,8 +59,8 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 __all__ = ["StreamingDataset"]
 
 LISTED_BOUNDS = 1 << 14
-"""Largest number of shards for which the numbers of their first samples are kept in a list. A list is searched faster
-than an array, but takes more memory."""
+"""Largest number of opened pieces (opened_units.py), plus one, for which the numbers of their first samples are kept in
+a list. A list is searched faster than an array, but takes more memory."""
 
 
 class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
@@ -110,13 +110,14 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                 read in place; the index must have it. False: verify nothing.
             keep_zip: True: keep compressed files in the cache beside the decompressed ones.
             timeout_s: seconds to wait for a shard.
-            download_threads: number of shards that a stream fetches at a time.
+            download_threads: largest number of shards that a stream prefetches at a time. A shard that is needed at
+                once is fetched in addition.
             prefetch_bytes: largest number of bytes, or a text such as "4gb", of shards that are fetched before their
                 samples are needed, for all streams together. The boxes of a host that use the same cache folder share
                 the number evenly. What the present batch needs is fetched in any case. None: only cache_limit and the
                 loader's `prefetch_seconds` limit the prefetch.
             cache_group: name or ID of a Unix group whose members share the cache folders. None: folders that another
-                user made or can write to are refused.
+                user made are refused.
             allow_unsafe_types: True: read columns of pickles. A pickle can run any code when it is read, so use this
                 only for data that you trust.
             images: "pil": images are Pillow's, decoded when they are first used. "array": images are numpy arrays of
@@ -129,7 +130,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                 order of samples, and so a saved state, does not depend on the columns.
             decoded_limit: largest number of bytes, or a text such as "1gb", of decoded row groups that this process
                 keeps in memory; the least recently used ones are dropped first. All datasets of a process share one
-                limit, the largest that any of them was given. None: 256 MiB.
+                limit: the largest that any of them was given, and at least 256 MiB. None: 256 MiB, or the limit of
+                    another dataset.
             version: number of the version to read, if the dataset has versions (docs/datasets.md). None: the newest
                 version, or that of the state which a StreamingLoader loads. "newest": the same, but with a state that
                 lies between two epochs the loader stays at the newest version.
@@ -262,8 +264,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         ]
         self._units = Units(self._tables, by_unit)
         self._bounds_of_units: list[Ints] | None = None
-        """Numbers of the first samples of the units that are read, and of the units of `layouts`: two arrays, each with
-        the number of all samples at the end. None if the units are the same."""
+        """Two arrays of bounds: of the units that are read, and of the units of `layouts`, which decide the order. Each
+        has the number of the first sample of every unit, and then the total number of samples. None if these are the
+        same units."""
         if any(self._units.finer) or not all(each.own for each in self.layouts):
             order_bounds = np.concatenate([[0], np.cumsum(self._order_sizes())])
             self._bounds_of_units = [self._units.unit_bounds, order_bounds]
@@ -281,8 +284,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                     "its end, or leave the stream out"
                 )
         self.fingerprint = joint_fingerprint(self.layouts)
-        """Digest of all data. It changes only with the data. It stays the same if they are moved to another place, or
-        converted to another format by `penstock data convert`."""
+        """Digest of what the indexes say of all data: names, sizes and hashes of files, numbers of samples. It stays
+        the same if the data are moved to another place, or converted to another format by `penstock data convert`."""
 
     def _set_starts(self) -> None:
         # For a single sample, bisect on a memoryview or list is faster than on an array. A list of a million numbers
@@ -393,8 +396,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 
     def fetch_ahead(self, units: Ints, *, needed: int = 0, group: str = "") -> int:
         """Prefetch the files of these units (see `units_of`) in the background, in this order, up to `prefetch_bytes`.
-        The list replaces that of the previous call. Return how many of the units are prefetched. `needed`: number of
-        units at the beginning that are fetched in any case; `group`: name shared by processes that need the same."""
+        The list replaces that of the previous call. Return the number of units, from the first one on, to which the
+        prefetch reaches. `needed`: number of units at the beginning that are fetched in any case; `group`: name shared
+        by processes that need the same; "": this process alone."""
         count = self._admitted(units, needed, group or host_process_id())
         wanted: list[list[Shard]] = [[] for _ in self._caches]
         self._ahead = dict.fromkeys(self._opened_for(units[:count]))
@@ -430,7 +434,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return opened
 
     def units_of(self, samples: Ints) -> Ints:
-        """Return, for each of these samples, the number of the unit (row group or file) that must be read for it."""
+        """Return, for each of these samples, the number of the unit (row group, span or file) that must be read for
+        it."""
         found: Ints = np.searchsorted(self._units.unit_bounds, samples, side="right") - 1
         return found
 
@@ -439,17 +444,17 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return sum((cache.stats() for cache in self._caches), FetchStats())
 
     def keep_open(self, units: Ints) -> None:
-        """Keep the files of these units (see `units_of`) open, because they are needed soon. Close other files if they
-        lie in a cache, because an open shard cannot be evicted."""
+        """Keep the open files of these units (see `units_of`) open, because they are needed soon. Close all others if
+        any stream has a cache, because an open shard cannot be evicted."""
         needed = set(self._opened_for(units))
         self._open.most = max(MIN_OPEN, len(needed))
         if not all(cache.in_place for cache in self._caches):
             self._open.keep(needed)
 
     def decode_ahead(self, units: Ints) -> None:
-        """Decode these units (see `layouts`) in the background, in this order, once `fetch_ahead` prefetches their
-        files. They may fill half of the memory for decoded row groups; further units are ignored. The list replaces
-        that of the previous call. Do nothing if the index lists no row groups."""
+        """Decode these units (see `layouts`) in the background, in this order, as soon as their files are read in
+        place, open, or prefetched by `fetch_ahead`. They may fill half of the memory for decoded row groups; further
+        units are ignored. The list replaces that of the previous call. Do nothing if the index lists no row groups."""
         if not self.has_blocks:
             return
         units = self.read_units(units)
@@ -506,8 +511,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return stream, self._tables[stream][file], part
 
     def shares(self, epoch_size: int | None = None) -> list[int]:
-        """Return the number of samples that an epoch takes from each stream. `epoch_size`: number of samples in the
-        epoch; None: as the streams' settings say."""
+        """Return the number of samples that an epoch takes from each stream. `epoch_size`: as in `samples_of_epoch`."""
         return samples_of_epoch(self.streams, [int(sizes.sum()) for sizes in self.sizes], epoch_size)
 
     def close(self) -> None:

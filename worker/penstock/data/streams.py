@@ -1,5 +1,5 @@
 """Streams of a StreamingDataset: datasets that are read together. A stream's *weight* is its proportion of an epoch, or
-how often or how many of its samples an epoch takes."""
+how often an epoch takes its samples, or how many of them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Stream:
     `local`."""
     local: str | os.PathLike[str] | None = None
     """Folder on this machine that caches the dataset's files; None: a folder for this remote in the user's cache
-    directory."""
+    directory. Without a remote: the folder of the dataset itself."""
     split: str | None = None
     """Name of a subfolder that is appended to `remote` and `local`. For a folder that Energon prepared: the name of a
     split in its split.yaml, or "*" for all splits."""
@@ -58,7 +58,8 @@ class Stream:
     """Share of this stream's samples in an epoch, relative to the proportions of the other streams: 3 and 1 give 75%
     and 25%."""
     repeat: float | None = None
-    """Number of times that an epoch takes each sample of this stream."""
+    """Number of times that an epoch takes each sample of this stream. With 0.5 an epoch takes half of the samples, and
+    the next epoch the other half."""
     choose: int | str | None = None
     """Number of samples that an epoch takes from this stream, or a text such as "100k"."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
@@ -76,7 +77,8 @@ class Stream:
 
 
 def local_source(stream: Stream) -> Path | None:
-    """Return the folder of this machine in which a stream's dataset lies; None for a remote stream."""
+    """Return the folder of this machine in which a stream's dataset lies, without the subfolder of its `split`; None
+    for a remote stream."""
     if stream.remote is not None:
         local = RemoteFolder(os.fspath(stream.remote), stream.storage_options).local
         return None if local is None else Path(local)
@@ -108,7 +110,8 @@ def remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
 def prepared_folder(stream: Stream) -> Path | None:
     """Return the local folder that has Energon's description of the dataset's splits. For a local stream it is the
     dataset's folder. For a remote stream it is the cache, and the description is copied there first. Return None if
-    Energon has not prepared the stream's folder, or if the stream is remote and has no split."""
+    Energon has not prepared the stream's folder. Of a remote stream, also return None if it has no split, if the cache
+    has the index of a subfolder of this name, or if the remote does not answer."""
     source = local_source(stream)
     if source is not None or not stream.split:
         return source if source is not None and is_prepared(source) else None
@@ -142,7 +145,7 @@ def _remote_below(stream: Stream, below: str) -> tuple[RemoteFolder, Path]:
 
 def stream_names(addresses: Sequence[str]) -> list[str]:
     """Return a name for each stream: the last part of its address. If several streams have the same last part, their
-    numbers are appended: "train.0" and "train.1"."""
+    numbers are appended: "train.0" and "train.1". If a name still occurs twice, each stream gets its number."""
     last = [address.rstrip("/").rpartition("/")[2] for address in addresses]
     names = [f"{name}.{number}" if last.count(name) > 1 else name for number, name in enumerate(last)]
     return names if len(set(names)) == len(names) else [f"{name}.{number}" for number, name in enumerate(last)]
@@ -173,7 +176,7 @@ def group_id(name_or_id: str | int | None) -> int | None:
 
 def check_weights(streams: Sequence[Stream]) -> None:
     """Raise InvalidArgumentError unless all streams give the same one of proportion, repeat and choose, or none gives
-    any, and no value is negative."""
+    any, and each value is finite and at least 0."""
     kinds = {
         tuple(name for name in ("proportion", "repeat", "choose") if getattr(stream, name) is not None)
         for stream in streams
@@ -187,7 +190,7 @@ def check_weights(streams: Sequence[Stream]) -> None:
         for name in ("proportion", "repeat", "choose"):
             value = getattr(stream, name)
             if value is not None and not 0 <= value < float("inf"):
-                raise InvalidArgumentError(f"stream {number}: {name} must be a number >= 0, got {value}")
+                raise InvalidArgumentError(f"stream {number}: {name} must be a finite number >= 0, got {value}")
 
 
 def samples_of_epoch(streams: Sequence[Stream], totals: Sequence[int], epoch_size: int | None) -> list[int]:
@@ -196,12 +199,14 @@ def samples_of_epoch(streams: Sequence[Stream], totals: Sequence[int], epoch_siz
     Args:
         streams: the streams, whose weights `check_weights` has accepted.
         totals: number of samples of each stream.
-        epoch_size: number of samples in the epoch; None: as the streams' weights say.
+        epoch_size: number of samples in the epoch; None: the sum of what `repeat` or `choose` give, or else the number
+            of all samples.
     """
     if streams[0].repeat is not None or streams[0].choose is not None:
         if epoch_size is not None:
             raise InvalidArgumentError(
-                "epoch_size needs streams with proportions, because repeat and choose define the size. Leave it out"
+                f"epoch_size must be None with streams that give repeat or choose, because these define the size, got "
+                f"{epoch_size}. Leave it out, or give proportions"
             )
         return [
             int(stream.choose) if stream.choose is not None else round((stream.repeat or 0) * total)

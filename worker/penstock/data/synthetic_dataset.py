@@ -17,11 +17,12 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["SyntheticDataset"]
 
 HIGHEST = 128
-"""Upper bound of random integers in samples: they are below this number, and so fit any dtype."""
+"""Exclusive upper bound of random integers in samples, which therefore fit any dtype."""
 
 
 class SyntheticDataset(torch.utils.data.Dataset[Any]):
-    """Map-style dataset of random samples. Sample i is the same each time, in every process.
+    """Map-style dataset of random samples. Sample i is the same each time, in every process, as far as the functions of
+    `sample_spec` depend on nothing but their arguments.
 
     For example::
 

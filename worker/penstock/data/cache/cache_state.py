@@ -4,7 +4,7 @@
     FOLDER/.penstock/index.json         ETag or time that the remote's index had when it was fetched
     FOLDER/.penstock/eviction           lock of the process that counts bytes and evicts
     FOLDER/.penstock/shards/KEY         lock shared by the processes that read the shard
-    FOLDER/.penstock/prefetched/KEY     lock shared by the processes that prefetched the shard and have not read it yet
+    FOLDER/.penstock/prefetched/KEY     lock shared by the processes that prefetch the shard, until they read it
     FOLDER/.penstock/readers/NAME       lock of a process that prefetches within a budget of bytes
     FOLDER/.penstock/fetching/KEY       lock of the process that fetches the shard
     FOLDER/.penstock/fetching/KEY!...   temporary files of that process
@@ -27,6 +27,7 @@ from pathlib import Path
 
 from penstock.data.cache.file_locks import LONGEST_TEXT, FileLock, take
 from penstock.data.remote.folders import RemoteFolder
+from penstock.data.remote.transfer import CLOSED
 from penstock.proto.errors import DatasetError, ShardUnavailableError
 from penstock.runtime.files.inner_paths import parent_of, refuse_strange_links
 from penstock.runtime.files.plain_files import is_ours, read_plain
@@ -78,16 +79,17 @@ class CacheState:
                 self._sweep(state)
         except OSError as error:
             raise ShardUnavailableError(
-                f"the cache folder {self.root} cannot be written: {error.strerror}. Give a local folder that you can "
-                "write to"
+                f"the cache folder {self.root} cannot be written: {error.strerror}. Make space, or give a local "
+                "folder that you can write to"
             ) from error
         self._prepared = True
 
     def _make_folders(self) -> None:
         """Make the cache's folder, and in it the state folder with its subfolders.
 
-        Raises DatasetError if another user owns one of them. That user could put links or false records there, and
-        this process would then read wrong files.
+        Raises DatasetError if a file or a link has the name of one of them, or if it belongs to another user, except
+        root and the members of the cache's group. Another user could put links or false records there, and this process
+        would then read wrong files.
         """
         refuse_strange_links(Path(self.root))
         made = False
@@ -144,6 +146,8 @@ class CacheState:
         what = f"owned by user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, so that others can write to it"
         if stat.S_ISLNK(found.st_mode):
             what = f"a link to {os.readlink(path)}"
+        elif not stat.S_ISDIR(found.st_mode):
+            return DatasetError(f"{path} must be a folder, got a file. Remove it, or give another cache folder")
         return DatasetError(
             f"the cache folder {self.root} must be safe from other users, but {path} is {what}. Give a folder of your "
             "own, or cache_group=... for one that a group shares"
@@ -188,7 +192,7 @@ class CacheState:
         Args:
             until: deadline for the lock, monotonic time in seconds.
             name: file to name in errors.
-            busy: called whenever another process holds the lock.
+            busy: as in `wait`.
         """
         base = f"{self.fetching_folder}/{key}"
         lock = self.wait(base, until, name, shared=False, busy=busy)
@@ -227,15 +231,15 @@ class CacheState:
     def wait(
         self, path: str, until: float, name: str, *, shared: bool, busy: Callable[[], object] | None = None
     ) -> FileLock:
-        """Acquire the lock at `path` and return it. Raise ShardUnavailableError at the deadline, or if the cache is
-        closing.
+        """Acquire the lock at `path` and return it. Raise ShardUnavailableError at the deadline, if the cache is
+        closing, or if the lock's file cannot be opened.
 
         Args:
             path: path of the lock file, relative to the cache's folder.
             until: deadline, monotonic time in seconds.
             name: file to name in errors; "" for the whole cache.
             shared: True for a lock that several processes can hold together.
-            busy: called after each attempt that failed because another process holds the lock.
+            busy: called after each attempt that failed because another process or thread holds the lock.
         """
         pause = 0.0005
         while True:
@@ -245,7 +249,7 @@ class CacheState:
             except OSError as error:
                 raise ShardUnavailableError(
                     f"the cache folder {self.root} cannot be used: {os.path.join(self.root, path)}: {error.strerror}. "
-                    "Give a local folder that you can write to"
+                    "Make space, or give a local folder that you can write to"
                 ) from error
             if lock:
                 if self._group is not None:
@@ -254,10 +258,10 @@ class CacheState:
             if busy:
                 busy()
             if time.monotonic() >= until:
+                lock_path = os.path.join(self.root, path)
                 raise ShardUnavailableError(
-                    f"{self._address(name)} was not available within {self._timeout_s:g} s, because another process "
-                    f"has the lock {os.path.join(self.root, path)} ({_holder(os.path.join(self.root, path))}). Wait "
-                    "for that process, or raise timeout_s"
+                    f"{self._address(name)} was not available within {self._timeout_s:g} s, because its lock "
+                    f"{lock_path} was held by {_holder(lock_path)}. Wait until it is released, or raise timeout_s"
                 )
             self.closing.wait(pause)
             pause = min(LONGEST_PAUSE_S, pause * 2)
@@ -267,8 +271,7 @@ class CacheState:
         cache."""
         if self.closing.is_set():
             raise ShardUnavailableError(
-                f"{self._address(name)} was not fetched, because the dataset was closed meanwhile. Open the dataset "
-                "again"
+                f"{self._address(name)} could not be fetched, because {CLOSED}. Open the dataset again"
             )
 
     def _address(self, name: str) -> str:
@@ -278,9 +281,10 @@ class CacheState:
 
 
 def _holder(path: str) -> str:
-    """Return who holds a lock, as text for errors, from the process ID in the lock file."""
+    """Return who holds a lock, as text for errors. Only the process that fetches a shard writes its ID into the lock
+    file."""
     try:
         text = read_plain(path, LONGEST_TEXT)
     except OSError:
-        return "released just now"
-    return f"process {text.decode().strip()}" if text.strip().isdigit() else "shared by several readers"
+        return "a process that has just released it"
+    return f"process {text.decode().strip()}" if text.strip().isdigit() else "another process"

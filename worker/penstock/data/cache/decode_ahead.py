@@ -1,8 +1,8 @@
 """Decoding of blocks in a thread, before they are needed. A *block* is a part of a shard that is decoded as a whole,
 such as a row group of Parquet.
 
-Decoding releases the GIL, so it runs beside the code that makes samples. Each dataset has one thread, which ends after
-some time without work, and is started again when needed. A forked child starts its own thread.
+Decoding releases the GIL, so it runs beside the code that makes samples. Each dataset has at most one such thread. It
+ends after some time without work, and is started again when needed. A forked child starts its own thread.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class DecodeAhead:
         self._wanted: list[int] = []
         """Numbers of the blocks to decode, the next one last."""
         self._thread: threading.Thread | None = None
+        self._is_closing = False
 
     def want(self, blocks: Sequence[int], *, more: bool = False) -> None:
         """Let the thread decode the blocks of these numbers, in this order, and return at once. `more`: True to decode
@@ -48,22 +49,26 @@ class DecodeAhead:
             self._wanted = [*reversed(blocks), *(self._wanted if more else ())]
             if not blocks:
                 return
+            self._is_closing = False
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="penstock-decode", daemon=True)
                 self._thread.start()
             self._work.notify()
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Decode no more blocks. `wait_s`: seconds to wait for the block that is being decoded."""
-        self.want([])
-        thread = self._thread
+        """Decode no more blocks, and end the thread; a later `want` starts another one. `wait_s`: seconds to wait for
+        the block that is being decoded."""
+        with self._work:
+            self._wanted, self._is_closing, thread = [], True, self._thread
+            self._work.notify()
         if thread is not None and wait_s and thread is not threading.current_thread():
             thread.join(wait_s)
 
     def _run(self) -> None:
         while True:
             with self._work:
-                if not self._wanted and not self._work.wait(IDLE_S):
+                is_idle = not self._wanted and (self._is_closing or not self._work.wait(IDLE_S))
+                if is_idle and not self._wanted:  # blocks may have come just when the wait ended
                     self._thread = None
                     return
                 block = self._wanted.pop() if self._wanted else None

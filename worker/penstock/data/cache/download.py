@@ -117,7 +117,7 @@ class Downloads:
 
     def accepts(self, version: ShardVersion, shard: Shard) -> bool:
         """Return True if the record `version` describes the files that the index lists now, and if they were verified
-        by the hash that `validate` asks for."""
+        as `validate` asks for."""
         if version.origin != self.origin(shard):
             return False
         return version.hash == self._validate if self._validate else bool(version.hash) or not self._verified_by(shard)
@@ -169,8 +169,8 @@ class Downloads:
         return file.raw.size + file.packed.size
 
     def fill(self, shard: Shard, temporary: Callable[[str], Path], until: float, *, from_remote: bool) -> ShardVersion:
-        """Fetch, decompress and verify those files of the shard that are missing or damaged. Return the record of all
-        files of the shard.
+        """Verify those files of the shard that are there; fetch, decompress and verify those that are missing or
+        damaged. Return the record of all files of the shard.
 
         Args:
             temporary: returns a unique path, given the kind of a temporary file: "packed" (compressed) or "raw"
@@ -188,7 +188,7 @@ class Downloads:
             size_and_time = file_stat(str(path))
             if size_and_time is None:
                 raise ShardUnavailableError(
-                    f"{path} was removed while it was fetched. Let no other program change the cache folder"
+                    f"{path} was removed while it was fetched or verified. Let no other program remove it"
                 )
             in_place = path != self._own(file.raw)
             raw.append((str(path) if in_place else file.raw.name, *size_and_time))
@@ -228,8 +228,8 @@ class Downloads:
         return found is not None and found[0] == stored.size
 
     def _raw(self, shard: Shard, file: ShardFile, temporary: Callable[[str], Path], until: float) -> tuple[Path, bool]:
-        """Fetch, verify and decompress a file as needed. Return the path of the decompressed file, and True if nothing
-        had to be fetched from the remote for it."""
+        """Fetch, verify and decompress a file as needed. Return the path of the decompressed file, and True if it is
+        read in place, or if the cache's folder had it, decompressed or packed."""
         self._drop_strange_links(file)
         for path in (self._in_place(file.raw), self._own(file.raw)):
             if path and self._usable(path, file.raw):
@@ -321,7 +321,7 @@ class Downloads:
         errors."""
         if self._remote is None:
             raise ShardUnavailableError(
-                f"{self._own(stored)} is missing, and no remote was given to fetch it from. Copy the file there, or "
+                f"{self._own(stored)} is missing, and there is no remote to fetch it from. Copy the file there, or "
                 "give the dataset's address as remote"
             )
         source = self._remote.url_of(stored.source or stored.name)

@@ -13,8 +13,9 @@ counts only if the bound leaves too little space for the shard:
 - In a large cache each eviction frees more bytes than are needed, so that the next claims need no count.
 
 The least recently used shard is evicted first. Raw files that can be decompressed again from a packed file in the cache
-are evicted before files that would have to be fetched again. A shard is never evicted while a process holds its lock,
-or if the remote no longer has it. A prefetch never evicts a shard that another process has prefetched and not used yet.
+are evicted before files that would have to be fetched again. A shard is never evicted while a process holds its lock. A
+shard with files that the user put into the folder is evicted only if the remote has these files. A prefetch never
+evicts a shard that a process has prefetched and not used yet.
 
 Shards are also evicted when the disk or the user's quota is full, in a cache with or without a limit.
 """
@@ -65,9 +66,9 @@ class Eviction:
         self._fetchable = fetchable
         self._entries: dict[str, _Entry] = {}
         self._has_counted = False
-        self._only_copies: set[str] = set()
-        """Keys of shards that the remote no longer has. They are remembered, so that a later claim does not ask the
-        remote again."""
+        self._unevictable: set[str] = set()
+        """Keys of shards that cannot be evicted: the remote lacks a file that the user put into the folder, or a file
+        cannot be removed. They are remembered, so that a later claim does not ask the remote again."""
 
     def claim(
         self, counting: FileLock, key: str, lock: FileLock, version: ShardVersion, *, demand: bool, exceed: bool = False
@@ -137,13 +138,13 @@ class Eviction:
         Return `excess` less the number of freed bytes; 0 or less if enough were freed.
 
         whole: True to evict all files of a shard; False to evict only decompressed files whose compressed form stays.
-        sparing: True to keep shards that another process has prefetched and not used yet.
+        sparing: True to keep shards that a process, also this one, has prefetched and not used yet.
         """
         if excess <= 0:
             return excess
         for key, entry in sorted(self._entries.items(), key=lambda item: item[1].time_ns):
             version = entry.version
-            if key in self._only_copies or not version.size or (not whole and not (version.packed and version.raw)):
+            if key in self._unevictable or not version.size or (not whole and not (version.packed and version.raw)):
                 continue
             freed = self._evict(key, whole=whole, sparing=sparing)
             excess -= freed
@@ -175,7 +176,7 @@ class Eviction:
             if version is None:
                 return 0
             if not all(self._fetchable(name, size) for name, size in version.found):
-                self._only_copies.add(key)
+                self._unevictable.add(key)
                 return 0
             entry = self._entries[key]
             # Files are removed before the version: if a process is killed in between, the version does not match and is
@@ -198,7 +199,7 @@ class Eviction:
             del self._entries[key]
             return entry.version.size
         except OSError:  # a link in the path, or another user's file: the shard stays
-            self._only_copies.add(key)
+            self._unevictable.add(key)
             return 0
         finally:
             lock.release()

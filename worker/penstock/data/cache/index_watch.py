@@ -63,8 +63,9 @@ class IndexWatch:
         return IndexWatch(path, digest, hashed, in_place, _version_of(os.fstat(index.fileno())))
 
     def check(self, shard: Sequence[Path]) -> None:
-        """Raise DatasetError if the dataset was written again since it was opened. The content of the index is read
-        only if the file's size, time or inode has changed. `shard`: paths of the shard files that were just opened."""
+        """Raise DatasetError if the dataset was written again since it was opened, or if the index of files that are
+        read in place was removed. The content of the index is read only if the file's size, time or inode has changed.
+        `shard`: paths of the shard files that were just opened."""
         seen = _file_version(self.path)
         if seen is None:
             if self.in_place:
@@ -189,8 +190,8 @@ def check_index(file: Descriptor, source: str) -> None:
 
 
 def is_index_of(path: Path, folder: str) -> bool:
-    """Return True if the file at `path` is an index that was written for the files in another folder, `folder`. An
-    index is written so if the dataset's own folder is read-only. Return False if `folder` is ""."""
+    """Return True if the file at `path` is an index that was written for the files in another folder, `folder`, because
+    `path` is in the folder that was the argument `out` of `index_folder`. Return False if `folder` is ""."""
     with contextlib.suppress(OSError):
         return bool(folder) and file_notes(Descriptor(path)).get(SOURCE_NOTE) == folder
     return False

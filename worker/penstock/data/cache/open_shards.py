@@ -22,7 +22,8 @@ from penstock.data.formats.shards import ShardReader
 __all__ = ["MIN_OPEN", "OpenShards"]
 
 MIN_OPEN = 64
-"""Number of shards that may be open before shards are closed, if the limit of file descriptors allows this number."""
+"""Smallest number of shards that may be open before shards are closed, if the limit of file descriptors allows this
+number. A dataset raises it to the number of shards that it needs soon."""
 
 
 class _Open:
@@ -33,7 +34,8 @@ class _Open:
 
 
 class OpenShards:
-    """Open shards of a dataset, by shard number. Any thread may call its methods. A forked child starts with none."""
+    """Open shards of a dataset, by the numbers of their opened pieces (opened_units.py). Any thread may call its
+    methods. A forked child starts with none."""
 
     def __init__(self) -> None:
         self.most = MIN_OPEN

@@ -15,7 +15,7 @@ from penstock.proto.errors import DatasetError, ShardCorruptError
 __all__ = ["PartTables"]
 
 MOST = 64
-"""Largest number of tables that stay in memory."""
+"""Largest number of tables of one dataset that stay in memory."""
 
 
 class PartTables:
@@ -33,7 +33,7 @@ class PartTables:
         """Return the table of a file: its footer, header or offsets, which say where its parts lie.
 
         stream: number of the dataset's stream. source: address of the file, for errors. Raises as `ShardCache.hold`
-        does, and ShardCorruptError if the table does not match the index.
+        does, and ShardCorruptError if the table cannot be read or does not match the index.
         """
         key = stream, file.name
         table = self._known.get(key)

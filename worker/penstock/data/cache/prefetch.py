@@ -1,12 +1,12 @@
 """Prefetch of shards by threads, in the order in which they will be needed.
 
-A shard that was prefetched and not used yet has a *mark*: a lock that the prefetching process holds. A marked shard is
-not evicted to prefetch another one. It may be evicted if a reader waits for space. A failed prefetch raises no error:
-the reader that needs the shard fetches it again, and gets the error then.
+A shard that is being prefetched, or was prefetched and not used yet, has a *mark*: a lock that the prefetching process
+holds. A marked shard is not evicted to prefetch another one. It may be evicted if a reader waits for space. A failed
+prefetch raises no error: the reader that needs the shard fetches it again, and gets the error then.
 
 The boxes (data-parallel ranks) of a host share a budget of bytes evenly, so they must be counted. Each process that
-prefetches holds the lock of a file whose name contains the process's box. The boxes in the names of all locked files
-are counted. A killed process does not count, because the kernel has released its lock.
+prefetches within such a budget holds the lock of a file whose name begins with the process's box. The boxes in the
+names of all locked files are counted. A killed process does not count, because the kernel has released its lock.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ class FetchStats:
     """What one process has fetched of a dataset since it opened the dataset."""
 
     fetched_shards: int = 0
-    """Number of shards that were fetched; a row group that is fetched alone counts as one."""
+    """Number of shards that were fetched, or that were in the folder and had to be verified or decompressed. A row
+    group, span or footer that is fetched alone counts as one."""
     fetched_bytes: int = 0
-    """Number of bytes that the fetched shards take on disk."""
+    """Number of bytes that the shards of `fetched_shards` take in the cache's folder."""
     ahead_shards: int = 0
-    """Number of shards that were prefetched, are on disk, and were not used yet."""
+    """Number of shards that were prefetched and not used yet. One that was evicted meanwhile still counts."""
     ahead_bytes: int = 0
-    """Number of bytes of the shards that were prefetched, are on disk, and were not used yet."""
+    """Number of bytes of the shards of `ahead_shards`, decompressed."""
     waited_s: float = 0.0
-    """Seconds that reads of samples waited for shards that were not prefetched. If the value grows after the first
-    batches, raise the number of samples that are prefetched, or use a faster remote."""
+    """Seconds that reads of samples waited until a shard was fetched: by the read itself, by a prefetch that had not
+    ended, or by another process. If the value grows after the first batches, prefetch farther ahead, or use a faster
+    remote."""
 
     def __add__(self, other: FetchStats) -> FetchStats:
         return FetchStats(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
@@ -62,9 +64,9 @@ def host_process_id(process: int | None = None) -> str:
 
 
 class HostReaders:
-    """Registration of this process among the processes of the host that prefetch into one cache's folder. Processes
-    that need the same shards are a group, such as the workers of one box (data-parallel rank). Any thread may call the
-    methods. A forked child must make an object of its own."""
+    """Registration of this process among the processes of the host that prefetch into one cache's folder within a
+    budget. Processes that need the same shards are a group, such as the workers of one box (data-parallel rank). Any
+    thread may call the methods. A forked child must make an object of its own."""
 
     _numbers = itertools.count()
 

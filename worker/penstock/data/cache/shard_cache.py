@@ -50,10 +50,10 @@ DISK = (errno.ENOSPC,)
 FREE_MORE = 1 << 16
 """Number of bytes freed on a full disk beyond those needed: for lock files, and for sizes rounded up to disk blocks."""
 YIELD_S = 5.0
-"""Seconds that a reader waits for other processes to finish their prefetches, before it exceeds the cache's limit."""
+"""Seconds that a reader waits for prefetches to end, in any process, before it exceeds the cache's limit."""
 LOOK_S = 0.1
-"""Seconds that a reader waits for other processes to release locks that they hold only for a moment. Only unlocked
-shards can be evicted. After this wait the reader exceeds the cache's limit."""
+"""Seconds that a reader waits for locks that are held only for a moment, because only unlocked shards can be evicted.
+Then it exceeds the cache's limit, unless prefetches run (YIELD_S). On a full disk: pause between attempts to evict."""
 CONFIRM_S = 10.0
 """Seconds to wait for the remote's answer whether it still has a file, before the cache's copy is evicted."""
 
@@ -126,9 +126,10 @@ class ShardCache:
                 the index must have the hash. False: verify nothing.
             keep_packed: True to keep compressed files beside their decompressed form; eviction removes the
                 decompressed form first. False to keep only the decompressed form.
-            timeout_s: seconds until a call of `hold` gives up.
+            timeout_s: seconds until a call of `hold`, `index` or `newest_notes` gives up.
             threads: largest number of threads that prefetch.
-            on_pressure: called when a shard would exceed the limit. It should release shards that are not needed now.
+            on_pressure: called when a shard would exceed the limit, or the disk is full. It should release shards that
+                are not needed now.
             group: ID of the Unix group whose members share the folder; None: this user alone.
             index: name of the index file.
         """
@@ -199,8 +200,8 @@ class ShardCache:
 
     @property
     def _indexed_here(self) -> bool:
-        """True if files are read where they lie, but their index is in the cache's folder. `index_folder` wrote the
-        index there, because it could not write into the files' own folder."""
+        """True if files are read where they lie, but their index is in the cache's folder, because it was the argument
+        `out` of `index_folder`."""
         if self._is_indexed_here is None:
             self._is_indexed_here = is_index_of(self.folder / self._index_name, self._in_place)
         return self._is_indexed_here
@@ -273,8 +274,8 @@ class ShardCache:
         """Return the shard with its files decompressed and verified; wait until they are fetched if needed. The files
         stay in the cache until the shard is released.
 
-        Raises ShardUnavailableError (timeout, missing, or disk full), ShardCorruptError, or DatasetError if the index
-        has no hash of the algorithm that `validate` names.
+        Raises ShardUnavailableError (timeout, missing, or disk full), ShardCorruptError, or DatasetError: the index has
+        no hash of the algorithm that `validate` names, the dataset was written again, or the folder may not be used.
         """
         in_place = self._found_in_place(shard)
         if in_place:
@@ -303,7 +304,9 @@ class ShardCache:
         try:
             paths = self._ready(shard, lock)
             if paths is None:
+                began = time.monotonic()
                 paths = self._fill(shard, key, lock, until)
+                self._count(waited_s=time.monotonic() - began)
             if paths is None:
                 raise ShardUnavailableError(
                     f"{shard.name} was changed in {self.folder} while it was fetched. Let only Penstock write there"
@@ -372,7 +375,6 @@ class ShardCache:
                 return None
             if decided:
                 decided()
-            began = time.monotonic()
             try:
                 version = self._downloads.fill(shard, temporary, until, from_remote=from_remote)
             except BaseException:
@@ -380,15 +382,15 @@ class ShardCache:
                     lock.write(b"")  # nothing is on disk, so nothing is claimed
                 raise
             lock.write(version.encoded())
-            self._count(version.size, 0.0 if decided else time.monotonic() - began)
+            self._count(1, version.size)
             return version.holds(shard, self._root)
 
-    def _count(self, size: int, waited_s: float) -> None:
+    def _count(self, shards: int = 0, size: int = 0, waited_s: float = 0.0) -> None:
         with self._lock:
             before = self._fetched
             self._fetched = replace(
                 before,
-                fetched_shards=before.fetched_shards + 1,
+                fetched_shards=before.fetched_shards + shards,
                 fetched_bytes=before.fetched_bytes + size,
                 waited_s=before.waited_s + waited_s,
             )
@@ -417,13 +419,13 @@ class ShardCache:
                     raise unwritable(error, self._root, shard.size, self._source(shard)) from error
                 if tries > 1 and is_full(error):
                     raise ShardUnavailableError(
-                        f"{error.message}. All shards in {self.folder} that no process uses were evicted before"
+                        f"{error.message}. {tries} attempts failed, though shards in {self.folder} were evicted before"
                     ) from error.__cause__
                 raise
 
     def _could_evict(self, size: int, until: float, *, demand: bool) -> bool:
-        """Evict shards because the disk is full. Return False if all are in use; a reader (`demand`) first waits up to
-        FULL_WAIT_S seconds for other processes to release some."""
+        """Evict shards because the disk is full. Return False if none can be evicted, or the disk is too small for
+        `size` bytes. A reader (`demand`) first waits up to FULL_WAIT_S seconds for other processes to release some."""
         if disk_bytes(self._root) < size:  # eviction does not help
             return False
         yield_until = min(until, time.monotonic() + FULL_WAIT_S)
@@ -505,7 +507,7 @@ class ShardCache:
             self._warned = True
             warnings.warn(
                 f"the cache {self.folder} exceeds its limit of {self._limit} bytes: {need.size} more are needed, and "
-                "everything in it is in use. Give it a higher cache_limit",
+                "its other shards are in use or cannot be fetched again. Give it a higher cache_limit",
                 stacklevel=7,
             )
         return True
@@ -539,7 +541,7 @@ class ShardCache:
         """Prefetch these shards in this order, in threads. The list replaces the list of the previous call.
 
         A prefetched shard stays until this process has used it, until a later list omits it, or until a waiting reader
-        needs its space. If a prefetch fails, `hold` raises the error later.
+        needs its space. If a prefetch fails, `hold` fetches the shard again.
         """
         self._state.check_open("")
         with self._lock:

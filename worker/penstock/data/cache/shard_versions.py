@@ -58,8 +58,8 @@ class ShardVersion:
     that are read in place."""
 
     raw: tuple[tuple[str, int, int], ...] = ()
-    """(path, size in bytes, modification time in ns) of each decompressed file; empty while the shard is being
-    fetched."""
+    """(path, size in bytes, modification time in ns) of each decompressed file; empty while the shard is being fetched,
+    and after only these files were evicted."""
     packed: tuple[tuple[str, int], ...] = ()
     """(path, size in bytes) of each compressed file that the cache keeps beside the decompressed one."""
     evictable: tuple[tuple[str, int], ...] = ()
@@ -69,8 +69,8 @@ class ShardVersion:
     hash: str = ""
     """Hash algorithm that verified the files; "" for none."""
     found: tuple[tuple[str, int], ...] = ()
-    """(name, size in bytes) of each file that was in the folder before the cache fetched anything. Such a file is
-    evicted only if the remote has it, too."""
+    """(name, size in bytes) of each file of the dataset that was in the folder before the cache fetched anything, in
+    its packed form if it has one. The shard is evicted only if the remote has these files, too."""
     origin: str = ""
     """Digest of the shard's files as the index lists them, see `origin_of`; empty while the shard is being fetched."""
 
@@ -79,7 +79,8 @@ class ShardVersion:
 
     @staticmethod
     def decoded(text: bytes) -> ShardVersion | None:
-        """Return the record in a version file's text; None for any other text, including a half-written record."""
+        """Return the record in a version file's text; None for any other text, including a half-written record, and for
+        paths that lead out of the folder."""
         try:
             values = json.loads(text.partition(b"\n")[0])  # further lines are the rest of an older, longer text
             version = ShardVersion(
@@ -99,8 +100,8 @@ class ShardVersion:
         return None if any(path.is_absolute() or ".." in path.parts for path in removable) else version
 
     def holds(self, shard: Shard, folder: str) -> tuple[Path, ...] | None:
-        """Return the paths of the shard's decompressed files; None if the size or time of a file differs from this
-        record."""
+        """Return the paths of the shard's decompressed files; None if a file is missing, or if its size or time differs
+        from this record."""
         if len(self.raw) != len(shard.files):
             return None
         paths = []

@@ -69,7 +69,7 @@ class ConversionPlan:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the result's files, such as their compression; see target_settings.py."""
     data: str = ""
-    """Digest of the source's files, which changes when a file changes."""
+    """Digest of the source's files, see `shard_digests` in convert_part.py."""
     order: str = ""
     """Digest of the source's order, if the result keeps that order; "" otherwise."""
     parts: Sequence[Part] = ()

@@ -5,8 +5,9 @@ into a folder of its own, read back and compared, and then gets its index; sever
 When all parts are finished, their indexes are merged into the index of the result. So a run may be killed at any
 moment, and the next one makes only the parts that are not finished.
 
-Samples keep their numbers. The index notes how the source's shards divided the samples (indexes/order_layout.py). So
-the result is shuffled in the source's order, and a state that a job saved with the source can be resumed on the result.
+Samples keep their numbers. Unless keep_order=False, the index notes how the source's shards divided the samples
+(indexes/order_layout.py). Then the result is shuffled in the source's order, and a state that a job saved with the
+source can be resumed on the result.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from penstock.data.cache.file_locks import FileLock, take
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.converting.argument_names import ARGUMENTS, ArgumentNames
 from penstock.data.converting.conversion_plan import ConversionPlan, parts_of
-from penstock.data.converting.convert_part import PartConverter, data_of, source_of
+from penstock.data.converting.convert_part import PartConverter, shard_digests, source_of
 from penstock.data.converting.target_columns import TargetColumn, mds_columns, parquet_columns
 from penstock.data.converting.target_settings import target_settings
 from penstock.data.formats.index import INDEX, index_notes, join_indexes, read_index, write_index
@@ -46,10 +47,10 @@ from penstock.runtime.telemetry.progress import FILES_S, Progress
 
 __all__ = ["Converted", "convert_dataset"]
 
-JOURNAL = ".penstock-converting"
+MARKER = ".penstock-converting"
 """Name of the file in the result's folder that identifies an unfinished conversion."""
 SAMPLED_SHARDS, SAMPLED_ROWS = 8, 64
-"""Number of shards, and number of rows in each of them, that are read to choose the types of columns."""
+"""Largest number of shards, and of rows in each of them, that are read to choose the types of columns."""
 ARROW_FILE = b"ARROW1"
 """First bytes of a file in Arrow's file format. Its stream format begins with other bytes."""
 PROCESS_BYTES = 128 << 20
@@ -67,7 +68,9 @@ class Converted:
     """Shards of the result, as its index lists them."""
     samples: int
     digest: str
-    """Digest of all rows of the result, as hexadecimal text. It does not depend on the format."""
+    """Digest of all rows as a reader of the result gets them, made from the digests of the parts: hexadecimal text.
+    Results in MDS and in Parquet have the same digest, unless values of a column were changed for one of them, such as
+    times to text."""
     parts: int
     """Number of parts into which the conversion was divided. This call converted `made` of them; an earlier call had
     finished the others."""
@@ -102,7 +105,8 @@ def convert_dataset(
 
     Args:
         source: folder of the dataset, local or any URL that fsspec opens. It must have an index.
-        dest: folder of the result, local or a URL; empty, or with a conversion of the same data that was killed.
+        dest: folder of the result, local or a URL; empty, or with the same conversion, which was killed or has
+            finished.
         to: "mds" or "parquet".
         columns: names of the columns to convert; None: all.
         types: types of some columns, instead of those that are chosen from samples: MDS encodings, or Arrow's types by
@@ -113,7 +117,7 @@ def convert_dataset(
         size_limit: largest size of an MDS shard in bytes (64 MiB), or of the values in a row group of Parquet (16 MiB).
         keep_order: True: the result has the order of the source, so states that were saved with the source can be
             resumed on the result. False: the result's own shards decide its order.
-        verify: True: read each part back, and compare its rows with those of the source.
+        verify: True: read each part back, and compare its rows with those that were written.
         processes: number of processes; None: one for each processor, but no more than one for each 128 MiB of data.
         source_options, dest_options: keyword arguments for fsspec's filesystems.
         timeout_s: seconds for each file of a remote.
@@ -143,7 +147,7 @@ def convert_dataset(
             to,
             *chosen,
             settings=settings,
-            data=_digest("".join(data_of(shards, RemoteFolder(_address(source), source_options)))),
+            data=_digest("".join(shard_digests(shards, RemoteFolder(_address(source), source_options)))),
             parts=parts_of(shards),
             verify=verify,
             timeout_s=timeout_s,
@@ -282,15 +286,15 @@ class _Conversion:
 
     @contextlib.contextmanager
     def _sole_writer(self) -> Iterator[FileLock | None]:
-        """Hold a lock on the file JOURNAL while the `with` block runs, so that only one process converts into the
+        """Hold a lock on the file MARKER while the `with` block runs, so that only one process converts into the
         folder. Yield the lock; None for a remote folder, which has no locks."""
         folder = self.remote.local
         if folder is None:
             yield None
             return
-        with self._writes_journal():
+        with self._writes_marker():
             folder.mkdir(parents=True, exist_ok=True)
-            lock = take(str(folder), JOURNAL, shared=False)
+            lock = take(str(folder), MARKER, shared=False)
         if lock is None:
             raise DatasetError(
                 f"{self.remote.url} must have one writer, but another process converts into it. Wait until that "
@@ -306,34 +310,34 @@ class _Conversion:
             lock.release()
 
     def _begin(self, lock: FileLock | None) -> None:
-        """Write the plan's key into the file JOURNAL. In a local folder, write into the file that `lock` has locked,
+        """Write the plan's key into the file MARKER. In a local folder, write into the file that `lock` has locked,
         because a new file would not be locked, and only if the key is not there yet."""
         text = self.plan.key.encode() + b"\n"
         if lock is None:
-            self.remote.write(JOURNAL, text, deadline_s=self.timeout_s)
+            self.remote.write(MARKER, text, deadline_s=self.timeout_s)
         elif lock.read() != text:
-            with self._writes_journal():
+            with self._writes_marker():
                 lock.write(text)
                 with open(lock.path, "rb") as file:
                     os.fsync(file.fileno())
                 sync_folder(Path(lock.root))
 
     @contextlib.contextmanager
-    def _writes_journal(self) -> Iterator[None]:
+    def _writes_marker(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise ShardUnavailableError(
-                f"{self.remote.url_of(JOURNAL)} could not be written: {error.strerror}. Make space, or give a folder "
+                f"{self.remote.url_of(MARKER)} could not be written: {error.strerror}. Make space, or give a folder "
                 "that you can write to"
             ) from error
 
     def _run(self, processes: int) -> Converted:
-        parts = self._journaled()
+        parts = self._finished_parts()
         missing = [number for number in range(len(self.plan.parts)) if number not in parts]
         if missing:
             self._convert(missing, min(processes, len(missing)), len(parts))
-            parts = self._journaled()
+            parts = self._finished_parts()
         return self._finish(parts, len(missing))
 
     # ---- what is there
@@ -348,18 +352,18 @@ class _Conversion:
             if notes.get("key") != self.plan.key:
                 raise DatasetError(f"{self.remote.url} must be empty, but it has a dataset. Give another folder")
             return self._converted(read_index(text, self.remote.url), notes["digest"], 0)
-        begun = self.remote.read(JOURNAL, deadline_s=self.timeout_s).strip() if JOURNAL in names else b""
-        others = [name for name in names if name != JOURNAL]
+        begun = self.remote.read(MARKER, deadline_s=self.timeout_s).strip() if MARKER in names else b""
+        others = [name for name in names if name != MARKER]
         if begun and begun != self.plan.key.encode():
             raise DatasetError(
                 f"{self.remote.url} must be empty, got an unfinished conversion of other data or with other settings. "
                 "Give another folder, or remove this one"
             )
         if others and not begun:
-            raise DatasetError(f"{self.remote.url} must be empty, got the file {min(others)}. Give another folder")
+            raise DatasetError(f"{self.remote.url} must be empty, but it has {min(others)}. Give another folder")
         return None
 
-    def _journaled(self) -> dict[int, tuple[list[Shard], dict[str, Any]]]:
+    def _finished_parts(self) -> dict[int, tuple[list[Shard], dict[str, Any]]]:
         """Return the finished parts, as number of the part -> (shards of the part, notes of the part's index)."""
         present = {name for name in self.remote.find(deadline_s=self.timeout_s) if name.endswith(f"/{INDEX}")}
         numbers = [n for n in range(len(self.plan.parts)) if f"{self.plan.folder_of(n)}/{INDEX}" in present]
@@ -405,7 +409,7 @@ class _Conversion:
             if number not in parts or parts[number][1]["rows"] != part.end - part.begin:
                 raise DatasetError(
                     f"{self.remote.url_of(self.plan.folder_of(number))} must not change while other parts are "
-                    "converted, but it was changed or removed. Run the command again"
+                    "converted, but it was changed or removed. Convert again"
                 )
         shards = join_indexes((self.plan.folder_of(number), parts[number][0]) for number in sorted(parts))
         digests = "".join(str(parts[number][1]["digest"]) for number in sorted(parts))
@@ -418,7 +422,7 @@ class _Conversion:
         return self._converted(shards, digest, made)
 
     def _clean_up(self) -> None:
-        """Remove the parts' own indexes, temporary files of killed runs, and then the file JOURNAL. Call this once the
+        """Remove the parts' own indexes, temporary files of killed runs, and then the file MARKER. Call this once the
         dataset's index lists all shards."""
         shards = read_index(self.remote.read(INDEX, deadline_s=self.timeout_s), self.remote.url)
         needed = {(file.packed or file.raw).name for shard in shards for file in shard.files}
@@ -426,7 +430,7 @@ class _Conversion:
         names = [name for name in self.remote.find(deadline_s=self.timeout_s) if name.partition("/")[0] in folders]
         with ThreadPoolExecutor(THREADS) as threads:
             list(threads.map(self._remove, [name for name in names if name not in needed]))
-        self._remove(JOURNAL)
+        self._remove(MARKER)
 
     def _remove(self, name: str) -> None:
         self.remote.remove(name, deadline_s=self.timeout_s)

@@ -24,12 +24,12 @@ from penstock.data.formats.shards import ReadOptions, Shard, rows_of
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.proto.errors import DatasetError
 
-__all__ = ["PartConverter", "data_of", "source_of"]
+__all__ = ["PartConverter", "shard_digests", "source_of"]
 
 ROWS = 256
 """Number of rows that are read and written at a time."""
 FETCHES = 16
-"""Number of files that are fetched at the same time, for a part that consists of several small shards of a remote
+"""Number of shards that are fetched at the same time, for a part that consists of several small shards of a remote
 source."""
 
 
@@ -41,7 +41,7 @@ def source_of(source: str, options: Any, cache: str, *, limit: int | None, timeo
 
 @dataclass
 class PartConverter:
-    """Converter of parts of a plan (runs of consecutive samples of the source), in this process."""
+    """Converter of parts of a plan (each some consecutive samples of the source), in this process."""
 
     plan: ConversionPlan
 
@@ -78,8 +78,8 @@ class PartConverter:
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise DatasetError(
-                f"{self._dest.url_of(folder)} could not be written: {reason}. Make space and run the command again; "
-                "finished parts are kept"
+                f"{self._dest.url_of(folder)} could not be written: {reason}. Make space, or give a folder that you "
+                "can write to, and convert again; in the same folder, finished parts are kept"
             ) from error
         except DatasetError as error:
             raise type(error)(f"{where}: {error.message}") from error
@@ -102,8 +102,8 @@ class PartConverter:
         with self._reader(shard) as reader:
             for begin in range(samples.start, samples.stop, ROWS):
                 rows = rows_of(reader, range(begin, min(begin + ROWS, samples.stop)))
-                stored = stored_rows(rows, self.plan.columns, self.plan.names)
-                files.write(stored, [digest.add(row) for row in stored])
+                stored = stored_rows(rows, self.plan.columns, self.plan.names, first=begin)
+                files.write(stored, [digest.add(row, self.plan.names) for row in stored])
 
     def _files(self, folder: str) -> PartFiles:
         plan = self.plan
@@ -139,15 +139,16 @@ class PartConverter:
                         reader = open_shard(shard, held.paths, self._options)
                         for begin in range(0, len(reader), ROWS):
                             for row in rows_of(reader, range(begin, min(begin + ROWS, len(reader)))):
-                                digest.add(row)
+                                digest.add(row, self.plan.names)
                         reader.close()
             finally:
                 cache.close()
         if (digest.rows, digest.hexdigest()) != (written.rows, written.hexdigest()):
             raise DatasetError(
                 f"{self._dest.url_of(folder)} must have {written.rows} rows with digest {written.hexdigest()}, but "
-                f"reading it back gives {digest.rows} with {digest.hexdigest()}. A column's type does not hold all of "
-                f"its values: give its type with {self.plan.names.column_type('NAME', 'json')}, for example"
+                f"reading it back gives {digest.rows} with {digest.hexdigest()}. If a column's type does not hold all "
+                f"of its values, give its type, for example with {self.plan.names.column_type('NAME', 'json')}; "
+                "otherwise check the disk, and convert again"
             )
 
     def close(self) -> None:
@@ -159,7 +160,7 @@ def _named(shard: Shard, begin: int, end: int) -> str:
     return f"{shard.name}, samples {begin} to {end - 1}"
 
 
-def data_of(shards: list[Shard], source: RemoteFolder) -> list[str]:
+def shard_digests(shards: list[Shard], source: RemoteFolder) -> list[str]:
     """Return one digest for each shard, of its files as the index lists them, and for a local source of their sizes and
-    times. A digest changes when a file changes."""
+    times. So for a remote source a digest changes only if a file's size or hash in the index does."""
     return [origin_of(shard, source.local) for shard in shards]

@@ -1,9 +1,10 @@
 """Digest of rows that depends only on their values, and not on the format that the rows were read from.
 
 Readers of different formats return the same value in different types: a list of numbers as an array or a list, a number
-as Python's or numpy's. Here these count as equal: an array and a list of the same numbers, numbers of different widths
-(int8 and int64), numpy's scalars and Python's. All else differs: an integer from a float, None from an empty value,
-text from bytes, and a column from one with another name.
+as Python's or numpy's. Here these count as equal: an array, a list and a tuple of the same values, numbers of different
+widths (int8 and int64), numpy's scalars and Python's, and decimals such as 1.0 and 1.00. In arrays and lists of
+integers, numbers from 2^63 on also equal the negative ones with the same 64 bits. All else differs: an integer from a
+float, None from an empty value, text from bytes, and a column from one with another name.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from penstock.data.converting.argument_names import ARGUMENTS, ArgumentNames
 from penstock.proto.errors import DatasetError
 
 __all__ = ["RowDigest", "value_bytes"]
@@ -35,15 +37,16 @@ class RowDigest:
         self.rows = 0
         """Number of rows that were added so far."""
 
-    def add(self, row: Mapping[str, Any]) -> int:
-        """Add a row to the digest, and return the row's size in bytes. The order of its columns does not matter. Raise
-        DatasetError, which names the column, for a value of an unknown type."""
+    def add(self, row: Mapping[str, Any], say: ArgumentNames = ARGUMENTS) -> int:
+        """Add a row to the digest, and return the number of bytes that stand for it, which is about its size. The order
+        of its columns does not matter. Raise DatasetError, which names the column, for a value of an unknown type.
+        `say`: how the error names the argument `columns`."""
         parts = []
         for name in sorted(row):
             try:
                 parts += [_tagged(b"c", name.encode()), value_bytes(row[name])]
             except (TypeError, ValueError, RecursionError) as error:
-                raise DatasetError(f"column {name!r}: {error}. Leave the column out with --columns") from None
+                raise DatasetError(f"column {name!r}: {error}. Leave the column out with {say.of('columns')}") from None
         data = b"".join(parts)
         self._digest.update(_tagged(b"r", data))
         self.rows += 1
@@ -55,8 +58,8 @@ class RowDigest:
 
 
 def value_bytes(value: Any) -> bytes:
-    """Return bytes that stand for a value: the same bytes for equal values, other bytes for different values. Raise
-    TypeError for a value of an unknown type."""
+    """Return bytes that stand for a value: the same bytes for values that count as equal (see the head of this module),
+    other bytes for different values. Raise TypeError for a value of an unknown type."""
     if value is None:
         return b"0"
     if isinstance(value, np.generic):

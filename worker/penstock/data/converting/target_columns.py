@@ -3,7 +3,7 @@
 A column keeps its values where the target format has a type for them, so that readers of the result and of the source
 get the same values. Otherwise values become text: in MDS, JSON for dicts, lists and columns with missing values, and
 ISO 8601 for times. A value that its column's type cannot hold is an error that names the value, and is never changed
-silently: the rows are read back and compared.
+silently: unless the user turns that off, the rows are read back and compared.
 """
 
 from __future__ import annotations
@@ -106,21 +106,23 @@ CHANGES: Mapping[str, Callable[[Any], Any]] = {
 
 
 def stored_rows(
-    rows: Sequence[Mapping[str, Any]], columns: Sequence[TargetColumn], say: ArgumentNames
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[TargetColumn], say: ArgumentNames, *, first: int
 ) -> list[dict[str, Any]]:
-    """Return the rows with the values that a reader of the result gets. Raise DatasetError, which names the column, for
-    a value that cannot be stored."""
+    """Return the rows with the values that a reader of the result gets. Raise DatasetError, which names the column and
+    the sample, for a value that cannot be stored. `first`: number of the first row's sample in its shard, from 0."""
     changes = [(column.name, column.change, CHANGES[column.change]) for column in columns]
     found = []
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, first):
         made = {}
         for name, change, function in changes:
             try:
                 made[name] = function(row[name])
             except KeyError:
-                raise _missing(number, name, row, say) from None
+                raise _missing(f"sample {number} of the shard", name, row, say) from None
             except (TypeError, ValueError) as error:
-                raise DatasetError(f"row {number}: column {name!r}: {error}. {_remedy(change, name, say)}") from None
+                raise DatasetError(
+                    f"sample {number} of the shard, column {name!r}: {error}. {_remedy(change, name, say)}"
+                ) from None
         found.append(made)
     return found
 
@@ -134,9 +136,9 @@ def _remedy(change: str, name: str, say: ArgumentNames) -> str:
     return f"Leave the column out with {say.of('columns')}"
 
 
-def _missing(number: int, name: str, row: Mapping[str, Any], say: ArgumentNames) -> DatasetError:
+def _missing(sample: str, name: str, row: Mapping[str, Any], say: ArgumentNames) -> DatasetError:
     return DatasetError(
-        f"row {number} must have the column {name!r}, as other rows have, got {', '.join(map(repr, row))}. Write "
+        f"{sample} must have the column {name!r}, as other samples have, got {', '.join(map(repr, row))}. Write "
         f"samples that all have this column, or leave it out with {say.of('columns')}"
     )
 
@@ -144,22 +146,22 @@ def _missing(number: int, name: str, row: Mapping[str, Any], say: ArgumentNames)
 def mds_columns(
     samples: Sequence[Mapping[str, Any]], names: Sequence[str], given: Mapping[str, str], say: ArgumentNames
 ) -> list[TargetColumn]:
-    """Return the columns of the converted dataset if it is MDS. A column's encoding is the one that the user chose, or
-    one that fits the values in `samples`. Raises DatasetError, InvalidArgumentError.
+    """Return the columns of the converted dataset if it is MDS. A column's encoding is the given one, or one that fits
+    the values in `samples`. Raises DatasetError, InvalidArgumentError.
 
     Args:
         samples: some rows of the source.
         names: names of the columns.
-        given: column -> encoding, for those that the user chose.
+        given: column -> encoding, for those that the user chose, or that the source itself gives.
         say: how errors name the arguments that the user gave.
     """
     return [_mds_column(name, _values(samples, name, say), given.get(name), say) for name in names]
 
 
 def _values(samples: Sequence[Mapping[str, Any]], name: str, say: ArgumentNames) -> list[Any]:
-    for number, row in enumerate(samples):
+    for row in samples:
         if name not in row:
-            raise _missing(number, name, row, say)
+            raise _missing("each sample", name, row, say)
     return [row[name] for row in samples]
 
 
@@ -327,7 +329,8 @@ def _arrow_type(arrow: Any, kinds: set[type], present: Sequence[Any]) -> Any:
 
 
 def _unchanged(arrow: Any, kind: Any, values: Sequence[Any]) -> bool:
-    """Return True if the values come back unchanged from an Arrow array of this type."""
+    """Return True if the values come back unchanged from an Arrow array of this type. Times of numpy are not tried:
+    True if all values are such times or None."""
     times = (np.datetime64, np.timedelta64)
     if any(isinstance(value, times) for value in values):  # pyarrow needs pandas to return nanoseconds
         return all(value is None or isinstance(value, times) for value in values)

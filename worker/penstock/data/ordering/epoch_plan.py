@@ -22,8 +22,8 @@ from penstock.data.ordering.skips import KeptPositions, Ranges
 __all__ = ["Assign", "BatchPlan", "EpochPlan", "EpochRemainder", "SampleOrder", "WorkerBatches"]
 
 ORDERED_AT_ONCE = 2048
-"""Largest number of rows whose samples are looked up in one call. In calls of this size a row takes 0.1 us; in calls of
-64 rows it takes 2 us."""
+"""Largest number of rows whose samples are looked up in one call; a single batch may have more. In calls of this size a
+row takes 0.1 us; in calls of 64 rows it takes 2 us."""
 
 
 Assign = Callable[[Ints, int, int], tuple[Sequence[Ints], float]]
@@ -123,8 +123,8 @@ class EpochRemainder:
         return [(int(rows[first]), int(rows[end]) + 1) for first, end in zip(firsts, ends, strict=True)]
 
     def skipped_ranges(self, number: int) -> list[tuple[int, int]]:
-        """Return the ranges (first, end) of skipped positions that lie between the last row of batch `number` - 1 and
-        the last row of batch `number`."""
+        """Return the ranges (first, end) of skipped positions of this epoch that lie between the last row of batch
+        `number` - 1 and the last row of batch `number`."""
         begin, end = max(0, self.position(number)), self.position(number + 1)
         offset = self.epoch * self.epochs.length
         found = [(max(first - offset, begin), min(last - offset, end)) for first, last in self.epochs.skip]
@@ -188,7 +188,8 @@ class WorkerBatches:
 
     def plans(self, done: int) -> list[BatchPlan]:
         """Return the plans of some of the worker's batches that follow its first `done` batches: as many as one look-up
-        of samples serves (ORDERED_AT_ONCE). The list is empty if the worker has no further batch in this epoch."""
+        of samples serves (ORDERED_AT_ONCE), or one batch if `assign` is given. The list is empty if the worker has no
+        further batch in this epoch."""
         remainder, first = self.remainder, self.turn.batch(done)
         if self.ended(done):
             return []

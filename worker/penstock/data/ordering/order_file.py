@@ -80,7 +80,8 @@ class OrderFile:
 
     @staticmethod
     def read(given: str | os.PathLike[str]) -> OrderFile:
-        """Return the order in a file. Raises DatasetError if the file is missing or damaged."""
+        """Return the order in a file. Raises DatasetError if the file is missing, damaged, or of another version of the
+        format."""
         path = Path(given)
         try:
             with path.open("rb") as file:
@@ -124,7 +125,7 @@ class FiledOrder:
             name: name of the data, for errors.
             count: number of samples in the data.
 
-        Raises DatasetError unless the file's epoch and an epoch of `own` have each sample of the data once.
+        Raises DatasetError unless the file's epoch and an epoch of `own` have as many samples as the data.
         """
         if not file.samples == len(own) == count:
             raise DatasetError(

@@ -4,10 +4,10 @@ A state contains the settings that decide the order, with a fingerprint of the d
 order, so a mismatch of settings is an error that names both values.
 
 The workers of one topology share the batches from position `start` of the epoch on; `done` counts the batches that one
-worker has made since. If a run is resumed on the same topology, each worker continues after its `done` batches. On
-another topology, those batches count as done that come before the first batch that no worker has made. The samples
-after them are divided into new batches and workers. If only the batch size differs, the worker whose turn it was makes
-the next batch, because the box reads from that worker next.
+worker has made since. If a run is resumed on the same topology, with the same skipped samples, each worker continues
+after its `done` batches. On another topology, those batches count as done that come before the first batch that no
+worker has made. The samples after them are divided into new batches and workers. If only the batch size or the skipped
+samples differ, the worker whose turn it was makes the next batch, because the box reads from that worker next.
 
 Positions count skipped samples, too (skips.py). A state records the skipped ranges, to show which samples its batches
 had. A resumed run may skip other ranges after the position. Before the position it must not skip more samples than the
@@ -47,7 +47,7 @@ __all__ = [
 FORMAT = 3
 """Version of the format in which the states of loaders are written."""
 ORDER_FILE = "order_file"
-"""Name of the setting with the path of an order file."""
+"""Name of the setting for an order file: the file's epoch and digest."""
 VERSIONS = "versions"
 """Name of the setting with the version of each stream's dataset: a number, or None for a dataset without versions."""
 NUMBER_LIMIT = 1 << 62
@@ -151,8 +151,8 @@ def skip_of(state: Mapping[str, Any]) -> Ranges:
 
 def epoch_to_begin(state: Mapping[str, Any], tail: Tail) -> int | None:
     """Return the number of the epoch that begins exactly at a state's position. Return None if the position lies within
-    an epoch, or if the state does not tell: because it is that of one of several workers, or has skipped samples.
-    `tail`: the loader's setting."""
+    an epoch, or if the state does not tell: because it is that of one of several workers, its workers are not at a
+    common position, it has skipped samples, or was imported from another library. `tail`: the loader's setting."""
     progress, samples = progress_of(state), state["order"].get("samples")
     several = progress.topology.workers > 1 and "others" not in state
     if several or skip_of(state) or others_of(state, {}) or not isinstance(samples, list | int):

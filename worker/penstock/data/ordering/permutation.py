@@ -1,10 +1,10 @@
 """Keyed permutations, computed for each element and not stored.
 
 A shuffled epoch of 10^9 samples is a function from position to sample. A Feistel network over b bits is a bijection for
-any round function. b is the smallest number of bits that can represent n values. A result of n or more is permuted
-again until it falls below n (cycle-walking: J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains", 2002),
-less than twice on average. Each element has its own key and its own n, so one call can draw a batch from many shuffled
-blocks.
+any round function. b is the smallest number of bits that can represent n values, and at least 6. A result of n or more
+is permuted again until it falls below n (cycle-walking: J. Black and P. Rogaway, "Ciphers with Arbitrary Finite
+Domains", 2002). From n = 33 on, less than two permutations are needed on average. Each element has its own key and its
+own n, so one call can draw a batch from many shuffled blocks.
 
 Saved states are positions in this order, so the arithmetic must never change; a test compares it with recorded values.
 """

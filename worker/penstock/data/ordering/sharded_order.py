@@ -71,8 +71,9 @@ class ShardedOrder:
             shares: for each stream, the number of its samples that an epoch takes; it may be smaller or larger than the
                 stream.
             seed: seed of the shuffle.
-            shuffle: False: the samples come in the order of their numbers.
-            block: approximate number of samples that are shuffled with each other; None: all of them.
+            shuffle: False: neither shards nor samples are permuted. With one partition and one stream, or
+                interleave="shards", the samples then come in the order of their numbers.
+            block: approximate number of samples that are shuffled with each other; None: all of a partition.
             partitions: number of equal partitions into which the sequence is cut.
             interleave: "shards": the shards of all streams are shuffled as one sequence; "samples" or "batches": the
                 streams are interleaved in units of `partitions` samples, or of global batches.
@@ -94,7 +95,7 @@ class ShardedOrder:
         if not 0 < self._length < SAMPLE_LIMIT:
             raise DatasetError(
                 f"an epoch must have at least 1 sample and fewer than {SAMPLE_LIMIT}, got {self._length}. Check the "
-                "dataset and its split"
+                "dataset, its split, epoch_size and the streams' weights"
             )
         self._seed, self._shuffle, self._block, self._inner = seed, shuffle, block, inner
         self._files = files

@@ -56,8 +56,10 @@ def added_before(saved: Ranges, now: Ranges, position: int) -> tuple[int, int] |
         index = bisect_right(ends, first)
         if index < len(saved) and saved[index][0] <= first:
             first = ends[index]  # there is a gap between ranges: the number at a range's end is not skipped
-        if first < min(end, position):
-            return first, min(end, position)
+            index += 1
+        end = min(end, position, *(begin for begin, _ in saved[index : index + 1]))
+        if first < end:
+            return first, end
     return None
 
 

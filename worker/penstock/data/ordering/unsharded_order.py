@@ -46,7 +46,7 @@ class UnshardedOrder:
         if not 0 < count < SAMPLE_LIMIT or not 0 < epoch_size < SAMPLE_LIMIT:
             raise DatasetError(
                 f"the dataset and an epoch must have at least 1 sample and fewer than {SAMPLE_LIMIT}, got {count} and "
-                f"{epoch_size}. Check the dataset and epoch_size"
+                f"{epoch_size}. Check the dataset and num_samples"
             )
         self._count, self._length, self._shuffle = count, epoch_size, shuffle
         self._block = count if block is None else min(block, count)

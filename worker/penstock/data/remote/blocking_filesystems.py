@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
-from penstock.data.remote.transfer import TransferBroken
+from penstock.data.remote.transfer import CLOSED, TransferBroken
 
 __all__ = ["PlainFilesystems"]
 
@@ -46,7 +46,7 @@ class PlainFilesystems:
             calls = tuple(self._calls)
         for future in calls:
             with contextlib.suppress(InvalidStateError):
-                future.set_exception(TransferBroken("the dataset was closed"))
+                future.set_exception(TransferBroken(CLOSED))
 
     def _ended(self, future: Future[Any]) -> None:
         with self._lock:

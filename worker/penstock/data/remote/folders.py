@@ -1,12 +1,14 @@
 """Access to a dataset's folder on this machine, a web server, an object store, or anything else that fsspec reaches.
 
 A temporary failure is retried until the deadline, with growing pauses; a permanent one is raised at once. Every
-transfer has a deadline and a minimum rate: a server that sends a byte now and then counts as stalled.
+transfer has a deadline. A download by HTTP or an object store's client has a minimum rate, too: a server that sends a
+byte now and then counts as stalled.
 
-fsspec's shared event loop does not survive a fork, and closes its connections at any time. So each RemoteFolder has an
-event loop of its own, in a thread that the first transfer starts and `close` ends. A forked child starts a loop of its
-own. The child never touches the inherited loop, whose sockets belong to the parent. The inherited loop is not freed in
-the child: the frame of the loop's thread still refers to it, although the thread does not run there.
+fsspec's shared event loop does not survive a fork, and closes its connections at any time. So each RemoteFolder of an
+asynchronous filesystem has an event loop of its own, in a thread that the first transfer starts and `close` ends. A
+forked child starts a loop of its own. The child never touches the inherited loop, whose sockets belong to the parent.
+The inherited loop is not freed in the child: the frame of the loop's thread still refers to it, although the thread
+does not run there.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from penstock.data.remote.local_files import copy_file, files_below, read_file, 
 from penstock.data.remote.remote_loop import RemoteLoop
 from penstock.data.remote.retries import LAST_PAUSE_S, pause_before_retry, tries_text
 from penstock.data.remote.transfer import (
+    CLOSED,
     LARGEST_COPY,
     PARALLEL,
     DownloadProgress,
@@ -63,14 +66,15 @@ __all__ = ["LARGEST_READ", "RemoteFolder", "joined"]
 LARGEST_READ = 1 << 30
 """Largest size in bytes of a file that is read into memory as a whole."""
 RANGE_BYTES = 16 << 20
-"""Largest number of bytes that one request for a part of a file asks for."""
+"""Largest number of bytes that one request of `download_range` asks for."""
 PAST_END = 416
 """HTTP status of the answer to a request for a part that begins after the file's end."""
 QUIET_TRIES = 5
-"""Number of attempts in a row that fail, within about two seconds, before the first warning is logged."""
+"""Number of failed attempts in a row, within about two seconds, after which a warning is logged, or a host that no
+attempt has reached counts as mistyped."""
 MIN_PROGRESS_BYTES = 1 << 16
-"""Number of bytes that must arrive in each period of `stall_s` seconds. If fewer arrive, the attempt is cancelled, and
-a new attempt continues the transfer."""
+"""Number of bytes of an HTTP download that must arrive in each period of `stall_s` seconds. If fewer arrive, the
+attempt is cancelled, and a new attempt continues the transfer."""
 _SERVERS = ("endpoint_url", "endpoint", "host", "port", "account_name")
 """Names of options of fsspec's filesystems that say which server a URL belongs to."""
 _BY_RANGES: dict[str, dict[str, Any]] = {"hf": {"cache_type": "none"}}
@@ -146,7 +150,7 @@ class RemoteFolder:
             ) from error
         except ImportError as error:
             extra = _EXTRAS.get(self._protocol)
-            remedy = f"install penstock[{extra}]" if extra else str(error)
+            remedy = f"Install penstock[{extra}]" if extra else str(error)
             raise DatasetError(f"{self.url} needs a package that is not installed. {remedy}") from error
         if self._protocol in ("file", "local"):
             self.local = Path(kind._strip_protocol(self._url)).absolute()
@@ -165,7 +169,7 @@ class RemoteFolder:
         self._loop: RemoteLoop | None = None
         self._plain = PlainFilesystems(self._url, self._options)
         self._reached = False
-        """True once any answer was received from the remote."""
+        """True once a file was fetched from the remote."""
         self._root: str | None = None
         """Path of the folder in a filesystem that has no event loop; None until such a filesystem was opened."""
         self._closed = threading.Event()
@@ -201,7 +205,8 @@ class RemoteFolder:
 
     def read(self, name: str, *, deadline_s: float, first: int | None = None) -> bytes:
         """Return the content of a small file, or only its first `first` bytes. Raise ShardUnavailableError; its cause
-        is a FileNotFoundError if the remote says that it has no such file."""
+        is a FileNotFoundError if the remote says that it has no such file. Raise ShardCorruptError for more than
+        LARGEST_READ bytes of a remote file."""
         if self.local:
             return read_file(self.local / name, LARGEST_READ, first)
         if first is not None:
@@ -223,7 +228,7 @@ class RemoteFolder:
             file.truncate(expected_size)
 
     def has(self, name: str, size: int, *, deadline_s: float) -> bool:
-        """Return True if the remote reports a file of this name and size."""
+        """Return True if the remote reports a file of this name and size; False also if it does not answer."""
         if self.local:
             return (self.local / name).is_file() and (self.local / name).stat().st_size == size
         try:
@@ -262,8 +267,8 @@ class RemoteFolder:
             )
         if len(data) > end - begin:
             raise DatasetError(
-                f"{self.url_of(name)}: the server must send bytes {begin} to {end} of it, got {len(data)} bytes. Use "
-                "a server that supports ranges, or index a copy of the files by index_parquet(ranges=False)"
+                f"{self.url_of(name)}: the server must send bytes {begin} to {end - 1} of it, got {len(data)} bytes. "
+                "Use a server that supports ranges, or index a copy of the files by index_folder(ranges=False)"
             )
         return data
 
@@ -302,14 +307,15 @@ class RemoteFolder:
     # ---- writing
 
     def names(self, *, deadline_s: float) -> list[str]:
-        """Return the names of the files and folders directly in the folder. Raises ShardUnavailableError."""
+        """Return the names of the files and folders directly in the folder; none if it does not exist. Raises
+        ShardUnavailableError, for a local folder OSError."""
         if self.local:
             return [path.name for path in self.local.iterdir()] if self.local.is_dir() else []
         return self._listed("ls", deadline_s, detail=False)
 
     def find(self, *, deadline_s: float) -> list[str]:
-        """Return the paths of all files in the folder and its subfolders, relative to the folder. Raises
-        ShardUnavailableError."""
+        """Return the paths of all files in the folder and its subfolders, relative to the folder; none if it does not
+        exist. Raises ShardUnavailableError, for a local folder OSError."""
         if self.local:
             return files_below(self.local)
         return sorted(self._listed("find", deadline_s))
@@ -328,7 +334,8 @@ class RemoteFolder:
         return names
 
     def upload(self, name: str, source: Path, *, deadline_s: float) -> None:
-        """Upload a local file, either completely or not at all. Raises ShardUnavailableError."""
+        """Upload a local file: completely or not at all to a folder or an object store; other filesystems may keep a
+        part of it after a failure. Raises ShardUnavailableError."""
         if self.local:
             copy_file(source, self.local / name)
             return
@@ -340,8 +347,7 @@ class RemoteFolder:
         )
 
     def write(self, name: str, data: bytes, *, deadline_s: float) -> None:
-        """Write `data` to a file in the remote folder, either completely or not at all. Raises
-        ShardUnavailableError."""
+        """Write `data` to a file in the remote folder, as `upload` does. Raises ShardUnavailableError."""
         if self.local:
             write_file(self.local / name, data)
             return
@@ -353,7 +359,7 @@ class RemoteFolder:
         )
 
     def remove(self, name: str, *, deadline_s: float) -> None:
-        """Remove a file, if there is one. Raises ShardUnavailableError."""
+        """Remove a file, if there is one. Raises ShardUnavailableError, for a local folder OSError."""
         if self.local:
             (self.local / name).unlink(missing_ok=True)
             return
@@ -365,11 +371,13 @@ class RemoteFolder:
         self._retry(work, name, deadline_s, "removed")
 
     def _retry(self, work: Callable[[float], Any], name: str, deadline_s: float, done: str) -> Any:
-        """Call `work` until it succeeds, fails permanently, or the deadline passes, and return its result. `work` gets
-        the deadline as monotonic time in seconds. `done`: what is done to the file, for errors, such as "read"."""
+        """Call `work` until it succeeds, and return its result. Raise ShardUnavailableError if it fails permanently or
+        `tries` times, or if the deadline passes. `work` gets the deadline as monotonic time in seconds. `done`: what is
+        done to the file, for errors, such as "read"."""
         until = time.monotonic() + deadline_s
         failures = 0
         while True:
+            self._check_open(name, done)
             try:
                 return work(until)
             except PenstockError:
@@ -411,12 +419,9 @@ class RemoteFolder:
         failures = 0
         limit = expected if expected is not None else LARGEST_READ if isinstance(file, io.BytesIO) else LARGEST_COPY
         while True:
-            target = DownloadTarget(file, progress.at, limit, source)
+            target = DownloadTarget(file, progress.at, limit, source, is_known=expected is not None)
             try:
-                if self._closed.is_set():
-                    raise ShardUnavailableError(
-                        f"{source} was not fetched, because its cache was closed. Open the dataset again"
-                    )
+                self._check_open(name, "fetched")
                 self._try(name, target, progress, until, source)
                 if expected is not None and target.at != expected:
                     raise TransferBroken(f"the transfer ended after {target.at} of {expected} bytes")
@@ -449,6 +454,13 @@ class RemoteFolder:
                     "%s could not be fetched yet: %s; retrying for %.0f s more", source, failure_kind.reason, left
                 )
             self._closed.wait(pause)
+
+    def _check_open(self, name: str, done: str) -> None:
+        """Raise ShardUnavailableError if this object was closed. `done`: as in `_retry`."""
+        if self._closed.is_set():
+            raise ShardUnavailableError(
+                f"{self.url_of(name)} could not be {done}, because {CLOSED}. Open the dataset again"
+            )
 
     def _absent(self, name: str, failure_kind: FailureKind) -> FileNotFoundError | None:
         """Return a FileNotFoundError, as the cause of the error to raise, if the remote does not have the file; None
@@ -519,7 +531,7 @@ class RemoteFolder:
         with self._lock:
             if self._closed.is_set():
                 work.close()
-                raise TransferBroken("the dataset was closed")
+                raise TransferBroken(CLOSED)
             return loop.call(work)
 
     def _wait(
@@ -530,13 +542,13 @@ class RemoteFolder:
         try:
             with self._lock:
                 if self._closed.is_set():
-                    raise TransferBroken("the dataset was closed")
+                    raise TransferBroken(CLOSED)
                 self._moving.add(future)
             while True:
                 before = target.at if target else 0
                 concurrent.futures.wait((future,), min(stall_s, max(0.0, until - time.monotonic())))
                 if future.cancelled():
-                    raise TransferBroken("the dataset was closed")
+                    raise TransferBroken(CLOSED)
                 if future.done():
                     return future.result()
                 if time.monotonic() >= until:
@@ -553,7 +565,7 @@ class RemoteFolder:
         """Return this process's event loop for the remote, its filesystem, and the path of the folder there."""
         with self._lock:
             if self._closed.is_set():
-                raise TransferBroken("the dataset was closed")
+                raise TransferBroken(CLOSED)
             if self._loop is None:
                 self._loop = RemoteLoop(self._url, self._options)
                 weakref.finalize(self, RemoteLoop.close, self._loop)  # called also at the interpreter's exit
@@ -565,9 +577,9 @@ class RemoteFolder:
                 )
         concurrent.futures.wait((loop.opening,), min(self._stall_s, max(0.0, until - time.monotonic())))
         if loop.opening.cancelled():
-            raise TransferBroken("the dataset was closed while its remote was being opened")
+            raise TransferBroken(CLOSED)
         if not loop.opening.done():
-            raise TransferBroken("the remote was not opened before the deadline")
+            raise TransferBroken("the remote was not opened in time")
         if loop.opening.exception():
             with self._lock:
                 self._loop = None if self._loop is loop else self._loop

@@ -17,7 +17,7 @@ PIECE = 16 << 20
 
 def read_file(path: Path, limit: int, first: int | None) -> bytes:
     """Return the content of a file of at most `limit` bytes, or only its first `first` bytes. Raises
-    ShardUnavailableError."""
+    ShardUnavailableError, also for a larger file."""
     try:
         if first is None:
             return read_plain(path, limit)
@@ -48,5 +48,5 @@ def copy_file(source: Path, path: Path) -> None:
 
 
 def files_below(folder: Path) -> list[str]:
-    """Return the paths of all files in a folder and its subfolders, relative to the folder."""
+    """Return the paths of all files in a folder and its subfolders, relative to the folder, sorted."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.data.remote.redirects import watch_redirects
-from penstock.data.remote.transfer import TransferBroken
+from penstock.data.remote.transfer import CLOSED, TransferBroken
 
 __all__ = ["RemoteLoop"]
 
@@ -59,7 +59,7 @@ class RemoteLoop:
         with self._lock:
             if self._ending:  # for example at the interpreter's exit, when a thread retries a call that `close` ended
                 work.close()
-                raise TransferBroken("the dataset was closed")
+                raise TransferBroken(CLOSED)
             return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:

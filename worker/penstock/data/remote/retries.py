@@ -11,8 +11,10 @@ __all__ = ["LAST_PAUSE_S", "pause_before_retry", "tries_text"]
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
+MOST_DOUBLINGS = 30
+"""Largest number of times that the pause is doubled: enough for LONGEST_PAUSE_S, and a float holds the result."""
 LAST_PAUSE_S = 0.2
-"""Seconds: no new attempt begins if less time than this is left until the deadline."""
+"""Smallest number of seconds until the deadline with which a new attempt begins."""
 
 
 def pause_before_retry(failures: int, left: float, failure_kind: FailureKind) -> float:
@@ -23,7 +25,8 @@ def pause_before_retry(failures: int, left: float, failure_kind: FailureKind) ->
         left: seconds until the deadline.
         failure_kind: what is known about the last failure.
     """
-    pause: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
+    growth = 2.0 ** min(failures - 1, MOST_DOUBLINGS)
+    pause: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * growth) * random.uniform(0.5, 1.0)
     return max(min(pause, left / 2), failure_kind.again_after_s)
 
 

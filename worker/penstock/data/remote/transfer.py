@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from penstock.proto.errors import PenstockError, ShardCorruptError, ShardUnavailableError
 
 __all__ = [
+    "CLOSED",
     "LARGEST_COPY",
     "LARGE_PIECE",
     "PARALLEL",
@@ -55,6 +56,8 @@ PARALLEL, LARGE_PIECE = 4, 8 << 20
 """Number and size in bytes of pieces of a file that are requested at the same time, as long as nothing fails. A request
 to an object store has a latency of tens of milliseconds and a limited rate, so four requests at a time bring 32 MiB in
 little more time than one request takes for 8 MiB. boto3's pieces have the same size."""
+CLOSED = "the dataset was closed"
+"""Reason, in errors, of calls that end because the RemoteFolder was closed."""
 LARGEST_COPY = 1 << 44
 """Largest size in bytes of a file of unknown size that is copied to a disk."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -108,13 +111,16 @@ def scrubbed(text: str) -> str:
 class DownloadTarget(io.RawIOBase):
     """File to which one attempt of a download writes, from offset `at` on, up to `limit` bytes in all.
 
-    The event loop's thread writes to it. Another thread may call `abandon`; nothing more is written afterwards.
+    Over HTTP the event loop's thread writes to it, else the thread that downloads. Another thread may call `abandon`;
+    nothing more is written afterwards.
     """
 
-    def __init__(self, file: io.FileIO | io.BytesIO, at: int, limit: int, source: str) -> None:
+    def __init__(self, file: io.FileIO | io.BytesIO, at: int, limit: int, source: str, *, is_known: bool) -> None:
+        """Begin at offset `at`. `is_known`: True if `limit` is the file's size according to the index, False if it is
+        only the largest size that is accepted. `source`: address of the file, for errors."""
         super().__init__()
         self._file = file
-        self._limit = limit
+        self._limit, self._is_known = limit, is_known
         self._source = source
         self._lock = threading.Lock()
         self._abandoned = False
@@ -131,6 +137,8 @@ class DownloadTarget(io.RawIOBase):
                 raise ShardCorruptError(
                     f"{self._source} must have {self._limit} bytes, as the dataset's index lists, got more. Upload the "
                     "index and the files of the same version of the dataset"
+                    if self._is_known
+                    else f"{self._source} must have at most {self._limit} bytes, got more. Check the address"
                 )
             view = memoryview(data)
             while view:
@@ -185,8 +193,8 @@ class DownloadProgress:
     at: int = 0
     """Number of bytes written so far."""
     validator: str = ""
-    """Text that changes with the file's content. Over HTTP: the strong ETag, or else Last-Modified, or else ""; on S3:
-    the ETag."""
+    """Text that changes with the file's content. Over HTTP: the ETag, or Last-Modified if there is no ETag; "" if the
+    ETag is weak, or if there is neither. On S3: the ETag."""
     info: Any = None
     """Result of fsspec's `info` for the file; None before it was requested, and for a file that is read over HTTP."""
     parallel: int = 1
@@ -253,13 +261,13 @@ async def http_headers(fs: Any, url: str) -> Any:
 
 def age_of(info: Any) -> str | None:
     """Return a text that changes whenever a file is written: its time or version. `info`: what the filesystem's method
-    `info` returned for the file. Return None if it contains neither."""
+    `info` returned for the file, or a server's headers. Return None if it contains neither."""
     return next((f"{name}: {info[name]}" for name in _AGES if info.get(name)), None)
 
 
 def _validator(headers: Any) -> str:
     """Return the validator in a response's headers, a text that changes with any byte of the file: a strong ETag, or
-    Last-Modified if there is no ETag; "" if there is only a weak ETag, or neither."""
+    Last-Modified if there is no ETag; "" if the ETag is weak, or if there is neither."""
     tag = str(headers.get("ETag", ""))
     if tag:
         return "" if tag.startswith("W/") else tag

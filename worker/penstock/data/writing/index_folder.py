@@ -39,8 +39,8 @@ def index_folder(
     ranges: bool = True,
     timeout_s: float = 600.0,
 ) -> list[Shard]:
-    """Write an index of another library's files in a folder and its subfolders, in the order of their paths.
-    StreamingDataset can then read them.
+    """Write an index of another library's files in a folder and its subfolders, in the order of their paths; a dataset
+    that `save_to_disk` or `energon prepare` wrote keeps its own order. StreamingDataset can then read them.
 
         index_folder("/data/saved_with_save_to_disk")
         dataset = StreamingDataset("/data/saved_with_save_to_disk", split="train")
@@ -48,10 +48,11 @@ def index_folder(
         index_folder("s3://bucket/prepared", out="/data/cache")
         dataset = StreamingDataset("s3://bucket/prepared", "/data/cache", split="train")
 
-    Many files are indexed in several processes, with progress on standard error from the third second on. A call
+    Many local files are indexed in several processes, with progress on standard error from the third second on. A call
     continues one that was killed, and does not read files again that have not changed since they were indexed (size,
-    times and inode). The hidden file .penstock-indexed beside the index lists them: remove it to have all files read.
-    Hidden files and folders, and those whose names begin with `_` and have no `=`, are left out.
+    times and inode; of a remote file size and ETag or time). The hidden file .penstock-indexed beside the index lists
+    them: remove it to have all files read. Hidden files and folders, and those whose names begin with `_` and have no
+    `=`, are left out.
 
     Little is read of some files in a remote folder: of Parquet files only the footers, of archives that Megatron
     Energon prepared only the offsets that it has stored beside them, of Megatron-core's token files only the .idx
@@ -77,7 +78,7 @@ def index_folder(
             whole files. The order of samples is the same.
         timeout_s: seconds for each request to a remote folder.
 
-    Returns the shards. Raises InvalidArgumentError, DatasetError, ShardCorruptError.
+    Returns the shards. Raises InvalidArgumentError, DatasetError, ShardCorruptError, ShardUnavailableError.
     """
     if format is not None and format not in (PARQUET, *INDEXABLE):
         raise InvalidArgumentError(f"format must be one of {', '.join((PARQUET, *INDEXABLE))}, got {format!r}")
@@ -86,7 +87,7 @@ def index_folder(
     if root is None:
         return _index_remote(remote, format, out, storage_options, ranges, timeout_s)
     if not root.is_dir():
-        raise DatasetError(f"{root} must be a folder with a dataset's files. Correct the path")
+        raise DatasetError(f"{root} must be a folder with a dataset's files, got no folder. Correct the path")
     splits = saved_splits(root) if format in (None, "arrow") else None
     if splits is not None:
         below = {split: None if out is None else Path(out) / split for split in splits}

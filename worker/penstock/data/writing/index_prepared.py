@@ -117,8 +117,8 @@ def _offsets(remote: RemoteFolder, name: str, timeout_s: float) -> Ints:
 
 def _refuse(remote: RemoteFolder, name: str, why: str) -> None:
     raise ShardCorruptError(
-        f"{remote.url_of(name + OFFSETS_ENDING)} does not belong to the archive beside it: {why}. The archive was "
-        "changed: run `energon prepare` again"
+        f"{remote.url_of(name + OFFSETS_ENDING)} does not fit the archive beside it: {why}. One of them is damaged "
+        "or was changed: run `energon prepare` again"
     )
 
 

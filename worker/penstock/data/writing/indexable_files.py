@@ -29,7 +29,7 @@ IndexFile = Callable[[Path, str, Path], Shard]
 offsets, if the format needs one, is written into the folder of the index. Raises DatasetError."""
 
 
-def _any(root: Path, shards: list[Shard]) -> list[Shard]:
+def _unchanged(root: Path, shards: list[Shard]) -> list[Shard]:
     del root
     return shards
 
@@ -40,7 +40,7 @@ class IndexableFormat:
 
     find: Find
     index_file: IndexFile
-    join: Callable[[Path, list[Shard]], list[Shard]] = _any
+    join: Callable[[Path, list[Shard]], list[Shard]] = _unchanged
     """Function from (folder, shards of its files) to the same shards, checked and completed as those of one dataset.
     Raises DatasetError."""
 

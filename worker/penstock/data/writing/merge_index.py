@@ -78,9 +78,12 @@ def merge_index(
             shards = made.shards(path)
             if append:
                 _, shards = publish(remote, shards, timeout_s=timeout_s)
-            for each in (local,) if append else (remote, local):
-                if each is not None:
-                    each.upload(INDEX, path, deadline_s=timeout_s)
+            else:
+                remote.upload(INDEX, path, deadline_s=timeout_s)
+            if local is not None:
+                if append:
+                    remote.copy(INDEX, path := Path(scratch, "published"), deadline_s=timeout_s)
+                local.upload(INDEX, path, deadline_s=timeout_s)
     finally:
         remote.close()
     return shards

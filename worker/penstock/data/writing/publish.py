@@ -37,7 +37,8 @@ _COLUMNS = ("column_names", "column_encodings", "columns")
 
 def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -> tuple[int, Sequence[Shard]]:
     """Publish the next version of a dataset. Return the number and all shards of the version that is then the newest.
-    Shards in `added` that the newest version has already are left out; if none is left, no version is published.
+    Shards in `added` that the newest version has already are left out; if none is left, no version is published, except
+    version 1 of a folder that has no versions.
 
     Several writers on one machine, or on one file system with locks, may publish at the same time; each makes a
     version. On an object store, two simultaneous writers may lose the shards of one of them, so let only one process

@@ -25,13 +25,17 @@ _SCHEME_LOST_A_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def local_folder(name: str, value: Any) -> Path:
-    """Return a local folder as a path. Raise InvalidArgumentError for a URL, because pathlib would make a folder named
-    "s3:" of it. `name`: name of the argument, for errors."""
+    """Return a local folder as a path. Raise InvalidArgumentError for a URL, given as a str or a Path, because pathlib
+    makes the name of a folder "s3:" of it. `name`: name of the argument, for errors."""
     path = Path(value).expanduser()
     if _SCHEME_LOST_A_SLASH.match(str(path)):
         raise InvalidArgumentError(
-            f"{name} must be a folder of this machine, got the address {str(value)!r}. Pass an address as a str and "
-            "not as a Path, because pathlib turns it into a folder"
+            f"{name} must be a folder of this machine, got the address {str(value)!r}. "
+            + (
+                "Pass a path"
+                if isinstance(value, str)
+                else "Pass a path, or, where one is allowed, an address as a str"
+            )
         )
     return path
 
@@ -70,8 +74,9 @@ class Uploads:
         self._files = self._bytes = 0
 
     def clear(self, is_shard: Callable[[str], Any], *, exist_ok: bool) -> None:
-        """Remove the dataset in the remote folder, if it has one. Without `exist_ok`, raise DatasetError if the folder
-        has any files. `is_shard`: function that returns a true value for the name of a shard's file."""
+        """Remove the dataset in the remote folder, if it has one. Raise DatasetError if the dataset has versions, and
+        without `exist_ok` if the folder has any files. `is_shard`: function that returns a true value for the name of a
+        shard's file."""
         names = self._remote.names(deadline_s=self._timeout_s)
         if names and not exist_ok:
             raise DatasetError(

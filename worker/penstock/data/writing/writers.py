@@ -72,7 +72,7 @@ class WriterSettings(TypedDict, total=False):
     progress: bool
     """True to print the progress of uploads on standard error."""
     timeout_s: float
-    """Seconds for the upload of each file, with retries of temporary failures."""
+    """Seconds for each request to the remote, such as the upload of a file, with retries of temporary failures."""
 
 
 Out = str | os.PathLike[str] | tuple[str | os.PathLike[str], str]
@@ -148,8 +148,12 @@ class Writer(ABC):
         self._keeps, self._temporary = keep_local, remote is not None and not isinstance(out, tuple | list)
         if keep_local and (remote is None or self._temporary):
             raise InvalidArgumentError(
-                "keep_local=True needs out=(local folder, remote), got only a remote. Pass the local folder for "
-                "the files, too"
+                "keep_local=True needs out=(local folder, remote), got "
+                + (
+                    "only a local folder, which keeps its files anyway. Leave keep_local out"
+                    if remote is None
+                    else "only a remote. Pass a local folder for the files, too"
+                )
             )
         threads = at_least_one("upload_threads", upload_threads)
         if self._whole is not None:
@@ -167,8 +171,9 @@ class Writer(ABC):
                 raise
 
     def write(self, sample: Mapping[str, Any]) -> None:
-        """Add a sample. For a sample that cannot be stored, raise DatasetError, which names the sample and the column;
-        the writer then goes on without it."""
+        """Add a sample. For a sample that cannot be stored, raise DatasetError, which names the sample by its number,
+        counted from 0 over the samples of this writer; the writer then goes on without it. Raise ShardUnavailableError
+        if an upload has failed, OSError if a file cannot be written."""
         if self._ended:
             raise DatasetError(f"{self.name}: write needs an open writer, but this one was closed. Make a new writer")
         data = self._encode(sample)
@@ -361,10 +366,10 @@ class Writer(ABC):
             return
         if not exist_ok:
             raise DatasetError(
-                f"{self.name} must be empty, got a folder with files. Pass another folder, or exist_ok=True to replace "
+                f"{self.out} must be empty, got a folder with files. Pass another folder, or exist_ok=True to replace "
                 "its dataset and keep other files, or append=True to publish a version with more samples"
             )
-        check_no_versions([path.name for path in self.out.iterdir()], self.name)
+        check_no_versions([path.name for path in self.out.iterdir()], str(self.out))
         # Remove the index first, then the files that it lists.
         (self.out / INDEX).unlink(missing_ok=True)
         for path in self.out.iterdir():

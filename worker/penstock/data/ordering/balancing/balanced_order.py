@@ -35,7 +35,7 @@ from penstock.proto.errors import InvalidArgumentError
 __all__ = ["Balance", "Balanced", "BalancedOrder", "Imbalance"]
 
 WINDOW_LIMIT = 1 << 20
-"""Largest number of rows in a window (the consecutive steps whose rows are assigned together)."""
+"""Largest number of rows in a window (the consecutive steps whose rows are assigned together) of several steps."""
 STEPS_LIMIT = 1 << 16
 """Largest number of steps in a window (the consecutive steps whose rows are assigned together)."""
 WINDOWS_KEPT = 4
@@ -95,7 +95,7 @@ class BalancedOrder:
         Raises InvalidArgumentError if a window is empty or too large.
         """
         steps = at_least_one("over_steps", steps)
-        most = min(STEPS_LIMIT, WINDOW_LIMIT // batch)
+        most = max(1, min(STEPS_LIMIT, WINDOW_LIMIT // batch))
         if steps > most:
             raise InvalidArgumentError(
                 f"over_steps must be at most {most} with {batch} rows in a global batch, got {steps}. Pass a smaller "

@@ -52,8 +52,9 @@ class Costs:
             for begin in range(0, length, CHUNK):
                 digest.update(self.of(np.arange(begin, min(begin + CHUNK, length))).tobytes())
         self.digest = digest.hexdigest()
-        """Digest of all costs. If `cost` is a function, it is the digest of the costs of up to PROBES samples. It is
-        part of a loader's state, so that a resume with other costs is refused."""
+        """Digest of all costs. If `cost` is a function, it is the digest of the costs of up to PROBES samples. With
+        `over_steps` above 1 it is part of a loader's state, so that a resume with other costs is refused; otherwise the
+        costs do not decide which step has which rows."""
 
     def of(self, ids: Ints) -> npt.NDArray[np.float64]:
         """Return the costs of these samples. Raises DatasetError for a cost that is NaN, infinite or negative,
@@ -62,7 +63,7 @@ class Costs:
             costs = self._array[ids]
         else:
             assert self._function is not None
-            costs = _array(self._function(ids))
+            costs = _array(self._function(ids), "the cost function must return")
             if len(costs) != len(ids):
                 raise InvalidArgumentError(
                     f"balance: the cost function must return one number for each of {len(ids)} samples, got "
@@ -78,14 +79,16 @@ class Costs:
         return found
 
 
-def _array(given: Any) -> npt.NDArray[Any]:
+def _array(given: Any, must: str = "cost must be a column's name, a function, or") -> npt.NDArray[Any]:
+    """Return given costs as an array. Raise InvalidArgumentError for anything but numbers in one dimension. `must`:
+    beginning of the error's text."""
     if isinstance(given, torch.Tensor):
         given = given.detach().to("cpu", torch.float64).numpy()
     array = np.asarray(given)
     if array.ndim != 1 or array.dtype.kind not in "iufb":
         raise InvalidArgumentError(
-            "balance: cost must be a one-dimensional array of numbers, a column's name or a function, got an array "
-            f"with {array.ndim} dimensions of {array.dtype}. Pass one of these"
+            f"balance: {must} a one-dimensional array of numbers, got an array with {array.ndim} dimensions of "
+            f"{array.dtype}. Correct the costs"
         )
     return array
 

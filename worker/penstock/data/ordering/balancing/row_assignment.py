@@ -2,7 +2,7 @@
 number of rows as without balance.
 
 Rows are taken from the largest cost to the smallest, and each goes to that bin with free places whose sum of costs is
-smallest. All functions are pure, and sum in integers, so every machine gets the same result.
+smallest. All functions are pure, and rows are assigned by sums in integers, so every machine assigns them equally.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ of a bin (a step or a box). A sum and a bin's number together fit into 64 bits."
 
 def assign_to_steps(costs: npt.NDArray[np.float64], steps: int) -> list[Ints]:
     """Return, for each step of a window, the indexes of its rows in `costs`, ascending. All steps get equally many
-    rows, and about equal sums of cost.
+    rows, and sums of cost that are as equal as runs of rows allow.
 
     The rows are sorted by cost and cut into runs of equal length, and a run goes to one step as a whole. A run has
     about SMALLEST_RUN rows, or more if a single row would otherwise cost too large a part of its step.
