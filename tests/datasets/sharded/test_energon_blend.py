@@ -160,6 +160,18 @@ def test_sample_loader_must_be_passed(tmp_path: Path) -> None:
     assert sorted(texts(source, 2)) == ["A 0", "A 1"]
 
 
+def test_remote_folders_of_one_name_are_read(tmp_path: Path) -> None:
+    """Each has a cache of its own below `local`."""
+    root = tmp_path / "remote"
+    prepared(root / "one", {"data": 2})
+    prepared(root / "two", {"data": 3})
+    (root / "x.yaml").write_text(EPOCHS % "{path: one/data}, {path: two/data}")
+    with ShardServer(root) as server:
+        source = energon_blend(f"{server.url}/x.yaml", shards=1, local=tmp_path / "cache")
+        assert sorted(texts(source)) == ["data 0", "data 0", "data 1", "data 1", "data 2"]
+    assert all(folder.name.startswith("data-") for folder in (tmp_path / "cache").iterdir())
+
+
 def test_remote_blend_is_read(tmp_path: Path) -> None:
     root = prepared(tmp_path / "remote", {"a": 2, "b": 2})
     (root / "x.yaml").write_text(EPOCHS % "{path: a}, {path: b}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.utils.data
+import xxhash
 
 from penstock.data.formats.records.energon_folder import sample_loader_of
 from penstock.data.loading.streaming_loader import BLOCK
@@ -53,11 +54,11 @@ def energon_blend(
         path: path or URL of the metadataset file.
         split: name of the split to read, such as "train".
         shards, shuffle, shuffle_block: see LogicalShards.
-        local: folder for the caches of remote folders, each in a subfolder with the remote folder's name; None: the
-            user's cache folder.
-        sample_loaders: dict from a folder's name to a function. It must have each folder whose dataset.yaml names a
-            `sample_loader`, because code in a data folder is never run. The function gets a sample as a dict of its
-            files in the archive, and returns a dict.
+        local: folder for the caches of remote folders, each in a subfolder with the remote folder's name (and a hash of
+            its path, if several have this name); None: the user's cache folder.
+        sample_loaders: dict from a folder's name to a function, for all folders with this name. It must have each
+            folder whose dataset.yaml names a `sample_loader`, because code in a data folder is never run. The function
+            gets a sample as a dict of its files in the archive, and returns a dict.
         storage_options: keyword arguments for fsspec's filesystem, for remote folders.
         options: other keyword arguments of StreamingDataset, for each folder.
 
@@ -154,6 +155,14 @@ def _opened(
     return [_dataset(plan, member, local, loaders.get(member.name), options) for member in plan.members]
 
 
+def _cache_name(plan: BlendPlan, member: BlendMember) -> str:
+    """Return the name of the subfolder for a folder's cache. Folders of one name in different places get a hash of
+    their path, because a cache holds the files of one remote."""
+    if len({one.path for one in plan.members if one.name == member.name}) == 1:
+        return member.name
+    return f"{member.name}-{xxhash.xxh3_64_hexdigest(member.path.encode())}"
+
+
 def _dataset(
     plan: BlendPlan,
     member: BlendMember,
@@ -161,7 +170,7 @@ def _dataset(
     loader: SampleLoader | None,
     options: dict[str, Any],
 ) -> StreamingDataset:
-    cache = Path(local) / member.name if local is not None and "://" in member.path else None
+    cache = Path(local) / _cache_name(plan, member) if local is not None and "://" in member.path else None
     stream = Stream(member.path, cache, member.split, storage_options=options["storage_options"] or {})
     folder = prepared_folder(stream)
     if folder is None:
