@@ -85,7 +85,7 @@ def test_no_capability_is_kept(tmp_path: Path, container: Sequence[str]) -> None
     """Hold although the kernel was told to spare them when a process changes its user. The memory is bounded, too."""
     kept = [*container, "setpriv", "--securebits", "+no_setuid_fixup"]
     batches = 20
-    options = ["--runner-user", NOBODY, "--no-cage", "--runner-memory", str(batches * users.HELD // 4)]
+    options = ["--runner-user", NOBODY, "--no-sandbox", "--runner-memory", str(batches * users.HELD // 4)]
     with running(tmp_path / "state") as cluster:
         daemon = cluster.add_worker(1, *options, allow="users", before=kept).pid
         ((_, *rights),) = told(cluster, "kept", DataLoader(users.tells, 2, secret(tmp_path), daemon), 1)

@@ -51,8 +51,8 @@ STOP_S = 8.0
 PROBE_S = 0.01
 """Seconds between two attempts to connect to the starting coordinator."""
 
-NO_CAGE = "PENSTOCK_WORKER_NO_CAGE"
-"""Environment variable that turns off an embedded worker's sandbox, like `penstock worker --no-cage`."""
+NO_SANDBOX = "PENSTOCK_WORKER_NO_SANDBOX"
+"""Environment variable that turns off an embedded worker's sandbox, like `penstock worker --no-sandbox`."""
 BUDGET = "PENSTOCK_COORDINATOR_BUDGET"
 """Environment variable with the largest size of all snapshots that the embedded coordinator holds, such as "4GiB", like
 `penstock coordinator --budget`."""
@@ -99,7 +99,7 @@ class Embedded:
             "address": self.address,
             "folder_fd": folder,
             "parent_pid": self._pid,
-            "no_cage": os.environ.get(NO_CAGE, "").lower() in ("1", "true", "yes", "on"),
+            "no_sandbox": os.environ.get(NO_SANDBOX, "").lower() in ("1", "true", "yes", "on"),
             "budget": os.environ.get(BUDGET, ""),
         }
         try:

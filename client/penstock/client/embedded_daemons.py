@@ -10,7 +10,7 @@ argument is a JSON object:
     address: Unix socket that the coordinator listens on.
     folder_fd: descriptor of the training process's temporary folder, which is removed when this process ends.
     parent_pid: id of the training process, whose end also ends this process.
-    no_cage: true if runners have no sandbox.
+    no_sandbox: true if runners have no sandbox.
     budget: largest size of all snapshots that the coordinator holds, such as "4GiB"; "": the default.
 
 The credential token comes in PENSTOCK_TOKEN.
@@ -31,7 +31,7 @@ SLOTS = 1024
 
 def main() -> int:
     given = json.loads(sys.argv[1])
-    fork_server = start_fork_server(sandboxed=not given["no_cage"])
+    fork_server = start_fork_server(sandboxed=not given["no_sandbox"])
     return serve(given, fork_server)
 
 
@@ -79,7 +79,7 @@ def serve(given: dict[str, Any], fork_server: StartedForkServer) -> int:
             allow=["*"],
             parent_pids=[given["parent_pid"]],
             embedded=True,
-            no_cage=given["no_cage"],
+            no_sandbox=given["no_sandbox"],
         )
         up = asyncio.create_task(listening.wait())
         await asyncio.wait([up, coordinator], return_when="FIRST_COMPLETED")

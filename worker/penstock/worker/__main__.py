@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--parent-pid", type=int, action="append", default=[])
     parser.add_argument("--runner-user", default="")
     parser.add_argument("--runner-processes", type=int, default=0)
-    parser.add_argument("--no-cage", action="store_true")
+    parser.add_argument("--no-sandbox", action="store_true")
     parser.add_argument("--insecure", action="store_true")
     for what in ("ca", "cert", "key", "name"):
         parser.add_argument(f"--tls-{what}", default="")
@@ -73,7 +73,7 @@ def main() -> int:
             start_timeout_s=options.start_timeout,
             runner_user=options.runner_user,
             runner_processes=options.runner_processes,
-            no_cage=options.no_cage,
+            no_sandbox=options.no_sandbox,
         )
         asyncio.run(serve(settings, ready))
     except PenstockError as error:

@@ -257,7 +257,7 @@ class WorkerSettings(Section):
         "only with "
         "runner_user, or in control groups (default: no limit).",
     )
-    no_cage: bool = Field(
+    no_sandbox: bool = Field(
         False,
         description="Run runners without the sandbox: they may gain privileges (sudo, fusermount), and signal and "
         "trace other processes of the user.",

@@ -86,7 +86,7 @@ def as_dict(diagnosis: LoaderReport) -> dict[str, Any]:
                 "own_workers": examined.capabilities["own_workers"],
                 "looked_at_assignment": examined.streamed["looked_at"],
                 "batches": sum(event[2] is not None for event in examined.streamed["events"]),
-                "passes_ended": sum(event[2] is None for event in examined.streamed["events"]),
+                "epochs_ended": sum(event[2] is None for event in examined.streamed["events"]),
                 "samples": examined.streamed["samples"],
                 "batch_ms": examined.streamed["batch_ms"],
                 "snapshot_ms": examined.streamed["snapshot_ms"],

@@ -163,11 +163,11 @@ def check_sandbox(lacking: str) -> Finding:
     missing."""
     if lacking:
         return warning(
-            "cage",
+            "sandbox",
             f"runners gain no privileges, but can signal and trace other processes of their user: {lacking}",
             "Give workers a user of their own, or a newer kernel.",
         )
-    return ok("cage", "runners gain no privileges, and signal and trace only what they have started")
+    return ok("sandbox", "runners gain no privileges, and signal and trace only what they have started")
 
 
 def check_groups(why_not: str) -> Finding:

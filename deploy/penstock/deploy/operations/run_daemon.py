@@ -161,7 +161,7 @@ def run_worker(
                 start_timeout_s=settings.start_timeout,
                 runner_user=settings.runner_user,
                 runner_processes=settings.runner_processes,
-                no_cage=settings.no_cage,
+                no_sandbox=settings.no_sandbox,
                 no_groups=settings.no_groups,
                 drain_s=settings.drain,
                 liveness_file=settings.liveness_file,

@@ -95,7 +95,7 @@ class Daemon:
             self._tempdirs,
             self.starts,
             settings.start_timeout_s,
-            sandboxed=not settings.no_cage,
+            sandboxed=not settings.no_sandbox,
             user=user,
             groups=self._groups,
             started=fork_server,

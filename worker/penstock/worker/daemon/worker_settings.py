@@ -53,7 +53,7 @@ class DaemonSettings:
     runner_processes: int = 0
     """Largest number of processes and threads of all runners together; 0 = no limit. Needs runner_user or control
     groups."""
-    no_cage: bool = False
+    no_sandbox: bool = False
     """Flag that turns off the sandbox for runners (see sandbox.py). The sandbox hides other processes of the same user.
     """
     no_groups: bool = False

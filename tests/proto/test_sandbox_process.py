@@ -34,7 +34,7 @@ print(json.dumps({
     "signal to a stranger": tried(lambda: os.kill(os.getppid(), 0)),
     "trace of a stranger": tried(attach),
     "signal to a child": tried(child.kill),
-    "another cage": tried(enter),
+    "another sandbox": tried(enter),
 }))
 child.wait()
 """
@@ -43,7 +43,7 @@ child.wait()
 def test_signals_reach_children_but_no_strangers() -> None:
     said = json.loads(subprocess.run([sys.executable, "-c", INSIDE], capture_output=True, check=True, text=True).stdout)
     assert said["privileges"] == ["1"]
-    assert (said["signal to a child"], said["another cage"]) == ("done", "done")
+    assert (said["signal to a child"], said["another sandbox"]) == ("done", "done")
     if why := why_not_whole():
         pytest.skip(why)
     assert said["signal to a stranger"] == said["trace of a stranger"] == "PermissionError"
