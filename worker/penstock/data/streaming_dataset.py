@@ -156,7 +156,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         limit = byte_count("cache_limit", cache_limit)
         self.prefetch_bytes = byte_count("prefetch_bytes", prefetch_bytes)
         self.decoded_limit = byte_count("decoded_limit", decoded_limit)
-        """Argument `decoded_limit` in bytes; None: the default of the process."""
+        """Bytes of decoded row groups that this dataset asks its process to keep; None: no request of its own."""
         remotes = [remote_of(stream) for stream in self.streams]
         self.name = ", ".join(name for _, _, name in remotes[:3]) + (", ..." if len(remotes) > 3 else "")
         """Name of the dataset, for errors."""

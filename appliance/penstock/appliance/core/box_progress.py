@@ -130,7 +130,8 @@ def note_abandoned(cluster: ClusterState, attempt: Attempt, box: Box, request: p
         if len(box.abandoned) >= cluster.limits.abandoned_max:
             raise InvalidArgumentError(
                 f"box {box.number} must abandon at most {cluster.limits.abandoned_max} epochs (by `break`) in one "
-                "launch, got one more: save a state, and start the job again from that state"
+                "launch, got one more: start the job again from its last saved state. A loop that uses "
+                "DataExecutor(persistent=True) abandons no epoch"
             )
         if attempt.note_abandoned(box, abandoned_epoch.epoch, abandoned_epoch.step):
             touched = list(attempt.boxes.values())

@@ -328,7 +328,7 @@ class ClusterState:
     def free_discarded(self, now: float) -> None:
         """Free the memory of boxes of ended attempts, of about `limits.slots_at_once` slots in one call. Python would
         free an attempt with all its boxes at once, some 10 us for each: 0.2 s for 16,384 boxes. So a list keeps the
-        boxes until FREE_AFTER_S seconds later, when the journal's thread has written them."""
+        boxes until FREE_AFTER_S seconds after an attempt ended, when the journal's thread has written them."""
         if self._free_at == math.inf:
             self._free_at = now + FREE_AFTER_S
         freed = 0

@@ -37,8 +37,8 @@ from penstock.proto.v1 import records_pb2
 
 __all__ = ["MixtureOrders", "Proposal"]
 
-SOURCES_MAX = 256
-"""Largest number of names, functions and weights in one order."""
+TEXTS_MAX = 256
+"""Largest number of texts in one order: names of sources, functions and weights, counted together."""
 TEXT_MAX = 200
 """Largest number of characters of a name, function or weight in an order."""
 FENCE_S = 20.0
@@ -314,9 +314,9 @@ def _check(request: pb.ChangeMixtureRequest) -> None:
         raise InvalidArgumentError("a change needs --weights or --retire, got neither: give the new weights")
     texts = [text for asked in request.weights for text in (asked.source, asked.weight)]
     texts += [text for added in request.added for text in (added.source, added.function)] + list(request.retired)
-    if len(texts) > SOURCES_MAX or any(len(text) > TEXT_MAX for text in texts):
+    if len(texts) > TEXTS_MAX or any(len(text) > TEXT_MAX for text in texts):
         raise InvalidArgumentError(
-            f"a change must have at most {SOURCES_MAX} names, functions and weights, each of at most {TEXT_MAX} "
+            f"a change must have at most {TEXTS_MAX} names, functions and weights together, each of at most {TEXT_MAX} "
             f"characters, got {len(texts)}, the longest with {max(map(len, texts))} characters: change fewer sources "
             "at once, or use shorter names"
         )

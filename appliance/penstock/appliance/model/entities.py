@@ -208,8 +208,8 @@ class Box:
     delivered: records_pb2.BoxPosition = field(default_factory=records_pb2.BoxPosition)
     """Position of the box in its client's newest report; empty before the first report."""
     reported: bool = True
-    """False from a restart of the coordinator until the client has reported its epoch starts again. Until then the
-    box's position and abandoned epochs may be out of date."""
+    """False from a restart of the coordinator until the client has reported again at which positions the box began its
+    epochs. Until then the box's position and abandoned epochs may be out of date."""
     restored: bool = False
     """True if the box was restored from the journal. `history` then begins at the attempt's start again, although
     workers may have dropped the snapshots of steps that are more than `retention` steps old."""

@@ -154,7 +154,7 @@ def _adjust(plan: FleetPlan, where: FleetFolder) -> Fleet:
 
 
 def _states(fleet: Fleet) -> list[str]:
-    """Return the states of the fleet's workers, in the order of the record."""
+    """Return what each worker of the fleet is doing, such as "ready", in the order of the fleet's file (fleet.json)."""
     return [daemon["state"] for daemon in fleet.about["daemons"] if daemon["name"] != "coordinator"]
 
 

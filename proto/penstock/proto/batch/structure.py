@@ -343,7 +343,7 @@ def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
     shape = {"l": 1, "u": 1, "d": 2, "od": 2, "nt": 3, "dc": 3}.get(kind)
     if shape != len(rest) or any(type(part) is not list for part in rest[-min(shape, 2) :]):
         raise _wrong(
-            path, f"a container must have a known kind, and the parts of that kind, got {[kind, *rest]!r:.100}"
+            path, f"a container must have a known kind, and the parts that this kind has, got {[kind, *rest]!r:.100}"
         )
     nodes, keys = rest[-1], rest[-2] if shape != 1 else []
     name = rest[0] if shape == 3 else ""
@@ -386,7 +386,7 @@ def _array_leaf(kind: str, rest: list[Any], path: Path) -> Leaf:
         )
     name, rank = rest[0], 0 if kind == "n" else rest[1]
     if type(rank) is not int or not 0 <= rank <= MAX_RANK:
-        raise _wrong(path, f"a rank must be an int from 0 to {MAX_RANK}, got {rank!r:.100}")
+        raise _wrong(path, f"the number of dimensions must be an int from 0 to {MAX_RANK}, got {rank!r:.100}")
     if kind == "t":
         if name not in TORCH_DTYPES:
             raise _wrong(path, f"the dtype of a tensor must be one that batches may have, got {name[:80]!r}")

@@ -238,7 +238,8 @@ def _read(what: str, file: str) -> bytes:
         raise TlsError(f"{what}={file} cannot be read: {error.strerror}. Name a readable file") from error
     if len(data) > MAX_FILE or b"-----BEGIN " not in data:
         raise TlsError(
-            f"{what}={file} must be a PEM file of a certificate or key, got other content: pass the right file"
+            f"{what}={file} must be a PEM file of a certificate or key of at most {MAX_FILE} bytes, got other content: "
+            "pass the right file"
         )
     return data
 
@@ -409,7 +410,7 @@ def is_damage(error: OSError) -> bool:
 
 def refused_by(what: str, tls: Tls, reason: str = "") -> TlsError:
     """Return the error for a connection that the other end, `what`, has closed because of this process's certificate.
-    `reason`: TLS's own word for it."""
+    `reason`: name of the TLS alert, such as UNKNOWN_CA; "" = not known."""
     why = f" ({reason.replace('_', ' ').lower()})" if reason else ""
     if not tls.cert:
         return TlsError(

@@ -539,7 +539,7 @@ def _latest(folder: Path) -> str:
 def _number(field: str, value: Any) -> int:
     number = int(value)
     if not 0 <= number <= MOST:
-        raise ValueError(f"{field} must be a number of 0 to 2**62, got {str(value)[:40]}")
+        raise ValueError(f"{field} must be a number from 0 to 2**62, got {str(value)[:40]}")
     return number
 
 

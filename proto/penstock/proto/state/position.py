@@ -92,7 +92,7 @@ class Position:
             )
         if step > MOST or epoch > MOST:
             raise InvalidArgumentError(
-                f"step and epoch must be <= {MOST}, got step {step} of epoch {epoch}: load a saved state"
+                f"step and epoch must be <= {MOST}, got step {step} of epoch {epoch}: load a state as it was saved"
             )
         return cls(step, epoch, list(range(num_slots)), 0, [0] * num_slots, [0] * num_slots)
 

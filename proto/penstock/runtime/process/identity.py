@@ -13,12 +13,14 @@ __all__ = ["Identity"]
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of a process: its id, and its start time, which a later process with the same id does not share."""
+    """Identity of a process: its id, its start time and the machine's boot. A later process with the same id differs in
+    one of the other two."""
 
     pid: int
     started: int
     """Start time of the process, in clock ticks since the machine's boot."""
     boot: str
+    """Id of the machine's boot, as the kernel says it."""
 
     @classmethod
     def of(cls, pid: int) -> Identity:

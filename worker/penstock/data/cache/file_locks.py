@@ -102,7 +102,8 @@ class FileLock:
 
 
 def take(root: str, name: str, *, shared: bool, create: bool = True) -> FileLock | None:
-    """Try once to acquire a lock, and return it; None if another process, or another FileLock of this one, holds it.
+    """Try once to acquire a lock, and return it; None if it is held, by another process or
+    by another FileLock of this one, in a way that excludes this one.
     The lock's file is `name` below the folder `root`; links in that path are refused.
 
     shared: True for a lock that several processes can hold together. create: True to make the file if it is missing,

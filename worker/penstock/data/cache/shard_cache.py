@@ -52,8 +52,8 @@ FREE_MORE = 1 << 16
 YIELD_S = 5.0
 """Seconds that a reader waits for prefetches to end, in any process, before it exceeds the cache's limit."""
 LOOK_S = 0.1
-"""Seconds that a reader waits for locks that are held only for a moment, because only unlocked shards can be evicted.
-Then it exceeds the cache's limit, unless prefetches run (YIELD_S). On a full disk: pause between attempts to evict."""
+"""Seconds that a reader waits for locks if the cache is at its limit and all shards are locked, so that none can be
+evicted. Then it exceeds the limit, unless prefetches run (YIELD_S). On a full disk: pause between attempts to evict."""
 CONFIRM_S = 10.0
 """Seconds to wait for the remote's answer whether it still has a file, before the cache's copy is evicted."""
 

@@ -513,9 +513,9 @@ def balanced_order(
     found = Balanced(balance, order, dataset, length, batch)
     if found.described and ORDER_FILE in described:
         raise InvalidArgumentError(
-            f"over_steps must be 1 with order_file, got {balance.over_steps}, because rows that the other library has "
-            "delivered in this epoch would be assigned to later steps again. Pass Balance(cost, over_steps=1) until "
-            "the run's state lies in a later epoch"
+            f"over_steps must be 1 with order_file, got {balance.over_steps}, because rows that the library which "
+            "began this epoch has delivered would be assigned to later steps again. Pass Balance(cost, over_steps=1) "
+            "until the run's state lies in a later epoch"
         )
     if found.described:
         described["balance"] = found.described

@@ -340,7 +340,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return {**whole, CHANGES: worker_states[0][CHANGES]} if CHANGES in worker_states[0] else whole
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
-        """Return this worker's part of a state that `aggregate_state_dict` returned."""
+        """Return this worker's part of an aggregated state. `strict` and errors: as in `load_state_dict`."""
         self._check_order(aggregated, strict=strict)
         if "others" not in aggregated:
             raise StateMismatchError(

@@ -211,7 +211,7 @@ class Sender(threading.Thread):
         """Move frames (messages, such as a batch) from the runner to `_out`, the queue of outgoing data. Payloads are
         not copied unless they are compressed.
 
-        Return False if no more frames have arrived from the runner.
+        Return True if more frames may be there; False if no other has arrived, or the runner's connection has ended.
         """
         runner, out = self._runner, self._out
         to_pack = PACKED_A_TURN

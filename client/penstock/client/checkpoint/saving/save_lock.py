@@ -110,8 +110,8 @@ class _HeldSignals:
             self._handlers[number](number, frame)
 
     def restore_handlers(self) -> None:
-        """Put the replaced handlers back, and run those of the signals that arrived meanwhile. Raises the errors of
-        these handlers."""
+        """Put the replaced handlers back, and run those of the signals that arrived meanwhile. Raises the first
+        error of these handlers, after all were run."""
         raised: BaseException | None = None
         left = [*self._handlers.items()]
         while left:

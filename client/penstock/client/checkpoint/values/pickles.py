@@ -39,7 +39,7 @@ del _LINES[_PUT]
 
 def _fixed() -> re.Pattern[bytes]:
     """Return the regular expression that matches a run of opcodes which need no check: their arguments have a fixed
-    length, or a length of a single byte."""
+    length, or begin with their length as one byte."""
     kinds = []
     for size in (0, 1, 2, 4, 8):
         codes = b"".join(re.escape(code) for code, known in _SIZES.items() if known == size and code not in _COUNTED)

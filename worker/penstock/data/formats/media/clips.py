@@ -53,7 +53,7 @@ class Clip(Protocol):
 
     @property
     def positions(self) -> Positions:
-        """Frames or samples to decode, see `Positions`."""
+        """Frames of the video, or samples of the sound, to decode; see `Positions`."""
 
     @property
     def draws(self) -> bool:

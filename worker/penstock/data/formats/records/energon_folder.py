@@ -219,7 +219,8 @@ def field_of(sample: Mapping[str, Any], text: str) -> Any:
         except (KeyError, IndexError, TypeError, ValueError):
             continue
         return value
-    raise ValueError(f"the sample must have {text}, as {META}/{DATASET} says, got {', '.join(sample)}")
+    wanted = f"one of {text}" if "," in text else text
+    raise ValueError(f"the sample must have {wanted}, as {META}/{DATASET} says, got {', '.join(sample)}")
 
 
 def _split_path(folder: Path) -> Path:
