@@ -79,12 +79,22 @@ SLOW_SUITES = {
     "deploy/test_demo",
     "docs/test_blocks",
     "docs/test_notebook",
+    "system/test_chains",
     "system/test_chaos",
+    "system/test_client_faults",
+    "system/test_coordinator_faults",
+    "system/test_daemon_faults",
+    "system/test_elastic",
+    "system/test_memory_limit",
+    "system/test_mix",
+    "system/test_network_faults",
     "system/test_partitions",
+    "system/test_runner_faults",
     "system/test_stopped",
 }
 """Folders and files that `make slow` runs and `make test` leaves out: whole trainings, programs and pages, and faults
-at many moments. Each protects a whole that the other tests prove in parts."""
+of real processes at many moments. Each protects a whole that the other tests prove in parts: the decisions after a
+fault in tests/simulation, tests/appliance and tests/worker, a lost worker and a resume in tests/system."""
 
 
 def _is_slow(path: Path) -> bool:
