@@ -191,7 +191,7 @@ async def test_snapshots_of_the_fenced_are_refused(client: AsyncCoordinatorClien
             await client.put_snapshot(header(3, generation=7), b"x" * 3_000_000)
         with pytest.raises(SupersededError):
             await client.get_snapshots(query(7))
-        with pytest.raises(UnknownRunError, match="has no box 0 slot 9"):
+        with pytest.raises(UnknownRunError, match="has no slot 9 in box 0"):
             await client.put_snapshot(header(3, slot=9), b"x")
 
 

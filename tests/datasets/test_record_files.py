@@ -187,7 +187,7 @@ def test_pickles_in_archives_stay_bytes(tmp_path: Path, name: str) -> None:
             [("a.txt", b"1"), ("b.txt", b"2"), ("a.cls", b"3")],
             "a sample's members must follow each other, got a.cls",
         ),
-        ([("a.txt", b"1"), ("a.TXT", b"2")], "a sample must have each column once, got a.TXT again"),
+        ([("a.txt", b"1"), ("a.TXT", b"2")], "a sample must have each column .* once, got .txt. again by a.TXT"),
     ],
 )
 def test_archives_of_other_order_are_refused(tmp_path: Path, members: Members, says: str) -> None:

@@ -221,7 +221,8 @@ class NotRestartableError(PenstockError, RuntimeError):
 
 
 class ReplayMismatchError(PenstockError):
-    """Error for a restored loader whose batches differ from the delivered ones. The message names loader and step."""
+    """Error for a restored loader whose batches differ from the delivered ones. The message names the loader and
+    the batch."""
 
 
 class CheckpointError(PenstockError, RuntimeError):

@@ -21,6 +21,8 @@ def one_number(index: Any, length: int, name: str, what: str = "a sample's numbe
     if at < 0:
         at += length
     if not 0 <= at < length:
+        if not length:
+            raise IndexError(f"{name} is empty: {what} {number} does not exist")
         raise IndexError(f"{name}: {what} must be at least {-length} and below {length}, got {number}")
     return at
 

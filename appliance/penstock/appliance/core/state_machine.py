@@ -425,7 +425,7 @@ class StateMachine:
         slot = self.cluster.slot(key)
         if slot is None:
             raise UnknownRunError(
-                f"run {key.run} (attempt {attempt.number}) has no box {key.box} slot {key.slot}: restart this worker"
+                f"run {key.run} (attempt {attempt.number}) has no slot {key.slot} in box {key.box}: restart this worker"
             )
         if slot.generation != generation or not slot.worker:
             present = slot.generation if slot.worker else "that of its runner (it has none now)"

@@ -42,7 +42,7 @@ class TokenBucket:
 
 
 class RateLimiter:
-    """Rate limiter of registrations of workers and openings of runs."""
+    """Limiter of the registrations of workers and the openings of runs in a second: for each peer, and for all."""
 
     def __init__(self, limits: RateLimits, clock: Callable[[], float]) -> None:
         self._limits = limits

@@ -131,8 +131,9 @@ class SavedState:
 
     @property
     def cover(self) -> DigestCover:
-        """Choice of the bytes that the digest of a batch covers: a sample, all bytes, or all bytes summed by rows. A
-        run that resumes from this state must make the same choice."""
+        """Choice of the bytes that the digest of a batch covers: some of a large batch (SAMPLE), all (FULL), or the
+        rows of all tensors that have an entry for each row (ROWS: the digest is the sum of the rows' digests). A run
+        that resumes from this state must make the same choice."""
         if self.by_rows:
             return DigestCover.ROWS
         return DigestCover.FULL if self.full_digest else DigestCover.SAMPLE
@@ -380,7 +381,7 @@ def _saved(record: dict[str, Any]) -> tuple[SavedState, bool]:
         if owners and owners != [(box, slot) for box in range(saved.num_boxes) for slot in range(workers)]:
             raise ValueError(
                 f"its record must have the workers of {saved.num_boxes} boxes with {workers} slots each, in order, got "
-                f"(box, slot) {str(owners)[:200]}"
+                f"the workers (box, slot) {str(owners)[:200]}"
             )
         if any(len(position.total) != workers for position in saved.positions):
             raise ValueError(

@@ -142,7 +142,7 @@ class SlotLane:
         self.last_digest = 0
         """Digest of the slot's last delivered batch."""
         self.layout: tuple[Structure, list[int]] | None = None
-        """Structure (nesting, keys, dtypes) and shapes of the last batch that was checked."""
+        """Structure (nesting, keys, dtypes) and shapes of the last batch whose digest was right; None: no batch yet."""
         self.wanted: list[int] = []
         """Announced checkpoint steps that are still to come, as a flat list: step, number of the slot's batches up to
         it, step, number ..."""

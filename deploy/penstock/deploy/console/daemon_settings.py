@@ -97,7 +97,7 @@ def lane_address(value: str) -> str:
 
 def memory_size(value: str) -> str:
     if value and not re.fullmatch(r"[0-9]+(\.[0-9]+)?\s*([KMGT]i?)?B?", value):
-        raise ValueError("a size must be a number with a unit, such as 500MiB or 4GiB")
+        raise ValueError("a size must be a number of bytes, or a number with a unit, such as 500MiB or 4GiB")
     if value and bytes_of(value) < 1 << 20:
         raise ValueError("the memory of a runner must be at least 1 MiB. Give a larger size, such as 4GiB")
     return value

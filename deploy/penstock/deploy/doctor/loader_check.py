@@ -128,7 +128,7 @@ class LoaderCheck:
     """True if the loader was restored from a worker's own state_dict(); False if it was restored at the start of an
     epoch, or by aggregate_state_dict and deaggregate_state_dict."""
     generation: int = 1
-    """Number of the restore in its chain of restores, from 1."""
+    """1 for a restore of the first stream's state, 2 for a restore of the state that this restored loader saved, ..."""
     exact: bool = True
     differs: int | None = None
     """First batch that differs from the first stream, as the number of the worker's batch from 1; None if none does, or

@@ -312,7 +312,8 @@ class Consumer:
             return
         if self.structures.pop(frame.structure, whole) != whole:
             raise malformed(
-                f"{self.name}: batch structure {frame.structure} must have the same contents each time, got others"
+                f"{self.name}: batch structure {frame.structure} must have the same contents each time, "
+                "got different contents"
             )
         self.structures[frame.structure] = whole
         forget_oldest(self.structures)

@@ -222,7 +222,7 @@ class Producer:
         self.flush()
 
     def forked(self) -> None:
-        """Detach the producer in a process that user code has forked, and make the rings' memory private there."""
+        """Cut the lane off in a process that user code has forked. The rings' memory becomes private there."""
         for ring in self._rings.values():
             ring.forked()
         silence(self.fileno())

@@ -179,8 +179,8 @@ class Tally:
             self._changed.add(group)
 
     def set_shares(self, shares: Shares) -> None:
-        """Set the configured shares of the sources, after a change of the mixture. Rows whose share is new count as
-        changed."""
+        """Set the configured shares of the sources, after a change of the mixture. The next `take` returns
+        the rows whose share is new."""
         self._shares = shares
         for group, row in self.rows.items():
             wanted = [*shares.get(group[0], (0, 0))]

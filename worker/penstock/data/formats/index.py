@@ -110,7 +110,7 @@ def write_index(shards: Iterable[Shard], notes: Mapping[str, Any] | None = None)
 
 
 def index_begin(notes: Mapping[str, Any] | None = None) -> bytes:
-    """Return the text of an index before the entry of its first shard. `notes`: entries for Penstock alone."""
+    """Return the beginning of an index, up to the entry of its first shard. `notes`: entries for Penstock alone."""
     begin = _NOTES_BEGIN + json.dumps(dict(notes), sort_keys=True).encode() + b", " if notes else b"{"
     return begin + b'"shards": ['
 

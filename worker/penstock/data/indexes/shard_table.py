@@ -47,7 +47,7 @@ RANGES, HASHED = 1, 2
 in decompressed form."""
 PIECE = 1 << 20
 KEPT = 1024
-"""Number of shards of a large index that are kept in memory as objects."""
+"""Largest number of shards of a large index that are kept as objects; when it is reached, all are dropped."""
 _COLUMNS = {
     **dict.fromkeys(("sizes", "starts", "begins", "lengths", "counts", "part_sizes", "part_counts"), "<i8"),
     "checks": "<u8",

@@ -31,7 +31,7 @@ the helper has imported its modules."""
 IDLE_S = 30.0
 """Seconds that a warm helper without a task is kept before it is ended."""
 WARM_S = 60.0
-"""Largest number of seconds that a warm helper may take for its imports."""
+"""Largest number of seconds that a warm helper may take for its imports; then it is ended."""
 
 _Key = tuple[str, ...]
 

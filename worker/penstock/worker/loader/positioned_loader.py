@@ -77,8 +77,8 @@ class PositionedLoader(SlotLoader, ABC):
         """Next epoch, if the loader has begun it before `next` has returned END for the present one: the iterator, the
         batch taken by `peek`, and the epoch start. None otherwise."""
         self._start: RestartPoint | None = None
-        """Restart point at the start of the launch, for a loader that can be restored by its own methods only
-        (deaggregate_state_dict and load_state_dict); None for any other loader."""
+        """Restart point at the start of the launch, for a loader that resumes by its own methods (see ARCHITECTURE.md):
+        it can be restored only there. None for any other loader."""
 
     @abstractmethod
     def open_epoch(self, *, step: int = 0) -> RestartPoint:
@@ -106,8 +106,8 @@ class PositionedLoader(SlotLoader, ABC):
 
     @property
     def start(self) -> RestartPoint | None:
-        """Restart point at the start of the launch, for a loader that can be restored by its own methods only
-        (deaggregate_state_dict and load_state_dict); None for any other loader."""
+        """Restart point at the start of the launch, for a loader that resumes by its own methods (see ARCHITECTURE.md):
+        it can be restored only there. None for any other loader."""
         return self._start
 
     def learn_resume(self, resume: dict[str, Any] | None) -> None:

@@ -84,7 +84,7 @@ class TurnQueue:
         return len(self._urgent) + len(self._others)
 
     def position_of(self, turn: QueueTurn) -> int:
-        """Return the position of a waiting task in the queue, counted from 1; 0 if the task may run."""
+        """Return the position of a turn's task among the waiting ones, counted from 1; 0 if it no longer waits."""
         if len(self._positions) != len(self):
             self._positions = {waiting: number for number, waiting in enumerate([*self._urgent, *self._others], 1)}
         return self._positions.get(turn, 0)

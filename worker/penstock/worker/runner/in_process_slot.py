@@ -247,9 +247,12 @@ class InProcessSlot:
             else plan_recovery([RestartPoint.decode(self._start_data)], target, counted=False)
         )
         if plan is None:
+            why = "the restart point at the start of this launch does not lead there"
+            if self._unsaved is not None:
+                why = f"the state of its loader could not be kept when this launch began: {self._unsaved.message}"
             raise ReplayMismatchError(
-                f"{source.name}: the slot cannot continue with batch {target.total + 1}, because no earlier state of "
-                "its loader is kept. Start the job again from a saved state"
+                f"{source.name}: the slot cannot continue with batch {target.total + 1}, because {why}. Start the job "
+                "again from a saved state"
             )
         recover(source, plan, target, partial(self._go, source))
         catch_up(source, target.epoch)

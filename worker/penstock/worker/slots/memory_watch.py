@@ -94,10 +94,12 @@ class MemoryWatch:
 
 
 def killed_for_memory(slot: SlotContext, whose: OutOfMemory, *, young: bool) -> None:
-    """Report the slot lost after the kernel killed a process of its runner for lack of memory. If the limit of the
-    runner's control group was reached, act as the memory watch does for a runner above its limit.
+    """Report the slot lost after the kernel killed a process of its runner for lack of memory. Its progress
+    is not saved.
 
-    whose: the limit that was reached. young: True if the runner had sent its first batch, and not made its second.
+    whose: the limit that was reached. OWN is that of the runner's control group, a little above HARD_LIMIT times the
+    memory limit. young: True if the runner had sent its first batch, and not made its second. With OWN such a runner is
+    replaced, and the loss does not count against the batch that it was making.
     """
     at = f"was killed by the kernel after batch {slot.progress_page.total}, because"
     if whose is OutOfMemory.OWN:

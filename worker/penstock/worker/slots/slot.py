@@ -498,7 +498,7 @@ class Slot:
 
     @property
     def findings(self) -> LoaderFindings:
-        """Findings about the run's loader on this worker."""
+        """What this worker learned about the run's loader by verifications; its slots of the run share it."""
         return self.host.findings(self.assignment)
 
     def _oldest_wanted(self) -> tuple[int, int]:

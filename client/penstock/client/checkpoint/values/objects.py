@@ -135,7 +135,9 @@ def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ..
     try:
         tensor = torch.load(_stored(data), map_location="cpu", weights_only=True)
     except Exception as error:  # arbitrary bytes can raise any error
-        raise CheckpointCorruptError(f"{name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise CheckpointCorruptError(
+            f"{name!r} cannot be loaded: {type(error).__name__}: {error}. Restore another checkpoint"
+        ) from error
     if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, sizes):
         is_tensor = isinstance(tensor, torch.Tensor)
         got = f"a {tensor.dtype} tensor of shape {list(tensor.shape)}" if is_tensor else type(tensor).__name__

@@ -162,7 +162,7 @@ async def parsed_parts(
     method: str, parse: Callable[[bytes], Any], parts: AsyncIterator[bytes], first: Callable[[int], None]
 ) -> AsyncIterator[Any]:
     """Yield the parsed parts of a streamed request. `first`: called with the size in bytes of the first part. The other
-    parts are not counted, because the handler keeps only the first in memory until the call ends."""
+    parts do not count as large requests, because the handler keeps only the first in memory until the call ends."""
     begun = False
     async for part in parts:
         if not begun:

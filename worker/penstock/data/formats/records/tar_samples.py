@@ -361,7 +361,8 @@ def _offsets(members: Iterable[IndexedMember], name: str, size: int) -> np.ndarr
             last, columns = key, set()
         if column in columns:
             raise ShardCorruptError(
-                f"{name}: a sample must have each column once, got {member_name} again. Write the archive without it"
+                f"{name}: a sample must have each column (a member's name after its first dot, in lower case) once, "
+                f"got {column!r} again by {member_name}. Write the archive without this member"
             )
         columns.add(column)
         end = member_end

@@ -47,8 +47,7 @@ _REFUSED = {
     "dataset_config": "index_folder reads dataset.yaml. Give your file this name, and index the folder again",
     "split_config": "index_folder reads split.yaml. Give your file this name, and index the folder again",
 }
-"""Fields of a metadataset file that Penstock refuses: from the name of each to the end of its error message, which says
-why."""
+"""Fields of a metadataset file that Penstock refuses, by name: reason and remedy, with which the error message ends."""
 _DEFAULTS = {"dataset_config": "dataset.yaml", "split_config": "split.yaml"}
 
 Kind = Literal["blend", "blend_epochized", "concat"]

@@ -118,7 +118,7 @@ class DocumentParser:
 
     def _column(self, values: Any, index: int, name: str, size: int | None = None) -> npt.NDArray[Any]:
         """Return `values`, the column `name` of a document, as an array. Raises DatasetError if they are not numbers,
-        or not `size` of them (None: any number)."""
+        or not `size` of them (None: any number). `index`: number of the document in the shard."""
         try:
             column = values.numpy(force=True) if isinstance(values, torch.Tensor) else np.asarray(values)
             if column.ndim and column.dtype.kind in "biufc":

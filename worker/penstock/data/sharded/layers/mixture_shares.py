@@ -108,8 +108,8 @@ def _fraction(key: int | str, weight: Any) -> Fraction:
         ) from None
     if abs(exponent) > MAX_EXPONENT:
         raise InvalidArgumentError(
-            f"weights[{key!r}] must have an exponent from -{MAX_EXPONENT} to {MAX_EXPONENT}, got {weight!r}. Divide "
-            "all weights by a common number"
+            f"weights[{key!r}] must be 0 or from 1e-{MAX_EXPONENT} to 1e{MAX_EXPONENT}, got {weight!r}. Multiply or "
+            "divide all weights by one number, or use 0 to leave the source out"
         )
     if exact < 0:
         raise InvalidArgumentError(f"weights[{key!r}] must be at least 0, got {weight}. Use 0 to leave the source out")
