@@ -78,7 +78,8 @@ def check_registration(request: pb.RegisterWorkerRequest, limits: Limits) -> Non
 
 
 def check_progress(request: pb.WatchRunRequest, num_workers: int, limits: Limits) -> None:
-    """Raise InvalidArgumentError if a box's report has invalid numbers, or more entries than the box has workers."""
+    """Raise InvalidArgumentError if a box's report has invalid numbers, too long names, more entries than the limits
+    allow, or a position without exactly one entry for each of the box's workers."""
     check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
     check_measures(waited_s=request.waited_s, waited_by_slot_s=sum(request.waited_by_slot_s))
     check_number("unreachable slots", len(request.unreachable), num_workers)

@@ -246,14 +246,14 @@ class OpenedLoader:
             if seed is not None and saved.seed is not None and seed != saved.seed:
                 raise StateMismatchError(
                     f"seed must be {saved.seed}, as in the loaded state of {self.name}, got Appliance(seed={seed}): "
-                    "leave out seed, or start without a state"
+                    "leave out seed= and PENSTOCK_SEED, or start without a state"
                 )
             seed = saved.seed if seed is None else seed
             if saved.positions and settings.digest is not None and cover != saved.cover:
                 had = saved.cover.name.lower()
                 raise StateMismatchError(
                     f"digest must be {had!r}, as in the loaded state of {self.name}, got Appliance(digest="
-                    f"{settings.digest!r}): leave out digest, or start without a state"
+                    f"{settings.digest!r}): leave out digest= and PENSTOCK_DIGEST, or start without a state"
                 )
             cover = saved.cover if saved.positions else cover
         start_of = partial(_on, cover, partial(self._start_of, settings))

@@ -38,8 +38,9 @@ PERMANENT_ERRORS = frozenset({2, 3, 12, 15, 16})
 """Exit codes of a daemon after which another start would fail, too: usage, TLS, token, version, unsafe address
 (penstock.deploy.console.exit_codes)."""
 MAX_FAILED_STARTS = 5
-"""Number of failed starts in a row after which a daemon is not started again. With the pauses between them they take 8
-s."""
+"""Number of failed starts in a row after which a daemon is not started again. A start has failed if the daemon ended
+within STEADY_S. The pauses between the starts are 7.5 s in all. A daemon that has never been ready is given up after
+its first start."""
 STEADY_S = 30.0
 """Seconds that a daemon must run before its earlier failed starts are forgotten."""
 WORKER_GRACE_S = 20.0

@@ -80,8 +80,9 @@ class Screen:
             yield Segment.line()
 
     def _head(self, width: int, height: int) -> list[tuple[str, str]]:
-        """Return the first lines of the screen, each with its style: the coordinator, `away`, and for each open run its
-        figures and its bottleneck."""
+        """Return the first lines of the screen, each with its style: the coordinator, `away`, figures and bottleneck of
+        each open run, and the number of ended runs. If many runs are open, only the first ones are shown, so that lines
+        are left for the tables."""
         coordinator, runs = self.found.coordinator, self.found.open_runs
         about = coordinator.about + (f"  dashboard {coordinator.dashboard}" if coordinator.dashboard else "")
         lines = [("bold reverse", about.ljust(width))]

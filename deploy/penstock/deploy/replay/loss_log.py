@@ -30,9 +30,10 @@ from penstock.proto.errors import InvalidArgumentError
 __all__ = ["BEFORE", "LEAST", "Loss", "Spike", "read_losses", "spikes_of"]
 
 BEFORE = 50
-"""Largest number of losses before a loss from which its median is computed."""
+"""Number of losses before a loss whose median is the running median that the loss is compared with. Near the beginning
+of a log there are fewer."""
 FEWEST = 8
-"""Smallest number of finite losses from which a median is computed."""
+"""Smallest number of finite losses before a loss; with fewer, a finite loss does not count as a spike."""
 LEAST = 3.0
 """Height (distance from the running median, in standard deviations) above which a loss belongs to a spike."""
 FACTOR, FLOOR = 1.4826, 1e-3

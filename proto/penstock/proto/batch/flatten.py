@@ -159,10 +159,13 @@ class FlatBatch:
         """Find the leaves that user code built in `entry` (by penstock.worker.collate) at exactly the positions where
         `write_to` would put them, so that `write_to` does not copy them. Return their number.
 
-        `entry`: memory to which the batch may be written, a contiguous array of one dimension. Returns -1, and changes
-        nothing, if a leaf overlaps `entry` at any other position: writing one leaf there could destroy another before
-        that one is copied. This object then no longer keeps the found leaves alive, but `write_to` to any address still
-        reads their bytes. So the caller must not change `entry` before the last `write_to`.
+        If a leaf overlaps `entry` at any other position, change nothing and return -1: writing one leaf there could
+        destroy another before that one is copied.
+
+        Otherwise, this object no longer keeps the found leaves alive, although `write_to` to any address still reads
+        their bytes in `entry`. So the caller must not change `entry` before the last `write_to`.
+
+        `entry`: memory to which the batch may be written, a contiguous array of one dimension.
         """
         low, inside = _address(entry), self._inside(entry)
         if not all(fits for _, _, fits in inside):

@@ -37,7 +37,7 @@ PIECE = 256 << 10
 SMALLEST = 2 << 10
 """Smallest size in bytes of a batch that is compressed. From this size on, compression saves more time on a network of
 1 Gbit/s than it costs. Costs and savings, measured with token ids (benchmarks/compression.md; costs are those of the
-slower of sender and receiver): 1 KiB by lz4 costs 3.6 us and saves 3.3 us, by zstd 7.4 and 5.5 us; 2 KiB by lz4 costs
+slower of sender and receiver): 1 KiB by lz4 costs 3.7 us and saves 3.3 us, by zstd 7.4 and 5.5 us; 2 KiB by lz4 costs
 4.5 us and saves 6.9 us, by zstd 9.6 and 11.3 us."""
 ENOUGH = 7 / 8
 """Largest share of its original size that a compressed batch or piece may have. Noisy float32 images decided the value:

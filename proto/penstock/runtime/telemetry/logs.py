@@ -5,7 +5,8 @@ screen, forge a line of the log, or fill a disk. So characters that are not prin
 are indented, and the length of messages is limited. In JSON each record is one line of ASCII.
 
 What a record is about (its run, attempt, box, slot, generation, step, worker) is in attributes of the record (see
-`about`), not only in its text. Both formats show these attributes, and a user's own formatter can read them.
+`about`), not only in its text. JSON shows all of these attributes. The text format adds run, box, slot and step to a
+message that does not contain them. A user's own formatter can read the attributes.
 """
 
 from __future__ import annotations

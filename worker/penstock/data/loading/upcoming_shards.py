@@ -22,7 +22,7 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["ReadingRate", "UpcomingShards", "Window"]
 
 MEASURE_S = 0.25
-"""Shortest time in seconds over which a rate is measured."""
+"""Shortest time in seconds over which the rate is measured at which the loop passes positions."""
 MARKS = 64
 """Largest number of marks that are kept. A mark is the time and the position at which the loop asked for a batch. The
 rate is the mean since the oldest mark: over the last 64 batches, or about the last second if it had more batches."""
@@ -72,7 +72,7 @@ class Window(NamedTuple):
 class UpcomingShards:
     """List of the shards that the loop will need, sorted by the positions at which they are first needed. It remembers
     the part of the list (window) for which the download was requested last. Positions are counted from the beginning of
-    an epoch, also those of the next epoch."""
+    the present epoch, also those that lie in the next epoch."""
 
     def __init__(self, shards: Ints, needed_at: Ints, begin: int, listed: int) -> None:
         """Sort the shards by the first position that needs each.

@@ -127,7 +127,7 @@ def _torchrun_rank() -> tuple[int, int]:
     rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdecimal() and ranks.isdecimal()):
         raise InvalidArgumentError(
-            f"the environment variables RANK and WORLD_SIZE must be whole numbers, got RANK={rank} and "
+            f"the environment variables RANK and WORLD_SIZE must be whole numbers from 0, got RANK={rank} and "
             f"WORLD_SIZE={ranks}. Unset both, or let torchrun set them"
         )
     return int(rank), int(ranks)

@@ -155,8 +155,8 @@ class HelperPool:
         self._groups[_key_of(assignment)].unfit = why
 
     def forget(self, attempts: set[tuple[str, int]]) -> None:
-        """End the warm helpers of all runs but those in `attempts`, given as (run, attempt): only these have slots on
-        this worker."""
+        """End the idle warm helpers of all runs but those in `attempts`, given as (run, attempt): only these have slots
+        on this worker. Helpers of a loader with a running or waiting task are kept."""
         live = {(run, str(attempt)) for run, attempt in attempts}
         for key in [key for key, group in self._groups.items() if key[:2] not in live and not group.tasks]:
             for helper in self._groups.pop(key).idle:

@@ -221,8 +221,8 @@ def _compare(
     differs, and a text that says how; 0 and "" if all batches are the same.
 
     delivered: number of the batch -> (epoch, digest). generators: hash that the random generators must have after the
-    first batch; 0 = any. opened: snapshot of the streaming loader after one of the batches, whose state this loader
-    must be in there too; None = any state.
+    first batch; 0 = any. opened: snapshot that the streaming loader took after one of these batches. After the same
+    batch, this loader must have the same state; None = any state.
     """
     while (expected := delivered.get(source.position.total + 1)) is not None and expected[0] == epoch:
         batch = source.next()

@@ -32,8 +32,9 @@ class LoaderFindings:
     not_used: str = ""
     """Reason why the loader's snapshots are not used, as logged once; "" = snapshots are used."""
     checked: bool = False
-    """True if a verification is under way or had a result, or if LAPSES ones in a row (verification.py) had none. A
-    loader that declares `exact_states` is not verified again then."""
+    """True once a verification has begun. A verification without a result (its helper process took too long or died)
+    sets this to False again, until LAPSES (verification.py) verifications in a row have failed. While it is True, a
+    loader whose declaration `exact_states` is trusted is not verified."""
     inexact: bool = False
     """True if a verification failed. The loader's declaration `exact_states` is then not trusted any more."""
     unrepeatable: ReplayMismatchError | None = None

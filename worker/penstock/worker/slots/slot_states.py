@@ -25,8 +25,8 @@ POLLERS = 8
 """Largest number of waiting requests that each read the progress page every POLL_S. If more requests wait, each reads
 more rarely, because hundreds of requests would otherwise keep the event loop busy."""
 NEXT_S = 0.5
-"""Seconds that a request waits until the batch after the requested state is made, so that its digest is saved too: a
-resume is compared with that batch."""
+"""Longest time in seconds that a request waits for the batch after the requested state, if only that batch can verify a
+resume from the state (`_needs_next`). The batch's digest is saved with the state."""
 CHEAP_S = 5.0
 """Largest working time of a runner, in seconds, for which a replay of all its batches counts as cheap."""
 HELPER_SHARE = 0.7

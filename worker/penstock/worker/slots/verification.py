@@ -77,7 +77,8 @@ class RestartPointVerifier:
         self._verifying = asyncio.Lock()
 
     async def run(self) -> None:
-        """Verify one restart point after the other, with pauses in between, until the slot ends."""
+        """Verify one restart point after the other, with pauses in between, as long as the loader's states can and must
+        be verified (`_verifiable`). The slot cancels this method when it ends."""
         await self._slot.ready.wait()
         if not self._verifiable:
             return

@@ -320,7 +320,9 @@ def _open(folder: int, file: CheckpointFile) -> int:
     try:
         handle = open_plain(file.name, folder=folder)
     except OSError as error:
-        raise CheckpointCorruptError(f"the file {file.name} cannot be read: {error.strerror}") from error
+        raise CheckpointCorruptError(
+            f"the file {file.name} cannot be read: {error.strerror}. Check that it exists and this user may read it"
+        ) from error
     if (nbytes := os.fstat(handle).st_size) < file.nbytes:  # compared before memory is allocated for the contents
         os.close(handle)
         raise CheckpointCorruptError(
