@@ -131,7 +131,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             decoded_limit: largest number of bytes, or a text such as "1gb", of decoded row groups that this process
                 keeps in memory; the least recently used ones are dropped first. All datasets of a process share one
                 limit: the largest that any of them was given, and at least 256 MiB. None: 256 MiB, or the limit of
-                    another dataset.
+                another dataset.
             version: number of the version to read, if the dataset has versions (docs/datasets.md). None: the newest
                 version, or that of the state which a StreamingLoader loads. "newest": the same, but with a state that
                 lies between two epochs the loader stays at the newest version.
