@@ -68,7 +68,7 @@ def test_json_lines_and_csv_are_read(tmp_path: Path, text: str, losses: dict[int
         ("a,b\n1,2\n", "got the header 'a, b'"),
         ("step,loss\n", "must have lines with `step` and `loss`"),
         ('{"step": 0, "loss": 1}\n', "If the log counts from 0, add 1"),
-        ('{"step": 1.5, "loss": 1}\n', "a whole number >= 1"),
+        ('{"step": 1.5, "loss": 1}\n', "a whole number >= 1, .* got 1.5. Correct the line"),
         ("\n", "must have losses, got an empty file"),
         ('{"step": 1, "loss": "high"}\n', "loss in line 1 must be a number, got 'high'"),
         ('{"step": 1, "loss": 1}\n{oops\n{"step": 2, "loss": 1}\n', "line 2 must be a JSON object"),

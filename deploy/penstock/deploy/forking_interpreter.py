@@ -100,7 +100,8 @@ class ForkingInterpreter:
         return int(self._receive_reply().fields["status"])
 
     def _receive_reply(self) -> ControlMessage:
-        """Return the next message of the interpreter. Raises WorkerLostError if the interpreter has died."""
+        """Return the next message of the interpreter. Raises WorkerLostError if the interpreter has died, DeadlineError
+        if it sends none for START_DEADLINE_S seconds."""
         until = time.monotonic() + START_DEADLINE_S
         try:
             while (message := self._channel.receive(wait=False)) is None:

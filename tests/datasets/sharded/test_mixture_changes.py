@@ -299,19 +299,21 @@ def test_position_must_be_in_range() -> None:
 
 
 @pytest.mark.parametrize(
-    "stack",
+    ("stack", "got"),
     [
-        lambda: Packed(mixed([1, 1, 1], "tokens"), length=16),
-        lambda: Mapped(mixed([1, 1, 1]), list, skip_failures=2),
-        lambda: Given([range(9)]),
-        lambda: Mixture([Given([range(9)] * 2)] * 2, [1, 1], stop="last"),
+        (lambda: Packed(mixed([1, 1, 1], "tokens"), length=16), "Packed"),
+        (lambda: Mapped(mixed([1, 1, 1]), list, skip_failures=2), "Mapped with skip_failures"),
+        (lambda: Given([range(9)]), "Given"),
+        (lambda: Mapped(Given([range(9)]), list), "Given"),
+        (lambda: Mixture([Given([range(9)] * 2)] * 2, [1, 1], stop="last"), "a Mixture with another stop"),
     ],
 )
-def test_mixture_without_positions_is_refused(stack: Any) -> None:
+def test_mixture_without_positions_is_refused(stack: Any, got: str) -> None:
     made = ShardLoader(stack(), batch_size=2, collate_fn=list)
-    with pytest.raises(InvalidArgumentError, match="the uppermost source must be a Mixture"):
+    refused = rf"the uppermost source must be a Mixture.*, got {got}\."
+    with pytest.raises(InvalidArgumentError, match=refused):
         made.plan_change(3, 0, None, {"a": "1"}, {}, [])
-    with pytest.raises(InvalidArgumentError, match="the uppermost source must be a Mixture"):
+    with pytest.raises(InvalidArgumentError, match=refused):
         made.change_mixture(CHANGES, load)
 
 

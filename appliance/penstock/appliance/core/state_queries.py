@@ -237,8 +237,9 @@ class StateQueries:
 
     def _announce(self, query: StateQuery, answered: str = "") -> None:
         """Wake the workers whose requests have changed, and the callers that wait for boxes that are now complete.
-        `answered`: id of the request that a worker has just answered. This worker is not woken, because that would cost
-        one more call per worker and query."""
+        `answered`: id of the request that a worker has just answered. The answer alone does not wake this worker,
+        because that would cost one more call per worker and query. The worker is woken if another of its requests has
+        changed too, or if its last heartbeat reply had no room for all of its requests."""
         changed, query.changed = query.changed, []
         completed, query.completed = query.completed, []
         withdrawn = False

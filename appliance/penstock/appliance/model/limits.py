@@ -68,7 +68,8 @@ class Limits:
     shrinks_after_s: float = 60.0
     """Time for which the fleet must have been smaller before the heartbeat interval and the lease become shorter."""
     lease_max_s: float = 300.0
-    """Longest lease that the coordinator believes when a peer reports its promised lease."""
+    """Longest lease in seconds that the coordinator believes if a peer reports which lease it was promised before,
+    perhaps by an earlier process of the coordinator."""
     stall_s: float = 1.0
     """Delay of the coordinator's own timer, in seconds, above which the coordinator counts as having been stopped. A
     stopped coordinator receives no calls, so it extends every lease by the whole delay. After a shorter delay it

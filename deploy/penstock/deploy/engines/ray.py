@@ -78,8 +78,9 @@ class RayEngine:
         and at least one worker are: Ray keeps trying to place the others. If the fleet runs already, start or end
         workers until their number is the plan's.
 
-        Raises DeadlineError if the coordinator or all workers are late, CommandError with a daemon's error,
-        PenstockError if Ray cannot be reached or lost an actor.
+        Raises DeadlineError if the coordinator or all workers are late; CommandError with a daemon's error, or if the
+        fleet runs with another plan, or without the package ray; PenstockError if Ray cannot be reached or lost an
+        actor.
         """
         with _connected(str(plan.options["ray_address"])) as ray:
             there = _actors_of(ray, plan.name)

@@ -45,7 +45,8 @@ class _Sampler:
     seed: int | None
 
     def lengths(self) -> list[int]:
-        """Return the number of records that each process reads in an epoch (a shard, in Grain's words)."""
+        """Return the length of each shard: the number of records that one process reads in an epoch. (Grain calls the
+        records of one process a shard.)"""
         share, rest = divmod(self.records, self.shards)
         return [share + (shard < rest and not self.drop_remainder) for shard in range(self.shards)]
 

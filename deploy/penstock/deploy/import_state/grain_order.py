@@ -1,5 +1,5 @@
-"""Script for an interpreter that has Grain: the record keys of an epoch, for all shards one after another. A shard, in
-Grain's words, is the part of the records that one process reads.
+"""Script that writes the record keys of an epoch of Grain to a file, for all shards one after another. It runs in an
+interpreter that has Grain. A shard, in Grain's words, is the part of the records that one process reads.
 
 python grain_order.py OUT.npy < REQUEST.json
 """

@@ -141,10 +141,10 @@ def _step(path: Path, number: int, value: Any) -> int:
     except (TypeError, ValueError, OverflowError):
         step = None
     if step is None or step < 1:
-        remedy = "" if step is None else ". If the log counts from 0, add 1 to its steps"
+        remedy = "Correct the line" if step is None else "If the log counts from 0, add 1 to its steps"
         raise InvalidArgumentError(
             f"--loss {path}: step in line {number} must be a whole number >= 1, as executor.step counts, got "
-            f"{value!r:.80}{remedy}"
+            f"{value!r:.80}. {remedy}"
         )
     return int(step)
 

@@ -181,7 +181,8 @@ def _start(
     history: pb.History, known: Sequence[KnownPosition], abandoned: dict[int, int], step: int
 ) -> tuple[KnownPosition, tuple[pb.SnapshotHeader | None, ...]]:
     """Return the newest known position before step `step` from which the replay can start, and each worker's snapshot
-    for it; no snapshots for a position of a checkpoint. The first position in `known` must be the attempt's start."""
+    for it; None for a worker that is replayed from the attempt's start. There are no snapshots for a position of a
+    checkpoint. The first position in `known` must be the attempt's start."""
     before = [one for one in known if one.position.step < step]
     for one in sorted(before, key=lambda one: (one.position.step, one.checkpoint is not None), reverse=True):
         if one.checkpoint is not None:

@@ -331,7 +331,7 @@ class BatchReplay:
     def _verify(self, stream: StreamReplay) -> tuple[bool, str]:
         """Compare the stream digest (the chained digest of a box's batches), if the plan has a position for that.
         Return True if it was compared, and a text about the comparison. Raises ReplayMismatchError if the digests
-        differ."""
+        differ, or the numbers of batches that the slots have made."""
         check, first = self._plan.check, self._plan.start.position.step + 1
         if check is None:
             return False, f"not verified: {self._plan.unverified}"

@@ -46,7 +46,8 @@ Answer = tuple[Any, Trailing]
 _RELEASE = ((PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, VERSION))
 _OWN_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Status codes that gRPC itself sets if no coordinator has answered. An error with one of them is accepted although no
-server has proved that it knows the credential token."""
+server has proved that it knows the credential token, unless the error came with the details that Penstock's servers add
+(ERROR_KEY)."""
 
 
 class AuthenticatedCall:

@@ -90,7 +90,7 @@ class DataLoaderCheckpoint:
     one continues the count. A launch that resumes from a saved state counts from 0 again. But if the loader was resumed
     by replay from the beginning of the run, the count begins at the beginning of the run."""
     worker_step: int
-    """Number of this worker's batches that were delivered in this launch."""
+    """Number of this worker's batches, counted from the same moment as appliance_step."""
     samples_streamed: int
     """Number of samples (rows of the first dimension) in the batches that worker_step counts. A loader whose state
     counts samples over all launches must add those of the loaded state."""

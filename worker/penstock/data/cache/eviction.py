@@ -106,7 +106,8 @@ class Eviction:
 
     def _excess_after_eviction(self, key: str, size: int, *, demand: bool) -> int:
         """Count the bytes in use without the shard `key`, and evict other shards until `size` more bytes fit. Return
-        the number of bytes by which the limit would still be exceeded; 0 or less if they fit."""
+        the number of bytes by which the limit would still be exceeded; 0 or less if they fit. `demand`: as in
+        `claim`."""
         assert self._limit is not None
         self._read()
         self._entries.pop(key, None)

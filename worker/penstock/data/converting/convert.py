@@ -310,8 +310,9 @@ class _Conversion:
             lock.release()
 
     def _begin(self, lock: FileLock | None) -> None:
-        """Write the plan's key into the file MARKER. In a local folder, write into the file that `lock` has locked,
-        because a new file would not be locked, and only if the key is not there yet."""
+        """Write the plan's key into the file MARKER. `lock`: lock of this file, if the folder is local; else None. A
+        locked file is not replaced, because a new file would not be locked: the key is written into it, unless it is
+        there already."""
         text = self.plan.key.encode() + b"\n"
         if lock is None:
             self.remote.write(MARKER, text, deadline_s=self.timeout_s)

@@ -50,7 +50,8 @@ SHUFFLE_MEMORY = 64 << 20
 """Default of shuffle_memory, in bytes: size of a set of decoded row groups whose samples are shuffled with each other.
 Three sets (the previous, the present and the next one) fit into the default decoded_limit of 256 MiB."""
 DECODED_AHEAD = 1 << 12
-"""Number of upcoming samples whose row groups are decoded before they are needed, if samples are not shuffled."""
+"""Number of upcoming samples whose row groups are decoded before they are needed, if samples are not shuffled, or are
+shuffled without a limit on memory (shuffle_memory=None)."""
 DECODED_RUNS = 64
 """Largest number of ranges of upcoming positions that are examined to find the row groups to decode next."""
 PREFETCH_S = 60.0

@@ -241,7 +241,7 @@ class RemoteFolder:
         return bool(info.get("size") == size)
 
     def size(self, name: str, *, deadline_s: float) -> int:
-        """Return the size of a file, in bytes. Raises ShardUnavailableError."""
+        """Return a file's size in bytes. Raises ShardUnavailableError; DatasetError if the server reports none."""
 
         def work(until: float) -> int:
             info = self._call(until, "info", self._path_of(name, until))

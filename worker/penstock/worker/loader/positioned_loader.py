@@ -208,8 +208,9 @@ class PositionedLoader(SlotLoader, ABC):
         return self._ahead[0]
 
     def _begin(self) -> bytes:
-        """Start to iterate over the loader. If the loader is its own iterator, call input_fn for a new one first.
-        Return the states of the random generators that a replay must set before this step."""
+        """Start to iterate over the loader. If the loader is its own iterator, and its iteration has begun before, call
+        input_fn for a new one first. Return the states of the random generators that a replay must set before this
+        step."""
         if not self.capabilities.is_iterator:
             before = self.rng()
         else:

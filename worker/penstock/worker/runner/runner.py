@@ -419,8 +419,8 @@ class _Runner:
             del producer.wanted[stale]
 
     def _is_counted(self, point: RestartPoint) -> bool:
-        """Return True if the position of the restart point is reached by a replay from the stream's start, and not by
-        the loader's own state at the position. Such a point needs no verification."""
+        """Return True if the position of the restart point is reached by a replay from the start of the stream or of
+        the launch, and not by the loader's own state there. Such a point needs no verification."""
         return self._counts and point.replayed_from is not None
 
     def _step_of(self, total: int) -> int:

@@ -103,7 +103,7 @@ class SequentialPieces:
 
     def pieces_of(self, shard: int, epoch: int, seed: int) -> list[int]:
         """Return the numbers of a shard's pieces in the order in which they are read. Pieces that are known to be empty
-        are left out: the positions before and after one are the same, and must be saved in the same way."""
+        are left out. Otherwise one position could be saved in two ways: as before an empty piece, or as after it."""
         own: list[int] = self._of(epoch)[shard].tolist()
         ordered = _permuted(own, derive_seed(seed, "pieces", epoch, shard)) if self._shuffle else own
         return ordered if self.pieces.counts is None else [n for n in ordered if self.pieces.counts[n]]
