@@ -149,6 +149,21 @@ async def test_sender_keeps_waiting_at_its_rate() -> None:
             pass
 
 
+@in_loop
+async def test_slow_sender_is_told_all_its_seconds() -> None:
+    """The last wait, in which nothing came, counts too."""
+
+    async def one_part() -> AsyncIterator[pb.BlobPart]:
+        await asyncio.sleep(0.1)
+        yield pb.BlobPart(data=b"x")
+        await asyncio.sleep(100.0)
+
+    limits = replace(Limits(), part_s=1.2, least_bytes_per_s=1_000_000)
+    with pytest.raises(DeadlineError, match=r"at least 1000000 bytes a second, got 1 bytes in 1 s\."):
+        async for _ in MinimumRate("blob", one_part(), limits):
+            pass
+
+
 # ---- snapshots
 
 

@@ -251,7 +251,8 @@ class MemoryLimitError(PenstockError):
 
 
 class InputFnNotFoundError(PenstockError):
-    """Error for an input_fn that cannot be imported on the worker."""
+    """Error for an input_fn that is not found where it is to run: its module or its name is missing there, or the name
+    is not that of a callable, or `penstock replay` was not given the script that defines it."""
 
 
 class InputFnNotAllowedError(PenstockError):

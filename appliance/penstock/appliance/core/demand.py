@@ -77,8 +77,8 @@ def cores(workers: Iterable[Worker]) -> int:
 
 
 def daemons(cluster: ClusterState) -> int:
-    """Return the number of worker daemons that all open runs need, if each daemon has the median capacity of the
-    present ones."""
+    """Return the number of worker daemons that all open runs need, if each daemon has the median capacity of those that
+    are registered and do not drain, or one slot if there are none."""
     slots = 0
     for attempt in cluster.open_attempts():
         slots += len(_live(attempt)) * max(attempt.num_workers, advise(attempt, 0).needed)

@@ -1,9 +1,10 @@
 """Time series of the speed and waits of runs, and of the shares of their sources, so that a newly opened dashboard page
 can show the past.
 
-A run has a point for each second of the last ten minutes, and a point for each minute of the last day, which is the
-mean of its seconds. The series are kept in memory only. Their number is limited: the oldest runs are dropped for new
-ones.
+A run has a point for each second of the last ten minutes, and a point for each minute of the last day. The point of a
+minute is the mean of its seconds, for shares the last of its seconds. Seconds in which no sample was delivered have no
+point of shares. The series are kept in memory only. Their number is limited: runs whose last point is the oldest are
+dropped for new ones.
 """
 
 from __future__ import annotations

@@ -63,9 +63,10 @@ class MinimumRate(Generic[_Part]):
                 raise DeadlineError(
                     f"{self._what}: no data arrived for {self._part_s:g} s. Check the network, and send again"
                 ) from error
+            waited_s = self._waited_s + loop.time() - begun
             raise DeadlineError(
                 f"{self._what}: the sender must send at least {self._least} bytes a second, got {self._came} bytes in "
-                f"{self._waited_s:.0f} s. Check the network, and send again"
+                f"{waited_s:.0f} s. Check the network, and send again"
             ) from error
         self._waited_s += loop.time() - begun
         self._came += len(part.data)

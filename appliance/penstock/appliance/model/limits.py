@@ -61,8 +61,8 @@ class Limits:
     heartbeat_s: float = 1.0
     """Heartbeat interval in a small fleet. The figures in `penstock status` are at most this old."""
     heartbeats_per_s: float = 2000.0
-    """Largest rate of heartbeats of the whole fleet: above 2,000 workers the heartbeat interval and the lease grow.
-    docs/benchmarks.md has the cost of a call."""
+    """Largest number of heartbeats per second of the whole fleet: above 2,000 workers the heartbeat interval and the
+    lease grow. docs/benchmarks.md has the cost of a call."""
     watches_per_s: float = 200.0
     """Largest rate of WatchRun calls of all boxes: above 200 boxes their interval grows, above 660 their lease."""
     shrinks_after_s: float = 60.0
@@ -79,8 +79,8 @@ class Limits:
     """Time that a closed box keeps its workers while other boxes of the run are open. A rank that saves after its last
     step needs the states of the boxes that closed before it."""
     abandoned_s: float = 3600.0
-    """Time after which an attempt without a live box is closed and its snapshots are dropped. Until then its boxes may
-    come back."""
+    """Seconds after which an attempt without a live box is closed and its snapshots are dropped. Until then its boxes
+    may come back."""
 
     target_ready_s: float = 300.0
     """Longest time for a migration target to become ready. A target may have to import torch and read the index of a

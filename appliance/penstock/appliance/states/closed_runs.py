@@ -23,8 +23,8 @@ __all__ = ["ClosedRun", "ClosedRuns", "boxes_of", "parts_of"]
 
 @dataclass(frozen=True)
 class ClosedRun:
-    """Description of the state that is kept of an ended run: of the states in memory when it ended, that of the highest
-    step. The state itself is in the database."""
+    """Description of the one state that is kept of an ended run: the state that had the highest step of those in memory
+    when the run ended. The state itself is in the database."""
 
     run: str
     attempt: int

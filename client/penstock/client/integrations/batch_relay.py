@@ -125,7 +125,8 @@ class _Sender:
         self._waiting.put(message)
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until all queued messages are sent. Raises DeadlineError after `timeout_s` seconds."""
+        """Wait until all queued messages are sent. Raises DeadlineError after `timeout_s` seconds, LaneLostError if a
+        message could not be sent."""
         sent = threading.Event()
         self._waiting.put(sent)
         if not sent.wait(timeout_s):

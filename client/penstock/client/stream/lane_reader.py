@@ -144,8 +144,8 @@ class SlotLane:
         self.layout: tuple[Structure, list[int]] | None = None
         """Structure (nesting, keys, dtypes) and shapes of the last batch whose digest was right; None: no batch yet."""
         self.wanted: list[int] = []
-        """Announced checkpoint steps that are still to come, as a flat list: step, number of the slot's batches up to
-        it, step, number ..."""
+        """Checkpoint steps of the last announcement, also those that have passed since, as a flat list: step, number of
+        the slot's batches up to it, step, number ..."""
         self.retry_at = 0.0
         self.backoff_s = FIRST_BACKOFF_S
         self.last_failure = ""

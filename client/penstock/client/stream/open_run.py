@@ -151,7 +151,7 @@ class OpenRun:
         """Time of time.monotonic() at which the coordinator was first called without an answer, in the present outage;
         None while it answers."""
         self.replied_at = 0.0
-        """Time of the coordinator's last reply, a time of time.monotonic(); 0 before the first."""
+        """Time of the coordinator's last reply to a report, a time of time.monotonic(); 0 before the first."""
         self._reporting: threading.Thread | None = None
         self.away_because = ""
         """Message of the error of the watch thread's last report that the coordinator did not answer."""

@@ -60,7 +60,7 @@ __all__ = ["OrderedReader"]
 
 OUTRUN = 2 * (MAX_ENTRIES + 8)
 """Number of a slot's next batches among which checkpoint steps are announced. It is more than twice a ring: the next
-announcement is sent after half of these batches, and a worker may be a whole ring ahead of the loop."""
+announcement is sent at the middle one of the announced steps, and a worker may be a whole ring ahead of the loop."""
 FAILED_GRACE_S = 2.0
 """Seconds to wait, after a slot was reported as failed, for its last batches and its error to arrive on its lane."""
 RETRY_FLUSH_S = 0.02
@@ -87,7 +87,7 @@ class OrderedReader:
         self.layout: tuple[Structure, list[int]] | None = None
         """Structure (nesting, keys, dtypes) and shapes of the last batch."""
         self.thread = threading.get_ident()
-        """Id of the thread that reads. Only this thread uses the lanes."""
+        """Id of the thread that reads. Only this thread takes batches from the lanes; others may look at them."""
         self.counts = DeliveredCounts(run.num_slots)
         self._run, self._label, self._timeout_s = run, label, timeout_s
         self._version = -1

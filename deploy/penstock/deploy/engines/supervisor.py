@@ -201,7 +201,8 @@ class _Supervisor:
             await self._until_ready([self._coordinator])
 
     async def _until_ready(self, kept: list[FleetKeeper]) -> None:
-        """Wait until these daemons are ready. Raise the error of a daemon that is given up after failed starts."""
+        """Wait until the daemons of `kept` are ready. Raise the error of a daemon that is given up after failed starts,
+        or CommandError for a daemon that was stopped before it was ready."""
         waits = [asyncio.ensure_future(one.ready.wait()) for one in kept]
         try:
             while not all(wait.done() for wait in waits):

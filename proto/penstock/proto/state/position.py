@@ -193,8 +193,8 @@ class Position:
         too large."""
         if len(message.live) > len(message.slots):
             raise InvalidArgumentError(
-                f"a position of {len(message.slots)} worker slots must have at most as many live ones (with batches "
-                f"left in the epoch), got {len(message.live)}"
+                f"a position of {len(message.slots)} worker slots must have at most {len(message.slots)} live ones "
+                f"(with batches left in the epoch), got {len(message.live)}"
             )
         position = cls(
             message.step,

@@ -34,7 +34,7 @@ __all__ = ["Announcement", "accepts", "announce", "announced", "withdraw"]
 MAX_FILE = 64 << 10
 """Largest size of an announcement's file in bytes."""
 CONNECT_S = 0.5
-"""Longest time in seconds for connecting to a coordinator on another machine."""
+"""Longest time in seconds to connect to an address, to see whether a coordinator listens there."""
 SUFFIX = ".json"
 
 

@@ -1,7 +1,7 @@
 """Order of a map-style dataset, which has no shards and is read sample by sample. An epoch may have any number of
 samples.
 
-All epochs, laid end to end, repeat the dataset. Each repeat is another permutation of it:
+All epochs, laid end to end, repeat the dataset. With shuffle each repeat is another permutation of it:
 
     epoch, position -> number over all epochs -> repeat, and index in it -> permuted
 

@@ -572,8 +572,8 @@ class RemoteFolder:
             loop = self._loop
             if loop.ended:
                 raise ShardUnavailableError(
-                    f"{self.url} cannot be read, because the remote was closed or the interpreter is exiting. Open the "
-                    "dataset again"
+                    f"{self.url} cannot be read or written, because the interpreter is exiting. Finish all reads and "
+                    "writes before the program ends"
                 )
         concurrent.futures.wait((loop.opening,), min(self._stall_s, max(0.0, until - time.monotonic())))
         if loop.opening.cancelled():

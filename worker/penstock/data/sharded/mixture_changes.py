@@ -196,9 +196,8 @@ def mixture_of(source: ShardedSource) -> Mixture:
         inner = inner.source
     if not isinstance(inner, Mixture) or not inner.endless:
         where = f"below {type(inner).__name__}" if hasattr(inner, "source") else "in this loader"
-        got = type(inner).__name__ + (" with skip_failures" if isinstance(inner, Mapped) else "")
-        if isinstance(inner, Mixture):
-            got = "a Mixture with another stop"
+        got = "a Mixture with another stop" if isinstance(inner, Mixture) else type(inner).__name__
+        got = f"{got} with skip_failures" if isinstance(inner, Mapped) else got
         raise InvalidArgumentError(
             "the uppermost source must be a Mixture(stop='never'), or Mapped layers without skip_failures over one, "
             f"got {got}. The weights {where} cannot change during a run"

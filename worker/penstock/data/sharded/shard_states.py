@@ -65,8 +65,8 @@ class ShardedPosition:
     """Position of one worker, or of all workers together, in the order of a source in logical shards."""
 
     progress: OrderProgress
-    """Epoch, and number of batches made since a position `start`. Positions count the samples from the beginning of the
-    epoch, or for an endless source of the stream."""
+    """Epoch, and number of batches made since a position `start`. A position is a number of samples, counted from the
+    beginning of the epoch."""
     cursors: CursorStates = field(default_factory=CursorStates)
     """Cursor states of the shards that were read."""
     ended: Mapping[int, int] = field(default_factory=dict)

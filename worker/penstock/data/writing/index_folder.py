@@ -223,6 +223,6 @@ def _files(root: Path) -> list[Path]:
         if path.is_symlink() and not path.is_file():
             raise DatasetError(
                 f"{path} must be a file or a folder, got a link to a folder or a broken link. Index the target of the "
-                "link"
+                "link instead, or remove the link"
             )
     return [path for path in found if path.is_file()]

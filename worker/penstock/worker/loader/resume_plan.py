@@ -1,5 +1,5 @@
 """Ways in which a slot can resume from a state that was saved with the same numbers of boxes and workers, best first.
-The functions are pure; start.py carries the ways out."""
+The functions are pure; start.py tries the ways."""
 
 from __future__ import annotations
 

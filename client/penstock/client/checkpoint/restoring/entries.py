@@ -89,7 +89,8 @@ class SavedEntries:
 
     def filled(self, name: str, tensor: torch.Tensor) -> ReadRequest:
         """Return a request to read the value `name` into the given tensor. Raises CheckpointError if the saved value is
-        not a tensor, has another shape, or has a dtype that cannot be converted."""
+        not a tensor, has another shape, or has a dtype that cannot be converted, and if `tensor` is on the meta
+        device."""
         saved = self.metadata.state_dict_metadata[name]
         if not isinstance(saved, TensorStorageMetadata):
             raise CheckpointError(

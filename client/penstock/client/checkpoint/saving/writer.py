@@ -538,7 +538,7 @@ class Parent:
         return bytes(data)
 
     def end(self) -> None:
-        """Close the connection once all sent data are delivered, also if forks of the training process keep it open."""
+        """Let `receive` return None after the requests sent so far, also if forks of the training process live on."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
 

@@ -54,7 +54,8 @@ def data_index(
     """Write an index for files that other libraries wrote, so that StreamingDataset can read the files in place.
 
     Hidden files, and files whose names begin with `_`, are left out. If the command is killed, run it again: it
-    continues where it stopped.
+    continues where it stopped. It starts anew for Parquet files, for a remote folder without --out, and for a remote
+    folder that `energon prepare` made.
 
     \b
     Examples:
