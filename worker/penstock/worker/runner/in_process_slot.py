@@ -249,7 +249,7 @@ class InProcessSlot:
         if plan is None:
             why = "the restart point at the start of this launch does not lead there"
             if self._unsaved is not None:
-                why = f"the state of its loader could not be kept when this launch began: {self._unsaved.message}"
+                why = f"the state of its loader could not be kept when this launch began: {self._unsaved}"
             raise ReplayMismatchError(
                 f"{source.name}: the slot cannot continue with batch {target.total + 1}, because {why}. Start the job "
                 "again from a saved state"
