@@ -432,8 +432,8 @@ class Attempt:
         """Return a step after which this box may have abandoned an epoch that it has not reported yet; None if there is
         none. Boxes usually abandon an epoch at the same step. So this is the first step, from the last one that this
         box reported up to `step` - 1, after which another box abandoned an epoch. Until this box reports an abandoned
-        epoch, or a later step, its position at `step` is unknown. Always None for a box that has ended its epoch or is
-        not live, because no report will follow."""
+        epoch, or a later step, its position at `step` is unknown. Also None for a box that has ended its epoch, or is
+        not live."""
         if box.epoch_ended or box.presence is not BoxPresence.LIVE:
             return None
         ahead = self.abandoned_between(box.step, step)
