@@ -270,6 +270,33 @@ def test_steps_are_announced_with_many_slots() -> None:
         rig.close()
 
 
+@pytest.mark.parametrize("live", [slice(None), slice(1)])
+def test_announced_steps_fit_with_very_many_slots(live: slice) -> None:
+    slots = 64
+    rig = Rig(slots)
+    position = rig.reader.position
+    position.live = position.live[live]
+    try:
+        rig.reader._refresh()
+        for _ in range(2):  # the second time right away, as at the end of a short epoch
+            again = rig.reader.announce(CheckpointSchedule.of(1), None)
+            rig.reader.flush()
+            runner = rig.runners[0]
+            runner.producer.take_acks()
+            assert runner.producer.attached, "the runner accepts all requests"
+        assert set(range(1, OUTRUN + 1)) <= runner.producer.wanted.keys()
+        assert again is not None
+        at = position.copy()
+        while at.step < again:
+            at.deliver()
+        assert max(runner.producer.wanted) - at.total[0] > MAX_ENTRIES, "a whole ring ahead is still announced"
+        hello = lane_pb2.Hello()
+        next(lane for lane in rig.reader._lanes if lane.slot == 0).hello(hello)
+        assert hello.ByteSize() < MAX_FRAME // 2, "the lane can be opened again"
+    finally:
+        rig.close()
+
+
 # ---- what a daemon hears of its children
 
 

@@ -23,8 +23,8 @@ from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockE
 __all__ = ["main"]
 
 ANSWER_S = 4.0
-"""Longest time in seconds to wait for a coordinator's answer. It is below the timeout of 5 s of the probe in the
-manifests, so that the error is still printed."""
+"""Longest time in seconds to wait for a coordinator's answer in a readiness probe. It is below the timeout of 5 s of
+this probe in the manifests, so that the error is still printed."""
 ALIVE_S = 15.0
 """Longest time in seconds to wait for an answer in a liveness probe. The probe's timeout in the manifests is 20 s,
 because a busy daemon must not be killed."""

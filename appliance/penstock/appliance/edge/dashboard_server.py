@@ -1,8 +1,8 @@
 """Start of a coordinator's dashboard: with the coordinator, or on demand (OpenDashboard).
 
-An embedded coordinator (one in the training job's machine) starts a tenth sooner without the modules of the web server,
-and most embedded runs are never looked at. So its dashboard starts when the operator asks for one, on loopback and a
-free port, with the access rules of every dashboard (see http_server.py).
+An embedded coordinator (one that the training process starts on its machine) starts about 0.1 s sooner without the
+modules of the web server, and most of its dashboards would never be looked at. So its dashboard starts when the
+operator asks for one, on loopback and a free port, with the access rules of every dashboard (see http_server.py).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DashboardServer:
     def open(self, listen: str, *, any_port: bool = False) -> str:
         """Start the dashboard and return its URL. `any_port`: use a free port if that of `listen` is in use. Raises the
         errors of WebServer."""
-        # Imported here, because a coordinator without a dashboard starts a tenth sooner without these modules.
+        # Imported here, because a coordinator without a dashboard starts about 0.1 s sooner without these modules.
         from penstock.appliance.edge import coordinator_metrics, pages
         from penstock.runtime.web.prometheus import in_loop
 

@@ -429,10 +429,11 @@ class Attempt:
         return steps[bisect_left(steps, first) : bisect_left(steps, last)]
 
     def unreported_abandonment(self, box: Box, step: int) -> int | None:
-        """Return a step at which this box may have abandoned an epoch without having reported it yet. Boxes usually
-        abandon an epoch at the same step. So this is the first step before `step` that the reports of this box do not
-        pass, and after which another box abandoned an epoch; None if there is none. Until this box reports an
-        abandoned epoch, or a later step, its position at `step` is unknown."""
+        """Return a step after which this box may have abandoned an epoch that it has not reported yet; None if there is
+        none. Boxes usually abandon an epoch at the same step. So this is the first step, from the last one that this
+        box reported up to `step` - 1, after which another box abandoned an epoch. Until this box reports an abandoned
+        epoch, or a later step, its position at `step` is unknown. Also None for a box that has ended its epoch, or is
+        not live."""
         if box.epoch_ended or box.presence is not BoxPresence.LIVE:
             return None
         ahead = self.abandoned_between(box.step, step)

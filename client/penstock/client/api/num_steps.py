@@ -84,8 +84,8 @@ def _per_epoch(length: int, wanted: int | None, accumulated: int) -> int:
     batches = length if wanted is None else wanted
     if accumulated > batches:
         raise InvalidArgumentError(
-            f"grad_accum_steps must be at most the {batches} batches of an epoch, got {accumulated}: pass a smaller "
-            "number"
+            f"grad_accum_steps must be at most the {batches} batches that are used of an epoch, got {accumulated}: "
+            f"pass a smaller number{'' if wanted is None else ', or raise steps_per_epoch'}"
         )
     return batches // accumulated
 

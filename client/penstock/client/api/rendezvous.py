@@ -77,7 +77,8 @@ def _is_ours(name: str) -> bool:
 
 
 def _names(name: str) -> list[str]:
-    """Return `name`, and all names of existing abstract sockets that begin with `name`, as the kernel lists them."""
+    """Return `name`, and all names of existing abstract sockets that begin with `name` and a hyphen, as the kernel
+    lists them."""
     try:
         listed = Path(SOCKETS).read_bytes().decode(errors="replace").split()
     except OSError:

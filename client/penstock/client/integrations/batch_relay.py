@@ -185,7 +185,7 @@ class _Named:
 
 def _broadcast(message: Message | None, group: HostGroup | None, ranks: RankGroups) -> Message:
     """Send the `message` of the group's first rank to all ranks of the group, and return the message on each. The
-    others pass None."""
+    others pass None. `group`: None for a single rank."""
     if group is None:
         assert message is not None
         return message

@@ -13,13 +13,14 @@ run has the same checkpoint steps as one that was never stopped.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["CheckpointSchedule", "CheckpointSteps", "checked_int"]
+__all__ = ["CheckpointSchedule", "CheckpointSteps", "checked_int", "requests_of"]
 
 CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
 
@@ -28,6 +29,9 @@ HORIZON = 256
 MIN_AHEAD = 2
 """Smallest number of future checkpoint steps that are announced to workers, however distant these steps are. A worker
 takes a snapshot at each announced step, so that the state of such a step needs no replay."""
+MOST_REQUESTED = 1365
+"""Largest number of snapshots that are requested of a slot at a time: a third of what its runner accepts
+(`producer.MOST_WANTED`), because earlier requests may still be open."""
 
 
 def checked_int(name: str, value: Any, least: int = 1) -> int:
@@ -119,3 +123,24 @@ class CheckpointSchedule:
             if at == last:
                 break
         return found
+
+
+def requests_of(pairs: list[int]) -> list[int]:
+    """Return those of the announced steps of a slot for which snapshots are requested, at most MOST_REQUESTED.
+
+    With many slots in a box and many checkpoint steps, many steps follow each batch of a slot. If the steps are too
+    many, only the first ones after each batch are kept, and if these are too many, those of the next batches. A state
+    at another step is made from the snapshot before it.
+
+    `pairs`: flat list of pairs, as the result: step, number of the slot's last batch up to this step, ascending.
+    """
+    if len(pairs) <= 2 * MOST_REQUESTED:
+        return pairs
+    each = max(1, MOST_REQUESTED // len(set(pairs[1::2])))
+    kept: list[int] = []
+    taken: Counter[int] = Counter()
+    for step, total in zip(pairs[::2], pairs[1::2], strict=True):
+        taken[total] += 1
+        if taken[total] <= each:
+            kept += (step, total)
+    return kept[: 2 * MOST_REQUESTED]

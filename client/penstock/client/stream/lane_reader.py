@@ -319,7 +319,8 @@ class SlotLane:
         self.freed += (frame.ring, frame.entry)
 
     def drain(self) -> None:
-        """Take the tokens of freed views from the deque, and note their entries as released, for the next ack."""
+        """Empty `release`, which names the ring entries whose views were freed, and note these entries for the next
+        ack."""
         release, rings, freed = self.release, self.rings, self.freed
         while release:
             token = release.popleft()

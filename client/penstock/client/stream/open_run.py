@@ -154,7 +154,8 @@ class OpenRun:
         """Time of the coordinator's last reply to a report, a time of time.monotonic(); 0 before the first."""
         self._reporting: threading.Thread | None = None
         self.away_because = ""
-        """Message of the error of the watch thread's last report that the coordinator did not answer."""
+        """Message of the error with which the watch thread's latest unanswered report failed; "" if the coordinator has
+        answered all reports."""
         self.progress = BoxProgress()
         self.fence = StepFence()
         self.abandoned = False

@@ -24,7 +24,7 @@ from typing import Any, Literal, NoReturn
 
 from penstock.client.states.delivered_counts import DeliveredCounts
 from penstock.client.stream import open_streams
-from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
+from penstock.client.stream.checkpoint_schedule import CheckpointSchedule, requests_of
 from penstock.client.stream.lane_reader import CORRUPT_TRIES, SlotLane
 from penstock.client.stream.open_run import OpenRun
 from penstock.client.stream.stream_interfaces import (
@@ -514,10 +514,9 @@ class OrderedReader:
         """Announce the next checkpoint steps to the workers, up to the executor's `last` step if it is known. Return
         the step at which to announce again; None if no checkpoint step was announced."""
         position = self.position
-        steps = schedule.ahead(position.step, last, OUTRUN * len(self._lanes))
         pairs: list[list[int]] = [[] for _ in self._lanes]
         at = position.copy()
-        for step in steps:
+        for step in schedule.ahead(position.step, last, OUTRUN * len(self._lanes)):
             if step - at.step <= len(self._lanes):
                 while at.step < step:
                     at.deliver()  # takes a tenth of the time of `advance`, which matters if every step is announced
@@ -526,12 +525,13 @@ class OrderedReader:
             for lane in self._lanes:
                 if at.total[lane.slot] > position.total[lane.slot]:
                     pairs[lane.slot] += (step, at.total[lane.slot])
+        pairs = [requests_of(own) for own in pairs]
         for lane in self._lanes:
             new = pairs[lane.slot]
             if new != lane.wanted and new and lane.consumer is not None:
                 lane.consumer.want(new)
             lane.wanted = new
-        return steps[(len(steps) - 1) // 2] if steps else None
+        return min((own[(len(own) // 2 - 1) // 2 * 2] for own in pairs if own), default=None)
 
     def abandon_epoch(self) -> None:
         """Abandon the epoch after the last delivered batch. The workers drop the rest of it and begin the next one."""

@@ -263,12 +263,13 @@ def _ready(
         late = sorted(set(waits.values()) - set(found))
         text = f"Ray did not start {', '.join(late)} within {plan.timeout_s:g} s"
         if late == [_coordinator_name(plan.name)]:  # the coordinator requests only its node, not CPUs
-            raise DeadlineError(f"{text} (--timeout). See `ray status`")
+            raise DeadlineError(f"{text}. See `ray status` for lost nodes, or raise --timeout")
         near = f" on nodes with {plan.options['near']}" if plan.options["near"] else ""
         free = ray.available_resources().get("CPU", 0)
         text += f": a worker requests {plan.slots} CPUs{near}; the cluster has {free:g} free now"
         if not (some and found):
-            raise DeadlineError(f"{text} (--slots, --workers, --near). See `ray status`")
+            other = ", change --near" if near else ""
+            raise DeadlineError(f"{text}. Lower --slots or --workers{other}, or raise --timeout. See `ray status`")
         _log.warning(
             "%s. The fleet runs with %d workers; Ray starts the others when it has free resources", text, len(found)
         )

@@ -49,8 +49,8 @@ class SavedFile:
         self.path = path
         if path.is_dir():
             raise InvalidArgumentError(
-                f"{path} must be a file with the state of a loader, got a directory. Load the checkpoint and save the "
-                "value of DataLoader.state_dict() in a file by itself"
+                f"{path} must be a file with the state of a loader, got a directory. If it is a checkpoint, load it, "
+                "and save what the loader's state_dict() then returns in a file of its own (torch.save)"
             )
         try:
             data = path.read_bytes()

@@ -109,8 +109,9 @@ def _last(history: pb.History) -> int:
 
 
 def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> ReplayPlan:
-    """Return the plan of a replay up to `step`. Raises StateMismatchError if a checkpoint is not of this run, or is of
-    another attempt with other numbers of boxes and workers."""
+    """Return the plan of a replay up to `step`. Raises StateMismatchError if a checkpoint is not of this run, or if it
+    is of a step after the attempt's start and has other numbers of boxes and workers. Checkpoints of steps before the
+    attempt's start are not used."""
     opening = history.opening
     point = Position.received(opening.start)
     abandoned = {abandoned_epoch.epoch: abandoned_epoch.step for abandoned_epoch in history.abandoned}

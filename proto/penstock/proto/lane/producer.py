@@ -63,7 +63,7 @@ CROWD = 1024
 """Largest number of frames that are queued for a consumer that does not read. A ring has at most 32 entries, so further
 frames are pieces of a large structure, or come from a peer that sends without end."""
 MOST_WANTED = 4096
-"""Largest number of requested snapshots that the runner has not taken yet. A correct consumer requests at most 200."""
+"""Largest number of requested snapshots that the runner has not taken yet. A consumer requests up to 1,365 at once."""
 MOST_ABANDONED = 1 << 16
 """Largest number of abandoned epochs that the runner, which may be in user code for long, has not noticed yet."""
 MOST_ABANDONS = (1 << 32) - 1

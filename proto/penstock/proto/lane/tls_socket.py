@@ -139,7 +139,8 @@ def looks_like_tls(first: bytes) -> bool:
 async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
     """Start TLS on an accepted non-blocking connection, and return the TLS socket. The caller must set a deadline.
 
-    Raises TlsError if the handshake fails, OSError if the connection is lost, both after closing the socket.
+    Raises TlsError if the handshake fails, also because the peer closes the connection, and OSError if the connection
+    is lost in another way, both after closing the socket.
     """
     wrapped = _wrapped(context, sock, server_side=True)
     try:

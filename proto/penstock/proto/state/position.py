@@ -68,8 +68,8 @@ class Position:
     delivered: list[int]
     """For each slot, the number of its batches taken in this epoch."""
     total: list[int]
-    """For each slot, the number of its batches taken over the run (worker_step), or since the run was last resumed on
-    another topology."""
+    """For each slot, the number of its batches taken over the run, or since the run was last resumed on another
+    topology."""
     chain: int | None = field(default=0, compare=False)
     """Stream digest of the box; None if unknown. After n steps it is chain(n), with chain(0) = 0 and chain(n) =
     xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). With `by_rows` chain(n) = chain(n - 1) +

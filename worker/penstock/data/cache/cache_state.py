@@ -69,7 +69,9 @@ class CacheState:
         self._prepared = False
 
     def prepare(self) -> None:
-        """Make the state folder, and remove what dead processes left in it. Do so once; later calls do nothing."""
+        """Make the state folder, record the remote, and remove what dead processes left. Do so once; later calls do
+        nothing. Raises DatasetError if the folder holds files of another remote or belongs to another user (see
+        `_make_folders`), ShardUnavailableError if it cannot be written."""
         if self._prepared:
             return
         try:

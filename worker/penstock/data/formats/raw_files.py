@@ -137,7 +137,8 @@ def check_size(path: Path, stored: StoredFile) -> None:
 
 
 def read_checked(path: Path, stored: StoredFile) -> bytes:
-    """Return a small file's content. Raises ShardCorruptError if its size differs from the index."""
+    """Return a small file's content. Raises ShardCorruptError if it cannot be read, or if its size differs from the
+    index."""
     try:
         file = Descriptor(path)
         size = os.fstat(file.fileno()).st_size

@@ -108,8 +108,8 @@ class SampleCounter:
         Args:
             samples: samples of one batch.
             sources: name of each sample's source; None: all have the source "".
-            parts: for each sample that is a packed line, a pair (source, number of tokens) for each document in it, for
-                whose source the tokens count. An empty list: the sample's tokens count for its own source. None: an
+            parts: for each sample, a list. For a packed line: a pair (source, number of tokens) for each document in
+                it; the tokens count for this source. Empty list: the sample's tokens count for its own source. None: an
                 empty list for each sample.
         """
         if not samples:

@@ -379,8 +379,8 @@ class StreamingLoader(PositionLoader):
             self.dataset.keep_open(self._upcoming.shards)
 
     def _approach(self, plan: BatchPlan) -> None:
-        """Download, in the background, the shards of this batch and of those that will be needed within the next
-        `prefetch_seconds`."""
+        """Download, in the background, the shards of this batch, and those that will be needed within the next
+        `prefetch_seconds`, for at most `predownload` samples."""
         assert self._upcoming is not None
         before = plan.epoch * len(self._order)
         position, last = int(plan.positions[0]), int(plan.positions[-1])

@@ -64,7 +64,7 @@ def merge_index(
         if not below:
             raise DatasetError(
                 f"{remote.url} must have at least one folder with an {INDEX} below it, got none. Give the folder "
-                "that has the datasets"
+                "that has the datasets, and leave out an empty `parts`"
             )
         with (
             tempfile.TemporaryDirectory(prefix="penstock-index-") as scratch,

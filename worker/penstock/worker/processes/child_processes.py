@@ -220,7 +220,8 @@ class Child:
         """Find the exit status of a dead child that the fork server has not reported.
 
         If the kernel still has the status, the fork server is stopped and has not reaped the child: take the kernel's
-        status. Otherwise the fork server is busy: try again, until monotonic time `until`.
+        status. Otherwise the fork server is busy: try again, until monotonic time `until`; the status then counts as
+        unknown.
         """
         if self.exited.done():
             return

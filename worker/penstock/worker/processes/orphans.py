@@ -23,8 +23,8 @@ from penstock.runtime.process.watch import stat_of
 __all__ = ["GRACE_S", "Orphans", "forget_shared_memory", "own_children"]
 
 GRACE_S = 3.5
-"""Seconds that orphans get to clean up before they are killed. torch's manager of shared memory waits for 2 s after its
-last user has ended."""
+"""Seconds that orphans which clean up (multiprocessing's resource tracker, torch's manager of shared memory) get before
+they are killed; other orphans are killed at once. torch's manager waits for 2 s after its last user has ended."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 

@@ -292,7 +292,7 @@ def with_containers(value: Any, containers: dict[str, dict[str, Any]], path: tup
 
 def _state_of(key: str, value: Any, state: Mapping[str, Any]) -> Any:
     """Return the state to save for one entry of the state: the result of its state_dict(), or the value itself if it
-    has no such method. `state`: the whole state, in which an optimizer's module is found."""
+    lacks state_dict or load_state_dict. `state`: the whole state, in which an optimizer's module is found."""
     if isinstance(value, torch.optim.Optimizer):
         return named_state(value, parameter_names(value, state, key))
     if isinstance(value, nn.Module):
