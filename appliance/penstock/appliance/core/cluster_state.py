@@ -46,7 +46,7 @@ from penstock.proto.v1 import records_pb2
 BOX_COST = 4
 """Fixed time for releasing a box, in multiples of the time for one slot: added to the box's number of slots."""
 FREE_AFTER_S = 5.0
-"""Fewest seconds from an attempt's end until its objects are freed. By then no other thread uses them."""
+"""Fewest seconds from an attempt's end until its boxes' memory is freed, when the journal has written them."""
 Topic = tuple[str | int, ...]
 """Name of a thing whose change wakes waiting calls, such as ("worker", name) or ("box", run, attempt, box)."""
 

@@ -175,7 +175,7 @@ class StateMachine:
         return run.current
 
     def _renew(self, attempt: Attempt, box: Box, now: float, known_s: float = 0.0) -> None:
-        """Renew the box's lease. `known_s`: length of the lease that the client was promised before, in seconds."""
+        """Renew the box's lease, to at least `known_s` seconds: the lease that the client knows (up to a limit)."""
         if box.presence is BoxPresence.GONE:
             self.cluster.revive(attempt, box, now)
         box.lease_until = now + self.cluster.box_lease_policy().promised(known_s, self.limits.lease_max_s)

@@ -35,7 +35,7 @@ COLUMNS = ("at", "steps_per_s", "waited_share", "batches_per_s")
 SHARE_S = 30.0
 """Seconds over which the share of a source is measured."""
 SOURCES = 6
-"""Number of sources of a run whose shares are shown singly: those with the most samples when counting began."""
+"""Number of sources of a run whose shares are shown one by one: those with the most samples when counting began."""
 REST = "others"
 """Name under which the shares of all other sources are added up."""
 

@@ -250,7 +250,9 @@ class _Supervisor:
                 raise
             _log.error("%s. The worker is not started again; to retry, run the same `penstock up`", error)
             if all(worker.state in ("failed", "left") for worker in self._workers.values()):
-                raise CommandError(f"the fleet ends because its last worker failed: {error}", error.code) from error
+                raise CommandError(
+                    f"the fleet ends because no worker is left; the last one failed: {error}", error.code
+                ) from error
 
     async def _end(self) -> None:
         """End the workers first, all at the same time; then the coordinator."""

@@ -228,8 +228,9 @@ def _envelope(batch: Any) -> bytes:
     try:
         return encode_state(batch)
     except UnsupportedStateError as error:
+        what = error.message.partition(". ")[0].replace("state", "batch", 1)  # its remedy is for states
         raise InvalidArgumentError(
-            f"--out: the batch cannot be written as .pst: {error.message}. Pass a file name that ends in .npz"
+            f"--out: the batch cannot be written as .pst: {what}. Pass a file name that ends in .npz"
         ) from error
 
 

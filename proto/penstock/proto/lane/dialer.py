@@ -27,7 +27,7 @@ retries at once after a timeout."""
 SHORT_S = 0.45
 """Smallest timeout of a short attempt in seconds. It is used if three round trips take less time."""
 STAGGER_S = 0.12
-"""Seconds between the connections that a short attempt starts."""
+"""Seconds between the connections that one short attempt to connect starts."""
 SILENT_S = 1.0
 """Seconds for which attempts to connect to a host are short, after the host has stopped answering."""
 HANDSHAKE_S = 10.0

@@ -144,8 +144,8 @@ def _add(row: Row, other: Sequence[int]) -> None:
 
 
 class Tally:
-    """Counts of a loader up to its present position. A Tally also remembers which rows have changed since the last
-    `take`.
+    """Counts of a loader up to its present position. A Tally also remembers which groups' rows of counts have
+    changed since the last `take`.
 
     Args:
         rows: counts to begin with.

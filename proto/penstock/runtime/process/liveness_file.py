@@ -65,8 +65,8 @@ class LivenessWriter:
 
 
 def read_liveness(path: str) -> Liveness:
-    """Return the ages that a daemon's liveness file shows. Raises InvalidArgumentError if the file cannot be read or
-    has other content."""
+    """Return how long ago a daemon's last heartbeat round ended and the coordinator last answered, by the daemon's
+    liveness file. Raises InvalidArgumentError if the file cannot be read or has other content."""
     try:
         turned, answered = map(float, read_plain(path, LONGEST).split())
     except OSError as error:

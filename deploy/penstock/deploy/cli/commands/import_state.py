@@ -1,4 +1,4 @@
-"""Command `penstock import-state`."""
+"""Command `penstock import-state`, which makes a state of Penstock from a position that another library saved."""
 
 from __future__ import annotations
 

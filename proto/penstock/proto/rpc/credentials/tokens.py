@@ -212,7 +212,8 @@ def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
     file = _file(file)
     if file is None:
         raise AuthenticationError(
-            "no token was given: set PENSTOCK_TOKEN to the token, or PENSTOCK_TOKEN_FILE to a file that contains it"
+            "no token was given: set PENSTOCK_TOKEN to the token, or PENSTOCK_TOKEN_FILE (token_file in the settings "
+            "file) to a file that contains it"
         )
     name = f"the token file {os.fspath(file)}"
     try:

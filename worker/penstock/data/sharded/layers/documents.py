@@ -184,7 +184,7 @@ class DocumentParser:
 
 
 class _ReadCall(NamedTuple):
-    """Call that read samples from the source, with the positions of these samples, which are numbered from 0."""
+    """Call that read samples from the source. The saved positions before these samples are numbered from 0."""
 
     first: int
     """Index in the shard of the call's first sample."""
@@ -380,7 +380,7 @@ class DocumentReader:
 
     def _add_each(self, run: Run, call: _ReadCall) -> None:
         """Add the documents of a run of samples, each as a block of one, because documents with other columns than
-        tokens are not joined. `call`: positions of the samples."""
+        tokens are not joined. `call`: the call that read the samples."""
         try:
             for number, sample in enumerate(run.samples):
                 document = self._parser.document(sample, self._next)
@@ -395,8 +395,8 @@ class DocumentReader:
             self._defer(error)
 
     def _add_all(self, run: Run, call: _ReadCall) -> None:
-        """Add the documents of a run of samples that have only tokens, as one block. `call`: positions of the
-        samples."""
+        """Parse a run of samples that have only tokens, and add their documents as one Block; documents with too few
+        tokens are left out. `call`: the call that read the samples."""
         arrays: list[Ints] = []
         failed: Exception | None = None
         parse = self._parser.tokens

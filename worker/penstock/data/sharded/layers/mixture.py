@@ -106,7 +106,7 @@ class Mixture:
                 f"{type(weights).__name__}. Pass two lists, or two dicts by name"
             )
         if not sources:
-            raise InvalidArgumentError("Mixture needs at least one source, got none. Check how the sources are listed")
+            raise InvalidArgumentError("Mixture needs at least one source, got none. Pass a list with sources")
         count = len(sources) if isinstance(weights, Mapping | Schedule) else len(weights)
         if count != len(sources):
             raise InvalidArgumentError(

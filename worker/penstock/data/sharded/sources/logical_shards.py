@@ -31,8 +31,8 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["LogicalShards"]
 
 MAX_OPEN = 128
-"""Default of the argument `max_open`. A process reads all shards of a finite source round robin, and needs an open
-piece for each shard. 128 is an eighth of the usual limit of file descriptors."""
+"""Default of the argument `max_open`, the largest number of pieces that a process has open. It reads all shards of a
+finite source round robin, and needs an open piece for each. 128 is an eighth of the usual limit of file descriptors."""
 LISTED = 16
 """Largest length of a list that a source's description contains in full. A longer list is replaced by its digest."""
 KEPT_ORDERS = 2
