@@ -84,7 +84,7 @@ class DurableSnapshots:
                 refused = (await slot.host.coordinator.put_snapshot(header, data)).refused
                 self._count(refused, len(data))
                 break
-            except (*COORDINATOR_ERRORS, OverloadedError) as error:
+            except COORDINATOR_ERRORS as error:  # OverloadedError is one of them
                 if not logged:
                     slot.log.warning(
                         "%s: a snapshot of the loader waits until the coordinator answers: %s", slot.name, error.message
