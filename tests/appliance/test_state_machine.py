@@ -229,7 +229,7 @@ def test_stack_of_a_stall_outlives_the_worker(world: FakeCluster) -> None:
     assert (view.doing, view.stack) == ("", "in g")
 
 
-def test_repeated_report_of_a_stall_wakes_nobody(world: FakeCluster) -> None:
+def test_repeated_report_of_a_stall_wakes_no_box(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     report = worker.slot_report(worker.of(0), pb.READY)

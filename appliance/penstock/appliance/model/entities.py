@@ -143,7 +143,7 @@ class Slot:
     batch_delay_s: float = 0.0
     """Seconds per batch, within `batch_s`, in which the runner waited for a processor."""
     doing: str = ""
-    """What the slot's runner is doing, if it has been doing this for unusually long; else ""."""
+    """Activity of the slot's runner, if it has lasted unusually long; else ""."""
     start_queue_position: tuple[int, int] = (0, 0)
     """Position of the slot's runner in the worker's start queue, from 1, and the length of the queue; (0, 0) = not in
     the queue."""
@@ -354,7 +354,7 @@ class Box:
 
 @dataclass
 class Attempt:
-    """One launch of a training job, as far as it concerns one run (one of the job's loaders)."""
+    """Launch of a training job, as far as it concerns one run (one of the job's loaders)."""
 
     run: str
     number: int
@@ -461,7 +461,7 @@ class ClosedAttempt:
 
 @dataclass
 class Run:
-    """One loader of a training job, over all launches of the job."""
+    """Loader of a training job, over all launches of the job."""
 
     name: str
     """Name, as JOB/ORDINAL. The ordinal counts the job's loaders from 0."""

@@ -1,4 +1,4 @@
-"""Where a command gets its credential token from. The token is never an argument, because every user of the machine can
+"""Choice of the credential token of a command. The token is never an argument, because every user of the machine can
 read arguments. It is never printed or logged. A coordinator that is given no token writes a new one to a file and logs
 the file's name."""
 

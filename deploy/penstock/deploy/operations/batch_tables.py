@@ -226,9 +226,9 @@ def write(batch: Any, path: Path) -> None:
 
 def _envelope(batch: Any) -> bytes:
     try:
-        return encode_state(batch)
+        return encode_state(batch, "batch")
     except UnsupportedStateError as error:
-        what = error.message.partition(". ")[0].replace("state", "batch", 1)  # its remedy is for states
+        what = error.message.partition(". ")[0]  # without its remedy, which is for states
         raise InvalidArgumentError(
             f"--out: the batch cannot be written as .pst: {what}. Pass a file name that ends in .npz"
         ) from error

@@ -110,7 +110,7 @@ class AuthenticatedCall:
 
 
 class Call:
-    """One call of a client, with all its tries. The client makes the call, and makes it again while `again` returns
+    """Call of a client, with all its tries. The client makes the call, and makes it again while `again` returns
     True, until the answer has a proof that the server knows the token (penstock.proto.rpc.credentials.token_proof).
 
     metadata: what to send with the next try.

@@ -79,9 +79,9 @@ _NUMBERS_FROM = 32  # items from which a list of numbers becomes a blob; a short
 _DIRECT_FROM = 1 << 20  # smallest size in bytes of a tensor that is written directly from its memory
 
 
-def encode_state(value: object) -> bytes:
+def encode_state(value: object, name: str = "state") -> bytes:
     """Return `value` as bytes with a checksum (an envelope), without pickle. Equal values usually give equal bytes,
-    because sets with elements of one plain type are sorted.
+    because sets with elements of one plain type are sorted. `name`: name of the value in errors.
 
     Raises UnsupportedStateError for an object without a safe encoding, for a cycle, and for nesting deeper than
     MAX_DEPTH.
@@ -90,7 +90,7 @@ def encode_state(value: object) -> bytes:
     try:
         node = _pack(value, blobs, 0)
     except _RefusedError as refusal:
-        raise UnsupportedStateError(refusal.explain()) from None
+        raise UnsupportedStateError(refusal.explain(name)) from None
     tree = _JSON.encode(node).encode("utf-8", "surrogatepass")
     tree += b" " * (-len(tree) % ALIGN)
     total = HEADER.size + len(tree) + blobs.size
@@ -151,8 +151,9 @@ class _RefusedError(Exception):
     def at(self, owner: object, suffix: str, prefix: str = "") -> None:
         self.steps.append((owner, prefix, suffix))
 
-    def explain(self) -> str:
-        path, seen = "state", dict[int, str]()
+    def explain(self, name: str) -> str:
+        """Return the error's message. `name`: name of the whole value, with which the path begins."""
+        path, seen = name, dict[int, str]()
         for owner, prefix, suffix in reversed(self.steps):
             if self.too_deep and id(owner) in seen:  # a cycle always repeats an owner
                 return (

@@ -37,7 +37,7 @@ the lock for a moment, to remove its file."""
 
 @dataclass(frozen=True)
 class FetchStats:
-    """What one process has fetched of a dataset since it opened the dataset."""
+    """Counts of what one process has fetched of a dataset since it opened the dataset."""
 
     fetched_shards: int = 0
     """Number of shards that were fetched, or that were in the folder and had to be verified or decompressed. A row

@@ -92,7 +92,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class StreamHistory:
-    """What a replay of a slot's stream from the beginning must repeat, up to a position."""
+    """History of a slot's stream that a replay from the beginning must repeat, up to a position."""
 
     launch: Launch = Launch()
     abandoned: tuple[tuple[int, int], ...] = ()

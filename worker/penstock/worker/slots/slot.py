@@ -83,7 +83,7 @@ _NO_ROOM = (
 
 
 class Slot:
-    """One generation of a slot (a logical worker of a run) on this worker, from `start()` to `stop()`."""
+    """Generation of a slot (a logical worker of a run) on this worker, from `start()` to `stop()`."""
 
     def __init__(self, host: SlotHost, assignment: records_pb2.WorkerAssignment) -> None:
         self.assignment = assignment
@@ -498,7 +498,7 @@ class Slot:
 
     @property
     def findings(self) -> LoaderFindings:
-        """What this worker learned about the run's loader by verifications; its slots of the run share it."""
+        """Findings about the run's loader, from verifications on this worker; shared by its slots of the run."""
         return self.host.findings(self.assignment)
 
     def _oldest_wanted(self) -> tuple[int, int]:

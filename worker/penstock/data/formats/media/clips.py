@@ -28,7 +28,7 @@ MARGIN_S = 0.5
 begins after time 0, sample n also comes later than n / sample_rate."""
 
 Positions = Sequence[int] | str | Callable[[Mapping[str, Any], int], Sequence[int]]
-"""What to decode. Of a video: numbers of the frames. Of a sound: two numbers, of the first sample and of the sample
+"""Positions to decode. Of a video: frame numbers. Of a sound: two numbers, of the first sample and of the sample
 after the last one. Or the name of the sample's column that has these numbers; or a function (sample, number of frames
 or samples in the file) that returns them."""
 

@@ -32,7 +32,7 @@ segment in its row, from 1."""
 
 
 class Documents(NamedTuple):
-    """One document of tokens with its other columns; or several consecutive documents, whose tokens are concatenated,
+    """Document of tokens with its other columns; or several consecutive documents, whose tokens are concatenated,
     without other columns. A token index below counts from 0 in `tokens`."""
 
     tokens: Ints
