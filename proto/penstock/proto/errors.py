@@ -196,6 +196,11 @@ class ShardUnavailableError(DatasetError):
 class UnsupportedStateError(PenstockError, TypeError):
     """Error for a state with an object that has no safe encoding. The message names the object's key path and type."""
 
+    @property
+    def reason(self) -> str:
+        """Message without its last sentence, the remedy, which fits only states."""
+        return self.message.rpartition(". ")[0] or self.message
+
 
 class StateCorruptError(PenstockError, ValueError):
     """Error for an encoded state whose bytes are damaged."""

@@ -215,10 +215,10 @@ def encode_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     named = [(f"args[{number}]", value) for number, value in enumerate(args)]
     for what, value in [*named, *((f"argument {name!r}", value) for name, value in kwargs.items())]:
         try:
-            encode_state(value)
+            encode_state(value, what)
         except UnsupportedStateError as error:
             raise UnsupportedStateError(
-                f"{what} of input_fn {name} cannot be sent to a worker: {error.message.rstrip('.')}. Pass plain "
+                f"{what} of input_fn {name} cannot be sent to a worker: {error.reason}. Pass plain "
                 "values, tensors or arrays, and build other objects inside input_fn"
             ) from error
     return encode_state({"args": tuple(args), "kwargs": dict(kwargs)})

@@ -228,9 +228,8 @@ def _envelope(batch: Any) -> bytes:
     try:
         return encode_state(batch, "batch")
     except UnsupportedStateError as error:
-        what = error.message.partition(". ")[0]  # without its remedy, which is for states
         raise InvalidArgumentError(
-            f"--out: the batch cannot be written as .pst: {what}. Pass a file name that ends in .npz"
+            f"--out: the batch cannot be written as .pst: {error.reason}. Pass a file name that ends in .npz"
         ) from error
 
 
