@@ -17,10 +17,11 @@ STAMP := $(VENV)/.setup-done
 PEERS ?= .peers
 PEER_NAMES := litdata ray readers streaming tf torchdata
 BENCH_ARGS ?=
-# Of `make chaos` and `make simulate`: the seed of the first run, or of the one to look at, and how many there are.
+# Of `make chaos`, `make histories` and `make simulate`: the seed of the first run, or of the one to look at, and how many there are.
 SEED ?=
 RUNS ?= 5
 SEEDS ?= 2000
+HISTORIES_ARGS ?=
 # Of `make storm`: jobs that open at once (50 if neither is given), or boxes of one job that save at once.
 JOBS ?=
 BOXES ?=
@@ -48,8 +49,8 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup lock dist proto proto-check proto-baseline manifests lint format format-check types docs collect pytest pytest-slow test slow simulate chaos fuzz demo
-.PHONY: soak demo-streaming demo-mixture signals slurm loaders frameworks node helm bench bench-peers bench-readers gpu storm peers pythons clean
+.PHONY: help setup lock dist proto proto-check proto-baseline lint format format-check types docs collect pytest pytest-slow test slow simulate chaos histories fuzz demo
+.PHONY: soak demo-streaming demo-mixture signals slurm loaders frameworks node helm bench bench-peers bench-readers gpu storm peers pythons versions clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -86,9 +87,6 @@ proto-check: $(STAMP) ## the committed protobuf code is what its .proto files ge
 
 proto-baseline: $(STAMP) ## take what was added to the .proto files into the promise that tests hold them to
 	PYTHONPATH=tests/support $(BIN)/python -m wire_contract
-
-manifests: $(STAMP) ## write the Kubernetes files that are made from deploy/penstock/deploy/engines/kubernetes_manifests.py
-	$(BIN)/python deploy/kubernetes/write_manifests.py
 
 lint: $(STAMP) ## ruff's rules
 	$(BIN)/ruff check .
@@ -132,12 +130,19 @@ dist: $(STAMP) ## the sdist and the wheel in dist/, checked as the package index
 pythons: $(STAMP) ## mypy, bytecode and tests on Python 3.12 and 3.13, where they are; PYTHONS_ARGS="3.13 --torch"
 	$(BIN)/python tests/pythons.py $(PYTHONS_ARGS)
 
+versions: ## the control plane, checkpoints and a fleet with the oldest and the newest releases of the dependencies; installs 12 GB below build/versions
+	$(PYTHON) tests/versions.py
+
 simulate: $(STAMP) ## histories of a simulated cluster: SEEDS=2000 of them, or SEED=n with its diary
 	PYTHONPATH=tests/simulation $(BIN)/python -m simulated $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 chaos: $(STAMP) ## faults of every kind at random times, a minute a run; SEED=1 RUNS=5
 	PYTHONPATH=tests/support:tests/inputs$${PYTHONPATH:+:$$PYTHONPATH} \
 		$(BIN)/python -m chaos --seed $(or $(SEED),1) --runs $(RUNS)
+
+histories: $(STAMP) ## random histories of training jobs against the model of tests/model; SEED=1 RUNS=5, HISTORIES_ARGS="--parallel 4"
+	PYTHONPATH=tests/support:tests/inputs:tests/model$${PYTHONPATH:+:$$PYTHONPATH} PENSTOCK_CONFIG=/dev/null \
+		$(BIN)/python -m proof --seed $(or $(SEED),1) --runs $(RUNS) $(HISTORIES_ARGS)
 
 signals: $(STAMP) ## signal handlers that save, at 200 random instants of a save
 	PENSTOCK_SIGNALS=200 $(BIN)/pytest -n 0 tests/checkpoint/test_calls.py
@@ -150,7 +155,7 @@ loaders: $(STAMP) ## save and resume other libraries' loaders again and again, 3
 	$(BIN)/python -m pip install --no-deps litdata==0.2.76  # it asks for torchvision, which would bring another torch
 	$(BIN)/pytest -n 2 tests/loaders/run_third_party.py
 
-frameworks: $(FRAMEWORKS_VENV)/.setup-done $(PEERS)/streaming/.setup-done $(PEERS)/energon/.setup-done ## train inside torchtitan, Megatron-core, TRL, NeMo Automodel and JAX, import positions, run a fleet on Ray; 6 GB
+frameworks: $(FRAMEWORKS_VENV)/.setup-done ## train inside torchtitan, Megatron-core, TRL, NeMo Automodel and JAX, run a fleet on Ray; 6 GB
 	$(FRAMEWORKS_VENV)/bin/python -m pytest -n 1 tests/frameworks/run_*.py tests/deploy/run_up_ray.py
 
 $(FRAMEWORKS_VENV)/.setup-done: pyproject.toml tests/frameworks/requirements.txt

@@ -30,6 +30,7 @@ from benchmarks.loaders import make
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.stream import lane_reader
 from penstock.proto.batch.digest import batch_digest
+from penstock.proto.batch.structure import Leaf, Structure
 from penstock.worker import current_assignment
 
 SIZES = {4 << 10: 60_000, 64 << 10: 40_000, 1 << 20: 12_000, 8 << 20: 1_500}
@@ -76,12 +77,13 @@ def call_s(size: int, *, full: bool) -> float:
     """Return the seconds in which the digest of a batch of `size` bytes is computed right after the batch was written,
     as in the runner. Several pieces of memory take turns."""
     region, batch = bytearray(size * RING_SLOTS), bytes(range(256)) * (size // 256)
+    structure = Structure.of(Leaf("t", "uint8", 2))
     seconds = []
     for number in range(max(20, min(2_000, (256 << 20) // size))):
         offset = number % RING_SLOTS * size
         region[offset : offset + size] = batch
         started = time.perf_counter()
-        batch_digest(1, region, offset, size, (64, size // 64), full)
+        batch_digest(structure, region, offset, size, (64, size // 64), full)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
 

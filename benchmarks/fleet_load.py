@@ -28,9 +28,12 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 from benchmarks.fleet_peers import JOB, FakeBox, FakeWorker, Payload, Tally
 from benchmarks.processes import cpu_s
 
+from penstock.proto.errors import CoordinatorUnavailableError
 from penstock.proto.rpc.calls import AsyncCoordinatorClient
 from penstock.proto.rpc.channel import connect_aio
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -128,9 +131,13 @@ async def probe(address: str, workers: int) -> None:
 
 
 class Fleet:
-    """Coordinator process, its fleet of fake workers and boxes, and the phases of a measurement."""
+    """Coordinator process, its fleet of fake workers and boxes, and the phases of a measurement.
 
-    def __init__(self, workers: int, boxes: int, seconds: float) -> None:
+    lease_s: seconds of silence after which the coordinator takes a worker for dead; None: its default.
+    """
+
+    def __init__(self, workers: int, boxes: int, seconds: float, lease_s: float | None = None) -> None:
+        self._lease = [] if lease_s is None else ["--worker-lease-s", str(lease_s)]
         self.seconds = seconds
         self.tally = Tally()
         self.payload = Payload()
@@ -177,7 +184,7 @@ class Fleet:
         """Start the coordinator. Return the seconds until it accepts calls."""
         began = time.monotonic()
         read, write = os.pipe()
-        arguments = ["--listen", listen, "--state-dir", str(self._folder), "--ready-fd", str(write)]
+        arguments = ["--listen", listen, "--state-dir", str(self._folder), "--ready-fd", str(write), *self._lease]
         self._coordinator = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "penstock.appliance", *arguments, pass_fds=[write]
         )
@@ -283,7 +290,6 @@ class Fleet:
         Return its figures."""
         self.payload.state = bytes(size)
         first, last, records, nbytes = [], [], 0, 0
-        token = (("authorization", f"Bearer {os.environ['PENSTOCK_TOKEN']}"),)
         async with connect_aio(self.address) as channel, self.measured() as found:
             stub = CoordinatorStub(channel)
             for _ in range(rounds):
@@ -291,18 +297,34 @@ class Fleet:
                 request = pb.FetchStateRequest(run=f"{JOB}/0", attempt=box.attempt, step=box.step, deadline_s=120)
                 request.progress.CopyFrom(box.progress())
                 request.step = request.progress.delivered.step
-                began, seen = time.monotonic(), 0
-                async for part in stub.FetchState(request, timeout=PHASE_DEADLINE_S, metadata=token):
-                    if part.HasField("record"):
-                        if not seen:
-                            first.append(time.monotonic() - began)
-                        seen += 1
-                    nbytes += len(part.data)
+                began = time.monotonic()
+                came, size = await self._fetched(stub, request)
+                first.append(came[0] - began)
                 last.append(time.monotonic() - began)
-                records += seen
+                records += len(came)
+                nbytes += size
                 await asyncio.sleep(min(0.5, self.seconds))
         found |= {"first_s": spread(first), "last_s": spread(last), "records": records, "bytes": nbytes}
         return found
+
+    async def _fetched(self, stub: Any, request: pb.FetchStateRequest) -> tuple[list[float], int]:
+        """Return the times when the slots' records of a state came, and the bytes of their states. With grpcio 1.74 a
+        connection of this process may count as lost while its event loop is busy; then the state is fetched again, as a
+        training job does."""
+        token = (("authorization", f"Bearer {os.environ['PENSTOCK_TOKEN']}"),)
+        until = time.monotonic() + PHASE_DEADLINE_S
+        while True:
+            came, nbytes = [], 0
+            try:
+                async for part in stub.FetchState(request, timeout=until - time.monotonic(), metadata=token):
+                    if part.HasField("record"):
+                        came.append(time.monotonic())
+                    nbytes += len(part.data)
+                return came, nbytes
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                await self.tally.pause(CoordinatorUnavailableError(error.details() or "FetchState"))
 
     async def snapshots(self, size: int) -> dict[str, Any]:
         """Phase: send snapshots of `size` bytes from all workers, as often as the coordinator allows. Return its

@@ -271,6 +271,7 @@ class FakeWorker:
         except PenstockError as error:
             self._tally.failed(self.name, error)
             self._answered.discard(request.request)
+            self._version = 0  # the next reply repeats the request
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(self._logged(work))

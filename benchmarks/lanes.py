@@ -25,8 +25,9 @@ from pathlib import Path
 
 from penstock.client.stream.receiver_process import Receiver
 from penstock.proto.lane import tcp
-from penstock.proto.lane.endpoints import Consumer, Producer, connect_local
-from penstock.proto.lane.frames import pack_shapes
+from penstock.proto.lane.consumer import Consumer
+from penstock.proto.lane.frames import connect_local, pack_shapes
+from penstock.proto.lane.producer import Producer
 from penstock.proto.lane.ring import Ring, entries_for
 from penstock.proto.lane.tls_socket import accept_tls_blocking
 from penstock.proto.rpc.tls import Tls, load_tls

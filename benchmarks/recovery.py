@@ -6,7 +6,8 @@ It starts a coordinator and two daemons with enough slots and default settings, 
 loop waits as soon as it has taken all batches in flight. "runner" kills the process that runs the loader; "daemon"
 kills the whole daemon, which is started again for the next kill. Both measure the seconds from the kill to the slot's
 next batch. "drained" drains the worker, so that the slot migrates, and measures the longest wait of the loop for one
-batch meanwhile, of which 20 ms are the batch itself. It prints one JSON object: seconds, by lane and by operation.
+batch meanwhile, of which 20 ms are the batch itself. "late" does the same once the epoch has taken 6 s of work, so that
+it is not made again from its beginning. It prints one JSON object: seconds, by lane and by operation.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ from penstock.proto.rpc.calls import CoordinatorClient
 
 __all__ = ["slow_batches"]
 
-TARGET_S = {"runner": 2.0, "daemon": 5.0}
+TARGET_S = {"runner": 2.0, "daemon": 5.0, "drained": 0.3}
 WARM = 30
 """Number of batches that the loop takes between two kills."""
+LATE = 300
+"""Number of batches before the first kill after which an epoch has taken three times `replay_s`."""
 
 
 class Slow:
@@ -102,14 +105,12 @@ class Fleet:
             return process, pipe.readline().strip()
 
     def holder(self) -> tuple[str, int]:
-        """Return the name of the daemon that has the slot, and the process id of its runner. Raises RuntimeError if no
-        daemon has a runner."""
+        """Return the name of the daemon that has the slot, and the process id of the process that runs its loader: the
+        one that makes the present epoch. Raises RuntimeError if no daemon has one."""
         for name, daemon in self.daemons.items():
-            below = tree(daemon.pid)
-            fork_servers = {pid for pid, each in below.items() if each.parent == daemon.pid}
-            for pid, each in below.items():
+            for pid in set(tree(daemon.pid)) - {daemon.pid}:
                 with contextlib.suppress(OSError):
-                    if each.parent in fork_servers and "penstock-ring" in Path(f"/proc/{pid}/maps").read_text():
+                    if "penstock-ring" in Path(f"/proc/{pid}/maps").read_text():
                         return name, pid
         raise RuntimeError("one of the worker daemons must have a runner for the slot, got none: see `penstock status`")
 
@@ -119,12 +120,19 @@ class Fleet:
             process.wait(20)
 
 
-def waits(fleet: Fleet, what: str, lane: Literal["auto", "tcp"], kills: int) -> list[float]:
+def waits(fleet: Fleet, what: str, lane: Literal["auto", "tcp"], kills: int, first: int = WARM) -> list[float]:
     """Kill a process `kills` times. Return, for each kill, the seconds until the loop gets the first batch that the
-    killed process had not made. `what`: the process to kill, "runner" or "daemon"."""
+    killed process had not made. `what`: the process to kill, "runner" or "daemon". `first`: number of batches before
+    the first kill."""
     found: list[float] = []
     with Appliance(
-        fleet.address, job=f"{what}-{lane}", token=fleet.token, lane=lane, num_workers_per_box=1, box=0, num_boxes=1
+        fleet.address,
+        job=f"{what}-{lane}-{first}",
+        token=fleet.token,
+        lane=lane,
+        num_workers_per_box=1,
+        box=0,
+        num_boxes=1,
     ) as appliance:
         executor = DataExecutor(DataLoader(slow_batches), num_steps=10**9, appliance=appliance)
         killed, since, recoveries, name = 0.0, 0, 0, ""
@@ -138,7 +146,7 @@ def waits(fleet: Fleet, what: str, lane: Literal["auto", "tcp"], kills: int) -> 
                 if len(found) == kills:
                     break
                 killed, since = 0.0, 0
-            if not killed and since == WARM:
+            if not killed and since == (WARM if found else first):
                 recoveries = executor.stats.recoveries
                 name, runner = fleet.holder()
                 os.kill(runner if what == "runner" else fleet.daemons[name].pid, signal.SIGKILL)
@@ -146,15 +154,15 @@ def waits(fleet: Fleet, what: str, lane: Literal["auto", "tcp"], kills: int) -> 
     return found
 
 
-def drained_waits(fleet: Fleet, lane: Literal["auto", "tcp"], drains: int) -> list[float]:
+def drained_waits(fleet: Fleet, lane: Literal["auto", "tcp"], drains: int, first: int = WARM) -> list[float]:
     """Drain the slot's worker `drains` times. Return, for each migration of the slot, the longest wait of the loop for
-    a batch meanwhile, in seconds."""
+    a batch meanwhile, in seconds. `first`: number of batches before the first drain."""
     found: list[float] = []
     with (
         CoordinatorClient(fleet.address, fleet.token) as client,
         Appliance(
             fleet.address,
-            job=f"drained-{lane}",
+            job=f"drained-{lane}-{first}",
             token=fleet.token,
             lane=lane,
             num_workers_per_box=1,
@@ -174,7 +182,7 @@ def drained_waits(fleet: Fleet, lane: Literal["auto", "tcp"], drains: int) -> li
                     if len(found) == drains:
                         break
                     since, name, longest = 0, "", 0.0
-            elif since == WARM:
+            elif since == (WARM if found else first):
                 recoveries = executor.stats.recoveries
                 name, _ = fleet.holder()
                 client.drain(name)
@@ -191,12 +199,15 @@ def main() -> int:
         fleet = Fleet(folder)
         try:
             for lane in ("auto", "tcp"):
-                for what in ("runner", "daemon", "drained"):
-                    drained = what == "drained"
+                for case in ("runner", "daemon", "drained", "runner late", "drained late"):
+                    what, _, late = case.partition(" ")
+                    first = LATE if late else WARM
                     seconds = (
-                        drained_waits(fleet, lane, given.kills) if drained else waits(fleet, what, lane, given.kills)
+                        drained_waits(fleet, lane, given.kills, first)
+                        if what == "drained"
+                        else waits(fleet, what, lane, given.kills, first)
                     )
-                    figures["waits_s"][f"{what} {lane}"] = {
+                    figures["waits_s"][f"{case} {lane}"] = {
                         "median": round(statistics.median(seconds), 3),
                         "max": round(max(seconds), 3),
                         "all": [round(each, 3) for each in seconds],

@@ -20,11 +20,14 @@ import hypothesis
 HERE = Path(__file__).parent
 # inputs: users' modules, which workers import too. support: what several test modules need.
 # simulation: `simulated`, which `make simulate` runs too. fuzz: the targets, which `make fuzz` runs too.
-sys.path[:0] = [str(HERE / folder) for folder in ("inputs", "support", "simulation", "fuzz")]
+# model: `proof`, which `make histories` runs too.
+sys.path[:0] = [str(HERE / folder) for folder in ("inputs", "support", "simulation", "fuzz", "model")]
 
 gc.disable()  # until all is imported and collected, see below: it would walk thousands of tests again and again
 
-for _name in [name for name in os.environ if name.startswith(("PENSTOCK_", "TORCHELASTIC_"))]:
+OF_TESTS = {"PENSTOCK_HISTORIES", "PENSTOCK_SIGNALS"}
+"""Variables that say how often a test tries something."""
+for _name in [name for name in os.environ if name.startswith(("PENSTOCK_", "TORCHELASTIC_")) and name not in OF_TESTS]:
     del os.environ[_name]
 os.environ["PENSTOCK_CONFIG"] = os.devnull  # not the settings file that a developer has at home
 # What runs here announces itself in this folder: neither a developer's nor another test process's is found.
@@ -79,6 +82,8 @@ SLOW_SUITES = {
     "deploy/test_demo",
     "docs/test_blocks",
     "docs/test_notebook",
+    "model/test_mutations",
+    "model/test_random_histories",
     "system/test_chains",
     "system/test_chaos",
     "system/test_client_faults",

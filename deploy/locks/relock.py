@@ -14,9 +14,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 LOCKS = {
     "development": ("3.11", ("dev",), ("torch",)),
-    "coordinator": ("3.12", ("metrics", "otel"), ("torch", "fsspec")),
+    "coordinator": ("3.12", ("metrics",), ("torch", "fsspec")),
     "worker-plain": ("3.12", (), ("torch",)),
-    "worker": ("3.12", ("compression", "http", "metrics", "otel", "s3", "streaming"), ("torch",)),
+    "worker": ("3.12", ("compression", "http", "metrics", "s3", "streaming"), ("torch",)),
 }
 """By the name of a lock file: version of Python, extras, and packages that are left out. All but the first are for the
 images (../docker/Dockerfile)."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.appliance.core import balance
+from penstock.appliance.core.launch_restarts import ALONE_S
 from penstock.appliance.model.entities import Slot
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
@@ -108,6 +109,20 @@ def test_failed_target_is_not_retried_at_once(world: FakeCluster) -> None:
 def test_loader_without_states_is_not_moved(world: FakeCluster) -> None:
     crowded(world, REPLAYS)
     assert planned(world) == []
+
+
+@pytest.mark.parametrize("replay_s", [None, 100.0])
+def test_loader_with_four_methods_stays_once_its_replay_would_take_long(
+    world: FakeCluster, replay_s: float | None
+) -> None:
+    crowded(world)  # four methods
+    first, second = slots_of(world)[:2]
+    if replay_s is not None:
+        world.state_machine.cluster.box_of(first)[1].opening.loader.options.replay_s = replay_s
+    first.worked_s = (replay_s or ALONE_S) + 1
+    assert planned(world) == [(1, "empty")]
+    second.worked_s = first.worked_s - 2
+    assert planned(world) == [(1, "empty")]
 
 
 def test_slot_on_its_boxs_host_stays(world: FakeCluster) -> None:

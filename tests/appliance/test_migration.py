@@ -33,10 +33,11 @@ def drain(world: FakeCluster, worker: str, *, undo: bool = False) -> tuple[int, 
     return reply.slots, reply.stuck
 
 
-def prepare_migration(worker: FakeWorker, slot: int) -> None:
-    """Report that what the target needs is durable."""
+def prepare_migration(worker: FakeWorker, slot: int, *, delivered: int = 0, produced: int = 0, **rates: float) -> None:
+    """Report that what the target needs is durable, or that the target has replayed."""
     report = worker.slot_report(worker.of(slot), pb.READY)
-    report.migrated = True
+    report.migrated, report.delivered, report.produced = True, delivered, produced
+    report.batch_s, report.batches_per_s = rates.get("batch_s", 0.0), rates.get("batches_per_s", 0.0)
     worker.heartbeat(report)
 
 
@@ -53,13 +54,47 @@ def test_slot_stays_until_its_target_is_ready(world: FakeCluster) -> None:
     new.heartbeat(new.slot_report(waits, pb.READY))
     assert old.of(0).prepare_migration
     assert box.watch().slots[0].generation == 1
-    prepare_migration(old, 0)
+    assert not new.of(0).prepare_migration
+    prepare_migration(old, 0, delivered=7)
+    assert box.watch().slots[0].generation == 1
+    asked = new.of(0)
+    assert (asked.is_target, asked.prepare_migration, asked.migration_total, asked.loop_waits) == (True, True, 7, False)
+    prepare_migration(new, 0, produced=7)
     view = box.watch().slots[0]
     assert (view.generation, view.worker, view.phase, view.note) == (2, "new", pb.READY, "worker old drains")
     assert view.migrated
     assert [assignment.slot for assignment in old.heartbeat().assignments] == [1]
     now = new.of(0)
     assert (now.generation, now.recovery, now.is_target) == (2, True, False)
+
+
+def test_loop_that_waits_is_shadowed(world: FakeCluster) -> None:
+    """The target is close behind the loop, and gets the slot once the loop has passed where it was compared."""
+    old, box, new = two(world)
+    drain(world, "old")
+    new.heartbeat(new.slot_report(new.of(0), pb.READY))
+    prepare_migration(old, 0, delivered=7, batch_s=0.02, batches_per_s=50)
+    assert new.of(0).loop_waits
+    prepare_migration(new, 0, produced=80)
+    assert (old.of(0).migration_total, box.watch().slots[0].worker) == (80, "old")
+    prepare_migration(old, 0, delivered=79)
+    assert box.watch().slots[0].worker == "old"
+    prepare_migration(old, 0, delivered=80)
+    assert box.watch().slots[0].worker == "new"
+
+
+@pytest.mark.parametrize("methods", [0, 2])
+def test_no_second_instance_of_a_loader_without_states(world: FakeCluster, methods: int) -> None:
+    """It may be a queue: its slot leaves the worker before another one may make it."""
+    old, box, new = two(world)
+    report = old.slot_report(old.of(0), pb.READY)
+    report.capabilities.state_methods = methods
+    old.heartbeat(report)
+    drain(world, "old")
+    world.run_for(0.1, (old, box, new))
+    assert new.of(0).is_target == (methods > 0)
+    assert [assignment.slot for assignment in old.heartbeat().assignments] == ([0, 1] if methods else [1])
+    assert box.watch().slots[0].migrated == (not methods)
 
 
 def test_old_and_new_have_lanes_of_their_own(world: FakeCluster) -> None:

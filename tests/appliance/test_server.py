@@ -96,11 +96,8 @@ def opening(**fields: object) -> pb.OpenRunRequest:
     return request
 
 
-def test_start_is_quick_and_hides_the_token(started: list[Coordinator]) -> None:
-    """Processor time, since other tests share the machine: 0.25 s, of which gRPC's import is the most."""
+def test_start_hides_the_token(started: list[Coordinator]) -> None:
     process = Path(f"/proc/{start(started, token='a-very-secret-token', own=True).process.pid}")
-    fields = (process / "stat").read_text().rpartition(")")[2].split()
-    assert (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") < 0.6
     assert b"a-very-secret" not in (process / "cmdline").read_bytes()
 
 

@@ -15,7 +15,6 @@ import grpc
 import pytest
 from bearer import metadata
 from coroutines import in_loop
-from google.protobuf import descriptor_pb2
 from served import (
     DEADLINE_S,
     LIMITS,
@@ -84,34 +83,21 @@ async def test_calls_that_only_read_take_any_protocol(address: str) -> None:
             await stub.Status(pb.StatusRequest())
 
 
-@on_coordinator()
-async def test_reflection_needs_a_token(address: str) -> None:
-    reflection_pb2 = pytest.importorskip("grpc_reflection.v1alpha.reflection_pb2")
-    reflection_pb2_grpc = pytest.importorskip("grpc_reflection.v1alpha.reflection_pb2_grpc")
-    request = reflection_pb2.ServerReflectionRequest(file_containing_symbol="penstock.proto.v1.Coordinator")
-    async with connect_aio(address) as bare:
-        stub = reflection_pb2_grpc.ServerReflectionStub(bare)
-        told = [part async for part in stub.ServerReflectionInfo(iter([request]), metadata=metadata(TOKEN)[:1])]
-        (described, *_) = told[0].file_descriptor_response.file_descriptor_proto
-        assert descriptor_pb2.FileDescriptorProto.FromString(described).service[0].name == "Coordinator"
-        with pytest.raises(grpc.aio.AioRpcError, match="no token was sent"):
-            _ = [part async for part in stub.ServerReflectionInfo(iter(()))]
-
-
 # ---------------------------------------------------------------------------------------------------------- long polls
 
+SELDOM = replace(LIMITS, heartbeat_s=300.0, worker_lease_s=900.0, client_lease_s=900.0)
+"""A long poll without news ends within 300 s (at a moment that its name gives), and not within each second."""
 
-@on_coordinator()
+
+@on_coordinator(SELDOM)
 async def test_a_run_comes_up_and_long_polls_wake(client: AsyncCoordinatorClient, address: str) -> None:
     reply = await client.open_run(opening())
-    assert (reply.run, reply.attempt, reply.lease_s) == ("job/0", 1, 20)
-    first = await client.watch_run(watching())
-    assert first.missing_slots == 2
-    held = asyncio.create_task(client.watch_run(watching(seen_version=first.version, hold_s=30)))
+    assert (reply.run, reply.attempt, reply.lease_s) == ("job/0", 1, 900)
+    assert (await client.watch_run(watching())).missing_slots == 2
+    held = asyncio.create_task(until_ready(client))
     async with daemon(address) as worker:
         async with asyncio.timeout(4):  # far less than the hold: somebody woke it
-            assert (await held).missing_slots == 0
-            ready = await until_ready(client)
+            ready = await held
         assert ready.slots[0].tcp_address == "t:1"
         await client.close_run(pb.CloseRunRequest(run="job/0", attempt=1, client_id="c0"))
         async with asyncio.timeout(4):
@@ -143,11 +129,11 @@ async def test_history_has_the_present_position(client: AsyncCoordinatorClient) 
     assert [position.step for position in history.known][-1] == 7
 
 
-@on_coordinator()
+@on_coordinator(SELDOM)
 async def test_superseded_client_learns_it_in_long_poll(client: AsyncCoordinatorClient) -> None:
     await client.open_run(opening())
-    seen = (await client.watch_run(watching())).version
-    held = asyncio.create_task(client.watch_run(watching(seen_version=seen, hold_s=30)))
+    held = asyncio.create_task(until_ready(client))
+    await client.watch_run(watching())
     await client.open_run(opening(client_id="new"))
     async with asyncio.timeout(4):
         with pytest.raises(SupersededError, match="superseded by attempt 2, opened by box 0, client 11507a0e"):

@@ -12,7 +12,19 @@ from typing import Any
 import pytest
 from bearer import metadata
 from grpc.aio import EOF
-from served import DEADLINE_S, LIMITS, TOKEN, all_ready, asking, daemon, on_coordinator, opening, trial, until_ready
+from served import (
+    DEADLINE_S,
+    LIMITS,
+    TOKEN,
+    all_ready,
+    asking,
+    daemon,
+    on_coordinator,
+    opening,
+    plain_state,
+    trial,
+    until_ready,
+)
 
 from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.edge.service import Service
@@ -21,6 +33,7 @@ from penstock.appliance.storage.snapshot_index import Drop, DropAttempt, DropBlo
 from penstock.appliance.storage.snapshot_store import Store
 from penstock.proto.errors import JournalError
 from penstock.proto.rpc.calls import AsyncCoordinatorClient
+from penstock.proto.rpc.channel import CHUNK
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 LONG_S = 10_000.0
@@ -135,6 +148,34 @@ async def test_readers_time_extends_the_deadline(
             assert await call.read() is not EOF
         assert query.callers == 1
         call.cancel()
+
+
+@pytest.mark.parametrize("size", [100, 2 * CHUNK], ids=["held", "sent"])
+@on_coordinator()
+async def test_state_begins_anew_where_the_loaders_do(
+    client: AsyncCoordinatorClient, address: str, state_machines: list[StateMachine], size: int
+) -> None:
+    """All slots are restarted when one box's states are complete, or were sent. States from before and after count
+    from different steps, and no caller may get both."""
+
+    def by_generation(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
+        return plain_state(request)[0], b"%d" % request.generation * size
+
+    await client.open_run(opening(0, num_boxes=2))
+    async with daemon(address, "w1", by_generation, slots=2):
+        await until_ready(client)
+        await client.open_run(opening(1, num_boxes=2))
+        fetching = asyncio.ensure_future(client.fetch_state(asking(0, 2)))
+        (state_machine,) = state_machines
+        queries = state_machine.state_queries._open
+        await until(lambda: any(query.sent.get(0, -1) == (size > CHUNK) for query in queries.values()))
+        attempt = state_machine.cluster.runs["job/0"].current
+        assert attempt is not None
+        state_machine.cluster._begin_again(attempt, "a restart")
+        state_machine.settle()
+        async with daemon(address, "w2", by_generation, slots=2):
+            found = await fetching
+    assert [(record.box, data[:1]) for record, data in found.records] == [(0, b"2"), (0, b"2"), (1, b"1"), (1, b"1")]
 
 
 def test_late_connection_loss_costs_nothing(

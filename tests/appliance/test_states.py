@@ -185,6 +185,25 @@ def test_ended_box_answers_with_final_state(world: FakeCluster) -> None:
     assert not ask(boxes[1], 9).done
 
 
+def test_final_state_of_a_box_that_has_gone_on_is_shared_with_nobody(world: FakeCluster) -> None:
+    """A box between two loops, for the first caller; when it saves at the same step itself, that query is under way."""
+    boxes = [world.open(number, num_boxes=2, num_workers_per_box=1) for number in range(2)]
+    worker = world.worker("w")
+    worker.ready()
+    boxes[0].deliver(9)
+    boxes[1].deliver(6)
+    boxes[1].epoch_ended = True
+    boxes[1].watch()
+    first = ask(boxes[0], 9)
+    respond(worker, box=1)
+    assert not first.done
+    boxes[1].epoch_ended = False
+    boxes[1].deliver(3)
+    second = ask(boxes[1], 9)
+    respond(worker)
+    assert values(second) == ["0.0:0.9", "1.0:0.9"]
+
+
 def test_steps_outside_the_window_are_refused(world: FakeCluster) -> None:
     start = Position.start(2, step=10).to_proto()
     world.state_machine.blob_stored("blob", 3)

@@ -337,3 +337,39 @@ def test_positions_that_start_no_epoch_are_refused(world: FakeCluster, wrong: st
     assert isinstance(error, InvalidArgumentError)
     says = "must have one entry for each" if wrong == "slots" else "an epoch's start must have no batch of its epoch"
     assert says in error.message
+
+
+def test_a_worker_waits_for_the_end_only_where_another_box_has_reached_it(world: FakeCluster) -> None:
+    one, two = world.open(0, num_boxes=2), world.open(1, num_boxes=2)
+    worker = world.worker("w", 8)
+    worker.ready()
+    one.deliver(4)
+    two.deliver(4)
+    assert one.position is not None
+    for _ in range(2):
+        one.position.exhaust()
+    one.epoch_ended = True
+    one.watch()
+    query = ask(one, 4)
+    assert sorted((asked.key.box, asked.at_end) for asked in query.requests.values()) == [
+        *((0, False), (0, False), (1, True), (1, True))
+    ]
+
+
+def test_end_that_the_loop_has_seen_is_told(world: FakeCluster) -> None:
+    """A slot whose runner took over may not have come to the epoch's end when it answers."""
+    box = world.open(0)
+    worker = world.worker("w")
+    worker.ready()
+    box.deliver(4)
+    query = ask(box, 4)
+    respond(worker, only=0, tells_all=False)
+    assert box.position is not None
+    for _ in range(2):
+        box.position.exhaust()
+    box.epoch_ended = True
+    box.watch()
+    assert [asked.at_end for asked in query.requests.values()] == [False], "the worker need not wait to learn it"
+    respond(worker, tells_all=False)
+    assert query.result is not None
+    assert [record.next_epoch for record, _ in query.result.records] == [True, True]

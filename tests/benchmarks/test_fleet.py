@@ -20,7 +20,7 @@ def test_a_small_fleet_goes_through_all_phases(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PENSTOCK_TOKEN", "a-token-for-tests-only")
 
     async def body() -> None:
-        async with Fleet(8, 2, 0.3) as fleet:
+        async with Fleet(8, 2, 0.3, lease_s=DEADLINE_S) as fleet:
             await fleet.register()
             opened = await fleet.open()
             assert (opened["assignments"], opened["settled"]) == (8, 2)

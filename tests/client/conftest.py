@@ -33,8 +33,8 @@ from penstock.client.stream.wait_notice import WaitNotice
 from penstock.proto.batch.digest import DigestCover, batch_digest
 from penstock.proto.batch.flatten import Flattener
 from penstock.proto.errors import PenstockError
-from penstock.proto.lane.endpoints import Producer
 from penstock.proto.lane.frames import pack_shapes
+from penstock.proto.lane.producer import Producer
 from penstock.proto.rpc.calls import FetchedState
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.position import Position
@@ -51,6 +51,7 @@ class FakeRunner:
         self.total = total
         self.epoch = epoch
         self.producer = Producer(1 << 30)
+        self.cover = DigestCover.SAMPLE
         self.hellos: list[lane_pb2.Hello] = []
         self._flattener = Flattener()
         self._structures: dict[int, int] = {}
@@ -84,8 +85,10 @@ class FakeRunner:
         number = self._structures.setdefault(flat.structure.key, len(self._structures) + 1)
         producer.know_structure(number, flat.structure.to_bytes())
         self.total += 1
-        digest = batch_digest(flat.structure.key, reserved.ring.map, reserved.offset, flat.nbytes, flat.shapes)
-        producer.publish(reserved, self.total, self.epoch, number, flat.nbytes, pack_shapes(flat.shapes), digest)
+        place = reserved.ring.map, reserved.offset, flat.nbytes
+        digest = batch_digest(flat.structure, *place, flat.shapes, self.cover == DigestCover.FULL)
+        dims = pack_shapes(flat.shapes)
+        producer.publish(reserved, self.total, self.epoch, number, flat.nbytes, dims, digest, cover=self.cover)
         return True
 
     def end(self) -> None:
@@ -117,6 +120,7 @@ class FakeRun:
         self.runners = {runner.slot: runner for runner in runners}
         self.version = 0
         self.ended_boxes: dict[int, int] = {}
+        self.box_apart: Any = None
         self.error: PenstockError | None = None
         self.closed = False
         self.away_since: float | None = None

@@ -127,7 +127,7 @@ def test_daemons_import_torch_and_their_death_is_told() -> None:
         until(lambda: children(pid, "fork_server"), what="the daemons start it")
         (begun,) = children(pid, "fork_server")
         (seen,) = DataExecutor(DataLoader(streams.surroundings), appliance=appliance)
-        assert (seen["parent"], children(pid, "fork_server")) == (begun, [begun])
+        assert (seen["fork_server"], children(pid, "fork_server")) == (begun, [begun])
         steps = iter(DataExecutor(DataLoader(streams.slow, 0.01, 100_000), num_steps=100_000, appliance=appliance))
         next(steps)
         socket = daemons.address.removeprefix("unix:")

@@ -25,9 +25,10 @@ from penstock.client.stream.lane_reader import CORRUPT_TRIES
 from penstock.client.stream.ordered_reader import OrderedReader
 from penstock.client.stream.receiver_process import Receiver
 from penstock.client.stream.stream_interfaces import EPOCH_ENDED
+from penstock.proto.batch.digest import DigestCover
 from penstock.proto.errors import BatchCorruptError
 from penstock.proto.lane.compression import NAMES
-from penstock.proto.lane.endpoints import LANE_PROTOCOL, connect_local
+from penstock.proto.lane.frames import LANE_PROTOCOL, connect_local
 from penstock.proto.rpc.tls import Tls, load_tls
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -35,7 +36,7 @@ from penstock.proto.v1 import lane_pb2
 
 COUNT = 60
 SIZES = (300, 4_000, 100_000, 300_000)
-"""Bytes of a batch: up to 64 KiB its digest covers every one, of more its payload's check does."""
+"""Bytes of a batch: up to 256 KiB its digest covers every one, of more its payload's check or a full digest does."""
 HANDSHAKE = 16 << 10
 """Bytes of a connection that damage is kept from where TLS would only say that it cannot be begun."""
 
@@ -43,12 +44,14 @@ HANDSHAKE = 16 << 10
 def batch_of(number: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(number)
     size = SIZES[number % len(SIZES)] // 8
-    return {"number": number, "data": torch.randint(0, 1 << 20, (size,), generator=generator)}
+    # More dimensions than fit into a frame follow the batch's bytes in its payload.
+    many = [bytes(number)] * (3000 if number % 20 == 7 else 1)
+    return {"number": number, "data": torch.randint(0, 1 << 20, (size,), generator=generator), "many": many}
 
 
 def same(got: dict[str, Any], number: int) -> bool:
     made = batch_of(number)
-    return got["number"] == number and bool(torch.equal(got["data"], made["data"]))
+    return got["number"] == number and bool(torch.equal(got["data"], made["data"])) and got["many"] == made["many"]
 
 
 class FarRunner(ThreadRunner):
@@ -83,6 +86,8 @@ class FarRig:
     def __init__(self, kind: str, receivers: dict[str, Receiver], tls: Tls | None) -> None:
         self.stack = ExitStack()
         self.runner = FarRunner()
+        if kind == "full":
+            self.runner.cover = DigestCover.FULL
 
         async def attach(connection: socket.socket, hello: lane_pb2.Hello) -> None:
             self.runner.greetings.append(hello)
@@ -136,7 +141,7 @@ def far(receivers: dict[str, Receiver], tls: Tls) -> Iterator[Callable[[str], Fa
         rig.close()
 
 
-KINDS = ["tcp", "tcp+lz4", "tcp+zstd", "tls"]
+KINDS = ["tcp", "tcp+lz4", "tcp+zstd", "tls", "full"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,6 +188,24 @@ def test_constant_bit_flips_are_a_named_error(far: Callable[[str], FarRig], kind
         rig.run()
 
 
+@pytest.mark.parametrize("kind", ["tcp", "full"])
+def test_one_flipped_byte_of_a_payload_is_fetched_again(far: Callable[[str], FarRig], kind: str) -> None:
+    """A byte in the middle of batch 4, of 300,000 bytes: a payload's check finds it, or the full digest that is sent in
+    its place."""
+    rig, flips = far(kind), 0
+
+    def damage(towards: str, passed: int, data: bytes) -> bytes:
+        nonlocal flips
+        if towards == "up" or flips or passed < 200_000:
+            return data
+        flips = 1
+        return bytes([data[0] ^ 1]) + data[1:]
+
+    rig.proxy.damage = damage
+    rig.run()
+    assert (flips, rig.reader.stats.corrupt) == (1, 1)
+
+
 def test_always_damaged_hello_is_a_named_error(far: Callable[[str], FarRig]) -> None:
     rig = far("tcp")
     rig.proxy.damage = lambda towards, passed, data: (data[:-1] + b"?") if towards == "up" else data
@@ -200,7 +223,7 @@ def flip(rig: Rig, at: int) -> None:
     kept.reserved.view[at] ^= 4
 
 
-@pytest.mark.parametrize(("size", "at"), [(100, 99), (64 << 10, 40_000), (1 << 20, 17), (1 << 20, (1 << 20) - 1)])
+@pytest.mark.parametrize(("size", "at"), [(100, 99), (256 << 10, 200_000), (1 << 20, 17), (1 << 20, (1 << 20) - 1)])
 def test_overwritten_ring_entry_is_a_named_error(rigs: Any, size: int, at: int) -> None:
     rig = rigs(1)
     rig.numbers(0, 7)

@@ -132,22 +132,23 @@ def test_used_up_input_has_an_empty_second_epoch(appliances: Any, loader: DataLo
         list(DataExecutor(loader, appliance=once))
 
 
-def test_one_executor_at_a_time(two: Any, loader: DataLoader) -> None:
+def test_a_later_loop_takes_the_stream_over(two: Any, loader: DataLoader) -> None:
+    """As after a `break`: the next epoch, or with num_steps the next batch."""
     first = iter(DataExecutor(loader, appliance=two))
     next(first)
-    with pytest.raises(RuntimeError, match="only one executor can iterate"):
-        iter(DataExecutor(loader, appliance=two))
+    unused = iter(DataExecutor(loader, appliance=two))
+    assert tuples(islice(first, 1)) == one_pass(0)[1:2], "an iterator that took nothing takes nothing over"
     with pytest.raises(RuntimeError, match="load_state_dict was called while an executor iterates"):
         loader.load_state_dict({})
-    del first  # dropped, it is over
-    gc.collect()
-    assert len(list(DataExecutor(loader, num_steps=2, appliance=two))) == 2
-
-
-def test_unadvanced_iterator_ends_when_dropped(two: Any, loader: DataLoader) -> None:
-    unused = iter(DataExecutor(loader, appliance=two))
-    del unused
-    assert tuples(DataExecutor(loader, appliance=two)) == one_pass(0), "nothing was taken, so nothing was left"
+    second = iter(DataExecutor(loader, num_steps=3, appliance=two))
+    assert tuples(islice(second, 2)) == one_pass(1)[:2]
+    assert two.runs[0].progress.abandoned == ((0, 2),)
+    third = iter(DataExecutor(loader, num_steps=2, appliance=two))
+    assert tuples(third) == one_pass(1)[2:4]
+    for replaced in (first, second):
+        with pytest.raises(RuntimeError, match="another loop over this loader has taken batches"):
+            next(replaced)
+    assert tuples(unused) == one_pass(1)[4:]
 
 
 def test_a_loader_streams_from_one_appliance(two: Any, loader: DataLoader, appliances: Any) -> None:

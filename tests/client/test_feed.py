@@ -494,6 +494,27 @@ def test_abandoned_epoch_releases_its_entries(rigs: Any) -> None:
     assert producer.free_entries >= producer.ring_entries - 1
 
 
+def test_epoch_with_a_further_batch_is_abandoned(rigs: Any) -> None:
+    """Where the loop wants no more of it. Without a further batch, it ends by itself."""
+    rig = rigs(2)
+    rig.numbers(0, 0, 1)
+    rig.numbers(1, 10)
+    assert rig.take(2) == [0, 10]
+    assert not rig.reader.end_epoch()
+    assert rig.run.progress.abandoned == ((0, 2),)
+    assert [runner.leave_epoch() for runner in rig.runners] == [0, 0]
+    rig.numbers(0, 100)
+    rig.numbers(1, 110)
+    assert rig.take(2) == [100, 110]
+    for runner in rig.runners:
+        runner.end()
+    assert rig.reader.end_epoch()
+    assert (rig.reader.position.epoch, rig.reader.position.step) == (2, 4)
+    assert rig.run.progress.abandoned == ((0, 2),)
+    producer = rig.acked()
+    assert producer.free_entries >= producer.ring_entries - 1
+
+
 def test_closed_loader_reports_its_last_position(rigs: Any) -> None:
     rig = rigs()
     rig.numbers(0, 1, 2, 3)

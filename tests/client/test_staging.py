@@ -134,6 +134,19 @@ def test_a_batch_is_not_kept_alive(rigs: Any) -> None:
         assert gone() is None
 
 
+def test_epoch_with_a_staged_batch_is_abandoned(rigs: Any) -> None:
+    rig = rigs(backend=CpuBackend())
+    rig.numbers(0, 1, 2)
+    rig.reader.next()
+    assert rig.reader._staged is not None
+    assert not rig.reader.end_epoch()
+    assert rig.runners[0].leave_epoch() == 0
+    rig.numbers(0, 100)
+    assert rig.take(1) == [100]
+    rig.runners[0].end()
+    assert rig.reader.end_epoch()
+
+
 # ---- slots and credits
 
 

@@ -261,9 +261,9 @@ def test_abandoned_epoch_drops_the_staged_batch(rigs: Any, monkeypatch: pytest.M
     for lane in rig.reader._lanes:
         tell = lane.consumer.abandon
 
-        def told(epoch: int, tell: Any = tell) -> None:
+        def told(epoch: int, total: int, tell: Any = tell) -> None:
             abandoned.append(staged.done)
-            tell(epoch)
+            tell(epoch, total)
 
         lane.consumer.abandon = told
     rig.reader.abandon_epoch()

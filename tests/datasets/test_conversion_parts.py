@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import tempfile
@@ -28,7 +27,7 @@ from penstock.data import (
     index_folder,
     job_processes,
 )
-from penstock.data.converting import conversion_plan, convert, convert_part, part_process
+from penstock.data.converting import conversion_plan, convert, convert_part
 from penstock.data.formats.index import INDEX
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.remote.folders import RemoteFolder
@@ -40,13 +39,13 @@ from penstock.proto.errors import (
 
 @pytest.fixture
 def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_processes, "spawn", forked_jobs(part_process.converted))
+    monkeypatch.setattr(job_processes, "spawn", forked_jobs(convert_part.converting))
 
 
 @pytest.fixture
 def part_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make each shard a part of its own, however small."""
-    monkeypatch.setattr(conversion_plan, "GROUP_BYTES", 0)
+    monkeypatch.setattr(conversion_plan, "SHARD_BYTES", conversion_plan.PART_BYTES)
 
 
 def run_until(fsyncs: int, work: Callable[[], object]) -> None:
@@ -75,7 +74,7 @@ def finished(folder: Path) -> dict[str, int]:
 def test_killed_run_is_continued(to: str, shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill every run after some writes, more from time to time, until one comes to its end. `shards`: those in a
     part."""
-    monkeypatch.setattr(conversion_plan, "GROUP_SHARDS", shards)
+    monkeypatch.setattr(conversion_plan, "SHARD_BYTES", conversion_plan.PART_BYTES // 2 // shards)
     numbers(tmp_path / "from", 50 * shards)
 
     def work(folder: str = "to") -> Any:
@@ -104,20 +103,21 @@ def sized(size: int, samples: int, blocks: tuple[int, ...] = ()) -> Shard:
 
 
 def test_parts_have_every_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order, within the limits, of shards that are large, small and empty."""
+    """In order, within the limits, of shards that are large, small and empty, with blocks and without."""
     monkeypatch.setattr(conversion_plan, "PART_BYTES", 1000)
-    monkeypatch.setattr(conversion_plan, "GROUP_BYTES", 100)
-    monkeypatch.setattr(conversion_plan, "GROUP_SHARDS", 5)
+    monkeypatch.setattr(conversion_plan, "SHARD_BYTES", 20)
     for seed in range(50):
         draw = np.random.default_rng(seed)
-        shards = [sized(int(draw.choice([0, 5, 40, 101, 3000])), int(draw.choice([0, 1, 7, 30]))) for _ in range(40)]
+        shards = [sized(int(draw.choice([0, 5, 400, 3000])), int(draw.choice([0, 1, 7, 30]))) for _ in range(40)]
+        shards += [sized(4000, 20, (3, 10, 0, 7)), sized(0, 0)]
         parts = conversion_plan.parts_of(shards)
-        pieces = [list(part.pieces(shards)) for part in parts]
-        taken = [(id(shard), number) for piece in pieces for shard, *bounds in piece for number in range(*bounds)]
+        pieces = [[(shards[number], range(begin, end)) for number, begin, end in part] for part in parts]
+        taken = [(id(shard), number) for piece in pieces for shard, numbers in piece for number in numbers]
         assert taken == [(id(shard), number) for shard in shards for number in range(shard.samples)]
-        for part in parts:
-            assert part.past - part.first <= 5
-            assert part.past - part.first == 1 or sum(each.size for each in shards[part.first : part.past]) <= 100
+        for piece in pieces:
+            sizes = [20 + shard.size * len(numbers) / shard.samples for shard, numbers in piece]
+            assert len(piece) == 1 or sum(sizes[:-1]) < 500
+    assert conversion_plan.parts_of([sized(4000, 20, (3, 10, 0, 7))]) == [[(0, 0, 3)], [(0, 3, 13)], [(0, 13, 20)]]
     assert conversion_plan.parts_of([]) == []
 
 
@@ -199,54 +199,38 @@ def test_other_files_are_never_touched(tmp_path: Path) -> None:
         to_mds(tmp_path / "from", tmp_path / "to")
     numbers(tmp_path / "other", 10)
     before = files_in(tmp_path / "other")
-    with pytest.raises(DatasetError, match="must be empty, but it has a dataset"):
+    with pytest.raises(DatasetError, match=r"must be empty, but it has shard\.00000\.mds"):
         to_mds(tmp_path / "from", tmp_path / "other")
     assert (files_in(tmp_path / "other"), names_in(tmp_path / "to")) == (before, ["mine"])
     with pytest.raises(AssertionError, match="ended with 9"):
         join_all(lambda: run_until(9, lambda: to_mds(tmp_path / "from", tmp_path / "begun")))
+    kept = finished(tmp_path / "begun")
+    assert kept
     for change in ({"compression": "zstd"}, {"columns": ["number"], "types": {"number": "str_int"}}):
-        with pytest.raises(DatasetError, match="must be empty, got an unfinished conversion of other data"):
+        with pytest.raises(DatasetError, match="must be empty, but it has a dataset of other data or with other sett"):
             to_mds(tmp_path / "from", tmp_path / "begun", **change)
-    with (tmp_path / "begun" / convert.MARKER).open() as marker:
-        fcntl.flock(marker, fcntl.LOCK_EX)
-        with pytest.raises(DatasetError, match="must have one writer, but another process converts into it"):
-            to_mds(tmp_path / "from", tmp_path / "begun")
     os.utime(next((tmp_path / "from").glob("shard.*")))
-    with pytest.raises(DatasetError, match="must be empty, got an unfinished conversion of other data"):
+    with pytest.raises(DatasetError, match="must be empty, but it has a dataset of other data or with other settings"):
         to_mds(tmp_path / "from", tmp_path / "begun")
+    assert finished(tmp_path / "begun") == kept
 
 
 @pytest.mark.usefixtures("part_each")
 def test_run_beside_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one begins or ends after this one looked into the folder and before it locks it."""
+    """The other one begins and ends while this one writes a part: this one ends, and the result stays whole."""
     numbers(tmp_path / "from", 30)
-    plain, held = RemoteFolder.names, contextlib.ExitStack()
+    plain = convert_part.PartConverter._verify
 
-    def after_first_look(between: Callable[[], object], to: str, **settings: Any) -> Any:
-        def names(self: RemoteFolder, **options: Any) -> list[str]:
-            found = plain(self, **options)
-            monkeypatch.setattr(RemoteFolder, "names", plain)
-            between()
-            return found
+    def verify(self: Any, *arguments: Any) -> None:
+        plain(self, *arguments)
+        monkeypatch.setattr(convert_part.PartConverter, "_verify", plain)
+        assert to_mds(tmp_path / "from", tmp_path / "to").made == 3
 
-        monkeypatch.setattr(RemoteFolder, "names", names)
-        return to_mds(tmp_path / "from", tmp_path / to, **settings)
-
-    def begin() -> None:
-        (tmp_path / "begun").mkdir()
-        fcntl.flock(held.enter_context((tmp_path / "begun" / convert.MARKER).open("w")), fcntl.LOCK_EX)
-
-    with held, pytest.raises(DatasetError, match="must have one writer, but another process converts into it"):
-        after_first_look(begin, "begun")
-    assert to_mds(tmp_path / "from", tmp_path / "begun").made == 3, "a run that was killed before it wrote its journal"
-    whole = partial(to_mds, tmp_path / "from", tmp_path / "ended")
-    assert after_first_look(whole, "ended").made == 0
-    before = files_in(tmp_path / "ended")
-    assert before == files_in(tmp_path / "begun"), "without a journal"
-    (tmp_path / "ended").rename(tmp_path / "moved")
-    with pytest.raises(DatasetError, match="must be empty, but it has a dataset"):
-        after_first_look(whole, "ended", compression="zstd")
-    assert files_in(tmp_path / "ended") == before
+    to_mds(tmp_path / "from", tmp_path / "whole")
+    monkeypatch.setattr(convert_part.PartConverter, "_verify", verify)
+    with pytest.raises(DatasetError, match=r"could not be written: No such file.* no other process converts into"):
+        to_mds(tmp_path / "from", tmp_path / "to")
+    assert files_in(tmp_path / "to") == files_in(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("part_each")
@@ -297,13 +281,13 @@ def test_written_parts_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     plain = convert_part.PartConverter._verify
 
     def verify(self: Any, folder: str, shards: Any, digest: Any) -> None:
-        path = self._dest.local / folder / shards[0].name
+        path = Path(folder, shards[0].name)
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
         plain(self, folder, shards, digest)
 
     monkeypatch.setattr(convert_part.PartConverter, "_verify", verify)
-    with pytest.raises(DatasetError, match=r"must have 10 rows with digest .* reading it back gives 10 with"):
+    with pytest.raises(DatasetError, match=r"must have 10 rows of it with digest .* reading them back gives 10 with"):
         to_mds(tmp_path / "from", tmp_path / "to")
     assert not list((tmp_path / "to").rglob(INDEX))

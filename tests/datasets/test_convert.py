@@ -31,7 +31,6 @@ from penstock.data import (
     merge_index,
 )
 from penstock.data.converting import convert, target_columns
-from penstock.data.converting.argument_names import ARGUMENTS
 from penstock.data.formats.index import INDEX, read_index, write_index
 from penstock.proto.errors import (
     DatasetError,
@@ -133,7 +132,9 @@ def test_values_that_would_change_are_refused(tmp_path: Path) -> None:
         patch.setattr(convert, "SAMPLED_ROWS", 4)
         with pytest.raises(DatasetError, match=r"samples 0 to 99: .*sample 77, column 'a', 'int': .*{'a': 'json'}"):
             to_mds(tmp_path, tmp_path / "mds")
-        with pytest.raises(DatasetError, match=r"its reader|does not hold all of its values.*types={'NAME': 'json'}"):
+        with pytest.raises(
+            DatasetError, match=r"its reader|does not hold all of its values.*types={'NAME': 'json'} .--as NAME=json"
+        ):
             to_parquet(tmp_path, tmp_path / "parquet")
         to_mds(tmp_path, tmp_path / "mds2", types={"a": "json"})
         to_parquet(tmp_path, tmp_path / "parquet2", types={"b": "json"})
@@ -176,9 +177,7 @@ def test_values_unlike_the_sampled_ones_are_named() -> None:
         ),
     ):
         with pytest.raises(DatasetError, match=f"sample 300 of the shard, column 'a': {words}"):
-            target_columns.stored_rows(
-                [{"a": value}], [target_columns.TargetColumn("a", "", change)], ARGUMENTS, first=300
-            )
+            target_columns.stored_row({"a": value}, [target_columns.TargetColumn("a", "", change)], 300)
 
 
 # ---- order and states
@@ -280,13 +279,13 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
         ({"columns": ["none"]}, "columns must be some of number, each once, got none"),
         ({"columns": ["number", "number"]}, "columns must be some of number, each once, got number, number"),
         ({"columns": []}, "columns must be some of number, each once, got none"),
-        ({"types": {"none": "int"}}, "types must be some of number, each once, got none"),
-        ({"types": {"number": "integer"}}, "types: column 'number': the encoding must be one of"),
+        ({"types": {"none": "int"}}, r"types \(--as\) must be some of number, each once, got none"),
+        ({"types": {"number": "integer"}}, r"types \(--as\): column 'number': the encoding must be one of"),
         ({"processes": 0}, "processes must be at least 1"),
         ({"size_limit": "much"}, "size_limit must be"),
         ({"size_limit": "5gb"}, "size_limit must be at most 4294967295 bytes, got '5gb'"),
-        ({"compression": "lz5"}, "compression: the compression must be one of .*, got 'lz5'"),
-        ({"hashes": ["xxh65"]}, "hashes: the hash algorithm must be one of .*, got 'xxh65'"),
+        ({"compression": "lz5"}, "the compression must be one of .*, got 'lz5'"),
+        ({"hashes": ["xxh65"]}, "the hash algorithm must be one of .*, got 'xxh65'"),
         ({"verify": "no"}, "verify must be True or False, got 'no'"),
     ):
         with pytest.raises(InvalidArgumentError, match=words):
@@ -294,7 +293,7 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
     for settings, words in (
         ({"compression": "zstd:3"}, "compression must be one of .*, got 'zstd:3'"),
         ({"hashes": ["xxh64"]}, "hashes must be left out for Parquet, whose pages have checksums, got xxh64"),
-        ({"types": {"number": "integer"}}, "types: column 'number': the type must be json or one of Arrow's"),
+        ({"types": {"number": "integer"}}, r"types \(--as\): column 'number': the type must be json or one of Arrow's"),
     ):
         with pytest.raises(InvalidArgumentError, match=words):
             to_parquet(tmp_path / "from", tmp_path / "to", **settings)

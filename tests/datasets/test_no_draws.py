@@ -66,8 +66,7 @@ def batches(dataset: Any, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("name", QUIET)
 def test_nothing_is_set_where_nothing_draws(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = batches(QUIET[name](), reseed=True)
-    monkeypatch.setattr(map_reading, "seed_generators", None)
-    monkeypatch.setattr(map_reading, "capture_rng", None)
+    monkeypatch.setattr(map_reading, "Generators", None)
     assert batches(QUIET[name]()) == expected
 
 

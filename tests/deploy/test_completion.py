@@ -89,9 +89,9 @@ def test_silent_coordinator_costs_a_second_only(shell: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began = time.monotonic()
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert offered(shell, "penstock state show l", PENSTOCK_COORDINATOR=address) == ""
+        assert offered(shell, "penstock state l", PENSTOCK_COORDINATOR=address) == ""
         assert time.monotonic() - began < 60
-    assert offered(shell, "penstock state show l", PENSTOCK_COORDINATOR="127.0.0.1:1", PENSTOCK_TOKEN="") == ""
+    assert offered(shell, "penstock state l", PENSTOCK_COORDINATOR="127.0.0.1:1", PENSTOCK_TOKEN="") == ""
 
 
 @pytest.mark.parametrize("name", ["zsh", "fish"])

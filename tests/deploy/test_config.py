@@ -222,7 +222,7 @@ def test_description_says_where_each_came_from(monkeypatch: pytest.MonkeyPatch) 
         "runner_memory=- (default), starts=0 (default), start_timeout=600.0 (default), liveness_file=- (default), "
         "http=- (default), name=- (default), "
         "drain=10.0 (default), runner_user=- (default), runner_processes=0 (default), no_sandbox=False (default), "
-        "no_groups=False (default), insecure=False (default)"
+        "insecure=False (default)"
     )
 
 

@@ -1,5 +1,5 @@
-"""The dashboard in a real browser, and `penstock top` on a terminal: a slot lags, a worker is killed, the coordinator
-goes away and comes back. One run, looked at from start to end: the tests stand in its order."""
+"""The dashboard in a real browser, and `penstock status --watch` on a terminal: a slot lags, a worker is killed, the
+coordinator goes away and comes back. One run, looked at from start to end: the tests stand in its order."""
 
 from __future__ import annotations
 
@@ -155,16 +155,16 @@ def complaints(browser: Any) -> list[str]:
     return [message for message in said if "ERR_CONNECTION" not in message and "ERR_EMPTY_RESPONSE" not in message]
 
 
-class Top:
-    """`penstock top` on a terminal of its own."""
+class Watch:
+    """`penstock status --watch` on a terminal of its own."""
 
-    def __init__(self, live: Live, columns: int = 110, rows: int = 30, term: str = "xterm-256color") -> None:
+    def __init__(self, live: Live, columns: int = 110, rows: int = 30) -> None:
         self.ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.before = termios.tcgetattr(theirs)
         self.terminal = theirs
-        command = [str(Path(sys.executable).with_name("penstock")), "top", "--interval", "0.3"]
-        environment = live.shell.env({"TERM": term, "COLUMNS": None, "LINES": None})
+        command = [str(Path(sys.executable).with_name("penstock")), "status", "--watch"]
+        environment = live.shell.env({"TERM": "xterm-256color", "COLUMNS": None, "LINES": None})
         self.process = subprocess.Popen(
             command, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
         )
@@ -182,14 +182,17 @@ class Top:
                 return True
         return False
 
-    def press(self, keys: bytes) -> int:
-        os.write(self.ours, keys)
+    def end(self, number: signal.Signals) -> int:
+        """Send a signal and return the exit code."""
+        self.process.send_signal(number)
         ended = threading.Thread(target=self.process.wait, daemon=True)
         ended.start()
         while ended.is_alive():
             ready, _, _ = select.select([self.ours], [], [], 0.1)
             if ready:
                 self.said += os.read(self.ours, 1 << 16).decode(errors="replace")
+        while select.select([self.ours], [], [], 0.1)[0]:
+            self.said += os.read(self.ours, 1 << 16).decode(errors="replace")
         return int(self.process.returncode)
 
     def close(self) -> None:
@@ -200,10 +203,10 @@ class Top:
 
 
 @pytest.fixture(scope="module")
-def top(live: Live) -> Iterator[Top]:
-    top = Top(live)
-    yield top
-    top.close()
+def watch(live: Live) -> Iterator[Watch]:
+    watch = Watch(live)
+    yield watch
+    watch.close()
 
 
 def test_page_and_command_show_the_same_data(live: Live) -> None:
@@ -339,86 +342,48 @@ def test_sources_shares_are_drawn(
     assert complaints(browser) == []
 
 
-def test_top_on_a_terminal(live: Live, top: Top) -> None:
-    assert top.has("Input-bound: box 0 waits for data")
-    assert "lm/0" in top.said
-    assert "steps/s" in top.said
-    assert "\x1b[?1049h" in top.said or top.has("waits")  # a screen of its own: what was there comes back
-    assert "Traceback" not in top.said
+def test_watch_on_a_terminal(live: Live, watch: Watch) -> None:
+    assert watch.has("Input-bound: box 0 waits for data")
+    assert "lm/0" in watch.said
+    assert "steps/s" in watch.said
+    assert "\x1b[?1049h" in watch.said or watch.has("waits")  # a screen of its own: what was there comes back
+    assert "Traceback" not in watch.said
 
 
-def test_top_elsewhere_is_lines_or_objects(live: Live) -> None:
-    done = live.shell.call("top", "-n", "2", "--interval", "0.2")
-    assert done.returncode == 0
-    assert done.stdout.isascii()
-    assert sum("  lm/0  " in f"  {line.split(' ', 1)[1]}" for line in done.stdout.splitlines()) == 2
-    assert sum("worker joined" in line for line in done.stdout.splitlines()) == 2  # each event once
-    objects = [
-        json.loads(line)
-        for line in live.shell.call("top", "--json", "-n", "2", "--interval", "0.2").stdout.splitlines()
-    ]
-    assert len(objects) == 2
-    assert objects[0]["runs"][0]["run"] == "lm/0"
-    assert objects[0]["away_s"] == 0
-
-
-def test_a_worker_that_is_killed_is_a_fault(live: Live, browser: Any, top: Top) -> None:
+def test_a_worker_that_is_killed_is_a_fault(live: Live, browser: Any, watch: Watch) -> None:
     os.killpg(live.workers["w1"].process.pid, signal.SIGKILL)
     until(lambda: any("worker lost" in line for line in shown(browser, "#events li[data-fault=true]")))
     until(lambda: any("slot recovered" in line for line in shown(browser, "#events li")))
     assert "w1" not in shown(browser, "#workers tbody th")
     assert "alarm" in browser.execute_script("return document.querySelectorAll('#tiles div')[5].className")
-    assert top.has("worker lost")
+    assert watch.has("worker lost")
     until(lambda: live.get("/api/status.json")["runs"][0]["recoveries"] == 2)
     assert complaints(browser) == []
 
 
-def test_lost_coordinator_is_shown_then_found(live: Live, browser: Any, top: Top) -> None:
+def test_lost_coordinator_is_shown_then_found(live: Live, browser: Any, watch: Watch) -> None:
     step = live.get("/api/status.json")["runs"][0]["boxes"][0]["step"]
     live.coordinator.stop(signal.SIGKILL)
     until(lambda: "the coordinator is away for" in shown(browser, "#link")[0])
     assert shown(browser, "article h2") == ["lm/0"]  # what it said last
-    assert top.has("has not answered for")
+    assert watch.has("has not answered for")
     live.restart_coordinator()
     until(lambda: shown(browser, "#link") == ["live"])
     until(lambda: any("coordinator restarted" in line for line in shown(browser, "#events li[data-fault=true]")))
     until(lambda: live.get("/api/status.json")["runs"][0]["boxes"][0]["step"] > step)
-    assert top.has("coordinator restarted")
+    assert watch.has("coordinator restarted")
     assert complaints(browser) == []
 
 
-def test_q_ends_top_and_restores_the_terminal(top: Top) -> None:
-    assert top.has("lm/0")  # what is typed before the screen is there goes to nobody
-    assert top.press(b"q") == 0
-    assert "\x1b[?25h" in top.said  # the cursor is back
-    assert "\x1b[?1049l" in top.said  # and what the screen had shown before
-    assert termios.tcgetattr(top.terminal) == top.before
-
-
-def test_signals_end_top_other_keys_do_nothing(live: Live) -> None:
-    tops = {code: Top(live) for code in (0, 128 + signal.SIGTERM)}
-    try:
-        for code, top in tops.items():
-            assert top.has("lm/0")
-            os.write(top.ours, b"\x1b[A\x1bOB\x1b[6~x")  # arrows, page down
-            assert top.has("lm/0")
-            assert top.has("lm/0")
-            top.process.send_signal(signal.SIGTERM if code else signal.SIGINT)
-            assert top.press(b"") == code
-            assert "\x1b[?25h" in top.said
-            assert "\x1b[?1049l" in top.said
-            assert "Traceback" not in top.said
-            assert termios.tcgetattr(top.terminal) == top.before
-    finally:
-        for top in tops.values():
-            top.close()
-
-
-def test_plain_terminal_gets_lines(live: Live) -> None:
-    top = Top(live, term="dumb")
-    try:
-        assert top.has("  step ")
-        assert top.has("  step ")
-        assert "\x1b" not in top.said
-    finally:
-        top.close()
+def test_signals_end_watch_and_restore_the_terminal(live: Live) -> None:
+    for number, code in ((signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)):
+        watch = Watch(live)
+        try:
+            assert watch.has("lm/0")
+            assert watch.end(number) == code
+            assert "\x1b[?25h" in watch.said  # the cursor is back
+            assert "\x1b[?1049l" in watch.said  # and what the screen had shown before
+            assert "Traceback" not in watch.said
+            assert termios.tcgetattr(watch.terminal) == watch.before
+        finally:
+            watch.close()

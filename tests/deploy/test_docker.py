@@ -90,8 +90,8 @@ def test_extras_exist_and_versions_match() -> None:
     for extras in re.findall(r"^ARG EXTRAS=(\S+)$", DOCKERFILE, re.MULTILINE):
         assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
     assert set(re.findall(r"-t penstock-\w+:(\S+)", DOCKERFILE)) == {PROJECT["version"]}
-    manifests = [*(REPO / "deploy" / "kubernetes").rglob("kustomization.yaml")]
-    tags = {tag for file in manifests for tag in re.findall(r"name: penstock-\w+\n +newTag: (\S+)", file.read_text())}
+    manifests = [*(REPO / "deploy" / "kubernetes").rglob("*.yaml")]
+    tags = {tag for file in manifests for tag in re.findall(r"image: penstock-\w+:(\S+)", file.read_text())}
     assert tags == {PROJECT["version"]}
 
 

@@ -1,4 +1,4 @@
-"""deploy/kubernetes/helm, rendered and linted by Helm's own code: it makes what its source says with those settings.
+"""deploy/kubernetes/helm, linted by Helm's own code, which makes of it what the tests of the chart take it for.
 
 `make helm` installs what is needed for that, and runs this: Helm as a library is large, and not for every environment.
 """
@@ -10,25 +10,21 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from manifests import KUBERNETES
-
-from penstock.deploy.engines.kubernetes_manifests import FleetSettings, manifests
+from manifests import CHART, JOBSET, VARIANTS, chart_files
 
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: make helm")
-CHART = KUBERNETES / "helm"
 ALLOW = {"allow": "ourpackage.data"}
-
-
-def made(**values: Any) -> dict[tuple[str, str], dict[str, Any]]:
-    """The documents of a release named penstock, by kind and name."""
-    with helm.Chart.load(CHART) as chart:
-        chart.validate_schema({**ALLOW, **values})
-        files = chart.render({**ALLOW, **values}, name="penstock")
-    return by_name([document for text in files.values() for document in yaml.safe_load_all(text) if document])
+SECRETS = {"coordinatorTls": "t", "workerTls": "u", "coordinatorTokens": "c", "workerTokens": "w"}
+RESOURCES = {"requests": {"cpu": "3", "memory": "1Gi"}, "limits": {"memory": "1Gi"}}
+OTHERS = {
+    "coordinator": {"storage": "5Gi", "storageClass": "local", "image": "a:1", "resources": RESOURCES},
+    "worker": {"replicas": 9, "runnerMemory": "3GiB", "image": "b:1", "resources": RESOURCES},
+    "secrets": SECRETS,
+}
 
 
 def by_name(documents: Any) -> dict[tuple[str, str], dict[str, Any]]:
-    """Replace the settings' checksum by a constant."""
+    """Documents by kind and name, with a constant for the settings' checksum."""
     found = {(document["kind"], document["metadata"]["name"]): document for document in documents}
     for document in found.values():
         template = document.get("spec", {}).get("template", {})
@@ -38,51 +34,25 @@ def by_name(documents: Any) -> dict[tuple[str, str], dict[str, Any]]:
     return found
 
 
+def documents_of(files: dict[str, str]) -> dict[tuple[str, str], dict[str, Any]]:
+    return by_name([document for text in files.values() for document in yaml.safe_load_all(text) if document])
+
+
 def test_helm_finds_no_fault() -> None:
     report = helm.lint(str(CHART), ALLOW, strict=True, kube_version="v1.30.0")
     assert report["errors"] == []
     assert [message for message in report["messages"] if message["severity"] > 1] == []
 
 
-SECRETS = {"coordinatorTls": "t", "workerTls": "u", "coordinatorTokens": "c", "workerTokens": "w"}
-RESOURCES = {"requests": {"cpu": "3", "memory": "1Gi"}, "limits": {"memory": "1Gi"}}
-
-
-@pytest.mark.parametrize("tls", [True, False])
-@pytest.mark.parametrize(
-    ("values", "settings"),
-    [
-        (
-            {},
-            {"coordinator_image": "penstock-coordinator:0.1.0", "worker_image": "penstock-worker:0.1.0"},
-        ),
-        (
-            {
-                "coordinator": {"storage": "5Gi", "storageClass": "local", "image": "a:1", "resources": RESOURCES},
-                "worker": {"replicas": 9, "runnerMemory": "3GiB", "image": "b:1", "resources": RESOURCES},
-                "secrets": SECRETS,
-            },
-            {
-                "storage": "5Gi",
-                "storage_class": "local",
-                "coordinator_image": "a:1",
-                "worker_image": "b:1",
-                "workers": 9,
-                "runner_memory": "3GiB",
-                "coordinator_resources": RESOURCES,
-                "worker_resources": RESOURCES,
-                "token_secrets": {"coordinator": "c", "worker": "w"},
-                "tls_secrets": {"coordinator": "t", "worker": "u"},
-            },
-        ),
-    ],
-)
-def test_every_value_is_a_setting(tls: bool, values: dict[str, Any], settings: dict[str, Any]) -> None:
-    documents = made(tls=tls, **values)
-    for document in documents.values():
-        kubernetes_validate.validate(document, "1.30", strict=True)
-    fleet = FleetSettings(allow=ALLOW["allow"], checksum="any", tls=tls, **settings)
-    assert documents == by_name(manifests(fleet))
+@pytest.mark.parametrize("values", [*(values for name, values in VARIANTS.items() if name != JOBSET), OTHERS])
+def test_helm_renders_what_the_other_tests_check(values: dict[str, Any]) -> None:
+    with helm.Chart.load(CHART) as chart:
+        chart.validate_schema({**ALLOW, **values})
+        made = documents_of(chart.render({**ALLOW, **values}, name="penstock"))
+    assert made == documents_of(chart_files({**ALLOW, **values}))
+    for document in made.values():
+        if document["kind"] != "PodMonitor":
+            kubernetes_validate.validate(document, "1.30", strict=True)
 
 
 @pytest.mark.parametrize("values", [{"allow": ""}, {"alow": "x"}, {"worker": {"replicas": "two"}}])

@@ -1,4 +1,4 @@
-"""deploy/kubernetes: every overlay renders, is strictly valid, and means what it says; and its daemons really start so.
+"""deploy/kubernetes: the chart and its options are strictly valid and mean what they say; its daemons really start so.
 
 No cluster is asked: see docs/deploy.md for what that leaves open.
 """
@@ -17,7 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from jobset import JobSet
-from manifests import KUBERNETES, OVERLAYS, Pod, pods, rendered, settings_of
+from manifests import JOBSET, KUBERNETES, VARIANTS, Pod, pods, rendered, settings_of
 from pki import Pki
 from pod_monitor import PodMonitor
 from typer.main import get_command
@@ -42,20 +42,20 @@ servers, some of it twice."""
 
 
 def all_pods() -> list[tuple[str, Pod]]:
-    return [(overlay, pod) for overlay in OVERLAYS for pod in pods(rendered(overlay))]
+    return [(variant, pod) for variant in VARIANTS for pod in pods(rendered(variant))]
 
 
 def daemons() -> list[tuple[str, Pod]]:
-    return [(overlay, pod) for overlay, pod in all_pods() if pod.role != "trainer"]
+    return [(variant, pod) for variant, pod in all_pods() if pod.role != "trainer"]
 
 
 # -------------------------------------------------------------------------------------------------------------- schemas
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
-def test_every_document_is_strictly_valid(overlay: str, version: str) -> None:
-    documents = rendered(overlay)
+def test_every_document_is_strictly_valid(variant: str, version: str) -> None:
+    documents = rendered(variant)
     assert documents
     for document in documents:
         if document["kind"] == "JobSet":
@@ -68,11 +68,11 @@ def test_every_document_is_strictly_valid(overlay: str, version: str) -> None:
 
 
 def test_a_misspelt_field_is_found() -> None:
-    (deployment,) = (document for document in rendered("base") if document["kind"] == "Deployment")
+    (deployment,) = (document for document in rendered("default") if document["kind"] == "Deployment")
     broken = {**deployment, "spec": {**deployment["spec"], "replicass": 1}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(broken, NEWEST, strict=True)
-    (jobset,) = (document for document in rendered("overlays/jobset") if document["kind"] == "JobSet")
+    (jobset,) = (document for document in rendered(JOBSET) if document["kind"] == "JobSet")
     with pytest.raises(ValueError, match="sucessPolicy"):
         JobSet.model_validate({**jobset, "spec": {**jobset["spec"], "sucessPolicy": {}}})
 
@@ -80,9 +80,9 @@ def test_a_misspelt_field_is_found() -> None:
 # ------------------------------------------------------------------------------------------------------- what they mean
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_selectors_match_only_pods_of_their_role(overlay: str) -> None:
-    documents = rendered(overlay)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_selectors_match_only_pods_of_their_role(variant: str) -> None:
+    documents = rendered(variant)
     here = pods(documents)
     for document in documents:
         name, spec = document["metadata"]["name"], document.get("spec", {})
@@ -105,9 +105,9 @@ def _selectors(kind: str, spec: dict[str, Any]) -> list[dict[str, str]]:
     return []
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_network_policy_admits_only_daemon_ports(overlay: str) -> None:
-    documents = rendered(overlay)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_network_policy_admits_only_daemon_ports(variant: str) -> None:
+    documents = rendered(variant)
     ports: dict[str, int] = {}
     for pod in pods(documents):
         if pod.role != "trainer":
@@ -150,7 +150,7 @@ def test_network_policy_admits_only_daemon_ports(overlay: str) -> None:
 
 
 def test_pod_monitors_have_port_cert_and_token() -> None:
-    documents = rendered("overlays/monitored-by-operator")
+    documents = rendered("monitored")
     monitors = {
         doc["metadata"]["name"]: PodMonitor.model_validate(doc) for doc in documents if doc["kind"] == "PodMonitor"
     }
@@ -173,8 +173,8 @@ def test_pod_monitors_have_port_cert_and_token() -> None:
 
 
 def test_workers_and_boxes_find_the_coordinator() -> None:
-    for overlay, pod in all_pods():
-        documents = rendered(overlay)
+    for variant, pod in all_pods():
+        documents = rendered(variant)
         if pod.role == "coordinator":
             continue
         host, _, port = settings_of(pod, documents, DOWNWARD)["PENSTOCK_COORDINATOR"].rpartition(":")
@@ -188,8 +188,8 @@ def test_workers_and_boxes_find_the_coordinator() -> None:
 
 
 def test_containers_are_unprivileged_read_only() -> None:
-    for overlay, pod in all_pods():
-        where, container = (overlay, pod.name), pod.container
+    for variant, pod in all_pods():
+        where, container = (variant, pod.name), pod.container
         assert pod.spec["securityContext"]["runAsNonRoot"] is True, where
         assert pod.spec["securityContext"]["runAsUser"] >= 10000, where
         assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, where
@@ -202,7 +202,7 @@ def test_containers_are_unprivileged_read_only() -> None:
         }, where
         assert container["resources"]["limits"]["memory"], where
         mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
-        for path in _written(settings_of(pod, rendered(overlay), DOWNWARD)):
+        for path in _written(settings_of(pod, rendered(variant), DOWNWARD)):
             assert any(path.is_relative_to(mount) and "readOnly" not in mounts[mount] for mount in mounts), (
                 where,
                 path,
@@ -218,25 +218,25 @@ def test_volume_mounts_exist_and_are_read() -> None:
     manual = (KUBERNETES.parents[1] / "docs" / "deploy.md").read_text()
     for name in GIVEN:
         assert name in manual
-    for overlay, pod in all_pods():
-        where = (overlay, pod.name)
+    for variant, pod in all_pods():
+        where = (variant, pod.name)
         volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
         claims = {claim["metadata"]["name"] for claim in pod.owner["spec"].get("volumeClaimTemplates", [])}
         mounts = {mount["name"]: mount["mountPath"] for mount in pod.container["volumeMounts"]}
         assert set(mounts) == set(volumes) | claims, where
         for volume in volumes.values():
             assert "secret" not in volume or volume["secret"]["defaultMode"] == 0o400, where
-        settings = settings_of(pod, rendered(overlay), DOWNWARD)
+        settings = settings_of(pod, rendered(variant), DOWNWARD)
         assert Path(settings["PENSTOCK_TOKEN_FILE"]).is_relative_to(mounts["tokens"]), where
         for name in ("CA", "CERT", "KEY"):
-            if file := settings[f"PENSTOCK_TLS_{name}"]:
+            if file := settings.get(f"PENSTOCK_TLS_{name}", ""):
                 assert Path(file).is_relative_to(mounts["tls"]), where
-        assert ("tls" in mounts) == bool(settings["PENSTOCK_TLS_CA"]), where
+        assert ("tls" in mounts) == ("PENSTOCK_TLS_CA" in settings), where
 
 
 def test_coordinator_has_one_writer_one_volume() -> None:
-    for overlay in OVERLAYS:
-        (coordinator,) = (pod for pod in pods(rendered(overlay)) if pod.role == "coordinator")
+    for variant in VARIANTS:
+        (coordinator,) = (pod for pod in pods(rendered(variant)) if pod.role == "coordinator")
         if coordinator.owner["kind"] == "JobSet":
             (job,) = (job for job in coordinator.owner["spec"]["replicatedJobs"] if job["name"] == "coordinator")
             assert (job["replicas"], job["template"]["spec"]["parallelism"]) == (1, 1)
@@ -248,14 +248,14 @@ def test_coordinator_has_one_writer_one_volume() -> None:
 
 
 def test_probe_and_termination_times_suffice() -> None:
-    for overlay, pod in daemons():
+    for variant, pod in daemons():
         container = pod.container
         for what, name in (("live", "startupProbe"), ("live", "livenessProbe"), ("ready", "readinessProbe")):
             probe = container[name]
-            assert probe["exec"]["command"] == ["python", "-m", "penstock.deploy.probe", pod.role, what], overlay
+            assert probe["exec"]["command"] == ["python", "-m", "penstock.deploy.probe", pod.role, what], variant
             own_s = 4 if what == "ready" else 15
             assert probe["timeoutSeconds"] > own_s, "more than the probe's own deadline, which says what is wrong"
-        assert pod.spec["terminationGracePeriodSeconds"] > SECONDS_TO_LEAVE[pod.role], overlay
+        assert pod.spec["terminationGracePeriodSeconds"] > SECONDS_TO_LEAVE[pod.role], variant
         assert "preStop" not in container.get("lifecycle", {}), "SIGTERM alone makes a daemon leave"
 
 
@@ -270,15 +270,15 @@ def test_arguments_are_those_of_the_command() -> None:
 def test_autoscaler_follows_demand_and_drains() -> None:
     """Never by processors: what went then had slots, and the job ended with a NoWorkersError."""
     scalers = [
-        (overlay, document)
-        for overlay in OVERLAYS
-        for document in rendered(overlay)
+        (variant, document)
+        for variant in VARIANTS
+        for document in rendered(variant)
         if document["kind"] == "HorizontalPodAutoscaler"
     ]
-    ((overlay, scaler),) = scalers
+    ((variant, scaler),) = scalers
     (metric,) = scaler["spec"]["metrics"]
     assert metric["external"]["metric"]["name"] == "penstock_workers_recommended"
-    (worker,) = (document for document in rendered(overlay) if document["kind"] == "Deployment")
+    (worker,) = (document for document in rendered(variant) if document["kind"] == "Deployment")
     assert scaler["spec"]["scaleTargetRef"] == {
         "apiVersion": worker["apiVersion"],
         "kind": worker["kind"],
@@ -291,9 +291,9 @@ def test_autoscaler_follows_demand_and_drains() -> None:
 
 
 def test_overloaded_machine_kills_no_daemon() -> None:
-    for overlay, pod in daemons():
+    for variant, pod in daemons():
         live = pod.container["livenessProbe"]
-        assert live["periodSeconds"] * live["failureThreshold"] >= 300, overlay
+        assert live["periodSeconds"] * live["failureThreshold"] >= 300, variant
         assert live["timeoutSeconds"] > 15, "a quarter of a second of a core may take a while to get"
 
 
@@ -301,10 +301,10 @@ def test_overloaded_machine_kills_no_daemon() -> None:
 
 
 class Node:
-    """Runs the containers of an overlay as processes of this machine, with folders for their volumes."""
+    """Runs the containers of an variant as processes of this machine, with folders for their volumes."""
 
-    def __init__(self, shell: Any, folder: Path, overlay: str) -> None:
-        self.shell, self.folder, self.documents = shell, folder, rendered(overlay)
+    def __init__(self, shell: Any, folder: Path, variant: str) -> None:
+        self.shell, self.folder, self.documents = shell, folder, rendered(variant)
         self._port = socket.socket()  # nobody else is given it, and nobody listens on it, until the coordinator starts
         self._port.bind(("127.0.0.1", 0))
         self.port = self._port.getsockname()[1]
@@ -355,8 +355,8 @@ class Node:
         return done.returncode
 
 
-def test_daemons_of_the_base_start_and_stop(shell: Any, tmp_path: Path) -> None:
-    node = Node(shell, tmp_path, "base")
+def test_daemons_of_the_chart_start_and_stop(shell: Any, tmp_path: Path) -> None:
+    node = Node(shell, tmp_path, "default")
     worker = node.start("worker", PENSTOCK_WORKER_ALLOW="streams")
     until(lambda: node.probe("worker", "livenessProbe") == 0)  # and there is no coordinator yet
     assert node.probe("worker", "readinessProbe") == 1
@@ -377,8 +377,8 @@ def test_daemons_of_the_base_start_and_stop(shell: Any, tmp_path: Path) -> None:
         assert started.log.read_text().endswith("stopped on request\n")
 
 
-def test_base_without_allowed_modules_says_so(shell: Any, tmp_path: Path) -> None:
-    node = Node(shell, tmp_path, "base")
+def test_chart_without_allowed_modules_says_so(shell: Any, tmp_path: Path) -> None:
+    node = Node(shell, tmp_path, "default")
     done = shell.call("worker", **node.environment("worker"))
     node.close()
     assert done.returncode == 2
@@ -388,10 +388,10 @@ def test_base_without_allowed_modules_says_so(shell: Any, tmp_path: Path) -> Non
 def test_certificates_have_the_expected_names() -> None:
     made = {
         document["spec"]["secretName"]: document["spec"]
-        for document in yaml.safe_load_all((KUBERNETES / "certificates" / "cert-manager.yaml").read_text())
+        for document in yaml.safe_load_all((KUBERNETES / "examples" / "cert-manager.yaml").read_text())
         if document["kind"] == "Certificate"
     }
-    (base,) = (doc["data"] for doc in rendered("base") if "PENSTOCK_TLS_NAME" in doc.get("data", {}))
+    (base,) = (doc["data"] for doc in rendered("default") if "PENSTOCK_TLS_NAME" in doc.get("data", {}))
     for role in (*ROLES, "admin"):
         certificate = made[f"penstock-tls-{role}"]
         assert certificate["dnsNames"] == [base["PENSTOCK_TLS_NAME"].replace("*", role)]

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import yaml
 from documented import REPO, blocks
-from manifests import OVERLAYS, pods, rendered, settings_of
+from manifests import JOBSET, VARIANTS, pods, rendered, settings_of
 
 ROLES = ("coordinator", "worker", "client")
 OTHERS = {"penstock-tls-admin", "penstock-tokens-monitoring"}
 """Prometheus's own, which no pod of ours mounts."""
 DRY_RUN = """set -euo pipefail
 kubectl() { case "$*" in *" create secret "*) command kubectl "$@" --dry-run=client --output=json;; esac; }
+helm() { :; }
 """
 """Secrets are printed, and nothing else is done: no cluster is asked."""
 
@@ -43,14 +44,14 @@ def block(page: str, beginning: str) -> str:
     return found.text
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_pods_name_their_own_secrets_alone(overlay: str) -> None:
-    for pod in pods(rendered(overlay)):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_pods_name_their_own_secrets_alone(variant: str) -> None:
+    for pod in pods(rendered(variant)):
         role = "client" if pod.role == "trainer" else pod.role
-        kinds = ("tokens",) if overlay == "overlays/insecure" else ("tls", "tokens")
+        kinds = ("tokens",) if variant == "insecure" else ("tls", "tokens")
         assert set(secrets_in(pod.spec)) == {f"penstock-{kind}-{role}" for kind in kinds}, pod.name
     given = {f"penstock-{kind}-{role}" for kind in ("tls", "tokens") for role in ROLES}
-    assert set(secrets_in(list(rendered(overlay)))) <= given | OTHERS
+    assert set(secrets_in(list(rendered(variant)))) <= given | OTHERS
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def test_the_pages_leave_no_readable_token(made: dict[str, dict[str, str]]) -> N
 
 def test_training_jobs_are_told_what_boxes_have() -> None:
     entries = {entry["name"]: entry["value"] for entry in yaml.safe_load(block("docs/deploy.md", "env:"))["env"]}
-    job = rendered("overlays/jobset")
+    job = rendered(JOBSET)
     (trainer,) = (pod for pod in pods(job) if pod.role == "trainer")
     downward = {"metadata.annotations['batch.kubernetes.io/job-completion-index']": "0"}
     settings = settings_of(trainer, job, downward)

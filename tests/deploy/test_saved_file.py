@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import os
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from penstock.client.states.saved_state import SavedState, WorkerPart, read
-from penstock.data import MapLoader
-from penstock.deploy.operations.convert_state import convert
+from penstock.client.states.saved_state import SavedState
 from penstock.deploy.operations.saved_file import SavedFile
 from penstock.proto.errors import InvalidArgumentError, PenstockError, StateCorruptError, StateMismatchError
-from penstock.proto.state.assignment import Assignment, assigned
 from penstock.proto.state.codec import encode_state
-from penstock.proto.state.position import Position
 
 
 def state(input_fn: str = "m:f") -> dict[str, Any]:
@@ -54,13 +49,6 @@ def test_a_state_is_found_wherever_it_is(tmp_path: Path) -> None:
             file.the("m:other")
 
 
-def test_state_of_no_run_fits_any_topology(tmp_path: Path) -> None:
-    torch.save({"loader": state()}, tmp_path / "in")
-    (done,) = convert(tmp_path / "in", tmp_path / "out", 5, 3)
-    assert (done["from"], done["converted"]) == (None, False)
-    assert read(torch.load(tmp_path / "out", weights_only=True)["loader"]).aggregated == {"at": 0}
-
-
 def test_files_that_hold_none(tmp_path: Path) -> None:
     harm = tmp_path / "harm"
     (tmp_path / "text").write_text("hello")
@@ -84,56 +72,3 @@ def test_files_that_hold_none(tmp_path: Path) -> None:
         with pytest.raises(error, match=says):
             SavedFile(tmp_path / name)
     assert not harm.exists()
-
-
-def of_positions(boxes: int, **options: Any) -> dict[str, Any]:
-    """Return what a run of `boxes` boxes with a MapLoader saves at its beginning."""
-    states = []
-    for box in range(boxes):
-        with assigned(Assignment(box, boxes, 0, 1, 0, 1)):
-            loader = MapLoader(range(100), **options)
-            states.append(loader.state_dict())
-    positions = [Position.start(1) for _ in range(boxes)]
-    parts = [WorkerPart(box, 0, 0, 0, 0, {}) for box in range(boxes)]
-    aggregated = loader.aggregate_state_dict(states)
-    return SavedState(0, "m:f", 4, boxes, 1, 7, positions, parts=parts, aggregated=aggregated).to_dict()
-
-
-@pytest.mark.parametrize(
-    ("options", "shape", "says"),
-    [
-        ({"batch_size": 2}, (0, 1), "--boxes must be at least 1, got 0"),
-        ({"batch_size": 2}, (1, -1), "--workers must be at least 1, got -1"),
-        ({"batch_size": 2}, (10_000, 10), "must be at most 16384, the workers of a run, got 10000 x 10 = 100000"),
-        ({"global_batch_size": 5}, (6, 1), "--boxes must be at most 5, .* got 6"),
-    ],
-)
-def test_a_shape_that_cannot_be_is_refused(
-    tmp_path: Path, options: dict[str, int], shape: tuple[int, int], says: str
-) -> None:
-    (tmp_path / "in").write_bytes(encode_state(of_positions(2, **options)))
-    with pytest.raises(PenstockError, match=says):
-        convert(tmp_path / "in", tmp_path / "out", *shape)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "boxes"),
-    [
-        ({"batch_size": 2}, 6),
-        ({"global_batch_size": 5}, 5),
-        ({"global_batch_size": 4}, 6),  # as 2 for each of the 2 boxes: the state is the same; loading it tells
-    ],
-)
-def test_as_many_boxes_as_there_are_rows(tmp_path: Path, options: dict[str, int], boxes: int) -> None:
-    (tmp_path / "in").write_bytes(encode_state(of_positions(2, **options)))
-    (done,) = convert(tmp_path / "in", tmp_path / "out", boxes, 3)
-    assert done["to"] == {"boxes": boxes, "workers": 3}
-
-
-@pytest.mark.parametrize("own", [{"format": 3, "order": {}, "topology": {"boxes": 2, "batch": 5}}, [1], "text", None])
-def test_custom_loader_state_omits_batch_counts(tmp_path: Path, own: Any) -> None:
-    saved = replace(read(of_positions(2, global_batch_size=5)), aggregated=own)
-    (tmp_path / "in").write_bytes(encode_state(saved.to_dict()))
-    (done,) = convert(tmp_path / "in", tmp_path / "out", 6, 1)
-    assert done["to"] == {"boxes": 6, "workers": 1}

@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-import re
+import signal
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-from penstock.deploy.engines import slurm
-from penstock.deploy.engines.engine import FleetPlan
-from penstock.deploy.engines.slurm import render
+from waiting import until
 
 SERVICE = Path(__file__).parents[2] / "deploy" / "slurm" / "service.sbatch"
 PENSTOCK = """#!/bin/bash
@@ -60,28 +60,15 @@ def run(script: Path, environment: dict[str, str], *command: str) -> subprocess.
     return subprocess.run(["bash", script, *command], env=environment, capture_output=True, text=True, timeout=60)
 
 
-def fleet_script(folder: Path) -> Path:
-    token = folder / "token"
-    token.write_text("secret")
-    plan = FleetPlan("slurm", "f", 1, 1, "m", "127.0.0.1:0", str(token), insecure=True, options={"state_dir": ""})
-    script = folder / "fleet.sbatch"
-    script.write_text(render(plan, folder))
-    return script
-
-
-@pytest.mark.parametrize(("kind", "code"), [("service", 13), ("fleet", 14)])
-def test_failed_coordinator_ends_job_with_code(tmp_path: Path, kind: str, code: int) -> None:
-    environment = programs(tmp_path, code)
-    script = SERVICE if kind == "service" else fleet_script(tmp_path)
-    done = run(script, environment)
+@pytest.mark.parametrize("code", [13, 14])
+def test_failed_coordinator_ends_job_with_code(tmp_path: Path, code: int) -> None:
+    done = run(SERVICE, programs(tmp_path, code))
     assert done.returncode == code, done.stderr
     assert f"the coordinator is gone (status {code})" in done.stderr
     assert len((tmp_path / "starts").read_text().splitlines()) == 1, "another try would not help"
-    token = tmp_path / ("penstock/token" if kind == "service" else "token")
-    secret = hashlib.sha256(token.read_bytes()).hexdigest()[:24]
-    name = "penstock-7" if kind == "service" else "f"
+    secret = hashlib.sha256((tmp_path / "penstock/token").read_bytes()).hexdigest()[:24]
     where = (tmp_path / "state").read_text().strip()
-    assert where == f"/var/tmp/penstock-{secret}/{name}", "a name that no other user of the node can take first"
+    assert where == f"/var/tmp/penstock-{secret}/penstock-7", "a name that no other user of the node can take first"
 
 
 def test_service_keeps_its_coordinator_address(tmp_path: Path) -> None:
@@ -94,30 +81,16 @@ def test_service_keeps_its_coordinator_address(tmp_path: Path) -> None:
     assert ":4711 --ready-file" in again
 
 
-@pytest.mark.parametrize("kind", ["service", "fleet"])
-def test_a_dead_worker_is_started_again(tmp_path: Path, kind: str) -> None:
+def test_a_dead_worker_is_started_again(tmp_path: Path) -> None:
     """Restart a worker under its name until it is stopped; the job ends with the last one."""
     environment = programs(tmp_path)
     (tmp_path / "worker_ends").write_text("137\n0\n")
-    done = run(SERVICE if kind == "service" else fleet_script(tmp_path), environment)
+    done = run(SERVICE, environment)
     assert done.returncode == 0, done.stderr
     assert "work: ended with status 137; starting it again in 1 s" in done.stderr
     first, again = (tmp_path / "workers").read_text().splitlines()
     assert first == again
-    assert f"--name {'penstock-7' if kind == 'service' else 'f'}-1 --listen " in first
-
-
-def test_the_engine_fills_in_the_template(tmp_path: Path) -> None:
-    _, beginning, body = SERVICE.read_text().partition("set -euo pipefail\n")
-    assert fleet_script(tmp_path).read_text().endswith(beginning + body)
-    assert (Path(slurm.__file__).parent / "service.sbatch").read_text() == SERVICE.read_text()
-
-
-def test_the_plan_wins_over_the_environment(tmp_path: Path) -> None:
-    named = re.findall(r"^export (PENSTOCK_\w+)=", fleet_script(tmp_path).read_text(), re.MULTILINE)
-    documented = set(re.findall(r"^#   (PENSTOCK_[A-Z_]+[A-Z])", SERVICE.read_text(), re.MULTILINE))
-    assert documented - {"PENSTOCK_TLS"} <= set(named)
-    assert {f"PENSTOCK_TLS_{name}" for name in ("CA", "CERT", "KEY", "NAME")} <= set(named)
+    assert "--name penstock-7-1 --listen " in first
 
 
 def test_service_fails_if_its_coordinator_exits_0(tmp_path: Path) -> None:
@@ -126,3 +99,82 @@ def test_service_fails_if_its_coordinator_exits_0(tmp_path: Path) -> None:
 
 def test_a_service_for_a_command_has_its_code(tmp_path: Path) -> None:
     assert run(SERVICE, programs(tmp_path), "sh", "-c", "exit 7").returncode == 7
+
+
+TWO_TASKS = """#!/bin/bash
+trap : TERM # it ends with its tasks
+while [[ $1 == --* ]]; do shift; done
+for n in 0 1; do SLURM_PROCID=$n "$@" & done
+while [ -n "$(jobs -pr)" ]; do wait; done
+"""
+"""Replace Slurm's srun: two tasks, here."""
+
+
+def test_job_script_runs_and_ends_daemons(shell: Any, tmp_path: Path) -> None:
+    """The real script and real daemons, but for srun. A killed worker comes back; SIGTERM ends all, as scancel does."""
+    programs, folder = tmp_path / "bin", tmp_path / "shared"
+    for made in (programs, folder):
+        made.mkdir(mode=0o700)
+    srun, token, address = programs / "srun", folder / "token", folder / "address"
+    for path, text, mode in ((srun, TWO_TASKS, 0o755), (token, "a-token-0123456789", 0o600)):
+        path.write_text(text)
+        path.chmod(mode)
+    environment = shell.env(
+        {
+            "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "SLURM_NTASKS": "2",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NAME": "penstock",
+            "SLURM_CPUS_PER_TASK": "1",
+            "PENSTOCK_FOLDER": str(folder),
+            "PENSTOCK_FLEET": "penstock",
+            "PENSTOCK_TOKEN": None,
+            "PENSTOCK_STATE_DIR": str(tmp_path / "my cluster state"),
+            "PENSTOCK_WORKER_ALLOW": "streams",
+            "PENSTOCK_COORDINATOR_INSECURE": "true",
+            "PENSTOCK_WORKER_INSECURE": "true",
+        }
+    )
+    with (tmp_path / "log").open("wb") as log:
+        job = subprocess.Popen(
+            ["bash", str(SERVICE)], env=environment, cwd=shell.folder, stderr=log, start_new_session=True
+        )
+    try:
+
+        def workers() -> dict[str, str]:
+            if not address.exists():
+                return {}
+            asked = ("status", "--json", "--coordinator", address.read_text().strip(), "--token-file", str(token))
+            done = shell.call(*asked)
+            found = json.loads(done.stdout)["workers"] if done.returncode == 0 else []
+            return {one["worker"]: one["tcp_address"] for one in found if one["live"] and not one["draining"]}
+
+        until(lambda: set(workers()) == {"penstock-1", "penstock-2"})
+        before = workers()
+        os.kill(_process(job.pid, "penstock-2"), signal.SIGKILL)
+        until(lambda: set(now := workers()) == set(before) and now["penstock-2"] != before["penstock-2"])
+        os.killpg(job.pid, signal.SIGTERM)
+        assert job.wait(60) == 0, (tmp_path / "log").read_text()
+        assert not _session(job.pid)
+        assert (tmp_path / "my cluster state" / "journal.db").exists()
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait(10)
+
+
+def _session(leader: int) -> dict[int, list[str]]:
+    """Command lines of the processes of a session."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.getsid(int(entry.name)) == leader:
+                found[int(entry.name)] = (entry / "cmdline").read_text().split("\0")
+        except OSError:
+            continue
+    return found
+
+
+def _process(session: int, worker: str) -> int:
+    (pid,) = [pid for pid, command in _session(session).items() if worker in command and "--name" in command]
+    return pid

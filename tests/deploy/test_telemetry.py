@@ -13,16 +13,14 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from span_collector import Span, SpanCollector
+from waiting import until
 
 from penstock.proto.errors import AuthenticationError
 from penstock.proto.rpc.calls import CoordinatorClient
@@ -30,8 +28,6 @@ from penstock.runtime.telemetry.metric_catalogue import BY_NAME, CATALOGUE, Proc
 
 JOB = str(Path(__file__).parents[1] / "inputs" / "observed_job.py")
 DEADLINE_S = 60.0
-SERVER, CLIENT = 2, 3
-"""Kinds of spans."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +74,13 @@ class Cluster:
     scrapes: dict[Process, Scrape]
     own_registry: Scrape
     logs: dict[Process, list[dict[str, Any]]]
-    spans: list[Span]
 
 
-def url_in(log: Path, until: str) -> str:
-    """The address that a daemon told in its JSON log."""
-    told: list[str] = [json.loads(line)["message"] for line in log.read_text().splitlines()]
-    return next(message.rpartition(" at ")[2].removesuffix("/metrics") for message in told if until in message)
+def url_in(log: Path, what: str) -> str:
+    """The address that a daemon tells in its JSON log, which a thread writes."""
+    until(lambda: any(what in line for line in log.read_text().split("\n")[:-1]), DEADLINE_S)
+    told: list[str] = [json.loads(line)["message"] for line in log.read_text().splitlines() if what in line]
+    return told[0].rpartition(" at ")[2].removesuffix("/metrics")
 
 
 def scraped(url: str) -> Scrape:
@@ -124,47 +120,37 @@ def run_job(shell: Any, scrapes: dict[Process, Scrape], urls: dict[Process, str]
 
 
 @pytest.fixture(scope="module")
-def cluster(module_shell: Any) -> Iterator[Cluster]:
-    collector = SpanCollector()
+def cluster(module_shell: Any) -> Cluster:
     shell = module_shell
     shell.environment |= {
         "PENSTOCK_LOG_FORMAT": "json",
-        "PENSTOCK_OTEL": "1",
-        "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
-        "OTEL_EXPORTER_OTLP_INSECURE": "true",
-        "OTEL_BSP_SCHEDULE_DELAY": "100",
         "PENSTOCK_JOB": "lm",
         "PENSTOCK_NUM_WORKERS_PER_BOX": "2",
         "PENSTOCK_LANE": "tcp",
     }
-    try:
-        loopback = "127.0.0.1:0"
-        first = shell.start("coordinator", "--listen", loopback, "--state-dir", "state", "--http", loopback)
-        shell.environment["PENSTOCK_COORDINATOR"] = first.line
-        second = shell.start(
-            *("worker", "--slots", "4", "--allow", "observed", "--name", "w1", "--http", loopback),
-            PYTHONWARNINGS=None,  # children write theirs to standard error by themselves, and not as JSON
-        )
-        urls: dict[Process, str] = {
-            "coordinator": url_in(first.log, "dashboard at"),
-            "worker": url_in(second.log, "metrics at"),
-        }
-        with CoordinatorClient(first.line, "not-the-token") as stranger, pytest.raises(AuthenticationError):
-            stranger.status()
-        scrapes: dict[Process, Scrape] = {}
-        run_job(shell, scrapes, urls)
-        assert second.stop() == 0
-        assert first.stop() == 0
-        wanted = {("penstock-worker", "DeregisterWorker"), ("penstock-client", "CloseRun")}
-        spans = collector.wait_for(lambda spans: wanted <= {(s.service, s.name) for s in spans}, DEADLINE_S)
-        logs: dict[Process, list[dict[str, Any]]] = {
-            "coordinator": [json.loads(line) for line in first.log.read_text().splitlines()],
-            "worker": [json.loads(line) for line in second.log.read_text().splitlines()],
-        }
-        own = Scrape.of((shell.folder / "own.prom").read_text())
-        yield Cluster(shell, scrapes, own, logs, spans)
-    finally:
-        collector.close()
+    loopback = "127.0.0.1:0"
+    first = shell.start("coordinator", "--listen", loopback, "--state-dir", "state", "--http", loopback)
+    shell.environment["PENSTOCK_COORDINATOR"] = first.line
+    second = shell.start(
+        *("worker", "--slots", "4", "--allow", "observed", "--name", "w1", "--http", loopback),
+        PYTHONWARNINGS=None,  # children write theirs to standard error by themselves, and not as JSON
+    )
+    urls: dict[Process, str] = {
+        "coordinator": url_in(first.log, "dashboard at"),
+        "worker": url_in(second.log, "metrics at"),
+    }
+    with CoordinatorClient(first.line, "not-the-token") as stranger, pytest.raises(AuthenticationError):
+        stranger.status()
+    scrapes: dict[Process, Scrape] = {}
+    run_job(shell, scrapes, urls)
+    assert second.stop() == 0
+    assert first.stop() == 0
+    logs: dict[Process, list[dict[str, Any]]] = {
+        "coordinator": [json.loads(line) for line in first.log.read_text().splitlines()],
+        "worker": [json.loads(line) for line in second.log.read_text().splitlines()],
+    }
+    own = Scrape.of((shell.folder / "own.prom").read_text())
+    return Cluster(shell, scrapes, own, logs)
 
 
 # ---- metrics
@@ -265,48 +251,3 @@ def test_coordinator_logs_events_of_runs(cluster: Cluster) -> None:
     lines = [line for line in cluster.logs["coordinator"] if line.get("run") == "lm/0"]
     assert lines
     assert any(line["level"] == "warning" for line in lines), "a slot was lost"
-
-
-# ---- traces
-
-
-def test_spans_are_linked_across_processes(cluster: Cluster) -> None:
-    by_id = {span.span: span for span in cluster.spans}
-    services = {span.service for span in cluster.spans}
-    assert services == {"penstock-coordinator", "penstock-worker", "penstock-client"}
-    answered = [span for span in cluster.spans if span.kind == SERVER and span.parent in by_id]
-    callers = {(by_id[span.parent].service, span.name) for span in answered}
-    for expected in (
-        ("penstock-client", "OpenRun"),
-        ("penstock-client", "FetchState"),
-        ("penstock-client", "CloseRun"),
-        ("penstock-worker", "RegisterWorker"),
-        ("penstock-worker", "PutSnapshot"),
-        ("penstock-worker", "GetSnapshots"),
-        ("penstock-worker", "PutState"),
-    ):
-        assert expected in callers
-    for span in answered:
-        caller = by_id[span.parent]
-        assert span.service == "penstock-coordinator"
-        assert (span.trace, span.name) == (caller.trace, caller.name)
-        assert caller.kind == CLIENT
-    assert not {"Heartbeat", "WatchRun"} & {span.name for span in cluster.spans}
-
-
-def test_spans_name_the_run_and_hold_no_token(cluster: Cluster) -> None:
-    opened = [span for span in cluster.spans if span.name == "OpenRun"]
-    challenged = grpc.StatusCode.UNAUTHENTICATED.value[0]  # of whose request nothing is read
-    said = [span.attributes for span in opened if span.attributes.get("rpc.grpc.status_code") != challenged]
-    assert {attributes["penstock.run"] for attributes in said} == {"lm/0"}
-    fetched = [span for span in cluster.spans if span.name == "GetSnapshots" and span.kind == SERVER]
-    assert {span.attributes["penstock.slot"] for span in fetched} == {1}
-    token = cluster.shell.environment["PENSTOCK_TOKEN"]
-    assert not [span for span in cluster.spans if token in span.whole]
-
-
-def test_runners_never_load_opentelemetry(cluster: Cluster) -> None:
-    printed = [line["message"] for line in cluster.logs["worker"] if line["logger"] == "penstock.user"]
-    runners = [message for message in printed if "verify]" not in message]  # what verifies states imports as they do
-    assert len(runners) == 3
-    assert all("loaded 0 modules of OpenTelemetry" in message for message in printed)

@@ -18,6 +18,7 @@ from waiting import until
 
 from penstock.deploy.console.exit_codes import CommandError
 from penstock.deploy.engines import keeper
+from penstock.deploy.engines.engine import Fleet as FleetRecord
 from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.keeper import FleetKeeper
 from penstock.runtime.process.identity import Identity
@@ -236,16 +237,11 @@ def test_down_means_the_fleet_that_up_would(shell: Any) -> None:
         (("--slots", "1"), 2, "--allow (or the variable PENSTOCK_UP_ALLOW) must be given"),
         (("--allow", "not a module"), 2, "a module prefix must be"),
         (("--allow", "x", "--near", "gpu"), 2, "--near must be given only with --engine ray, got --engine local"),
-        (
-            ("--allow", "x", "--engine", "kubernetes", "--state-dir", "x"),
-            2,
-            "--state-dir must be given only with --engine ray or slurm, got --engine kubernetes",
-        ),
+        (("--allow", "x", "--state-dir", "x"), 2, "--state-dir must be given only with --engine ray, got --engine lo"),
         (("--allow", "x", "--engine", "docker"), 2, "--engine docker: the engine must be one of local, ray"),
         (("--allow", "x", "--name", "My Fleet"), 2, "--name My Fleet: a fleet's name must have 1 to"),
         (("--allow", "x", "--name", "A_b"), 2, "lowercase letters"),
         (("--allow", "x", "--listen", "10.1.2.3:0"), 16, "--insecure"),
-        (("--allow", "x", "--render"), 2, "--engine must be slurm or kubernetes with --render, got --engine local"),
         (("--allow", "x", "--token-file", "no/such"), 12, "no/such cannot be read"),
     ],
 )
@@ -313,3 +309,12 @@ def test_a_fleet_ends_with_its_last_worker(shell: Any) -> None:
     assert told.send(signal.SIGTERM)
     until(fleet.gone)
     assert fleet.folder.fleet() is None
+
+
+def test_down_names_an_engine_it_does_not_know(shell: Any) -> None:
+    folder = FleetFolder(shell.folder / "fleet")
+    folder.make()
+    folder.save(FleetRecord("later", "penstock", str(folder.path), "", "token"))
+    done = shell.call("down", "--dir", "fleet")
+    assert done.returncode == 2
+    assert "the engine must be one of local, ray, got later" in done.error

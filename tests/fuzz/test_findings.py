@@ -19,7 +19,7 @@ from tests.client.conftest import Rig
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.client.stream.ordered_reader import OUTRUN
 from penstock.proto.errors import LaneLostError, ProtocolError, StateCorruptError, UnsupportedStateError
-from penstock.proto.lane.endpoints import Consumer, Producer
+from penstock.proto.lane.consumer import Consumer
 from penstock.proto.lane.frames import (
     BATCH,
     CLOSE,
@@ -34,7 +34,7 @@ from penstock.proto.lane.frames import (
     framed,
     pack_shapes,
 )
-from penstock.proto.lane.producer import MOST_ABANDONS, MOST_WANTED
+from penstock.proto.lane.producer import MOST_ABANDONS, MOST_WANTED, Producer
 from penstock.proto.lane.ring import MAX_ENTRIES
 from penstock.proto.lane.tcp import sealed
 from penstock.proto.state.codec import encode_state

@@ -49,7 +49,7 @@ def test_importing_the_client_brings_few_packages() -> None:
 
 
 def test_conversions_import_no_torch() -> None:
-    modules = "penstock.data.converting.part_process, penstock.deploy.datasets.dataset_folders"
+    modules = "penstock.data.converting.convert_part, penstock.deploy.datasets.dataset_folders"
     code = f"import sys, penstock.data, {modules}; penstock.data.index_folder; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout == "False\n"

@@ -48,7 +48,6 @@ UNPICKLES = {
     Path("client/penstock/client/checkpoint/values/objects.py"): ["pickle.Unpickler", "torch.load", "torch.load"],
     Path("deploy/penstock/deploy/operations/saved_file.py"): ["torch.load"],
     Path("benchmarks/checkpoint_small.py"): ["torch.load"],  # of the file that it has just written
-    Path("deploy/kubernetes/write_manifests.py"): ["import yaml"],  # it only writes
 }
 """Module -> what it unpickles with. One place is the batches of a loader's own children, which come through torch's
 queue, a pickle itself: tests/datasets/test_map_fetching.py holds why. One is a dataset's column that its writer

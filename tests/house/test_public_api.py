@@ -195,7 +195,7 @@ KEYWORDS = {
     "penstock.data:AudioClip": "samples sample_rate channels",
     "penstock.data:VideoClip": "frames transforms",
     "penstock.data:MapLoader": (
-        "dataset batch_size global_batch_size shuffle seed shuffle_block num_samples tail skip order_file "
+        "dataset batch_size global_batch_size shuffle seed shuffle_block num_samples tail skip "
         "fetch_threads fetch_processes reseed keys rank collate_fn"
     ),
     "penstock.data:Stream": "remote local split proportion repeat choose storage_options columns",
@@ -205,7 +205,7 @@ KEYWORDS = {
     ),
     "penstock.data:StreamingLoader": (
         "dataset batch_size global_batch_size shuffle seed shuffle_block shuffle_memory partitions interleave "
-        "epoch_size tail skip order_file predownload prefetch_seconds fetch_threads reseed keys rank collate_fn"
+        "epoch_size tail skip predownload prefetch_seconds fetch_threads reseed keys rank collate_fn"
     ),
     "penstock.data:SyntheticDataset": "sample_spec num_samples seed",
     "penstock.data:WindowShuffled": "source window",

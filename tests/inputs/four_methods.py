@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +18,9 @@ class SummedLoader(DataLoader):  # type: ignore[type-arg]
     """Four methods: one count of all samples streamed, by this launch and those before it. `load_state_dict` reads what
     `deaggregate_state_dict` returns, which is not what `state_dict` returns."""
 
-    def __init__(self, rows: int = 76) -> None:
-        dataset = _Numbers(rows)
-        super().__init__(dataset, batch_sampler=_Dealt(dataset))
+    def __init__(self, rows: int = 76, dataset: Any = None, **options: Any) -> None:
+        dataset = dataset or _Numbers(rows)
+        super().__init__(dataset, batch_sampler=_Dealt(dataset), **options)
         self.previous = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,6 +81,19 @@ def summed() -> Any:
     return SummedLoader()
 
 
+class _Counted(_Numbers):
+    made = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.made += 1
+        return torch.tensor([index, self.made])
+
+
+def counted_by_own_workers(rows: int = 76) -> Any:
+    """Worker processes of its own, which live over epochs, and whose number of samples so far is in each batch."""
+    return SummedLoader(dataset=_Counted(rows), num_workers=1, persistent_workers=True)
+
+
 class ShardPerWorker:
     """Four methods: each worker reads a shard of its own, and counts the samples of it over all launches."""
 
@@ -120,13 +134,31 @@ def shard_per_worker(rows: int = ROWS) -> Any:
     return ShardPerWorker(rows)
 
 
-class Resuming(ShardPerWorker):
-    """Loader that continues after what was streamed, and begins each later epoch there again."""
+class OwnRows:
+    """Four methods: each worker reads all rows from where it was, and from row 0 if the state is not for its number of
+    workers. `period`: number of different batches."""
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for at in range(self.seen % self.rows, self.rows, 4):
-            yield {"row": torch.arange(at, at + 4) + 1000 * self.shard}
+    def __init__(self, period: int = 1000, batch_s: float = 0.0) -> None:
+        place = current_assignment()
+        self.worker, self.workers = place.global_worker_id, place.total_num_workers
+        self.period, self.batch_s, self.before = period, batch_s, 0
 
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        batch = self.before * self.workers + self.worker
+        while True:
+            time.sleep(self.batch_s)
+            yield torch.full((2,), batch % self.period)
+            batch += self.workers
 
-def resuming() -> Any:
-    return Resuming(24)
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.before + get_worker_state().worker_step}
+
+    def aggregate_state_dict(self, worker_states: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"workers": worker_states}
+
+    def deaggregate_state_dict(self, aggregated: dict[str, Any]) -> dict[str, Any]:
+        states = aggregated["workers"]
+        return states[self.worker] if len(states) == self.workers else {"batches": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.before = state["batches"]

@@ -21,7 +21,7 @@ class Gappy:
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         if not self._loaded:
-            self.begun, self.done = self.begun + 1, 0
+            self.begun, self.done = current_assignment().epoch + 1, 0
         self._loaded = False
         return self._rest()
 

@@ -51,3 +51,9 @@ def packed() -> ShardLoader:
     """A mixture whose positions the loader does not know."""
     rows = Mapped(Mixture({"web": numbers(0), "code": numbers(1000)}, [3, 1]), lambda sample: [int(sample)] * 3)
     return ShardLoader(Packed(rows, length=12), global_batch_size=ROWS, seed=5, partitions=2)
+
+
+def plain() -> ShardLoader:
+    """The mixture of `train` without functions and counts, so that a state can be advanced without a loader."""
+    source = Mixture({"web": numbers(0), "code": numbers(1000)}, {"web": 3, "code": 1})
+    return ShardLoader(source, global_batch_size=ROWS, seed=5, partitions=2)

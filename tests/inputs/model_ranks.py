@@ -74,7 +74,7 @@ def one_box(tp: int, pp: int, steps: int) -> list[list[int]]:
     with appliance(ranks), DataIterator(DataLoader(rows, 4), num_steps=steps, ranks=ranks, timeout_s=30) as data:
         found = taken(data) if ranks.stage == 0 else []
         dist.barrier()
-        return taken(data) if ranks.stage and ranks.gets_batches("ends") else found
+        return taken(data) if ranks.stage == ranks.num_stages - 1 > 0 else found
 
 
 def resumed(before: tuple[int, int], after: tuple[int, int], steps: int) -> list[Any]:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import streams
 from torch.utils.data import DataLoader
 
-from penstock.proto.lane.endpoints import Producer
+from penstock.proto.lane.producer import Producer
 from penstock.worker import current_assignment
 from penstock.worker.loader.positioned_loader import PositionedLoader
 from penstock.worker.processes.progress_page import ProgressPage
-from penstock.worker.runner import runner
+from penstock.worker.runner.slot_stream import SlotStream
 
 
 class Point(NamedTuple):
@@ -51,7 +51,7 @@ taken."""
 
 POINTS = {
     "iter": Point(PositionedLoader, "_iterate"),
-    "epoch_start": Point(runner._Runner, "_keep"),
+    "epoch_start": Point(SlotStream, "keep"),
     "first next": Point(PositionedLoader, "next", _total(0)),
     "next": Point(PositionedLoader, "next", _total(3), after=True),
     # The first two batches of a runner are followed by snapshots, whatever they cost; which these are depends on how
@@ -159,26 +159,6 @@ def waits_in_input_fn(folder: str) -> Any:
     if current_assignment().global_worker_id == 0:
         wait_for(folder, "input_fn")
     return _loader("stateful 0")
-
-
-class WaitsToLoad(streams.Counter):
-    """A state_dict() that is too slow for a snapshot at every step; whoever restores one waits."""
-
-    folder = ""
-
-    def state_dict(self) -> dict[str, Any]:
-        time.sleep(0.02)
-        return super().state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        wait_for(self.folder, "load_state_dict")
-        super().load_state_dict(state)
-
-
-def waits_to_load(folder: str) -> WaitsToLoad:
-    loader = WaitsToLoad(PASS, first=1000 * current_assignment().global_worker_id)
-    loader.folder = folder
-    return loader
 
 
 class Heavy(streams.Counter):

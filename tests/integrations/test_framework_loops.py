@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lengths
 import pytest
 import streams
 import torch
@@ -61,7 +62,7 @@ def test_lightning(appliance: Appliance, tmp_path: Path) -> None:
             self.seen.append(int(batch["number"]))
             self.log("constant", 1.0, batch_size=1)
 
-    ahead, other = ahead_of(appliance), validation_of(appliance)
+    ahead, other = ahead_of(appliance), DataLoader(validation_rows.rows, PASS)
     module = Validated(ahead, ahead._loader)
     module.seen = []
     trainer = Trainer(
@@ -196,6 +197,88 @@ def test_trainer(appliance: Appliance, tmp_path: Path) -> None:
     assert set(totals) == {3 * PASS // 3}, "optimizer steps of all epochs, by the length"
     assert trainer.state.global_step == 3
     assert following(ahead.state_dict(), 2, appliance) == WHOLE[PASS + 3 : PASS + 5]
+
+
+# ---- a len() that is too small
+
+
+EPOCH = [1, 1001, 2, 1002]
+"""As many batches of lengths.too_short(3) as its len() says."""
+
+
+def too_short(appliance: Appliance) -> Lookahead:
+    return Lookahead(DataLoader(lengths.too_short, PASS // 2), appliance=appliance)
+
+
+def test_lightning_drops_what_is_beyond_len(appliance: Appliance, tmp_path: Path) -> None:
+    """Also where training goes on from the end of an epoch."""
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning_fits import Module
+
+    from penstock.client.integrations.lightning import LoaderState
+
+    def fit(checkpoint: Path | None = None) -> list[int]:
+        ahead = too_short(appliance)
+        module = Module(ahead, ahead._loader)
+        module.on_train_batch_end = LightningModule.on_train_batch_end.__get__(module)  # type: ignore[method-assign]
+        ends = ModelCheckpoint(tmp_path, "end-{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+        trainer = Trainer(**quiet, max_epochs=2, callbacks=[LoaderState(ahead), ends], enable_progress_bar=False)
+        trainer.fit(module, ahead, ckpt_path=checkpoint)
+        ahead._loader.close()
+        return module.numbers
+
+    assert fit() == 2 * EPOCH
+    assert fit(tmp_path / "end-epoch=0.ckpt") == EPOCH
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")  # torch's, of the batch that it reads ahead
+def test_accelerate_drops_what_is_beyond_len(appliance: Appliance) -> None:
+    from accelerate.data_loader import prepare_data_loader
+
+    ahead, numbers = too_short(appliance), []
+    loader: Any = torch.utils.data.DataLoader(ahead, batch_size=None)
+    loader = prepare_data_loader(loader, num_processes=1, process_index=0, put_on_device=True, dispatch_batches=False)
+    for _ in range(2):
+        for at, batch in enumerate(ahead.handed_out(loader), 1):
+            numbers.append(int(batch["number"]))
+            if at == len(loader):
+                break
+    assert numbers == 2 * EPOCH
+    ahead._loader.close()
+
+
+def test_trainer_drops_what_is_beyond_len(appliance: Appliance, tmp_path: Path) -> None:
+    """Also where training goes on from the end of an epoch."""
+    from transformers import Trainer, TrainingArguments
+
+    from penstock.client.integrations.transformers import LoaderState
+
+    def train(checkpoint: Path | None = None) -> list[int]:
+        ahead = too_short(appliance)
+
+        class Fed(Trainer):  # type: ignore[misc]
+            def get_train_dataloader(self) -> Any:
+                return ahead
+
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            num_train_epochs=2,
+            save_strategy="epoch",
+            learning_rate=0.0,
+            ignore_data_skip=True,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            logging_strategy="no",
+        )
+        model = Constant()
+        Fed(model, arguments, callbacks=[LoaderState()]).train(resume_from_checkpoint=checkpoint)
+        ahead._loader.close()
+        return model.train_numbers
+
+    assert train() == 2 * EPOCH
+    assert train(tmp_path / f"checkpoint-{len(EPOCH)}") == EPOCH
 
 
 # ---- without a framework

@@ -40,7 +40,9 @@ def ahead() -> Lookahead:
 
 def test_the_state_is_json(ahead: Lookahead) -> None:
     callback = new()
-    assert callback.state()["attributes"] == {"saved": None}, "the Trainer asks before the training begins"
+    assert callback.state()["attributes"] == {"saved": None, "epoch_over": False}, (
+        "the Trainer asks before the training begins"
+    )
     begin(callback, ahead, step=0)
     state = json.loads(json.dumps(callback.state()))
     other = Lookahead(DataLoader(streams.counter))

@@ -21,8 +21,8 @@ from penstock.data import MDSWriter
 
 TORCH, STATEFUL = "From a torch DataLoader", "From StatefulDataLoader"
 STREAMING, ENERGON, TF_DATA = "From mosaicml-streaming", "From Megatron Energon", "From tf.data service"
-IMPORT = "Moving in mid-run"
-"""A section without programs: test_import_state.py."""
+MID_RUN = "Moving in mid-run"
+"""A section without programs."""
 
 
 PAGE = REPO / "docs/migrate.md"
@@ -34,10 +34,10 @@ BLOCKS = [block for block in PYTHON if block.note == "run by tests/integrations/
 def programs() -> dict[str, list[Block]]:
     """Return the programs before and after the migration, by their heading."""
     headings = {n: line[3:] for n, line in enumerate(PAGE.read_text().splitlines(), 1) if line.startswith("## ")}
-    found: dict[str, list[Block]] = {heading: [] for heading in headings.values() if heading != IMPORT}
+    found: dict[str, list[Block]] = {heading: [] for heading in headings.values() if heading != MID_RUN}
     for block in PYTHON:
         heading = headings[max(line for line in headings if line < block.line)]
-        if heading != IMPORT:
+        if heading != MID_RUN:
             found[heading].append(block)
     return found
 

@@ -1,7 +1,8 @@
 """A runner for the lane tests: a Producer in a process of its own, which does what it is told over a control socket.
 
 Like the real one it has a single thread, makes batches while ring entries are free, reads acks, and makes nothing more
-of an epoch that was left. Commands are JSON, one a packet, sometimes with a descriptor; each gets one answer, `until`
+of an epoch that was left. Told to, it hands its end of the lane over to a new Producer after each command and batch, as
+epoch processes do. Commands are JSON, one a packet, sometimes with a descriptor; each gets one answer, `until`
 only once what it names has come true.
 """
 
@@ -16,11 +17,12 @@ import signal
 import socket
 import sys
 from collections import deque
-from typing import Any
+from typing import Any, cast
 
 from penstock.proto.errors import PenstockError
-from penstock.proto.lane.endpoints import Producer
 from penstock.proto.lane.frames import pack_shapes
+from penstock.proto.lane.producer import Producer
+from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import lane_pb2, records_pb2
 
 Item = dict[str, Any]
@@ -46,6 +48,20 @@ def structure_bytes(structure: int, size: int) -> bytes:
     return random.Random(-structure).randbytes(size)
 
 
+def handed_over(old: Producer) -> Producer:
+    """Return a Producer that continues the end of the lane of another one, as in another process: it gets the record as
+    bytes, and descriptors of its own."""
+    record, fds = old.hand_over()
+    data, copies = encode_state(record), [os.dup(fd) for fd in fds]
+    old.release_socket()
+    for fd in fds[record["attached"] :]:
+        os.close(fd)
+    new = Producer(old.max_batch_bytes, old.ring_bytes)
+    new.take_over(cast(Item, decode_state(data)), copies)
+    new.map_rings()
+    return new
+
+
 class Child:
     def __init__(self, control: socket.socket) -> None:
         self.control = control
@@ -53,13 +69,19 @@ class Child:
         self.waiting: list[Item] = []
         self.work: deque[Item] = deque()
         self.made = self.left = 0
-        self.starved = self.deaf = False
+        self.starved = self.deaf = self.hands_over = False
         self.error = ""
 
-    def reset(self, max_batch_bytes: int) -> None:
+    def reset(self, max_batch_bytes: int, hands_over: bool = False) -> None:
         self.producer.close(say_so=False)
         self.__init__(self.control)  # type: ignore[misc]  # as new
         self.producer.max_batch_bytes = max_batch_bytes
+        self.hands_over = hands_over
+
+    def hand_over(self) -> None:
+        """Continue with a new Producer, if this is wanted."""
+        if self.hands_over:
+            self.producer = handed_over(self.producer)
 
     def state(self) -> Item:
         producer = self.producer
@@ -127,6 +149,8 @@ class Child:
                         reserved, total, item["epoch"], structure, size, pack_shapes(shapes), digest(total)
                     )
                     self.made += 1
+                    self.hand_over()
+                    producer = self.producer
                 elif kind == "end":
                     producer.end(item["epoch"], item["total"])
                 elif kind == "fail":
@@ -173,7 +197,9 @@ class Child:
                 data, fds, _, _ = socket.recv_fds(self.control, 1 << 17, 4)
                 if not data:
                     return
+                self.hand_over()
                 reply = self.command(json.loads(data), fds)
+                self.hand_over()
                 self.make()
                 if reply is not None:
                     self.answer(self.state())

@@ -135,7 +135,7 @@ def test_abandon_within_a_compressed_payload(rig: ReceiverRig) -> None:
         place = rig.expect(total, size)
         rig.consumer.delivered(total)
         rig.consumer.release(place)
-        rig.consumer.abandon(abandons)
+        rig.consumer.abandon(abandons, total)
         ack = rig.ack()
         assert (ack.delivered, ack.abandon_epoch) == (total, abandons + 1)
         # What still comes of it may be anything: nobody may look at it.

@@ -15,7 +15,7 @@ from lane_frames import a_frame, ack_of, frame_of
 from tests.lanes.conftest import count_rings
 
 from penstock.proto.errors import LaneLostError, ProtocolError
-from penstock.proto.lane.endpoints import MAX_FRAME, Consumer, check_peer
+from penstock.proto.lane.consumer import Consumer
 from penstock.proto.lane.frames import (
     BATCH,
     END,
@@ -23,10 +23,12 @@ from penstock.proto.lane.frames import (
     FRAME_BYTES,
     HEAD,
     KNOWN_STRUCTURES,
+    MAX_FRAME,
     MAX_PACKET,
     RING,
     STRUCTURE,
     Ack,
+    check_peer,
     framed,
 )
 from penstock.proto.lane.ring import GIANT_BYTES, PAGE, Ring, entries_for, grown, ring_bytes
@@ -387,7 +389,7 @@ def test_stale_frames_are_ignored_not_errors(pair: Pair) -> None:
     say(peer, kind=END, abandons=0)
     say(peer, kind=ERROR, abandons=0)
     batch(peer, abandons=1, total=9)
-    consumer.abandon(0)
+    consumer.abandon(0, 0)
     frame = consumer.receive()
     assert frame is not None
     assert frame.kind == ERROR
@@ -444,16 +446,25 @@ def test_acks_gather_until_the_flush(pair: Pair) -> None:
     assert (ack.delivered, list(ack.released)) == (4, [1, 1, 1, 2, 1, 3, 1, 4])
 
 
+def test_an_abandoned_epoch_has_its_last_batch_also_where_an_earlier_ack_had_it(pair: Pair) -> None:
+    """The process that has read the earlier one may be killed."""
+    peer, consumer = pair
+    consumer.delivered(7)
+    consumer.flush()
+    consumer.abandon(0, 7)
+    assert [(ack.delivered, ack.abandon_epoch) for ack in acks(peer)] == [(7, 0), (7, 1)]
+
+
 def test_what_waits_for_room_keeps_its_order(pair: Pair) -> None:
     peer, consumer = pair
     consumer.release([1, 1] * 2000)
     while consumer.flush():
         consumer.release([1, 1] * 2000)
     consumer.delivered(7)
-    consumer.abandon(0)
+    consumer.abandon(0, 7)
     consumer.delivered(8)
     consumer.release([2, 2] * 5000)
-    consumer.abandon(1)
+    consumer.abandon(1, 8)
     consumer.delivered(9)
     heard = []
     for _ in range(1000):

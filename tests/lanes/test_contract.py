@@ -10,8 +10,7 @@ from tests.lanes.runner_child import content, digest, structure_bytes
 from waiting import until
 
 from penstock.proto.errors import LaneClosedError, LaneLostError
-from penstock.proto.lane.endpoints import dims_of
-from penstock.proto.lane.frames import CLOSE, END, ERROR, unpack_shapes
+from penstock.proto.lane.frames import CLOSE, END, ERROR, dims_of, unpack_shapes
 from penstock.proto.v1 import lane_pb2
 
 Place = tuple[int, int]
@@ -254,6 +253,24 @@ def test_wishes_for_snapshots_and_passes_arrive(link: Link, runner: Runner) -> N
     assert len(state["wanted"]) == 3001
 
 
+def test_wishes_behind_the_loop_are_forgotten(link: Link, runner: Runner) -> None:
+    """Nobody answers them here, and there is a limit to those that are open."""
+    consumer = link.connect()
+    for total in range(1, 4):
+        runner.batches(total, [100])
+        take(consumer, total, 100)
+        consumer.want([number for step in range(2000) for number in (2000 * total + step, total)])
+        consumer.delivered(total)
+        consumer.flush()
+    consumer.want([9000, 4])
+    consumer.open_epochs(1)
+    consumer.flush()
+    state = runner.until(delivered=3, open_epochs=1)
+    assert state["attached"]
+    assert state["wanted"][-1] == [4, [9000]]
+    assert len(state["wanted"]) <= 2
+
+
 # ---- coming back
 
 
@@ -342,7 +359,7 @@ def test_a_pass_left_in_full_flow(link: Link, runner: Runner) -> None:
     consumer.delivered(2)
     consumer.release(places[0])
     runner.until(starved=True)
-    consumer.abandon(0)  # 3 was received and not handed out, 29 more are on their way, the rest is never made
+    consumer.abandon(0, 2)  # 3 was received and not handed out, 29 more are on their way, the rest is never made
     state = runner.until(abandoned=[0], abandons=1, delivered=2, kept=0, todo=0)
     assert state["made"] < 40
     runner.batches(3, [size] * 100, epoch=1)
@@ -366,7 +383,7 @@ def test_what_follows_a_pass_that_was_left(link: Link, runner: Runner, delivered
         consumer.delivered(total)
     if delivered < made:
         take(consumer, delivered + 1, size)  # received, not handed out
-    consumer.abandon(0)
+    consumer.abandon(0, delivered)
     state = runner.until(abandoned=[0], abandons=1, delivered=delivered, kept=0)
     if link.kind == "local":
         assert state["lent"] == delivered
@@ -385,8 +402,8 @@ def test_two_passes_left_in_a_row_without_waiting(link: Link, runner: Runner) ->
     consumer = link.connect()
     runner.batches(1, [100] * 5)
     finish(consumer, 1, take(consumer, 1, 100))
-    consumer.abandon(0)
-    consumer.abandon(1)
+    consumer.abandon(0, 1)
+    consumer.abandon(1, 1)
     runner.until(abandoned=[0, 1], abandons=2, lent=0)
     runner.batches(2, [100] * 40, epoch=2)
     consume(consumer, range(2, 42), 100, epoch=2)
@@ -432,7 +449,7 @@ def test_error_outlives_its_epoch(link: Link, runner: Runner) -> None:
     runner.batches(1, [100] * 2)
     runner.work({"kind": "fail", "epoch": 0, "total": 2, "message": "it broke", "traceback": ""})
     finish(consumer, 1, take(consumer, 1, 100))
-    consumer.abandon(0)
+    consumer.abandon(0, 1)
     for _ in range(2):
         frame = next_frame(consumer)
         assert (frame.kind, frame.error.message) == (ERROR, "it broke")

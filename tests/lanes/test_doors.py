@@ -11,8 +11,8 @@ from waiting import until
 
 from penstock.client.stream.receiver_process import Receiver
 from penstock.proto.errors import AuthenticationError, PenstockError, SupersededError
-from penstock.proto.lane.endpoints import LANE_PROTOCOL, Consumer, connect_local
-from penstock.proto.lane.frames import CLOSE, ERROR
+from penstock.proto.lane.consumer import Consumer
+from penstock.proto.lane.frames import CLOSE, ERROR, LANE_PROTOCOL, connect_local
 from penstock.proto.lane.tcp import sealed
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.daemon.listeners import slot_of

@@ -18,8 +18,9 @@ from lane_frames import frame_of
 from tests.lanes.conftest import count_rings
 
 from penstock.proto.errors import BatchTooLargeError, InvalidArgumentError, LaneLostError
-from penstock.proto.lane.endpoints import MAX_FRAME, Consumer, FreeEntry, Producer
-from penstock.proto.lane.frames import BATCH, END, HEAD, MAX_PACKET, RING, STRUCTURE, Ack, Frame, pack_shapes
+from penstock.proto.lane.consumer import Consumer
+from penstock.proto.lane.frames import BATCH, END, HEAD, MAX_FRAME, MAX_PACKET, RING, STRUCTURE, Ack, Frame, pack_shapes
+from penstock.proto.lane.producer import FreeEntry, Producer
 from penstock.proto.lane.ring import PAGE, Ring, RingBudget
 from penstock.proto.v1 import lane_pb2, records_pb2
 
@@ -373,7 +374,7 @@ def test_random_walk_of_a_whole_life() -> None:
             consumer.close(say_so=False)
             consumer = None
         elif action < 0.97:
-            consumer.abandon(epoch)
+            consumer.abandon(epoch, total)
             epoch, abandons = epoch + 1, abandons + 1
             producer.take_acks()
         for number, _, _, view in held:
@@ -383,7 +384,7 @@ def test_random_walk_of_a_whole_life() -> None:
     if consumer is not None:
         for _, ring, slot, _ in held:
             consumer.release([ring, slot])
-        consumer.abandon(epoch)
+        consumer.abandon(epoch, total)
         producer.take_acks()
         consumer.close()
     held.clear()

@@ -20,8 +20,8 @@ from waiting import until
 from penstock.client.stream.receiver_process import Receiver
 from penstock.proto.errors import LaneLostError, PenstockError
 from penstock.proto.lane import tcp
-from penstock.proto.lane.endpoints import MAX_FRAME, Consumer, connect_local
-from penstock.proto.lane.frames import BATCH, CLOSE, END, ERROR, RING, STRUCTURE, Ack, Frame
+from penstock.proto.lane.consumer import Consumer
+from penstock.proto.lane.frames import BATCH, CLOSE, END, ERROR, MAX_FRAME, RING, STRUCTURE, Ack, Frame, connect_local
 from penstock.proto.lane.tcp import SEAL
 from penstock.proto.v1 import lane_pb2
 
@@ -191,12 +191,13 @@ def test_passes_left_while_their_batches_come_in(rig: Rig) -> None:
         place = rig.expect(total, size)
         rig.consumer.delivered(total)
         rig.consumer.release(place)
-        rig.consumer.abandon(abandons)
+        rig.consumer.abandon(abandons, total)
         ack = rig.ack()
         assert (ack.delivered, ack.abandon_epoch) == (total, abandons + 1)
         # The sender does not stop within a frame, and what it sends now has been overwritten: nobody may see it.
         second = len(stale) // 3
         rig.far.sendall(b"?" * (2 * second - 80_000) + stale[2 * second :])
+        rig.far.sendall(stream(a_frame(kind=END, total=total + 3, abandons=abandons, epoch=abandons)))
         rig.far.sendall(stream(batch(total + 1, size, abandons=abandons + 1, epoch=abandons + 1)))
         rig.take(total + 1, size)
         assert rig.ack().delivered == total + 1

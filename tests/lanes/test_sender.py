@@ -15,8 +15,8 @@ from waiting import until
 from xxhash import xxh3_64
 
 from penstock.proto.lane import tcp
-from penstock.proto.lane.endpoints import Producer
 from penstock.proto.lane.frames import BATCH, END, MAX_PACKET, RING, STRUCTURE, Ack, Frame, framed, pack_shapes
+from penstock.proto.lane.producer import Producer
 from penstock.proto.lane.tcp import CHECK_BYTES, check_of, is_checked
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.daemon.sender import FRAMES_A_TURN, MAX_OUT, Sender

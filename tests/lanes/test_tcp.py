@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lane_frames import a_frame
 
+from penstock.proto.batch.digest import FULL_BELOW, DigestCover
 from penstock.proto.errors import BatchCorruptError, DeadlineError, LaneLostError, PenstockError, ProtocolError
 from penstock.proto.lane import tcp
-from penstock.proto.lane.endpoints import MAX_FRAME
+from penstock.proto.lane.frames import BATCH, COUNTED, MAX_FRAME
 from penstock.proto.lane.tcp import SEAL, sealed
 from penstock.proto.v1 import lane_pb2
 
@@ -120,6 +122,22 @@ def test_messages_are_whole_for_any_split(messages: list[bytes], pieces: list[in
         at += size
     assert taken == messages
     assert len(inbox) == 0
+
+
+@pytest.mark.parametrize(
+    ("cover", "nbytes", "codec", "checked"),
+    [
+        (DigestCover.SAMPLE, FULL_BELOW, 0, False),
+        (DigestCover.SAMPLE, FULL_BELOW + 64, 0, True),
+        (DigestCover.SAMPLE, 64, lane_pb2.LZ4, True),
+        (DigestCover.ROWS, 64, 0, True),
+        (DigestCover.FULL, 1 << 30, 0, False),
+        (DigestCover.FULL, 64, lane_pb2.LZ4, True),
+    ],
+)
+def test_payload_has_one_checksum(cover: DigestCover, nbytes: int, codec: int, checked: bool) -> None:
+    for flags in (cover, cover | COUNTED):
+        assert tcp.is_checked(a_frame(BATCH, flags=flags, nbytes=nbytes, codec=codec)) is checked
 
 
 def test_payload_between_messages() -> None:

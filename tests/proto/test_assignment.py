@@ -1,11 +1,32 @@
-"""Record of a runner having asked for its assignment: each runner has its own, also if one fork server forked them
-all."""
+"""Record of a runner having asked for its assignment, and of the fields that it has read: each runner has its own, also
+if one fork server forked them all."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import os
+import pickle
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
 
-from penstock.proto.state.assignment import NEUTRAL, assigned, current_assignment, looked_at, set_assignment
+import pytest
+
+from penstock.proto.errors import InputFnError
+from penstock.proto.state.assignment import (
+    NEUTRAL,
+    Assignment,
+    WorkerInfoAnswer,
+    assigned,
+    current_assignment,
+    get_streaming_batch_size,
+    looked_at,
+    process_assignment,
+    reads,
+    set_assignment,
+)
 
 
 def test_later_sibling_keeps_the_read_mark() -> None:
@@ -36,3 +57,70 @@ def test_a_process_that_the_loader_forked_counts() -> None:
             os._exit(0)
         os.waitpid(child, 0)
         assert looked_at()
+
+
+HERE = Assignment(box=1, num_boxes=2, slot=1, num_workers_per_box=3, seed=5, first_step=9)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        repr,
+        str,
+        hash,
+        copy.copy,
+        copy.deepcopy,
+        pickle.dumps,
+        lambda here: here == HERE and here != NEUTRAL,
+        lambda here: (here.seed, here.first_step),
+    ],
+)
+def test_what_divides_nothing_is_no_read(use: Callable[[Assignment], object]) -> None:
+    with assigned(HERE):
+        use(current_assignment())
+        assert not reads().fields
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda here: pickle.loads(pickle.dumps(here))])
+def test_copies_are_watched_too(way: Callable[[Assignment], Assignment]) -> None:
+    with assigned(HERE):
+        copied = way(current_assignment())
+        assert copied == HERE == copied
+        assert (copied.global_worker_id, copied.total_num_workers) == (4, 6)
+        assert reads().fields == {"global_worker_id", "total_num_workers"}
+
+
+@pytest.mark.parametrize("use", [dataclasses.asdict, dataclasses.astuple, vars])
+def test_all_fields_at_once_are_read(use: Callable[[Any], object]) -> None:
+    with assigned(HERE):
+        assert list(use(current_assignment())) == list(use(HERE))  # type: ignore[call-overload]
+        assert reads().next_answer is WorkerInfoAnswer.NONE
+
+
+def test_replaced_assignment_has_the_other_fields() -> None:
+    with assigned(HERE):
+        assert dataclasses.replace(current_assignment(), slot=2) == dataclasses.replace(HERE, slot=2)
+
+
+def test_process_assignment_is_not_watched() -> None:
+    with assigned(HERE):
+        assert process_assignment().global_worker_id == 4
+        get_streaming_batch_size(64)
+        assert not reads().fields
+
+
+def test_reads_outlive_a_new_assignment_in_the_same_process() -> None:
+    """The user's modules, which may have read it, are imported once."""
+    with assigned(HERE):
+        assert current_assignment().slot == 1
+        set_assignment(dataclasses.replace(HERE, slot=0))
+        assert reads().next_answer is WorkerInfoAnswer.NONE
+
+
+def test_error_of_a_library_names_the_users_line() -> None:
+    with assigned(HERE):
+        reads().ask(sys._getframe())
+        with pytest.raises(
+            InputFnError, match=rf"^{re.escape(__file__)}:\d+ reads .\w+ of current_assignment\(\) after"
+        ):
+            dataclasses.asdict(current_assignment())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import mmap
-import os
-import subprocess
-import sys
+import time
+import tracemalloc
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,123 +14,252 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.proto.batch.digest import EDGE, FULL_BELOW, WORDS, batch_digest, rows_digest
+from penstock.proto.batch.digest import (
+    EDGES,
+    FEW_LEAVES,
+    FULL_BELOW,
+    SMALL_LEAF,
+    WORDS,
+    ShapesCache,
+    batch_digest,
+    plan_digest,
+    region_digest,
+    rows_digests,
+    sampling_of,
+)
 from penstock.proto.batch.flatten import Flattener, wrap_buffer
+from penstock.proto.batch.structure import MAX_LEAVES, Leaf, Node, Structure
+from penstock.proto.lane.frames import pack_shapes
 
-KNOWN = (0xFFCA8C0BF9AE2DD, 0x59319B0FE32F1CFC, 0xF5C2140065FE99A1)
+KIB, MIB = 1 << 10, 1 << 20
+KNOWN = {
+    (): 16590437233705701221,
+    (64,): 9756458822665867802,
+    (300 * KIB,): 10806254905057323483,
+    (200 * KIB, 32, 200 * KIB): 6695094524729367416,
+    (20 * KIB, 5) * 20: 5871712210237299832,
+}
 
 
-def digest_of(data: bytes, key: int = 1, shapes: tuple[int, ...] = (3,), offset: int = 64) -> int:
-    return batch_digest(key, bytes(offset) + data + b"rest", offset, len(data), shapes)
+class Region:
+    """Batch of bytes in memory, with one leaf of each size."""
+
+    def __init__(self, sizes: Sequence[int], seed: int = 0) -> None:
+        self.structure = Structure.of(Node("u", (Leaf("t", "uint8", 1),) * len(sizes)))
+        self.shapes = list(sizes)
+        self.starts = np.cumsum([0, *(-size % 64 + size for size in sizes)]).tolist()
+        self.nbytes = self.starts.pop()
+        self.data = np.zeros(self.nbytes, np.uint8)
+        self.rng = np.random.default_rng(seed)
+        for leaf in range(len(sizes)):
+            self.fill(leaf)
+
+    def leaf(self, number: int) -> Any:
+        return self.data[self.starts[number] :][: self.shapes[number]]
+
+    def fill(self, number: int) -> None:
+        self.leaf(number)[:] = self.rng.integers(0, 256, self.shapes[number], np.uint8)
+
+    def digest(self, full: bool = False) -> int:
+        return batch_digest(self.structure, self.data, 0, self.nbytes, self.shapes, full)
 
 
-@pytest.mark.parametrize("size", [0, 64, FULL_BELOW - 64, FULL_BELOW, FULL_BELOW + 64, 20_032, 100_032, 1 << 20])
-def test_it_is_one_function_of_the_bytes(size: int) -> None:
-    data = np.random.default_rng(0).bytes(size)
-    wanted = digest_of(data)
+KINDS = [(), (64,), (FULL_BELOW,), (FULL_BELOW + 1,), (70_001,) * 5, (20 * KIB, 7) * 20]
+"""Sizes of leaves: batches that are covered in full; one sampled leaf; few; many."""
+
+
+@pytest.mark.parametrize("sizes", KINDS)
+def test_it_is_one_function_of_the_bytes(sizes: tuple[int, ...]) -> None:
+    region = Region(sizes)
+    structure, size, shapes, wanted = region.structure, region.nbytes, region.shapes, region.digest()
     assert 0 <= wanted < 1 << 64
-    assert digest_of(data, offset=0) == digest_of(data, offset=4096) == wanted
     ring = mmap.mmap(-1, size + 4096)
-    ring[64 : 64 + size] = data
+    ring[64 : 64 + size] = region.data.tobytes()
     for buffer in (ring, memoryview(ring), wrap_buffer(ring), np.frombuffer(ring, np.int32), bytearray(ring[:])):
-        assert batch_digest(1, buffer, 64, size, [3]) == wanted
-    assert digest_of(data, key=2) != wanted
-    assert digest_of(data, shapes=(3, 1)) != wanted
-    assert digest_of(data, shapes=(4,)) != wanted
-    assert digest_of(data, shapes=()) != wanted
+        assert batch_digest(structure, buffer, 64, size, shapes) == wanted
+    cache, dims = ShapesCache(structure), pack_shapes(shapes)
+    for _ in range(4):  # a first batch of these shapes is read in another way than the next
+        _, seed, sampling = cache.find(size, dims)
+        assert region_digest(seed, memoryview(ring), 64, size, sampling) == wanted
+    other = Structure.of(Node("l", structure.tree.children))  # type: ignore[union-attr]
+    assert batch_digest(other, ring, 64, size, shapes) != wanted
+    if sizes:
+        # as many bytes with the gap
+        assert batch_digest(structure, ring, 64, size, [shapes[0] ^ 1, *shapes[1:]]) != wanted
 
 
 def test_known_values() -> None:
     """Digests lie in records: they may not change from one version to the next."""
-    assert digest_of(b"") == KNOWN[0]
-    assert digest_of(bytes(range(64))) == KNOWN[1]
-    assert digest_of(bytes(range(256)) * 4000, key=(1 << 64) - 1, shapes=(1 << 40, 0)) == KNOWN[2]
-
-
-def test_it_is_the_same_in_every_process() -> None:
-    code = (
-        "from penstock.proto.batch.digest import batch_digest; d = bytes(range(256)) * 4000; "
-        "print(batch_digest(7, d, 0, len(d), [1, 2]))"
-    )
-    data = bytes(range(256)) * 4000
-    for seed in ("0", "77"):
-        out = subprocess.run(
-            [sys.executable, "-c", code], check=True, capture_output=True, env={**os.environ, "PYTHONHASHSEED": seed}
-        )
-        assert int(out.stdout) == batch_digest(7, data, 0, len(data), [1, 2])
+    assert {sizes: Region(sizes, seed=7).digest() for sizes in KNOWN} == KNOWN
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(min_size=1, max_size=2000), st.data())
 def test_every_bit_counts_in_a_small_batch(data: bytes, draw: st.DataObject) -> None:
-    bit = draw.draw(st.integers(0, 8 * len(data) - 1))
-    changed = bytearray(data)
-    changed[bit // 8] ^= 1 << bit % 8
-    assert digest_of(bytes(changed)) != digest_of(data)
+    region = Region([len(data)])
+    region.leaf(0)[:] = np.frombuffer(data, np.uint8)
+    wanted, bit = region.digest(), draw.draw(st.integers(0, 8 * len(data) - 1))
+    region.data[bit // 8] ^= 1 << bit % 8
+    assert region.digest() != wanted
 
 
-@pytest.mark.parametrize("size", [FULL_BELOW + 64, 70_001, 100_032, (1 << 20) - 64, 1 << 20, 5_000_000, 8 << 20])
-def test_a_large_batch_is_sampled_throughout(size: int) -> None:
-    """Both ends count in full, and no stretch longer than a few percent of the rest escapes notice."""
-    data = np.random.default_rng(1).integers(0, 256, size, np.uint8)
-    wanted = batch_digest(1, data, 0, size, [])
-    for at in (0, 1, EDGE - 1, size - EDGE, size - 1):
-        data[at] ^= 1
-        assert batch_digest(1, data, 0, size, []) != wanted
-        data[at] ^= 1
-    assert batch_digest(1, data, 0, size, []) == wanted
-    stretch = (size - 2 * EDGE) // (WORDS // 2)
-    for start in range(0, size - stretch, stretch // 2):
-        data[start : start + stretch] ^= 1
-        assert batch_digest(1, data, 0, size, []) != wanted, start
-        data[start : start + stretch] ^= 1
+def random_sizes(rng: np.random.Generator) -> list[int]:
+    """1 to 40 leaves of together 128 KiB to 4 MiB, about a third of them small."""
+    count = int(rng.integers(1, 41))
+    weights = rng.exponential(size=count) ** 2 + 1e-9
+    sizes = (weights / weights.sum() * rng.integers(128 * KIB, 4 * MIB)).astype(int)
+    small = rng.random(count) < 0.3
+    sizes[small] = rng.integers(1, SMALL_LEAF + 1, small.sum())
+    sizes[rng.integers(count)] += 128 * KIB
+    return [int(size) for size in np.maximum(sizes, 1)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_leaf_is_left_out(seed: int) -> None:
+    """Every byte of a leaf of up to 16 KiB counts, and every larger leaf."""
+    rng = np.random.default_rng(seed)
+    region = Region(random_sizes(rng), seed)
+    wanted = region.digest()
+    for number, size in enumerate(region.shapes):
+        leaf = region.leaf(number)
+        kept = leaf.copy()
+        region.fill(number)
+        if not np.array_equal(leaf, kept):
+            assert region.digest() != wanted, (region.shapes, number)
+        leaf[:] = kept
+        for at in {0, size - 1, *rng.integers(0, size, 8 * (size <= SMALL_LEAF)).tolist()}:
+            bit = 1 << int(rng.integers(8))
+            leaf[at] ^= bit
+            assert region.digest() != wanted, (region.shapes, number, at)
+            leaf[at] ^= bit
+    assert region.digest() == wanted
+
+
+@pytest.mark.parametrize("count", [1, 2, FEW_LEAVES, FEW_LEAVES + 1, 30])
+def test_large_leaves_are_sampled_throughout(count: int) -> None:
+    """The ends of each count in full, and no long stretch of the rest escapes notice."""
+    region = Region([300 * KIB + 17 * number for number in range(count)])
+    wanted = region.digest()
+    edge, stretches = (EDGES // count & -64, WORDS // 2) if count <= FEW_LEAVES else (256, 4)
+    for number in range(count):
+        leaf = region.leaf(number)
+        for at in (0, edge - 1, -1, -edge + 64):
+            leaf[at] ^= 1
+            assert region.digest() != wanted
+            leaf[at] ^= 1
+        inner = leaf[edge : -edge + 64]
+        stretch = len(inner) // stretches
+        for start in range(0, len(inner) - stretch, stretch // 2):
+            inner[start : start + stretch] ^= 1
+            assert region.digest() != wanted, (number, start)
+            inner[start : start + stretch] ^= 1
 
 
 @pytest.mark.parametrize("row", [128, 512, 1024, 4096, 65_536])
 def test_samples_do_not_fall_on_one_column(row: int) -> None:
     """Rows of padded sequences: a batch that differs in one 64-byte column out of two is another."""
-    data = np.zeros(((2 << 20) // row, row // 64, 64), np.uint8)
-    wanted = batch_digest(1, data.reshape(-1), 0, data.size, [])
-    middle = slice(-(-EDGE // row), -EDGE // row)
+    region = Region([2 * MIB])
+    rows = region.data.reshape(-1, row // 64, 64)
+    wanted = region.digest()
+    middle = slice(-(-EDGES // row), -EDGES // row)
     for column in range(2):
-        data[middle, column::2] = 1
-        assert batch_digest(1, data.reshape(-1), 0, data.size, []) != wanted
-        data[:] = 0
+        rows[middle, column::2] ^= 1
+        assert region.digest() != wanted
+        rows[middle, column::2] ^= 1
 
 
-def test_in_full_every_byte_counts_at_any_size() -> None:
-    data = np.random.default_rng(2).integers(0, 256, 1 << 20, np.uint8)
-    wanted = batch_digest(1, data, 0, data.size, [], full=True)
-    assert wanted != batch_digest(1, data, 0, data.size, [])
-    for at in np.random.default_rng(3).integers(0, data.size, 200):
-        data[at] ^= 1
-        assert batch_digest(1, data, 0, data.size, [], full=True) != wanted
-        data[at] ^= 1
+@pytest.mark.parametrize("sizes", [(2 * MIB, 100 * KIB, 100 * KIB, 8), (100 * KIB, 150 * KIB)])
+def test_leaves_that_are_cheap_together_count_in_full(sizes: tuple[int, ...]) -> None:
+    region = Region(sizes)
+    wanted = region.digest()
+    for number in range(1, len(sizes)):
+        leaf = region.leaf(number)
+        for at in region.rng.integers(0, len(leaf), 50):
+            leaf[at] ^= 1
+            assert region.digest() != wanted
+            leaf[at] ^= 1
+
+
+@pytest.mark.parametrize("sizes", [(MIB,), (MIB, 32), (20 * KIB,) * 20])
+def test_in_full_every_byte_counts_at_any_size(sizes: tuple[int, ...]) -> None:
+    region = Region(sizes)
+    wanted = region.digest(full=True)
+    assert wanted != region.digest()
+    for at in region.rng.integers(0, region.nbytes, 200):
+        region.data[at] ^= 1
+        assert region.digest(full=True) != wanted
+        region.data[at] ^= 1
 
 
 def test_it_covers_the_gaps_that_write_to_clears() -> None:
-    flat = Flattener().flatten({"x": torch.ones(3), "y": torch.ones(5000)})
+    flat = Flattener().flatten({"x": torch.ones(3), "y": torch.ones(5000), "z": torch.ones(100_001)})
     digests = set()
     for fill in (0x00, 0xFF):
         ring = mmap.mmap(-1, flat.nbytes)
         ring[:] = bytes([fill]) * flat.nbytes
         flat.write_to(wrap_buffer(ring).ctypes.data)
-        digests.add(batch_digest(flat.structure.key, ring, 0, flat.nbytes, flat.shapes))
+        digests.add(batch_digest(flat.structure, ring, 0, flat.nbytes, flat.shapes))
     assert len(digests) == 1
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 4), (0, -1), (0, 101), (100, 1), (1 << 64, 1)])
 def test_a_region_outside_the_buffer(offset: int, nbytes: int) -> None:
     with pytest.raises(ValueError, match="within its buffer of 100"):
-        batch_digest(1, bytes(100), offset, nbytes, [])
+        batch_digest(Region([]).structure, bytes(100), offset, nbytes, [])
+
+
+# ---- what a faulty peer may announce
+
+
+@pytest.mark.parametrize("shapes", [[], [MIB], [MIB] * 3, [MIB, 1 << 63], [(1 << 64) - 1] * 2, [0, 0], [MIB, MIB - 64]])
+def test_shapes_that_do_not_fit_cover_all(shapes: list[int]) -> None:
+    structure = Region([MIB, MIB]).structure
+    _, _, sampling = ShapesCache(structure).find(2 * MIB, pack_shapes(shapes))
+    assert sampling is None
+    _, _, sampling = ShapesCache(structure).find(2 * MIB, pack_shapes([MIB, MIB]))
+    assert sampling is not None
+    _, _, sampling = ShapesCache(structure).find(2 * MIB + 1, pack_shapes([MIB, MIB]))
+    assert sampling is None
+
+
+def test_sampling_of_the_most_leaves_takes_linear_time() -> None:
+    """65,536 leaves, of which each must be sampled, in 1 GiB."""
+    structure = Structure.of(Node("u", (Leaf("t", "uint8", 1),) * MAX_LEAVES))
+    size = SMALL_LEAF + 64
+    started = time.process_time()
+    sampling = sampling_of(structure, size * MAX_LEAVES, [size] * MAX_LEAVES)
+    assert time.process_time() - started < 2
+    assert sampling is not None
+    assert sampling.leaves == MAX_LEAVES
+
+
+def test_cache_of_samplings_is_bounded() -> None:
+    """A peer that sends other shapes each time, of a few and of many leaves."""
+    count = 100
+    structure = Region([1] * count).structure
+    cache, memory = ShapesCache(structure), memoryview(bytes(count * 21 * KIB))
+    tracemalloc.start()
+    for number in range(30):
+        size = SMALL_LEAF + 64 * number + 64
+        for _ in range(3):
+            _, seed, sampling = cache.find(size * count, pack_shapes([size] * count))
+            assert sampling is not None
+            region_digest(seed, memory, 0, size * count, sampling)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 1.2 * MIB
 
 
 def test_rows_digest_sums_over_any_split() -> None:
-    def digest(batch: Any) -> int:
+    def digests(batch: Any) -> tuple[int, int]:
         flat = Flattener().flatten(batch)
         region = np.zeros(flat.nbytes, np.uint8)
         flat.write_to(region.ctypes.data)
-        return rows_digest(flat.structure, flat.shapes, region, 0, flat.nbytes)
+        seed, _, _ = plan_digest(flat.structure, flat.nbytes, flat.shapes)
+        return rows_digests(seed, flat.structure, flat.shapes, region, 0, flat.nbytes)
+
+    def digest(batch: Any) -> int:
+        return digests(batch)[0]
 
     images, labels = torch.arange(7 * 5 * 3).reshape(7, 5, 3), np.arange(7)
 
@@ -141,7 +270,10 @@ def test_rows_digest_sums_over_any_split() -> None:
     whole = digest(rows(0, 7))
     assert (digest(rows(0, 3)) + digest(rows(3, 4)) + digest(rows(4, 7))) % 2**64 == whole
     assert digest(rows(2, 2)) == 0
-    assert digest({**rows(0, 7), "epoch": 4}) == whole, "no row"
+    turned = {**rows(0, 7), "image": images.flip(0).clone(), "label": np.arange(7)[::-1].copy()}
+    for other in ({**rows(0, 7), "epoch": 4}, {**rows(0, 7), "scale": torch.zeros(2, 2)}, turned):
+        assert digest(other) == whole, "no row, and no order"
+        assert digests(other)[1] != digests(rows(0, 7))[1], "what replays compare"
     for column, place in (("image", (6, 4, 2)), ("label", (3,))):
         other = rows(0, 7)
         other[column][place] += 1
@@ -151,8 +283,8 @@ def test_rows_digest_sums_over_any_split() -> None:
     assert digest(swapped) != whole, "a label belongs to its image"
     flat = Flattener().flatten(rows(0, 7))
     with pytest.raises(ValueError, match="dimensions in shapes"):
-        rows_digest(flat.structure, flat.shapes[1:], bytes(flat.nbytes), 0, flat.nbytes)
+        rows_digests(0, flat.structure, flat.shapes[1:], bytes(flat.nbytes), 0, flat.nbytes)
     with pytest.raises(ValueError, match="the shapes of a batch must fit"):
-        rows_digest(flat.structure, [1 << 40, *flat.shapes[1:]], bytes(flat.nbytes), 0, flat.nbytes)
+        rows_digests(0, flat.structure, [1 << 40, *flat.shapes[1:]], bytes(flat.nbytes), 0, flat.nbytes)
     with pytest.raises(ValueError, match="a batch must lie within"):
-        rows_digest(flat.structure, flat.shapes, bytes(8), 0, flat.nbytes)
+        rows_digests(0, flat.structure, flat.shapes, bytes(8), 0, flat.nbytes)

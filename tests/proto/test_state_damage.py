@@ -111,7 +111,7 @@ TOO_LARGE: list[list[object]] = [
     ["tensor", "uint8", 17],
     ["tensor", "float64", 3],
     ["array", "<f8", HUGE],
-    ["array", "|V2147483647", 5],
+    ["array", "|V999999999", 5],
     ["array", "<f8", 3],
     ["bytes", HUGE],
     ["bytes", 17],

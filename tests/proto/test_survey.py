@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import enum
 import types
-from collections import defaultdict
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from batch_memory import trip
+from PIL import Image
+from torch.utils import _pytree
 
 from penstock.proto.batch.flatten import Flattener
 from penstock.proto.batch.structure import MAX_LEAVES
@@ -42,6 +47,14 @@ class Text(str):
     pass
 
 
+class NamedPair(Pair):
+    """Unlike its base, it has a `__dict__`."""
+
+
+class Slow(UserList):  # type: ignore[type-arg]
+    pass
+
+
 class MyTensor(torch.Tensor):
     pass
 
@@ -58,6 +71,15 @@ def nested() -> Any:
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
+def jagged() -> Any:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
+def with_attribute(value: Any) -> Any:
+    value.note = "mine"
+    return value
+
+
 def freed() -> torch.Tensor:
     tensor = torch.ones(4)
     tensor.untyped_storage().resize_(0)
@@ -66,8 +88,9 @@ def freed() -> torch.Tensor:
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}:UserWarning")
-    for text in ("Sparse CSR", "torch.quantize_per_tensor", "The PyTorch API of nested")
+    for text in ("Sparse CSR", "torch.quantize_per_tensor", "The PyTorch API of nested", "The PyTorch API of MaskedT")
 ]
+pytestmark.append(pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning"))
 
 REFUSED: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: torch.ones(2, 2).to_sparse(), "torch.Tensor", "to_dense"),
@@ -80,13 +103,25 @@ REFUSED: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: torch.empty(2, dtype=vars(torch)["uint4"]), "torch.Tensor", "uint4"),
     (lambda: torch.ones([1] * 33), "torch.Tensor", "33"),
     (freed, "torch.Tensor", "freed"),
-    (lambda: torch.ones(2).as_subclass(MyTensor), "MyTensor", "as_subclass"),
+    (jagged, "torch.nested._internal.nested_tensor.NestedTensor", "unbind"),
+    (lambda: torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False])), "MaskedTensor", "plain tensors"),
+    (lambda: with_attribute(torch.ones(2)), "torch.Tensor", "detach"),
+    (lambda: with_attribute(torch.nn.Parameter(torch.ones(2))), "torch.nn.parameter.Parameter", "as_subclass"),
+    (lambda: with_attribute(torch.ones(2).as_subclass(MyTensor)), "MyTensor", "as_subclass"),
+    (lambda: with_attribute(Sample(1)), "Sample", "note: Any = field"),
+    (lambda: with_attribute(NamedPair(1, 2)), "NamedPair", "'note'"),
+    (lambda: with_attribute(OrderedDict(a=1)), "collections.OrderedDict", "'note'"),
     (lambda: np.array([None, "x"]), "numpy.ndarray", "object"),
-    (lambda: np.zeros(2, [("a", "i4"), ("b", "f8")]), "numpy.ndarray", "structured"),
+    (lambda: np.zeros(2, [("a", "i4"), ("b", "f8")]), "numpy.ndarray", "x.dtype.names"),
+    (
+        lambda: np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        f"{np.recarray.__module__}.recarray",
+        "x.dtype.names",
+    ),
     (lambda: np.zeros(2, "V5"), "numpy.ndarray", "V5"),
     (lambda: np.zeros(1, [("a", "i4")])[0], "numpy.void", "structured"),
     (lambda: np.ones(2).view(MyArray), "MyArray", "asarray"),
-    (lambda: np.ma.masked_array([1, 2], [True, False]), "numpy.ma.MaskedArray", "asarray"),
+    (lambda: np.ma.masked_array([1, 2], [True, False]), f"{np.ma.MaskedArray.__module__}.MaskedArray", "getmaskarray"),
     (lambda: MyFloat(3), "MyFloat", "base type"),
     (lambda: Colour.RED, "Colour", ".value"),
     (lambda: Text("x"), "Text", "plain"),
@@ -99,10 +134,18 @@ REFUSED: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: int, "type", "code"),
     (lambda: defaultdict(list), "collections.defaultdict", "dict(x)"),
     (lambda: types.MappingProxyType({}), "mappingproxy", "dict(x)"),
-    (lambda: DictRecord(x=1), "DictRecord", "dict(x)"),
-    (lambda: torch.ones(2, 2).max(0), "torch.return_types.max", "tuple(x)"),
-    (lambda: torch.Size([1]), "torch.Size", "tuple(x)"),
-    (lambda: range(3), "range", "input_fn"),
+    (lambda: DictRecord(x=1), "DictRecord", "no base written in C"),
+    (lambda: with_attribute(Counter(a=1)), "collections.Counter", "dict(x), and its attributes beside it"),
+    (lambda: Slow("x"), "Slow", "list(x)"),
+    (lambda: range(3), "range", "list(x)"),
+    (lambda: iter([1]), "list_iterator", "list(x)"),
+    (lambda: UserDict(a=1), "collections.UserDict", "dict(x)"),
+    (lambda: Path("a"), "pathlib.PosixPath", "str(x)"),
+    (lambda: datetime(2020, 1, 1, tzinfo=UTC), "datetime.datetime", "str(x)"),
+    (lambda: torch.float32, "torch.dtype", "str(x)"),
+    (lambda: Image.new("RGB", (2, 2)), "PIL.Image.Image", "numpy.asarray"),
+    (lambda: slice(1), "slice", "input_fn"),
+    (lambda: ..., "ellipsis", "input_fn"),
     (lambda: {1.5: 0}, "dict", "1.5 of type float"),
     (lambda: {(1, 2): 0}, "dict", "tuple"),
     (lambda: {Colour.RED: 0}, "dict", "Colour"),
@@ -127,6 +170,58 @@ def test_refused_with_path_type_and_remedy(make: Callable[[], Any], name: str, r
         Flattener().flatten(value)
 
 
+REMEDIES: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (jagged, lambda x: list(x.unbind())),
+    (nested, lambda x: list(x.unbind())),
+    (lambda: np.ma.masked_array([1, 2], [True, False]), lambda x: [x.data, np.ma.getmaskarray(x), x.filled(9)]),
+    (
+        lambda: np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        lambda x: {name: x[name] for name in x.dtype.names},
+    ),
+    (lambda: np.zeros(1, [("a", "i4")])[0], lambda x: {name: x[name] for name in x.dtype.names}),
+    (lambda: np.matrix([[1, 2]]), np.asarray),
+    (
+        lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        lambda x: [x.int_repr(), x.q_scale(), x.dequantize()],
+    ),
+    (lambda: torch.ones(2, 2).to_sparse(), lambda x: [x.to_dense(), x.indices(), x.values()]),
+    (lambda: torch.ones(2, 2).to_sparse_csr(), lambda x: x.to_dense()),
+    (lambda: torch.zeros(2, dtype=torch.uint8).view(torch.bits8), lambda x: x.view(torch.uint8)),
+    (lambda: torch.empty(2, dtype=vars(torch)["uint4"]), lambda x: x.view(torch.uint8)),
+    (lambda: with_attribute(torch.ones(2)), lambda x: x.detach()),
+    (lambda: with_attribute(torch.nn.Parameter(torch.ones(2))), lambda x: x.detach().as_subclass(torch.Tensor)),
+    (lambda: with_attribute(torch.ones(2).as_subclass(MyTensor)), lambda x: x.detach().as_subclass(torch.Tensor)),
+    (lambda: np.array([None, "x"]), lambda x: x.tolist()),
+    (lambda: Colour.RED, lambda x: [x.value, x.name]),
+    (lambda: Text("x"), str),
+    (lambda: UserDict(a=1), dict),
+    (lambda: types.MappingProxyType({"a": 1}), dict),
+    (lambda: defaultdict(list, a=1), dict),
+    (lambda: {1, 2}, sorted),
+    (lambda: Slow("x"), list),
+    (lambda: bytearray(b"x"), bytes),
+    (lambda: memoryview(b"x"), bytes),
+    (lambda: 1j, np.complex128),
+    (lambda: Path("a"), str),
+    (lambda: Image.new("RGB", (2, 2)), np.asarray),
+]
+"""Values that are refused, and what the message says to do."""
+
+
+@pytest.mark.parametrize(("make", "remedy"), REMEDIES, ids=lambda part: "")
+def test_remedies_help(make: Callable[[], Any], remedy: Callable[[Any], Any]) -> None:
+    value = make()
+    with pytest.raises(UnsupportedLeafError):
+        Flattener().flatten(value)
+    instead = remedy(value)
+    assert _pytree.tree_all(lambda leaf: leaf, _pytree.tree_map(equal, instead, trip(instead)))
+
+
+def equal(sent: Any, got: Any) -> bool:
+    same = sent == got
+    return type(sent) is type(got) and bool(same if isinstance(same, bool) else same.all())
+
+
 @pytest.mark.skipif(not hasattr(np.dtypes, "StringDType"), reason="numpy 2")
 def test_variable_width_strings_are_refused() -> None:
     with pytest.raises(UnsupportedLeafError, match=r"batch\[0\] is a numpy.ndarray of dtype StringDType"):
@@ -137,9 +232,15 @@ def test_a_known_structure_does_not_open_the_door() -> None:
     """Values of a type whose signature is known are still checked for what the signature does not hold."""
     flattener = Flattener()
     flattener.flatten([torch.ones(2, 2)])
-    for bad in (torch.ones(2, 2).to_sparse(), torch.ones(2, 2, device="meta"), torch.ones(2, 2).as_subclass(MyTensor)):
+    other = with_attribute(torch.ones(2, 2).as_subclass(MyTensor))
+    layouts = [torch.ones(2, 2).to_sparse(layout=layout) for layout in (torch.sparse_coo, torch.sparse_csr)]
+    for bad in (*layouts, torch.ones(2, 2, device="meta"), with_attribute(torch.ones(2, 2)), jagged(), nested(), other):
         with pytest.raises(UnsupportedLeafError, match=r"batch\[0\]"):
             flattener.flatten([bad])
+    for good in (Sample(1), NamedPair(1, 2), OrderedDict(a=1)):
+        flattener.flatten([good])
+        with pytest.raises(UnsupportedLeafError, match=r"batch\[0\] is a .* with the attribute 'note'"):
+            flattener.flatten([with_attribute(good)])
     flattener.flatten([torch.ones(0, 2)])
     with pytest.raises(UnsupportedLeafError, match=r"batch\[0\].*meta"):
         flattener.flatten([torch.ones(0, 2, device="meta")])

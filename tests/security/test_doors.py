@@ -18,8 +18,7 @@ from lane_frames import frame_of
 from pki import Pair, Pki
 
 from penstock.proto.errors import AuthenticationError, InvalidArgumentError, SupersededError, UnsafeBindError
-from penstock.proto.lane.endpoints import LANE_PROTOCOL
-from penstock.proto.lane.frames import Frame
+from penstock.proto.lane.frames import LANE_PROTOCOL, Frame
 from penstock.proto.lane.tcp import SEAL, sealed
 from penstock.proto.rpc.tls import load_tls
 from penstock.proto.v1 import lane_pb2

@@ -135,14 +135,6 @@ def test_empty_parts_are_refused(part: Any, methods: list[str]) -> None:
     refused(part, ProtocolError, "must not be empty", *methods)
 
 
-def test_all_replies_fit_into_half_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reply_parts, "CHECK_EVERY", PART)
-    monkeypatch.setattr(reply_parts, "free_memory", lambda: 8 * PART)
-    record = pb.StatePart(record=pb.WorkerRecord(state_bytes=PART), data=bytes(PART))
-    refused(record, ProtocolError, "half of its free memory", "FetchState")
-    assert reply_parts._received._bytes == 0
-
-
 def test_what_is_no_reply_is_an_error() -> None:
     """gRPC gave None for a reply that it could not parse, which ended the worker."""
     refused(b"\xff" * 9, ProtocolError, "the 9 bytes received as a reply of", *CALLS)

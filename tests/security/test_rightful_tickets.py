@@ -17,8 +17,8 @@ import pytest
 from hostile_coordinator import SECRET, Hostile, assignment, key_of, serving
 from waiting import PATIENCE
 
-from penstock.proto.lane.endpoints import LANE_PROTOCOL, Consumer, connect_local
-from penstock.proto.lane.frames import BATCH, CLOSE, ERROR, Ack, Frame
+from penstock.proto.lane.consumer import Consumer
+from penstock.proto.lane.frames import BATCH, CLOSE, ERROR, LANE_PROTOCOL, Ack, Frame, connect_local
 from penstock.proto.rpc.credentials.tickets import make_ticket
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2
@@ -174,18 +174,23 @@ def test_second_lane_ends_the_first(worker: pb.RegisterWorkerRequest) -> None:
             assert next_of(first) is None
 
 
-def descriptors(worker: pb.RegisterWorkerRequest) -> int:
-    """Return the number of open descriptors of the worker and of all its children."""
-    pids = [int(worker.worker.rpartition(":")[2])]
+def held(worker: pb.RegisterWorkerRequest, name: str) -> int:
+    """Return how many descriptors of memory of this name the worker and all its children have open."""
+    pids, found = [int(worker.worker.rpartition(":")[2])], 0
+    files: list[Path] = []
     for pid in pids:
-        pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
+        with contextlib.suppress(OSError):  # ended meanwhile
+            pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+            files += Path(f"/proc/{pid}/fd").iterdir()
+    for file in files:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found += name in os.readlink(file)
+    return found
 
 
 def test_descriptors_in_acks_are_dropped(worker: pb.RegisterWorkerRequest) -> None:
-    files = [os.memfd_create("sent") for _ in range(100)]
+    files = [os.memfd_create("sent-in-acks") for _ in range(100)]
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
-    before = descriptors(worker)
     for _ in range(5):
         sock = connect_local(worker.local_address, DEADLINE_S)
         sock.sendmsg([open_slot(1).SerializeToString()], rights)
@@ -196,7 +201,8 @@ def test_descriptors_in_acks_are_dropped(worker: pb.RegisterWorkerRequest) -> No
         consumer.close(say_so=False)
     for fd in files:
         os.close(fd)
+    assert held(worker, "memfd:"), "the rings"
     until = time.monotonic() + DEADLINE_S
-    while descriptors(worker) > before + 5:
+    while held(worker, "memfd:sent-in-acks"):
         assert time.monotonic() < until
         time.sleep(0.05)

@@ -15,7 +15,7 @@ from pki import Pair, Pki
 from tests.security.conftest import SECRETS, TOKENS, Starter, tls_flags
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.lane.endpoints import LANE_PROTOCOL
+from penstock.proto.lane.frames import LANE_PROTOCOL
 from penstock.proto.lane.tcp import sealed
 from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.rpc.tls import host_of, load_tls

@@ -24,8 +24,8 @@ from tests.lanes.conftest import next_frame
 from penstock.client.stream.receiver_process import Receiver
 from penstock.proto.errors import AuthenticationError, LaneLostError
 from penstock.proto.lane import tcp
-from penstock.proto.lane.endpoints import LANE_PROTOCOL, Consumer, connect_local
-from penstock.proto.lane.frames import BATCH, ERROR, RING, STRUCTURE, Ack
+from penstock.proto.lane.consumer import Consumer
+from penstock.proto.lane.frames import BATCH, ERROR, LANE_PROTOCOL, RING, STRUCTURE, Ack, connect_local
 from penstock.proto.lane.producer import Producer
 from penstock.proto.lane.tls_socket import TlsSocket, accept_tls_blocking, connect_tls, looks_like_tls
 from penstock.proto.rpc.tls import Tls, load_tls

@@ -12,7 +12,7 @@ from pki import Pair, Pki
 from tests.security.conftest import SECRETS, Starter, tls_flags
 
 from penstock.proto.errors import AuthenticationError, NotPermittedError, PenstockError, TlsError
-from penstock.proto.lane.endpoints import LANE_PROTOCOL
+from penstock.proto.lane.frames import LANE_PROTOCOL
 from penstock.proto.lane.tcp import sealed
 from penstock.proto.lane.tls_socket import connect_tls
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient

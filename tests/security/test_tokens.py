@@ -32,7 +32,7 @@ from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.channel import connect_aio, server_aio
 from penstock.proto.rpc.credentials.roles import METHODS, ROLES, Role
 from penstock.proto.rpc.credentials.token_proof import CHALLENGE_KEY, PROOF_KEY
-from penstock.proto.rpc.credentials.tokens import Tokens, read_token, read_tokens, tokens_given
+from penstock.proto.rpc.credentials.tokens import Tokens, read_token, read_tokens
 from penstock.proto.rpc.wire_errors import abort
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
@@ -87,10 +87,8 @@ def test_where_the_token_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file = secret_file(tmp_path, "from-file\n")
     with pytest.raises(AuthenticationError, match=r"no token was given: set PENSTOCK_TOKEN .*, or PENSTOCK_TOKEN_FILE"):
         read_token("client")
-    assert (tokens_given(), tokens_given(file), tokens_given(tmp_path / "none")) == (False, True, True)
     monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(file))
     assert read_token("client") == "from-file"
-    assert tokens_given()
     monkeypatch.setenv("PENSTOCK_TOKEN", "worker:from-environment")
     assert read_token("worker") == "from-environment"
     assert read_token("worker", file=file) == "from-file"

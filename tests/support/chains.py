@@ -93,6 +93,8 @@ def compare(
 def _kill_one(number: int) -> None:
     while True:
         found = sorted(runners())
+        if not found:
+            continue
         with contextlib.suppress(ProcessLookupError):  # one of the launch before, which has just ended
             os.kill(found[number % len(found)], signal.SIGKILL)
             return

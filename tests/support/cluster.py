@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # it imports torch, which not all who start a cluster need
 
 SUPPORT = str(Path(__file__).parent)
 INPUTS = str(Path(__file__).parent.parent / "inputs")
+MODEL = str(Path(__file__).parent.parent / "model")
 TOKEN = "a-token-for-tests-only-0123456789"
 DAEMONS = ("penstock.appliance.__main__", "penstock.worker.__main__")
 READ_AT_START = ("PYTHONPATH", "LD_PRELOAD")
@@ -75,7 +76,7 @@ class Cluster:
         self.state_dir = state_dir
         self._module = module
         self._options = options
-        path = os.pathsep.join([INPUTS, SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([INPUTS, SUPPORT, MODEL, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._usual = {**os.environ, "PYTHONPATH": path, "PENSTOCK_TOKEN": TOKEN}
         self.environment = {**self._usual, **environment}
         self.workers: list[Daemon] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -20,10 +21,15 @@ def runners(daemon: int) -> list[int]:
 
 
 def has_ring(pid: int) -> bool:
-    try:
-        return "penstock-ring" in Path(f"/proc/{pid}/maps").read_text()
-    except OSError:
-        return False
+    """Return True if a runner, or its process of the present epoch, has mapped a ring, or the runner holds one between
+    two epochs."""
+    for process in (pid, *census.children(pid)):
+        with contextlib.suppress(OSError):
+            if "penstock-ring" in Path(f"/proc/{process}/maps").read_text():
+                return True
+            if any("penstock-ring" in os.readlink(fd) for fd in Path(f"/proc/{process}/fd").iterdir()):
+                return True
+    return False
 
 
 def alive(pid: int) -> bool:

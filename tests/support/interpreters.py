@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from io import FileIO
@@ -28,7 +29,12 @@ __all__ = ["EXAMPLES", "Forked", "let_go", "start"]
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parents[1] / "examples"
-PATHS = [str(EXAMPLES), str(HERE), str(HERE.parent / "inputs"), *filter(None, [os.environ.get("PYTHONPATH")])]
+PATHS = [
+    str(EXAMPLES),
+    str(HERE),
+    *(str(HERE.parent / name) for name in ("inputs", "model")),
+    *filter(None, [os.environ.get("PYTHONPATH")]),
+]
 DEADLINE_S = 120.0
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _SIZE = 1 << 20
@@ -110,6 +116,7 @@ class _Interpreter:
 
 
 _interpreters: dict[tuple[str, ...], _Interpreter] = {}
+_starting = threading.Lock()
 
 
 def start(
@@ -132,8 +139,6 @@ def start(
     --ready-fd. stdout, stderr: as Popen has them. cwd: its working directory; empty for ours.
     """
     key = (*python, "torch" if torch else "")
-    if key not in _interpreters:
-        _interpreters[key] = _Interpreter(python)
     request = {"module": module, "arguments": [*arguments], "environment": {**environment}, "imports": [*imports]}
     request["cwd"] = cwd
     with contextlib.ExitStack() as closing:
@@ -147,7 +152,10 @@ def start(
         out, its_out = pipe() if stdout == subprocess.PIPE else (None, 1 if stdout is None else stdout)
         error, its_error = pipe() if stderr == subprocess.PIPE else (None, 2 if stderr is None else stderr)
         fds = [end, its_out, its_error, *([] if ready is None else [ready])]
-        return Forked(_interpreters[key].start(request, fds), ended, out, error)
+        with _starting:
+            if key not in _interpreters:
+                _interpreters[key] = _Interpreter(python)
+            return Forked(_interpreters[key].start(request, fds), ended, out, error)
 
 
 def let_go(python: Sequence[str]) -> None:

@@ -65,6 +65,8 @@ class Training:
         """Samples of box 0 by source."""
         self.state: Any = None
         """State of box 0 at the end."""
+        self.states: dict[int, Any] = {}
+        """States of box 0 that were saved on the way, by step."""
         self._allowed = 0
         self._moved = threading.Condition()
 
@@ -116,7 +118,8 @@ def _epoch_left(made: Training, loader: DataLoader, appliance: Appliance, box: i
 def training(
     cluster: Cluster, job: str, boxes: int, workers: int, steps: int, state: Any = None, **settings: Any
 ) -> Iterator[Training]:
-    """A job that has begun, and goes on to its end after the block. `leaves`: step after which it leaves the epoch."""
+    """A job that has begun, and goes on to its end after the block. `leaves`: step after which it leaves the epoch.
+    `every`: steps after which it saves again and again."""
     made = Training(boxes, steps, settings.get("pace_s", 0))
 
     def one(box: int) -> None:
@@ -130,6 +133,10 @@ def training(
             executor = DataExecutor(loader, num_steps=steps - (leaves or 0), appliance=appliance)
             for batch in executor:
                 made.took(box, executor.step, batch)
+                if executor.step % settings.get("every", steps + 1) == 0:
+                    saved = loader.state_dict()
+                    if box == 0:
+                        made.states[executor.step] = saved
             if box == 0:
                 made.counts = {name: counts.samples for name, counts in executor.stats.sources.items()}
             saved = loader.state_dict()

@@ -12,10 +12,16 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any
 
-__all__ = ["Proxy"]
+import pytest
+
+from penstock.client.stream.open_run import OpenRun
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+__all__ = ["Proxy", "proxied_lanes"]
 
 PIECE = 1 << 16
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with RST
@@ -140,3 +146,23 @@ class Proxy:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def proxied_lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Proxy]]]:
+    """Route TCP lanes that this process opens through proxies, one for each worker. Yields what returns them."""
+    proxies: dict[str, Proxy] = {}
+    dial = OpenRun.dial
+
+    def through(self: OpenRun, view: pb.SlotView, hello: Any) -> Any:
+        if view.tcp_address not in proxies:
+            proxies[view.tcp_address] = Proxy(view.tcp_address)
+        other = pb.SlotView()
+        other.CopyFrom(view)
+        other.tcp_address = proxies[view.tcp_address].address
+        return dial(self, other, hello)
+
+    monkeypatch.setattr(OpenRun, "dial", through)
+    yield lambda: list(proxies.values())
+    for proxy in proxies.values():
+        proxy.close()

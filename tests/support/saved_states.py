@@ -58,7 +58,9 @@ def mark_of(state: dict[str, Any]) -> int:
 
 def save_of(folder: Path, rank: int, *, orphaned: bool = False, **changes: Any) -> SaveJob:
     """The part of one of two ranks in a save of step 2 with nothing to write."""
-    index = described(Metadata({}, {}, storage_meta=StorageMeta(), version="1.0.0"), [])
+    metadata = Metadata({}, {}, storage_meta=StorageMeta())
+    metadata.version = "1.0.0"  # no parameter of torch 2.8
+    index = described(metadata, [])
     request: dict[str, Any] = {
         "save": "0abc",
         "step": 2,

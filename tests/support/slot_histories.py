@@ -101,16 +101,15 @@ def histories(draw: st.DrawFn) -> History:
         total = left.get(number, total + lengths[number])
     target = Target(epoch, total + draw(st.integers(0, lengths[epoch])), left, digest=7)
     history = History(lengths, left, target, [])
-    whole = draw(st.booleans())
-    points = draw(st.lists(_points(history, whole), max_size=12))
+    points = draw(st.lists(_points(history), max_size=12))
     if draw(st.booleans()):
-        points.append(_point(history, whole, 0, 0, 0, origin=True))
+        points.append(_point(history, 0, 0, 0, origin=True))
     astray = draw(st.frozensets(st.integers(0, max(0, len(points) - 1))))
     return History(lengths, left, target, points, astray)
 
 
 @st.composite
-def _points(draw: st.DrawFn, history: History, whole: bool) -> RestartPoint:
+def _points(draw: st.DrawFn, history: History) -> RestartPoint:
     """An epoch start, or a snapshot; also one that was taken ahead of a loop that then left the epoch."""
     epoch = draw(st.integers(0, history.target.epoch))
     began = history.began(epoch)
@@ -120,19 +119,18 @@ def _points(draw: st.DrawFn, history: History, whole: bool) -> RestartPoint:
         began = history.began(number)
         ahead = began + history.lengths[number]
         if draw(st.booleans()):
-            return _point(history, whole, number + 1, ahead, ahead, origin=True)
-        return _point(history, whole, number, began, draw(st.integers(began, ahead)), origin=False)
+            return _point(history, number + 1, ahead, ahead, origin=True)
+        return _point(history, number, began, draw(st.integers(began, ahead)), origin=False)
     last = history.left.get(epoch, began + history.lengths[epoch])
     if origin or last == began:
-        return _point(history, whole, epoch, began, began, origin=True)
+        return _point(history, epoch, began, began, origin=True)
     skips = draw(st.lists(st.tuples(st.just(epoch), st.integers(0, 40), st.integers(1, 3)), max_size=2))
     launch = Launch(draw(st.integers(0, 9)), draw(st.integers(0, began)))
-    return _point(history, whole, epoch, began, draw(st.integers(began + 1, last)), False, launch, tuple(skips))
+    return _point(history, epoch, began, draw(st.integers(began + 1, last)), False, launch, tuple(skips))
 
 
 def _point(
     history: History,
-    whole: bool,
     epoch: int,
     began: int,
     total: int,
@@ -140,7 +138,7 @@ def _point(
     launch: Launch = Launch(),  # noqa: B008 - frozen
     skips: Iterable[tuple[int, int, int]] = (),
 ) -> RestartPoint:
-    past = StreamHistory(launch, tuple((number, at) for number, at in history.left.items() if number < epoch), whole)
+    past = StreamHistory(launch, tuple((number, at) for number, at in history.left.items() if number < epoch))
     return RestartPoint(
         StreamPosition(epoch, total - began, total, 0),
         None,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import re
 import select
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -37,6 +39,18 @@ def together(boxes: int, train: Callable[[int], Any]) -> list[Any]:
     """Each box's loop in a thread of its own; their results in order."""
     with ThreadPoolExecutor(boxes) as pool:
         return list(pool.map(train, range(boxes)))
+
+
+def is_apart(loader: DataLoader, named: bool = False) -> bool:
+    """Whether the coordinator has told this box that another one is in a later epoch, or has `named` it otherwise."""
+    other = loader._session.run.box_apart  # type: ignore[union-attr]
+    return other is not None and other.HasField("label") == named
+
+
+def wait_until(there: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not there() and time.monotonic() < until:
+        select.select([], [], [], 0.05)
 
 
 @pytest.mark.filterwarnings("ignore:.*the epoch of box")  # 28 batches on three boxes: one has one more
@@ -102,6 +116,54 @@ def test_box_with_an_early_epoch_end_is_announced(cluster: Cluster) -> None:
 
     with pytest.warns(UserWarning, match="the epoch of box 0 ended at step 3, but box 1 continues"):
         assert together(2, train) == [3, 9]
+
+
+def test_boxes_in_different_epochs_are_named_once(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    begun, told = threading.Event(), threading.Event()
+
+    def train(number: int) -> None:
+        loader = DataLoader(streams.uneven, [40, 40])
+        with box(cluster, number, 2, 1, "apart") as appliance:
+            if number == 0:
+                assert len(list(islice(DataExecutor(loader, appliance=appliance), 3))) == 3
+                assert next(iter(DataExecutor(loader, appliance=appliance))) is not None
+                begun.set()
+                assert told.wait(30)
+                return
+            for step, _ in enumerate(DataExecutor(loader, appliance=appliance), 1):
+                if step == 4:
+                    assert begun.wait(30)
+                    wait_until(lambda: is_apart(loader))
+            told.set()
+
+    together(2, train)
+    lines = [record.message for record in caplog.records if "different epochs at one step" in record.message]
+    assert len(lines) == 1
+    assert "box 0 left epoch 0 after step 3, and box 1 continues it with step" in lines[0]
+
+
+def test_boxes_that_call_an_epoch_by_different_numbers_are_named(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = threading.Event()
+
+    def train(number: int) -> None:
+        loader = DataLoader(streams.uneven, [40, 40])
+        with box(cluster, number, 2, 1, "numbers") as appliance:
+            assert len(list(islice(DataExecutor(loader, appliance=appliance), 3))) == 3
+            loader.set_epoch(5 + number)
+            for step, _ in enumerate(DataExecutor(loader, appliance=appliance), 1):
+                if step == 4:
+                    wait_until(lambda: told.is_set() or is_apart(loader, named=True))
+                elif step == 5:
+                    told.set()
+
+    together(2, train)
+    lines = [record.message for record in caplog.records if "different epochs at one step" in record.message]
+    assert len(lines) == 1
+    assert re.search(
+        r"box (0 is in epoch 5 and box 1 in epoch 6|1 is in epoch 6 and box 0 in epoch 5)\. Call", lines[0]
+    )
 
 
 def test_last_state_outlives_another_box(cluster: Cluster) -> None:

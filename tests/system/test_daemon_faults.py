@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import traps
-from census import alive, children, descendants, runners
+from census import alive, descendants
 from cluster import Cluster, running
 from waiting import until
 
@@ -51,7 +50,7 @@ def add(cluster: Cluster, name: str = "") -> None:
 
 
 class Moments:
-    """Four runs that one daemon's death meets at different moments."""
+    """Runs that one daemon's death meets at different moments."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster
@@ -61,8 +60,7 @@ class Moments:
         self.there = threading.Semaphore(0)
 
     def release(self) -> None:
-        for name in ("input_fn", "load_state_dict"):
-            (self.folder / f"{name} released").touch()
+        (self.folder / "input_fn released").touch()
 
     def before_it_is_ready(self, job: str) -> list[int | None]:
         loader = DataLoader(traps.waits_in_input_fn, str(self.folder))
@@ -71,22 +69,12 @@ class Moments:
             return [executor.digest for _ in executor]
 
     def in_the_middle_of_the_stream(self, job: str) -> list[int | None]:
-        return self._stopping(job, DataLoader(traps.trapped, "stateful 0", [], str(self.folder)), lambda: None)
-
-    def while_a_state_is_asked_for(self, job: str) -> list[int | None]:
-        loader = DataLoader(traps.waits_to_load, str(self.folder))
-        states: list[Any] = []
-        digests = self._stopping(job, loader, lambda: states.append(loader.state_dict()))
-        again = DataLoader(traps.waits_to_load, str(self.folder))
-        again.load_state_dict(states[0])
-        with self.cluster.box(f"{job} again") as here:
-            executor = DataExecutor(again, num_steps=12, appliance=here)
-            return [*digests, *(executor.digest for _ in executor)]
+        return self._stopping(job, DataLoader(traps.trapped, "stateful 0", [], str(self.folder)))
 
     def while_a_snapshot_is_sent(self, job: str) -> list[int | None]:
-        return self._stopping(job, DataLoader(traps.heavy, 400), lambda: None)
+        return self._stopping(job, DataLoader(traps.heavy, 400))
 
-    def _stopping(self, job: str, loader: DataLoader, at_the_moment: Callable[[], None]) -> list[int | None]:
+    def _stopping(self, job: str, loader: DataLoader) -> list[int | None]:
         digests = []
         with self.cluster.box(job) as here:
             executor = DataExecutor(loader, num_steps=60, appliance=here)
@@ -94,7 +82,6 @@ class Moments:
                 digests.append(executor.digest)
                 if executor.step == 21:
                     self.there.release()
-                    at_the_moment()
                     assert self.killed.wait(60)
         return digests
 
@@ -102,13 +89,12 @@ class Moments:
 MOMENTS: list[Callable[[Moments, str], list[int | None]]] = [
     Moments.before_it_is_ready,
     Moments.in_the_middle_of_the_stream,
-    Moments.while_a_state_is_asked_for,
     Moments.while_a_snapshot_is_sent,
 ]
 
 
-def test_killed_at_four_moments_with_free_workers(cluster: Cluster, tmp_path: Path) -> None:
-    with ThreadPoolExecutor(4) as pool:
+def test_killed_at_three_moments_with_free_workers(cluster: Cluster, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(len(MOMENTS)) as pool:
         (first,) = cluster.workers
         undisturbed = Moments(cluster, tmp_path / "whole")
         undisturbed.release()
@@ -118,13 +104,12 @@ def test_killed_at_four_moments_with_free_workers(cluster: Cluster, tmp_path: Pa
         moments = Moments(cluster, tmp_path / "markers")
         runs = [pool.submit(moment, moments, moment.__name__) for moment in MOMENTS]
         try:
-            for _ in range(3):
+            for _ in range(2):
                 assert moments.there.acquire(timeout=30)
-            for name in ("input_fn", "load_state_dict"):
-                until((moments.folder / f"{name} reached").exists, 30, f"nobody waits in {name}")
+            until((moments.folder / "input_fn reached").exists, 30, "nobody waits in input_fn")
             add(cluster)
             below = descendants(first.pid)
-            assert len(below) >= 1 + 8, "a fork server and eight runners"
+            assert len(below) >= 1 + 6, "a fork server and six runners"
             cluster.coordinator.send_signal(signal.SIGSTOP)
             time.sleep(
                 2.5
@@ -192,41 +177,3 @@ def test_two_of_three_killed_at_once(cluster: Cluster, tmp_path: Path) -> None:
         for got, recoveries in pool.map(lambda lane: train(f"killed {lane}", lane, meeting.wait), lanes):
             assert got == whole
             assert recoveries >= 4  # of six slots; more if one goes to the other before its death is known
-
-
-def test_a_fork_server_killed_under_a_state_query(cluster: Cluster, tmp_path: Path) -> None:
-    """The helper process dies with it, and so does the runner: who takes the slot over is asked, and can be saved."""
-    reached, released = (tmp_path / f"load_state_dict {name}" for name in ("reached", "released"))
-    (daemon,) = cluster.workers
-    with cluster.box("fork server", num_workers_per_box=1) as here:
-        released.touch()
-        loader = DataLoader(traps.waits_to_load, str(tmp_path))
-        executor = DataExecutor(loader, num_steps=200, appliance=here)
-        numbers, states = [], []
-        for batch in executor:
-            numbers.append(batch["number"])
-            if executor.step == 150:
-                until(reached.exists, 20, "the check of early snapshots does not begin")
-                until(lambda: len(runners(daemon.pid)) == 1, 20, "the check of early snapshots does not end")
-                reached.unlink()
-                released.unlink()
-                killer = threading.Thread(target=kill_fork_server_once, args=(daemon.pid, reached, released))
-                killer.start()
-                states.append(loader.state_dict())
-                killer.join()
-        assert executor.stats.recoveries == 1
-        again = DataLoader(traps.waits_to_load, str(tmp_path))
-        again.load_state_dict(states[0])
-        rest = [batch["number"] for batch in DataExecutor(again, num_steps=50, appliance=here)]
-    assert rest == numbers[150:]
-
-
-def kill_fork_server_once(daemon: int, reached: Path, released: Path) -> None:
-    until(reached.exists, 20, "no helper process was needed")
-    (fork_server,) = [
-        fork_server for fork_server in children(daemon, "fork_server") if len(children(fork_server)) > 1
-    ]  # not one that is kept
-    family = [fork_server, *descendants(fork_server)]
-    os.kill(fork_server, signal.SIGKILL)
-    until(lambda: not alive(family), 20, lambda: f"alive: {alive(family)}")
-    released.touch()

@@ -99,6 +99,27 @@ def test_runners_killed_before_and_after(cluster: Cluster, keys: bool) -> None:
     assert after.global_batches == expected[40:]
 
 
+@pytest.mark.filterwarnings("ignore:.*was recovered")
+def test_saves_between_orders_and_their_steps(cluster: Cluster) -> None:
+    """Both changes are ordered long ahead, one with an added source, and runners die around their steps."""
+    job, before = "between", runners()
+    weights = {"web": "1", "code": "1", "math": "2"}
+    with training(cluster, job, 2, 2, 460, keys=True, every=40) as run:
+        run.go(10)
+        ordered(cluster, order(job, 230, weights, added={"math": "mixed:math"}))
+        ordered(cluster, order(job, 420, retired=["web"]))
+        for step in (100, 225, 300, 410, 425):
+            run.go(step)
+            kill_runners(before)
+    expected = alone(464, {0: BEFORE, 229: {"web": 1, "code": 1, "math": 2}, 419: {"code": 1, "math": 2}}, more=True)
+    assert run.global_batches == expected[:460]
+    assert sorted(run.states) == [*range(40, 460, 40)]
+    for step, boxes, workers in ((200, 2, 2), (240, 1, 3), (400, 3, 1), (440, 2, 2)):
+        with training(cluster, f"{job}-{step}", boxes, workers, 24, run.states[step], keys=True) as after:
+            after.go(24)
+        assert after.global_batches == expected[step : step + 24]
+
+
 @pytest.mark.filterwarnings("ignore:.*was recovered", "ignore:.*left its epoch")
 def test_change_in_a_second_epoch(cluster: Cluster, tmp_path: Path) -> None:
     """At a position that the first epoch went beyond, whose states lack the change."""
@@ -143,11 +164,11 @@ def test_loops_at_full_speed_are_fenced(cluster: Cluster) -> None:
     """Nobody holds the boxes: either the change is refused and nothing changes, or it is exact at its step."""
     job = "fast"
     made: list[tuple[int, dict[str, str]]] = []
-    with training(cluster, job, 2, 2, STEPS, pace_s=0.004) as run:
+    with training(cluster, job, 2, 2, STEPS, pace_s=0.008) as run:
         run.go(1)
         run.let(1 << 60)
         for number in range(8):
-            step = max(max(rows) for rows in run.rows) + (2, 150, 300, 80)[number % 4]
+            step = max(max(rows) for rows in run.rows) + (2, 150, 500, 80)[number % 4]
             weights = {"web": str(1 + number % 5), "code": str(1 + number % 3)}
             if step > STEPS - 10:
                 break

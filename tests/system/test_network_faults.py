@@ -16,13 +16,11 @@ import pytest
 import traps
 from census import alive, census, runners
 from cluster import TOKEN, Cluster, running
-from proxy import Proxy
+from proxy import Proxy, proxied_lanes
 from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.client.stream.open_run import OpenRun
 from penstock.proto import errors
-from penstock.proto.v1 import coordinator_pb2 as pb
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
 CLIENT_LEASE_S = 5.0
@@ -62,21 +60,8 @@ def whole(cluster: Cluster) -> list[int | None]:
 @pytest.fixture
 def lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Proxy]]]:
     """Route TCP lanes through proxies from now on, one for each worker."""
-    proxies: dict[str, Proxy] = {}
-    dial = OpenRun.dial
-
-    def through(self: OpenRun, view: pb.SlotView, hello: Any) -> Any:
-        if view.tcp_address not in proxies:
-            proxies[view.tcp_address] = Proxy(view.tcp_address)
-        other = pb.SlotView()
-        other.CopyFrom(view)
-        other.tcp_address = proxies[view.tcp_address].address
-        return dial(self, other, hello)
-
-    monkeypatch.setattr(OpenRun, "dial", through)
-    yield lambda: list(proxies.values())
-    for proxy in proxies.values():
-        proxy.close()
+    with proxied_lanes(monkeypatch) as proxies:
+        yield proxies
 
 
 STEPS = 240

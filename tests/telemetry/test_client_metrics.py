@@ -72,12 +72,6 @@ def test_remote_access_needs_tls_and_a_token(monkeypatch: pytest.MonkeyPatch) ->
         Appliance("127.0.0.1:1", job="j", http="127.0.0.1:0", token="abc")
 
 
-def test_missing_opentelemetry_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.instrumentation.grpc", None)
-    with pytest.raises(InvalidArgumentError, match=r"pip install 'penstock\[otel\]'"):
-        Appliance("127.0.0.1:1", job="j", otel=True, token="abc")
-
-
 def test_saves_are_counted_when_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_streams, "saves", SaveCounters())
     open_streams.saves.begun()

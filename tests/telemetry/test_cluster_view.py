@@ -12,7 +12,7 @@ from penstock.appliance.edge.coordinator_metrics import CoordinatorCounters, rea
 from penstock.appliance.edge.dashboard_data import MOST_BOXES, dashboard
 from penstock.deploy.doctor.cluster_check import check_worker
 from penstock.deploy.operations.show_status import tables
-from penstock.deploy.operations.top_screen import Screen, plain
+from penstock.deploy.operations.watch_screen import Screen
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.cluster_view import as_dict, view
 from penstock.runtime.telemetry.counters import CallCounters, Histogram
@@ -45,7 +45,7 @@ def faces() -> dict[str, str]:
     assert isinstance(console.file, io.StringIO)
     return {
         "status": "\n".join("  ".join(row) for table in tables(found) for row in table.rows),
-        "top": console.file.getvalue(),
+        "watch": console.file.getvalue(),
         "dashboard": json.dumps(dashboard(found), ensure_ascii=False),
     }
 
@@ -82,7 +82,6 @@ def test_runs_that_have_all_ended_are_one_line() -> None:
     runs = tables(view(reply, "head:7070"))[0]
     assert (runs.rows, runs.note) == ([], "1 run has ended: `penstock status --all` shows them.")
     assert runs.empty.startswith("No run is open at head:7070 (Penstock 0.1.0, up 0")
-    assert next(iter(plain(view(reply), 0.0))).endswith("no run is open, 1 run has ended, 0 workers are there")
 
 
 def test_metrics_and_doctor_agree_on_lost_worker() -> None:

@@ -17,7 +17,7 @@ from torch.utils.data._utils import collate as torchs
 
 from penstock.proto.batch.flatten import Flattener
 from penstock.proto.batch.tree import TORCH_NAMES
-from penstock.proto.lane.endpoints import Producer
+from penstock.proto.lane.producer import Producer
 from penstock.worker import collate, empty
 from penstock.worker.batch import building, stacking
 from penstock.worker.batch import entry_lease as module

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import lengths
 import pytest
 from torch.utils.data import DataLoader
 
@@ -36,7 +37,14 @@ def test_endless_without_length_and_loader_freed() -> None:
     assert list(islice(first, 5)) == [0] * 5
     assert (made, ended) == ([0], [True])
     assert list(islice(first, 2)) == [0] * 2
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="generator' has no len"):
+        len(first)
+
+
+def test_a_len_that_raises() -> None:
+    first = FirstBatch(lengths.raising())
+    assert [batch.tolist() for batch in islice(first, 2)] == [[0, 1]] * 2
+    with pytest.raises(ValueError, match="the manifest"):
         len(first)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.proto.batch.flatten import FlatBatch, Flattener
-from penstock.proto.lane.endpoints import FreeEntry, Producer
+from penstock.proto.lane.producer import FreeEntry, Producer
 from penstock.worker.batch import entry_lease as module
 from penstock.worker.batch.entry_lease import VAIN_LIMIT, EntryLease
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from penstock.proto.state.assignment import WorkerInfoAnswer
 from penstock.worker.daemon.worker_metrics import health
-from penstock.worker.processes.progress_page import EARLY, ENDS, ENTRIES, BatchRecord, ProgressPage
+from penstock.worker.processes.progress_page import ENDS, ENTRIES, BatchRecord, ProgressPage
 
 
 @pytest.mark.parametrize(
@@ -92,9 +93,10 @@ def test_the_daemon_reads_what_the_runner_wrote() -> None:
     runner.record(11, 1, 0xFEED, 44, delivered=9)
     runner.end(1, 11)
     runner.doing("next", delivered=11)
-    runner.note_assignment_read()
+    runner.note_reads(looked=True, answer=WorkerInfoAnswer.OF_BOX)
     daemon.refresh()
-    assert (daemon.total, daemon.epoch, daemon.samples, daemon.delivered, daemon.looked) == (11, 1, 44, 11, 1)
+    assert (daemon.total, daemon.epoch, daemon.samples, daemon.delivered) == (11, 1, 44, 11)
+    assert (daemon.looked, daemon.worker_info) == (True, WorkerInfoAnswer.OF_BOX)
     assert daemon.entry(11) == BatchRecord(11, 1, 0xFEED, 44)
     assert daemon.entry(10) is None
     assert daemon.ends() == {1: 11}
@@ -103,15 +105,15 @@ def test_the_daemon_reads_what_the_runner_wrote() -> None:
     daemon.close()
 
 
-def test_newest_and_first_batches_are_kept() -> None:
+def test_newest_batches_are_kept() -> None:
     progress_page = ProgressPage.create()
-    last = ENTRIES + EARLY + 10
+    last = ENTRIES + 10
     for total in range(1, last + 1):
         progress_page.record(total, 0, total, total, delivered=0)
     for epoch in range(ENDS + 2):
         progress_page.end(epoch, epoch)
-    assert progress_page.entry(2) == BatchRecord(2, 0, 2, 2)
-    assert progress_page.entry(EARLY + 1) is None
+    assert progress_page.entry(10) is None
+    assert progress_page.entry(11) == BatchRecord(11, 0, 11, 11)
     assert progress_page.entry(last) == BatchRecord(last, 0, last, last)
     assert len(progress_page.ends()) == ENDS
     assert min(progress_page.ends()) == 2
@@ -122,7 +124,7 @@ def test_abandoned_epoch_ends_where_abandoned() -> None:
     progress_page = ProgressPage.create()
     for epoch, total in enumerate((5, 10, 15)):
         progress_page.end(epoch, total)
-    progress_page.cut(1, 7)
+    progress_page.cut(1, 7, 7)
     assert progress_page.ends() == {0: 5, 1: 7}
     progress_page.close()
 
@@ -131,7 +133,7 @@ def test_a_reader_sees_no_zeros_between() -> None:
     """Each value that the daemon reads is one that the runner has written."""
     page = ProgressPage.create()
     page.here(3, 2)
-    page.note_assignment_read()
+    page.note_reads(looked=True, answer=WorkerInfoAnswer.NOT_ASKED)
     page.record(7, 3, 9, 7, 5)
     writer = os.fork()
     if writer == 0:
@@ -141,7 +143,7 @@ def test_a_reader_sees_no_zeros_between() -> None:
     try:
         for _ in range(20_000):
             page.refresh()
-            assert (page.total, page.epoch, page.looked, page.delivered, page.begun) == (7, 3, 1, 5, 3)
+            assert (page.total, page.epoch, page.looked, page.delivered, page.begun) == (7, 3, True, 5, 3)
             assert page.entry(7) == BatchRecord(7, 3, 9, 7)
     finally:
         os.kill(writer, signal.SIGKILL)

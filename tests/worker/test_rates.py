@@ -13,7 +13,6 @@ from coroutines import in_loop
 from penstock.proto.v1 import records_pb2
 from penstock.worker.resources.processor_time import ProcessorUse, used_by
 from penstock.worker.resources.rates import BatchRates
-from penstock.worker.slots.loader_findings import LoaderFindings
 from penstock.worker.slots.slot import Slot
 
 
@@ -65,7 +64,7 @@ def test_processor_wait_is_at_most_the_batch() -> None:
 
 @in_loop
 async def test_report_of_a_slot_tells_processor_time() -> None:
-    host: Any = SimpleNamespace(name="w", findings=lambda _: LoaderFindings())
+    host: Any = SimpleNamespace(name="w")
     slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
     slot._child = Mock(pid=os.getpid())  # which has had a tick of a processor at least
     slot.progress_page.record(1, 0, 0, 1, 0)

@@ -14,7 +14,6 @@ from penstock.proto.errors import LaneLostError, OverloadedError, PenstockError,
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.worker.slots import memory_watch
-from penstock.worker.slots.loader_findings import LoaderFindings
 from penstock.worker.slots.slot import Slot
 from penstock.worker.slots.slot_interfaces import DaemonCounters
 from penstock.worker.slots.snapshots import StoredSnapshot
@@ -27,7 +26,6 @@ def slot_of(coordinator: Any, changed: Callable[[], None] = lambda: None) -> Slo
         slot_changed=changed,
         counters=DaemonCounters(),
         embedded=False,
-        findings=lambda _: LoaderFindings(),
     )
     return Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
 
@@ -62,12 +60,12 @@ async def test_target_worker_gets_the_newest_when_ready() -> None:
         changed.clear()
         slot.assigned(records_pb2.WorkerAssignment(prepare_migration=prepare_migration))
 
-    slot.store.add(StoredSnapshot(0, 1, 1, 1, False, 1, b"state", verified=True), 0)
+    slot.store.add(StoredSnapshot(0, 1, 1, 1, False, 1, b"state"), 0)
     told(prepare_migration=True)
     await asyncio.wait_for(coordinator.asked.wait(), DEADLINE_S)
     assert not slot.report().migrated
     told(prepare_migration=False)  # it was dismissed, while its snapshot was on its way
-    slot.store.add(StoredSnapshot(0, 2, 2, 2, False, 2, b"state", verified=True), 0)
+    slot.store.add(StoredSnapshot(0, 2, 2, 2, False, 2, b"state"), 0)
     coordinator.may.set()
     while coordinator.kept != [1]:
         await asyncio.sleep(0)
@@ -102,7 +100,7 @@ async def test_snapshot_of_an_ended_run_is_dropped(caplog: pytest.LogCaptureFixt
         LaneLostError("lost"),
     ]
     slot = slot_of(Ended())
-    points = [StoredSnapshot(0, total, total, total, False, total, b"state", verified=True) for total in (1, 2, 3)]
+    points = [StoredSnapshot(0, total, total, total, False, total, b"state") for total in (1, 2, 3)]
     for point in points:
         await slot.durable.make(point)
     assert all(point.durable for point in points)
@@ -126,7 +124,7 @@ class Failing(Keeping):
 
 
 def first_point() -> StoredSnapshot:
-    return StoredSnapshot(0, 0, 0, 0, True, 0, b"state", verified=True)
+    return StoredSnapshot(0, 0, 0, 0, True, 0, b"state")
 
 
 @in_loop
@@ -179,7 +177,7 @@ def watched(coordinator: Away) -> Slot:
     slot = slot_of(coordinator)
     child: Any = SimpleNamespace(pid=1, kill=lambda: None)
     slot._child = child
-    slot.store.add(StoredSnapshot(0, 1, 1, 1, True, 1, b"state", verified=True), 0)
+    slot.store.add(StoredSnapshot(0, 1, 1, 1, True, 1, b"state"), 0)
     slot.ready.set()
     slot.begun.set()
     return slot
@@ -202,7 +200,7 @@ def test_runner_is_watched_while_snapshot_waits(grows: bool, monkeypatch: pytest
         monkeypatch.setattr(memory_watch, "MEMORY_S", 0.01)
         monkeypatch.setattr(memory_watch, "_looked_at", looked_at)
         slot = watched(coordinator)
-        await asyncio.wait_for(memory_watch.MemoryWatch(slot, slot.verifier, slot.durable).run(1, LIMIT), DEADLINE_S)
+        await asyncio.wait_for(memory_watch.MemoryWatch(slot, slot.durable).run(1, LIMIT), DEADLINE_S)
         assert coordinator.puts == 1
         assert slot.phase == pb.FAILED
         assert slot.error is not None

@@ -9,9 +9,9 @@ from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
 
 
 def point(
-    total: int, *, epoch: int = 0, epoch_start: bool = False, step: int = 0, size: int = 10, verified: bool = False
+    total: int, *, epoch: int = 0, began: int = 0, epoch_start: bool = False, step: int = 0, spent_s: float = 0.0
 ) -> StoredSnapshot:
-    return StoredSnapshot(epoch, total, total, 0, epoch_start, step, bytes(size), verified=verified)
+    return StoredSnapshot(epoch, total - began, total, 0, epoch_start, step, bytes(10), spent_s=spent_s)
 
 
 def totals(store: SlotSnapshots) -> list[int]:
@@ -20,18 +20,49 @@ def totals(store: SlotSnapshots) -> list[int]:
 
 def test_newest_at_far_edge_of_window_stays() -> None:
     store = SlotSnapshots()
-    store.add(point(0, epoch_start=True, verified=True), 0)
+    store.add(point(0, epoch_start=True), 0)
     for total in range(1, 11):
         store.add(point(total), oldest_wanted=6)
     assert totals(store) == [0, 6, 7, 8, 9, 10]
 
 
-def test_the_newest_verified_one_stays() -> None:
+def test_what_the_oldest_wanted_position_needs_stays() -> None:
+    """The newest before it, the newest that lies far enough before it to be compared, and the epoch's start."""
     store = SlotSnapshots()
-    for kept in (point(0, epoch_start=True, verified=True), point(3), point(4, verified=True), point(5), point(6)):
+    for total in (0, 50, 130, 140, 190):
+        store.add(point(total, epoch_start=not total), 0)
+    store.add(point(205), oldest_wanted=200)
+    assert totals(store) == [0, 130, 190, 205]
+
+
+@pytest.mark.parametrize(
+    ("total", "spent_s", "replay_s", "expected"),
+    [
+        (110, 1.5, 2.0, 10),  # the whole epoch is made again as quickly
+        (110, 9.0, 2.0, 30),  # 80 batches behind it, 50 would be too few
+        (110, 9.0, float("inf"), 10),
+        (10, None, 0.0, 10),
+        (20, 9.0, 2.0, 10),  # its own epoch's start, as no snapshot is before it
+    ],
+)
+def test_a_position_of_a_pure_loader(total: int, spent_s: float | None, replay_s: float, expected: int) -> None:
+    store = SlotSnapshots()
+    for kept in (
+        *(point(0, epoch_start=True), point(9)),
+        *(point(10, epoch=1, began=10, epoch_start=True), point(30, epoch=1, began=10, spent_s=6.0)),
+        *(point(60, epoch=1, began=10, spent_s=8.0), point(90, epoch=1, began=10, spent_s=8.5)),
+    ):
         store.add(kept, 0)
-    store.add(point(9), oldest_wanted=8)
-    assert totals(store) == [4, 6, 9]
+    found = store.within(1, total, 10, spent_s, replay_s)
+    assert found is not None
+    assert (found.epoch, found.total) == (1, expected)
+
+
+def test_the_beginning_of_an_epoch_needs_no_data_of_it() -> None:
+    store = SlotSnapshots()
+    store.add(point(9), 0)
+    assert store.within(1, 10, 10, None, 2.0) is not None, "it is read for the position that it names"
+    assert store.within(1, 11, 10, None, 2.0) is None
 
 
 def test_epochs_ahead_of_loop_push_nothing_out() -> None:

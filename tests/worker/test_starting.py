@@ -8,20 +8,20 @@ import torch
 from penstock.proto.errors import ReplayMismatchError
 from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import records_pb2
+from penstock.worker.loader.positioned_loader import PositionedLoader
 from penstock.worker.loader.restart_points import END
-from penstock.worker.loader.restorable_loader import RestorableLoader
 from penstock.worker.loader.travel import catch_up, leave
 
 
-def source_of(empty: int) -> RestorableLoader:
+def source_of(empty: int) -> PositionedLoader:
     arguments = encode_state({"args": (empty,), "kwargs": {}})
     loader = records_pb2.LoaderSpec(input_fn="gappy:gappy", allow=["gappy"], arguments=arguments)
-    source = RestorableLoader(records_pb2.WorkerAssignment(num_boxes=1, num_workers_per_box=1, loader=loader))
+    source = PositionedLoader(records_pb2.WorkerAssignment(num_boxes=1, num_workers_per_box=1, loader=loader))
     source.build()
     return source
 
 
-def first_of_next_pass(source: RestorableLoader) -> tuple[int, list[int]]:
+def first_of_next_pass(source: PositionedLoader) -> tuple[int, list[int]]:
     source.open_epoch()
     batch = source.next()
     assert isinstance(batch, torch.Tensor)

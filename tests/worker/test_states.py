@@ -18,18 +18,16 @@ from penstock.proto.state.assignment import assigned, current_assignment
 from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
+from penstock.worker.loader.positioned_loader import PositionedLoader
 from penstock.worker.loader.restart_plan import Target
 from penstock.worker.loader.restart_points import END, RestartPoint
-from penstock.worker.loader.restorable_loader import RestorableLoader
 from penstock.worker.loader.travel import catch_up, leave, travel
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.runner.replayer import state_at
-from penstock.worker.slots.loader_findings import LoaderFindings
 from penstock.worker.slots.slot import Slot
 from penstock.worker.slots.slot_interfaces import SlotHost
 from penstock.worker.slots.slot_states import POLL_S, SlotStates
 from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
-from penstock.worker.slots.verification import RestartPointVerifier
 
 DEADLINE_S = 60.0
 
@@ -43,28 +41,31 @@ def progress_page() -> Iterator[ProgressPage]:
 
 def states_of(progress_page: ProgressPage, **fields: Any) -> SlotStates:
     fields = {"assignment": records_pb2.WorkerAssignment(), "attached": True, "phase": pb.READY} | fields
-    fields |= {"is_savable": True, "findings": LoaderFindings()}
+    fields |= {"is_savable": True}
     slot = cast(Slot, SimpleNamespace(progress_page=progress_page, name="box 0 slot 1", drain=lambda: None, **fields))
-    return SlotStates(slot, RestartPointVerifier(slot))
+    return SlotStates(slot)
 
 
 def request(epoch: int, delivered: int, total: int) -> pb.StateRequest:
     return pb.StateRequest(epoch=epoch, position=records_pb2.SlotPosition(delivered=delivered, total=total))
 
 
+@pytest.mark.parametrize(("begun", "ended"), [(0, False), (0, True), (1, True)])
 @in_loop
-async def test_runner_ahead_may_not_know_the_break_yet(progress_page: ProgressPage) -> None:
+async def test_runner_ahead_may_not_know_the_break_yet(progress_page: ProgressPage, begun: int, ended: bool) -> None:
     """Answer with the loop's end of the epoch: the runner ran to batch 8, the loop abandoned it after the slot's batch
-    2."""
-    progress_page.set_position(8, 0, 8)
-    progress_page.here(0, 0)
-    progress_page.end(0, 8)
-    answer = pb.StateAnswer()
-    asking = asyncio.ensure_future(states_of(progress_page)._produced(request(1, 0, 2), answer))
+    2. That it has begun the next epoch shows nothing where the coordinator knows of the `break`."""
+    progress_page.set_position(8, begun, 8)
+    progress_page.here(begun, 0)
+    if ended:
+        progress_page.end(0, 8)
+    answer, asked = pb.StateAnswer(), request(1, 0, 2)
+    if begun:
+        asked.abandoned.add(epoch=0, total=2)
+    asking = asyncio.ensure_future(states_of(progress_page)._produced(asked, answer))
     await asyncio.wait([asking], timeout=20 * POLL_S)
     assert not asking.done(), f"it took the end that it had reached for the epoch's: {answer}"
-    progress_page.cut(0, 2)
-    progress_page.set_position(2, 0, 2)
+    progress_page.cut(0, 2, 2)
     assert await asyncio.wait_for(asking, DEADLINE_S)
     assert not answer.ended
 
@@ -104,13 +105,13 @@ async def test_begun_epoch_decides_where_it_began(progress_page: ProgressPage, b
 
 
 @pytest.fixture
-def lazy() -> Iterator[tuple[RestorableLoader, list[RestartPoint]]]:
+def lazy() -> Iterator[tuple[PositionedLoader, list[RestartPoint]]]:
     """A loader in its third epoch of 8 batches, after two of them; and how each epoch was opened."""
     assignment = records_pb2.WorkerAssignment(run="job/0", attempt=1, num_boxes=1, num_workers_per_box=1, seed=5)
     assignment.loader.input_fn = "streams:fresh"
     assignment.loader.allow.append("streams")
     with assigned(current_assignment()):
-        source = RestorableLoader(assignment)
+        source = PositionedLoader(assignment)
         source.build()
         epoch_starts = []
         for batches in (9, 9, 2):
@@ -120,13 +121,13 @@ def lazy() -> Iterator[tuple[RestorableLoader, list[RestartPoint]]]:
         yield source, epoch_starts
 
 
-def saying(source: RestorableLoader, point: RestartPoint, **fields: Any) -> SimpleNamespace:
+def saying(source: PositionedLoader, point: RestartPoint, **fields: Any) -> SimpleNamespace:
     fields = {"step": 0, "digests": {}, "left": {}, "abandoned_from": 0} | fields
     told, payload = state_at(source, point, fields, ReplayDigest())
     return SimpleNamespace(payload=payload, fields=told)
 
 
-def helper(source: RestorableLoader, point: RestartPoint, total: int, *, epoch: int = 2, delivered: int = 4) -> Any:
+def helper(source: PositionedLoader, point: RestartPoint, total: int, *, epoch: int = 2, delivered: int = 4) -> Any:
     return saying(source, point, epoch=epoch, delivered=delivered, total=total).fields
 
 
@@ -136,7 +137,7 @@ def helper(source: RestorableLoader, point: RestartPoint, total: int, *, epoch: 
     ids=["into the epoch that was left", "at its end", "beyond it", "the epoch before was left"],
 )
 def test_no_state_behind_an_unknown_break(
-    lazy: tuple[RestorableLoader, list[RestartPoint]], epoch: int, delivered: int, total: int
+    lazy: tuple[PositionedLoader, list[RestartPoint]], epoch: int, delivered: int, total: int
 ) -> None:
     """Passes of 8 batches, of which one was left after 3 or 2 of this worker: who resumed from what a replay without
     that comes to would get other batches, or find that the epoch goes on."""
@@ -162,17 +163,17 @@ def test_replay_follows_the_known_way_of_the_loop(loader: str, place: tuple[int,
     epoch, delivered, total = place
     left = {"0": 3, "1": 5}
 
-    def built() -> RestorableLoader:
+    def built() -> PositionedLoader:
         assignment = records_pb2.WorkerAssignment(run="job/0", attempt=1, num_boxes=1, num_workers_per_box=1, seed=5)
         assignment.loader.input_fn = f"streams:{loader}"
         size = 4 if loader == "fresh" else 16
         assignment.loader.arguments = encode_state({"args": (size,), "kwargs": {}})
         assignment.loader.allow.append("streams")
-        source = RestorableLoader(assignment)
+        source = PositionedLoader(assignment)
         source.build()
         return source
 
-    def goes_on(source: RestorableLoader, batches: int = 4) -> list[str]:
+    def goes_on(source: PositionedLoader, batches: int = 4) -> list[str]:
         got: list[str] = []
         while len(got) < batches:
             if not source.is_open:
@@ -183,7 +184,6 @@ def test_replay_follows_the_known_way_of_the_loop(loader: str, place: tuple[int,
 
     with assigned(current_assignment()):
         source = built()
-        source.reseed("start")
         first = source.open_epoch()
         for at in (0, 1):
             source.seek(left[str(at)], at, lambda batch: None)
@@ -222,7 +222,7 @@ async def test_state_behind_break_waits_for_next_epoch(progress_page: ProgressPa
             progress_page.here(2, 0)
         return SimpleNamespace(fields={"elsewhere": True}, payload=b"")
 
-    store = SlotSnapshots(lambda kept: True)
+    store = SlotSnapshots()
 
     ready = asyncio.Event()
     ready.set()
@@ -236,8 +236,7 @@ async def test_state_behind_break_waits_for_next_epoch(progress_page: ProgressPa
         "ready": ready,
     }
     states = states_of(progress_page, **kept)
-    progress_page.set_position(3, 0, 3)
-    progress_page.cut(0, 3)
+    progress_page.cut(0, 3, 3)
     asking = asyncio.ensure_future(states._state(request(1, 0, 3), pb.StateAnswer(), 1e12))
     await asyncio.wait([asking], timeout=20 * POLL_S)
     assert not asking.done()
@@ -248,34 +247,50 @@ async def test_state_behind_break_waits_for_next_epoch(progress_page: ProgressPa
     with pytest.raises(StateUnavailableError, match="the training loop abandoned an epoch by `break` after batch 3 of"):
         await states._state(request(1, 1, 4), pb.StateAnswer(), 1e12)
     store.add(StoredSnapshot(1, 1, 4, 0, False, 0, b"third"), 0)
-    progress_page.cut(1, 4)
+    progress_page.cut(1, 4, 4)
     # It begins the next epoch while a child comes elsewhere from what was kept before.
     assert await states._state(request(2, 0, 4), pb.StateAnswer(), 1e12) == b"fourth"
     assert came == [b"first", b"second", b"third"]
 
 
+@pytest.mark.parametrize("at_end", [False, True])
 @in_loop
-async def test_earlier_epoch_start_is_no_state(progress_page: ProgressPage) -> None:
-    """Find out whether that epoch had ended or was abandoned."""
+async def test_state_at_the_end_of_a_loop_waits_for_the_slots_end(progress_page: ProgressPage, at_end: bool) -> None:
+    progress_page.set_position(3, 0, 3)
+    capabilities = records_pb2.LoaderCapabilities()
+    states = states_of(progress_page, capabilities=capabilities, abandoned={})
+    asked, answer = request(0, 3, 3), pb.StateAnswer()
+    asked.at_end = at_end
+    asking = asyncio.ensure_future(states._note_next(asked, answer, 1e12))
+    await asyncio.wait([asking], timeout=10 * POLL_S)
+    assert asking.done() is not at_end
+    progress_page.end(0, 3)
+    await asyncio.wait_for(asking, DEADLINE_S)
+    assert answer.next_epoch is at_end
 
-    async def elsewhere(*_: Any, **__: Any) -> Any:
-        return SimpleNamespace(fields={"elsewhere": True}, payload=b"")
+
+@in_loop
+async def test_the_beginning_of_a_pure_epoch_needs_no_state(progress_page: ProgressPage) -> None:
+    """Any restart point will do, because the epoch is made from its number. Within it, none of another one is used."""
+
+    async def replayed(points: list[bytes], *_: Any, **fields: Any) -> Any:
+        assert (points, fields["epoch"], fields["total"]) == ([], 1, 4)
+        done = {"ended": False, "samples": 4, "digest": 9, "chain": 9, "following": 0, "replayed": [(1, 9, 4)]}
+        return SimpleNamespace(fields=done, payload=b"made from the beginning of epoch 1")
 
     ready = asyncio.Event()
     ready.set()
     assignment = records_pb2.WorkerAssignment(recovery=True)
     assignment.loader.options.replay_without_state = True
     store = SlotSnapshots()
-    store.add(StoredSnapshot(0, 0, 0, 0, True, 0, b"epoch_start", inherited=True, verified=True), 0)
-    kept: dict[str, Any] = {"store": store, "helper": elsewhere, "unsaved": None, "ready": ready}
+    store.add(StoredSnapshot(0, 0, 0, 0, True, 0, b"epoch_start", inherited=True), 0)
+    kept: dict[str, Any] = {"store": store, "helper": replayed, "unsaved": None, "ready": ready}
     kept |= {"assignment": assignment, "attached": False, "capabilities": records_pb2.LoaderCapabilities()}
     states = states_of(progress_page, **kept)
     asked = request(1, 0, 3)
     asked.digests_after = 3
-    with pytest.raises(
-        StateUnavailableError, match="the training loop abandoned an epoch by `break` after batch 3 of this worker"
-    ):
-        await states._state(asked, pb.StateAnswer(), 1e12)
+    assert await states._state(asked, pb.StateAnswer(), 1e12) == b"epoch_start"
+    assert await states._state(request(1, 1, 4), pb.StateAnswer(), 1e12) == b"made from the beginning of epoch 1"
 
 
 # ----------------------------------------------------------------------- runners that took over and wait for the loop
@@ -291,9 +306,9 @@ class TakenOver:
         self.assignment.loader.input_fn = "streams:fresh"
         self.assignment.loader.allow.append("streams")
         self.assignment.loader.options.replay_without_state = True
-        self.progress_page, self.store, self.digests = progress_page, SlotSnapshots(lambda kept: True), list[int]()
+        self.progress_page, self.store, self.digests = progress_page, SlotSnapshots(), list[int]()
         self.capabilities = records_pb2.LoaderCapabilities(state_methods=methods)
-        source, replay_digest = RestorableLoader(self.assignment), ReplayDigest()
+        source, replay_digest = PositionedLoader(self.assignment), ReplayDigest()
         source.build()
         epoch_start = source.open_epoch()
         self._keep(epoch_start if methods else replace(epoch_start, state=None), epoch_start=True)
@@ -333,7 +348,7 @@ class TakenOver:
         return answer, RestartPoint.decode(data)
 
     async def _child(self, points: list[bytes], task: str, deadline_s: float, **fields: Any) -> Any:
-        source = RestorableLoader(self.assignment)
+        source = PositionedLoader(self.assignment)
         source.build()
         source.capabilities.state_methods = self.capabilities.state_methods
         told, payload = state_at(source, RestartPoint.decode(points[0]), fields, ReplayDigest())
@@ -346,8 +361,8 @@ def test_unseen_batches_are_replayed_for_digest(progress_page: ProgressPage, rep
     with assigned(current_assignment()):
         slot = TakenOver(progress_page, methods)
         answer, point = slot.answer(reported)
-    assert point.position.total == ({1: 0, 2: 2, 5: 2, 6: 6}[reported] if methods else 0), (
-        "a restart point, and the count"
+    assert point.position.total == ({1: 0, 2: 2, 5: 2, 6: 0}[reported] if methods else 0), (
+        "its epoch takes no time, so a snapshot is used only where the digests behind it are wanted"
     )
     assert list(answer.digests) == slot.digests[reported:]
 
@@ -359,13 +374,13 @@ def test_state_has_the_batches_left_out_since(progress_page: ProgressPage, metho
         slot.assignment.skips.add(epoch=0, total=6, count=1)
         _, point = slot.answer(6)
     assert point.skips == ((0, 6, 1),)
-    assert point.is_epoch_start == (methods == 0)
+    assert point.is_epoch_start, "the epoch is made again from there, without them"
 
 
 @in_loop
 async def test_an_answer_that_waits_ends_with_its_slot() -> None:
     """Its batch is never made, for the slot moves to another worker."""
-    host = cast(SlotHost, SimpleNamespace(name="w", findings=lambda assignment: LoaderFindings()))
+    host = cast(SlotHost, SimpleNamespace(name="w"))
     slot = Slot(host, records_pb2.WorkerAssignment())
     slot.capabilities.state_methods = 2
     slot.ready.set()
@@ -380,28 +395,19 @@ async def test_an_answer_that_waits_ends_with_its_slot() -> None:
 
 @in_loop
 async def test_what_a_successor_needs() -> None:
-    """The newest base that was verified. Of a loader that need not yield the same again, any: nothing is verified,
-    for it may read a queue, and would take what is the stream's."""
     slot = Slot(
-        cast(SlotHost, SimpleNamespace(name="w", findings=lambda assignment: LoaderFindings())),
+        cast(SlotHost, SimpleNamespace(name="w")),
         records_pb2.WorkerAssignment(),
     )
     slot.capabilities.state_methods = 2
-    first = StoredSnapshot(0, 0, 0, 0, True, 0, b"", verified=True)
+    first = StoredSnapshot(0, 0, 0, 0, True, 0, b"")
     inside, last = (
-        StoredSnapshot(0, 3, 3, 0, False, 0, b"", verified=True),
+        StoredSnapshot(0, 3, 3, 0, False, 0, b""),
         StoredSnapshot(0, 5, 5, 0, False, 0, b""),
     )
     for point in (first, inside, last):
         slot.store.add(point, 0)
-    assert slot.durable.newest() == [inside]
+    assert slot.durable.newest() == [last]
+    assert slot.durable.newest(below=5) == [inside]
     assert slot.durable.newest(below=3) == [first]
-    slot.capabilities.exact_states = True
-    assert slot.durable.newest() == [last]
-    slot.capabilities.Clear()
-    assert not slot.verifier._verifiable
-    assert slot.durable.newest() == [last]
-    slot.assignment.loader.options.replay_without_state = True
-    assert slot.verifier._verifiable
-    assert slot.durable.newest() == [inside]
     await slot.stop()

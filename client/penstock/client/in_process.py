@@ -36,6 +36,7 @@ from penstock.client.stream.stream_interfaces import (
     StreamStats,
     placed,
     recovered,
+    tell_worker_info,
     warn_of_whole_input,
 )
 from penstock.proto.batch.flatten import Assembler, wrap_buffer
@@ -44,6 +45,7 @@ from penstock.proto.errors import DeadlineError, PenstockError, StateUnavailable
 from penstock.proto.rpc.calls import FetchedState
 from penstock.proto.rpc.channel import detail_of
 from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.state.epoch_labels import put_label
 from penstock.proto.state.position import Position
 from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.tracebacks import warn_user
@@ -124,6 +126,11 @@ class _Box:
             else:
                 self.exhaust(slot)
 
+    def label_epoch(self, epoch: int, label: int) -> None:
+        put_label(self.position.labels, epoch, label)
+        for slot in self.slots:
+            slot.label_epoch(epoch, label)
+
     def at(self, step: int) -> Position:
         """Return the box's position right after a step, or the box's last position if the box took fewer steps. Raises
         StateUnavailableError if the position is no longer kept (retention_steps)."""
@@ -169,17 +176,19 @@ class InProcessRun:
         self.views = [pb.SlotView(slot=slot) for slot in range(self.num_slots)]
         self.progress = BoxProgress()
         self.ended_boxes: dict[int, int] = {}
+        self.box_apart: pb.BoxEnd | None = None
         self.abandoned = False
         self.away_since: float | None = None
         self.lock = threading.RLock()
         """Lock of what the slots of this run share, such as the process's random generators. A thread that runs a
         slot's user code holds the lock, so the slots of this run run one at a time."""
-        self.last_epoch = 0
+        self.last_epoch = opening.start.position.epoch
         """Number of the latest epoch that the slots may begin, as the training loop of this box has allowed."""
         self.abandoned_epochs: dict[int, int] = {}
         """Last step of each epoch that this box has abandoned, by the number of the epoch."""
         self._opening, self._options, self._on_closed = opening, options, on_closed
         self._boxes: dict[int, _Box] = {}
+        self._labels: dict[int, int] = {}
         self.failures: dict[int, PenstockError] = {}
         """Errors of the slots of this box whose loaders could not be made, by the number of the slot."""
         self._closed = False
@@ -205,7 +214,16 @@ class InProcessRun:
             start = self._opening.start_of(number)
             slots = [self._slot(number, slot, start) for slot in range(self.num_slots)]
             self._boxes[number] = _Box(number, start, slots, self._options.retention_steps + 1)
+            for epoch, label in self._labels.items():
+                self._boxes[number].label_epoch(epoch, label)
         return self._boxes[number]
+
+    def label_epoch(self, epoch: int, label: int) -> None:
+        """Give a label to an epoch that no box has begun: what user code of a pure loader sees as its number."""
+        put_label(self._labels, epoch, label)
+        with self.lock:
+            for box in self._boxes.values():
+                box.label_epoch(epoch, label)
 
     def _slot(self, box: int, slot: int, start: BoxStart) -> InProcessSlot:
         assignment = records_pb2.WorkerAssignment(
@@ -221,7 +239,7 @@ class InProcessRun:
             start=start.position,
         )
         if start.blob:
-            assignment.resume.blob, assignment.resume.same_topology = HERE, start.same_topology
+            assignment.resume.CopyFrom(start.resume(HERE))
         return InProcessSlot(assignment, self._opening.make, start.blob, noted=self._options.retention_steps + 2)
 
     def prepare(self) -> None:
@@ -290,6 +308,7 @@ class InProcessRun:
                 digest=state.digest,
                 next_digest=state.next_digest,
                 next_epoch=state.next_epoch,
+                chain=state.chain,
             )
             found.records.append((record, state.data))
 
@@ -297,6 +316,9 @@ class InProcessRun:
         self.check()
         with self.lock:
             return encode_state(self.box_of(self.box).slots[0].aggregate(decode_state(states)))  # type: ignore[arg-type]
+
+    def offer(self, starts: Callable[[], list[BoxStart]]) -> None:
+        """Do nothing: a slot of this process is not moved."""
 
     def close(self, *, forget: bool = True) -> None:
         if self._closed:
@@ -335,7 +357,7 @@ class InProcessReader:
         self._backend: DeviceBackend | None = backend_of(device) if device not in ("", "cpu") else None
         self._faults = sorted(faults, key=lambda fault: fault.step)
         self._assemblers: OrderedDict[int, Assembler] = OrderedDict()
-        self._warned_unsharded = False
+        self._warned_unsharded = self._told_worker_info = False
         run.progress.position = self._report
         run.progress.waited_by_slot = [0.0] * run.num_slots
         open_streams.readers.add(self)
@@ -384,6 +406,8 @@ class InProcessReader:
         self.layout = made.structure, made.shapes
         if not self._warned_unsharded:
             self._warned_unsharded = warn_of_whole_input(self._label, run.views, run.num_workers)
+        if not self._told_worker_info:
+            self._told_worker_info = tell_worker_info(self._label, run.views)
         return batch
 
     def _make(self, box: _Box) -> MadeBatch | None:
@@ -400,7 +424,9 @@ class InProcessReader:
             except PenstockError as error:
                 self._raise(error)
             if made is not None:
-                view.capabilities.looked_at_assignment |= box.slots[slot].capabilities.looked_at_assignment
+                made_by = box.slots[slot].capabilities
+                view.capabilities.looked_at_assignment |= made_by.looked_at_assignment
+                view.capabilities.worker_info = made_by.worker_info
                 return made
             if box.exhaust(slot):
                 return None
@@ -482,8 +508,11 @@ class InProcessReader:
     def flush(self) -> bool:
         return True
 
-    def open_epochs(self, limit: int) -> None:
-        self._run.last_epoch = max(self._run.last_epoch, limit)
+    def open_epochs(self, limit: int, label: int | None = None) -> None:
+        run, position = self._run, self.position
+        if label is not None and position.epoch > run.last_epoch and label != position.label:
+            run.label_epoch(position.epoch, label)
+        run.last_epoch = max(run.last_epoch, limit)
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
         """No-op: slots in this process give their states at any step, without an announcement."""
@@ -496,6 +525,16 @@ class InProcessReader:
         run.abandoned_epochs[position.epoch] = position.step
         with run.lock:
             self._box.abandon_epoch()
+
+    def end_epoch(self) -> bool:
+        run = self._run
+        run.check()
+        with run.lock:
+            run.prepare()
+            left = self._make(self._box)
+        if left is not None:
+            self.abandon_epoch()
+        return left is None
 
     @property
     def copies(self) -> int:

@@ -8,7 +8,7 @@
     ├── AmbiguousContextError (RuntimeError)   several appliances are open: pass the one to use
     ├── JournalError                           the coordinator's state on disk cannot be read or written
     ├── batches
-    │   ├── UnsupportedLeafError (TypeError)   a batch holds a value that is not a tensor, array or scalar
+    │   ├── UnsupportedLeafError (TypeError)   a batch holds a value that would not arrive as it was made
     │   ├── StructureChangedError              strict mode: the tree, a dtype or a rank changed between batches
     │   ├── BatchTooLargeError                 a batch above max_batch_bytes
     │   ├── BatchCorruptError                  a batch is damaged, each time that it is fetched
@@ -157,8 +157,8 @@ class JournalError(PenstockError):
 
 
 class UnsupportedLeafError(PenstockError, TypeError):
-    """Error for a batch with a value that is not a tensor, array or scalar. The message names the value's path in the
-    batch, its type and how to convert it."""
+    """Error for a batch with a value that would not arrive as it was made, or of a type that the training process has
+    not imported. The message names the value's path in the batch, its type, and what to pass or import."""
 
 
 class StructureChangedError(PenstockError):

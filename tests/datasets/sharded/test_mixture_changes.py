@@ -228,7 +228,7 @@ def test_plan_names_the_position_and_weights(steps: int) -> None:
     run.take(steps)
     asked = {"a": "0.25", "b": "0.5", "c": "0.25"}
     state = run.state() if steps else None
-    _, position, parts, was, now = ordered([]).plan_change(STEP - 1 - steps, 0, state, asked, {"c": "sources:c"}, [])
+    _, position, parts, was, now, _ = ordered([]).plan_change(STEP - 1 - steps, 0, state, asked, {"c": "sources:c"}, [])
     assert (position, parts) == ((0, 40), {"a": 1, "b": 2, "c": 1})
     assert (was, now) == ({"a": 2 / 3, "b": 1 / 3}, {"a": 0.25, "b": 0.5, "c": 0.25})
 
@@ -237,7 +237,7 @@ def test_plan_of_a_later_epoch_counts_from_it() -> None:
     """The changes that only the state lists are in force there, too."""
     run = AllWorkers(lambda: ordered(CHANGES[:1]), (1, 2))
     run.take(9)
-    _, begins, parts, was, _ = ordered([]).plan_change(7, 2, run.state(), {}, {}, ["a"])
+    _, begins, parts, was, _, _ = ordered([]).plan_change(7, 2, run.state(), {}, {}, ["a"])
     assert (begins, parts, was) == ((2, 56), {"a": 0, "b": 1}, {"a": 0.25, "b": 0.75})
 
 
@@ -264,7 +264,7 @@ def _mixture() -> Mixture:
 
 
 def test_retired_source_needs_no_weights() -> None:
-    _, _, parts, _, now = ordered([]).plan_change(2, 0, None, {}, {}, ["a"])
+    _, _, parts, _, now, _ = ordered([]).plan_change(2, 0, None, {}, {}, ["a"])
     assert (parts, now) == ({"a": 0, "b": 1}, {"a": 0.0, "b": 1.0})
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from splitting import Splitting
 from torch.utils.data import DataLoader, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from penstock.data import LogicalShards, MapLoader, Savable, ShardLoader
 from penstock.data.sharded.protocol import ShardedSource
-from penstock.proto.state.assignment import Assignment, assigned, current_assignment
+from penstock.proto.state.assignment import Assignment, assigned, current_assignment, process_assignment
+from penstock.proto.v1 import records_pb2
+from penstock.worker.user_loader.worker_info import exchange, offer_worker_info
 
 
 def ours(shard: int) -> MapLoader:
@@ -26,6 +28,17 @@ def asking(shard: int) -> Iterator[int]:
         yield 100 * shard + number
 
 
+@contextmanager
+def answering() -> Iterator[None]:
+    """Context in which get_worker_info() answers as in a runner."""
+    before = exchange(None)
+    offer_worker_info(records_pb2.WorkerAssignment())
+    try:
+        yield
+    finally:
+        exchange(before)
+
+
 SOURCES: dict[str, Callable[[], ShardedSource]] = {
     "a dataset of torch's": lambda: Savable(lambda shard: Splitting(100 * shard, 9), shards=2),
     "the same as pieces": lambda: LogicalShards([Splitting(0, 9), Splitting(100, 9)], shards=2),
@@ -37,15 +50,14 @@ ALL = [100 * shard + number for number in range(9) for shard in range(2)]
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_stream_is_whole_in_each_worker(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_is_whole_in_each_worker(name: str) -> None:
     streams = []
     for worker in range(3):
-        info = torch_worker.WorkerInfo(id=worker, num_workers=3, seed=0, dataset=None)  # type: ignore[arg-type]  # as a runner's
-        with assigned(Assignment(0, 1, worker, 3, 5, 1)), monkeypatch.context() as patched:
-            patched.setattr(torch_worker, "_worker_info", info)
+        with assigned(Assignment(0, 1, worker, 3, 5, 1)), answering():
             streams.append(list(ShardLoader(SOURCES[name](), batch_size=1, collate_fn=list)))
-            assert get_worker_info() is info, "it has its place again"
-            assert current_assignment().global_worker_id == worker
+            info = get_worker_info()
+            assert info is not None
+            assert info.id == process_assignment().slot == worker, "it has its place again"
     dealt = [streams[step % 3][step // 3] for step in range(18)]
     assert [number for batch in dealt for number in batch] == ALL
 

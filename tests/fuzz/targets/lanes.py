@@ -111,7 +111,7 @@ def _consumer(data: bytes) -> None:
                             finally:
                                 os.close(fd)
                         case 4:
-                            consumer.abandon(0)
+                            consumer.abandon(0, 0)
                         case _:
                             consumer.delivered(1)
                             held.clear()
@@ -152,7 +152,7 @@ def _runner_frames() -> tuple[bytes, bytes, bytes, list[bytes]]:
     structure = a_frame(STRUCTURE, structure=1, inline=text, size=len(text)).encode()
     announced = a_frame(RING, ring=9, entry_bytes=PAGE, entries=SLOTS).encode()
     ring.close_fd()
-    digest = batch_digest(flat.structure.key, content, 0, flat.nbytes, flat.shapes)
+    digest = batch_digest(flat.structure, content, 0, flat.nbytes, flat.shapes)
     behind = Frame(BATCH, ring=9, structure=1, nbytes=flat.nbytes, total=2, digest=digest, size=len(flat.shapes))
     shapes = pack_shapes(flat.shapes)
     inline = behind._replace(total=1, size=0, rest=shapes)

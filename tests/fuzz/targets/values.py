@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import random
 import struct
-from collections import deque
+from collections import defaultdict, deque
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from targets.target import Target, pieces, script, words
+from torch.utils._pytree import register_pytree_node
 
 from penstock.client.integrations.batch_messages import BatchMessages
 from penstock.client.states import saved_state
 from penstock.client.states.delivered_counts import DeliveredCounts
+from penstock.proto.batch.digest import FULL_BELOW, ShapesCache, batch_digest, region_digest
 from penstock.proto.batch.flatten import Assembler, Flattener, wrap_buffer
 from penstock.proto.batch.structure import Structure, required_nbytes
 from penstock.proto.errors import PenstockError, ProtocolError
 from penstock.proto.lane.compression import PIECE, Packer, Unpacker, check_claim, load
-from penstock.proto.lane.frames import COUNTED, Frame, counts_of
+from penstock.proto.lane.frames import COUNTED, Frame, counts_of, pack_shapes
 from penstock.proto.rpc.channel import detail_of, error_of
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.counts import MOST_GROUPS, Tally, by_source, new_row, plain_rows, saved_rows
@@ -32,8 +34,23 @@ from penstock.worker.loader.restart_points import RestartPoint, StreamHistory, S
 
 __all__ = ["TARGETS"]
 
-ROOM = 1 << 16
+ROOM = 1 << 19
 """Bytes of the region that batches are read from."""
+
+
+class Registered:
+    """Type in torch's pytree registry, with a leaf and a context."""
+
+    def __init__(self, leaf: Any, context: Any) -> None:
+        self.leaf = leaf
+        self.context = context
+
+
+register_pytree_node(
+    Registered,
+    lambda value: ([value.leaf], value.context),
+    lambda leaves, context: Registered(*leaves, context),  # type: ignore[call-arg]
+)
 
 
 def _batches() -> list[Any]:
@@ -42,7 +59,14 @@ def _batches() -> list[Any]:
         {"x": torch.zeros(3, 0), "y": np.arange(4, dtype=">i2"), "z": [1, 2.5, True, None, "ä", b"b"]},
         (np.float64(1.0), np.str_("s"), np.datetime64(3, "s"), torch.tensor(2, dtype=torch.bfloat16)),
         {1: {None: [(torch.ones(1, dtype=torch.bool),)]}, False: -(1 << 80)},
+        [torch.Size([2, 3]), deque([1, torch.ones(2)], maxlen=4), torch.ones(2, 2).max(0), defaultdict(None, a=1)],
+        (Registered(torch.ones(2), {"k": [1, ("x", None)]}), Registered([torch.zeros(1)], 1.5)),
     ]
+
+
+def _large_batches() -> list[Any]:
+    """Batches that digests sample: one leaf, few, many."""
+    return [[np.zeros(size, np.uint8) for size in sizes] for sizes in ([300_000, 7], [140_000] * 2, [30_000, 9] * 10)]
 
 
 # ---- structures and batches
@@ -70,6 +94,7 @@ def _layout(data: bytes) -> None:
     memory[: len(content)] = content
     ring, released = wrap_buffer(memory), deque[int]()
     assembler = Assembler(Structure.from_bytes(parts.get(0, b"")))
+    _digest(assembler.structure, shapes, ring, offset, nbytes)
     try:
         batch = assembler.assemble(shapes, ring, offset, nbytes, released, 7)
     except PenstockError:
@@ -82,6 +107,16 @@ def _layout(data: bytes) -> None:
     assert list(released) == [7], "the slot came back other than once"
 
 
+def _digest(structure: Structure, shapes: list[int], ring: Any, offset: int, nbytes: int) -> None:
+    """What a reader does before it looks at the shapes. The region is within its entry by then."""
+    if offset + nbytes > ROOM:
+        return
+    _, seed, sampling = ShapesCache(structure).find(nbytes, pack_shapes(shapes))
+    assert sampling is None or required_nbytes(structure, shapes) == nbytes > FULL_BELOW
+    digests = {region_digest(seed, memoryview(ring), offset, nbytes, sampling) for _ in range(3)}
+    assert digests == {batch_digest(structure, ring, offset, nbytes, shapes)}
+
+
 def _places(batch: Any) -> list[tuple[int, int]]:
     if isinstance(batch, torch.Tensor):
         return [(batch.data_ptr(), batch.nbytes)] if batch.nbytes else []
@@ -89,7 +124,9 @@ def _places(batch: Any) -> list[tuple[int, int]]:
         return [(batch.ctypes.data, batch.nbytes)] if batch.nbytes else []
     if isinstance(batch, dict):
         batch = list(batch.values())
-    return [place for child in batch for place in _places(child)] if isinstance(batch, list | tuple) else []
+    if isinstance(batch, Registered):
+        batch = [batch.leaf]
+    return [place for child in batch for place in _places(child)] if isinstance(batch, list | tuple | deque) else []
 
 
 def _message(data: bytes) -> None:
@@ -108,7 +145,7 @@ def _message_seeds() -> list[bytes]:
 
 def _layout_seeds() -> list[bytes]:
     seeds = []
-    for batch in _batches():
+    for batch in _batches() + _large_batches():
         flat = Flattener().flatten(batch)
         memory = np.zeros(flat.nbytes + 64, np.uint8)
         flat.write_to(memory.ctypes.data)
@@ -117,7 +154,7 @@ def _layout_seeds() -> list[bytes]:
                 (0, flat.structure.to_bytes()),
                 (1, struct.pack(f"<{len(flat.shapes)}Q", *flat.shapes)),
                 (2, struct.pack("<QQ", 0, flat.nbytes)),
-                (3, memory.tobytes()),
+                (3, memory.tobytes()[: 1 << 10]),
             )
         )
     return seeds
@@ -170,7 +207,7 @@ def _base_seeds() -> list[bytes]:
         {},
         b"r",
         digest=5,
-        history=StreamHistory(abandoned=((0, 3),), complete=True),
+        history=StreamHistory(abandoned=((0, 3),)),
         replayed_from=epoch_start,
     )
     return [point.encode()[:-8] for point in (snapshot, epoch_start, behind)]
@@ -178,10 +215,16 @@ def _base_seeds() -> list[bytes]:
 
 def _saved(data: bytes) -> None:
     read = saved_state.read(
-        {saved_state.KEY: {"format": 3, "step": 3, "record": sealed(data)}, saved_state.STATE: None, "user": 1}
+        {
+            saved_state.KEY: {"format": saved_state.FORMAT, "step": 3, "record": sealed(data)},
+            saved_state.STATE: None,
+            "user": 1,
+        }
     )
     if read.positions:
         read.start(0, read.num_boxes, read.num_workers_per_box, strict=True)
+        if read.methods == 4:
+            read.start(0, 1, 5, strict=True)
 
 
 def _saved_seeds() -> list[bytes]:

@@ -163,6 +163,11 @@ class Runner:
 
     async def prepare_migration(self) -> None:
         self.handing = True
+        if self.assignment.is_target:  # the model's replay takes no time
+            await asyncio.sleep(self.daemon.world.rng.uniform(0.0, 0.4))
+            self.migrated = True
+            self.daemon.dirty.set()
+            return
         newest = max((start for start in self.starts if start.total <= self.wanted), default=None)
         if newest is not None and newest not in self.durable:
             await self._make_durable(newest)
@@ -471,6 +476,8 @@ class Daemon:
                 runner.spawn(runner.live())
             elif assignment.prepare_migration and not self.runners[key].handing:
                 self.runners[key].spawn(self.runners[key].prepare_migration())
+            elif not assignment.prepare_migration:
+                self.runners[key].handing = self.runners[key].migrated = False
         self._answered &= {request.request for request in reply.state_requests}
         for request in reply.state_requests:
             if request.request not in self._answered:

@@ -16,8 +16,9 @@ box's own host stays there, because a batch costs only one memcpy there. A slot 
 stragglers of the same run were moved away from: that worker is empty because it is slow, and the slot would have to
 leave it again.
 
-A slot is not moved if its loader would have to replay the whole epoch, or if no snapshot holds its random state. In
-both cases the replay would hold up the loop for longer than the move gains.
+A slot is not moved if its loader would have to replay the whole epoch, or for longer than `replay_s` seconds from where
+its launch began, or if no snapshot holds its random state. In these cases the replay would hold up the loop for longer
+than the move gains.
 
 The check of thousands of slots takes tens of milliseconds, so it is done in slices. The cluster state may change
 between two slices, so only the lists of boxes and workers that are still to be checked are kept from one slice to the
@@ -32,11 +33,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+from penstock.appliance.core import launch_restarts
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.core.views import facts
 from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Slot, SlotKey, Worker
 from penstock.appliance.policies.bottleneck import Bottleneck, find
 from penstock.proto.state.allowed_modules import module_of
+from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 SLOTS_PER_MIGRATION = 100
@@ -111,21 +114,23 @@ def _is_movable(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -
         slot.phase == pb.READY
         and slot.target is None
         and not slot.gauge.behind
-        and _is_cheap(slot)
+        and _is_cheap(cluster.box_of(slot)[1], slot)
         and now >= slot.left_alone_until
         and now - slot.moved_at >= cluster.limits.balance_after_s * times
     )
 
 
-def _is_cheap(slot: Slot) -> bool:
-    """Return whether moving the slot costs little, because its loader resumes from a snapshot. A loader that cannot
-    resume would replay the whole epoch on the new worker, which costs more than the move gains."""
+def _is_cheap(box: Box, slot: Slot) -> bool:
+    """Return whether moving the slot costs little, because its loader resumes from a snapshot. Another one would replay
+    the whole epoch on the new worker, or the whole launch if it has four methods, which costs more than the move gains,
+    unless a runner of four methods has worked for a short time only."""
     capabilities = slot.capabilities
     return (
         capabilities is not None
         and capabilities.state_methods >= 2
         and not capabilities.not_restartable
         and not capabilities.own_workers
+        and (not by_own_methods(capabilities) or slot.worked_s <= launch_restarts.alone_s(box))
     )
 
 

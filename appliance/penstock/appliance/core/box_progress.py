@@ -25,6 +25,8 @@ from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
+_COMPARED_EPOCHS = 64
+"""Number of newest epochs for which the coordinator knows which box has left it first, and what it is called."""
 _MAX_REASON = 300
 """Largest number of characters taken from the reason in a box's report."""
 
@@ -53,6 +55,8 @@ def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.Watch
     if position.step > 0:
         _note_use(cluster, cluster.runs[attempt.run])
     _note_ends(cluster, attempt, box, position)
+    if any(position.delivered):  # the loop may still name an epoch of which it has taken nothing
+        _note_first(attempt.named, position.epoch, (position.label, box.number))
     box.measure(now, steps)
     # Not every position of the window is kept, so snapshots may be dropped a fraction of the window late, never early.
     history, edge = box.history, box.step - box.retention
@@ -80,12 +84,23 @@ def note_epoch_starts(cluster: ClusterState, attempt: Attempt, box: Box, request
                 f"{start.epoch}). {SAME_RELEASE}"
             )
         _note_ends(cluster, attempt, box, start)
+        _note_left(attempt, box, start)
         at = bisect_right(box.history, start.step, key=lambda position: position.step)
         if at > 0 and start.step - box.history[at - 1].step >= spacing:
             box.history.insert(at, start)
     if not (box.reported or request.omits_epoch_starts):
         box.reported = True
         cluster.touch(attempt, box)
+
+
+def _note_left(attempt: Attempt, box: Box, start: Position) -> None:
+    _note_first(attempt.left, start.epoch - 1, (start.step, box.number))
+
+
+def _note_first(noted: dict[int, tuple[int, int]], epoch: int, what: tuple[int, int]) -> None:
+    noted.setdefault(epoch, what)
+    if len(noted) > _COMPARED_EPOCHS:
+        del noted[min(noted)]
 
 
 def note_sources(box: Box, request: pb.WatchRunRequest) -> None:

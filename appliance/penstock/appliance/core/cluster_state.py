@@ -12,7 +12,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable
 
-from penstock.appliance.core import box_history
+from penstock.appliance.core import box_history, launch_restarts
 from penstock.appliance.model.entities import (
     Attempt,
     AttemptState,
@@ -422,6 +422,7 @@ class ClusterState:
         self._add_slot_event("slot moved" if loss_at is None else "slot lost", note, slot, loser)
         if len(slot.losses) > self.limits.losses:
             self._give_up(box, slot)
+        restarts = slot.phase == pb.WAITING and launch_restarts.is_due(attempt, box, slot)
         slot.gauge.restart(self.events.now)
         if slot.phase == pb.WAITING and slot.target is not None:
             self._give_to_target(slot)
@@ -431,6 +432,8 @@ class ClusterState:
             self.cancel_migration(slot)
         self.save_slot(slot)
         self.bump_box(attempt, box)
+        if restarts:
+            self.restart_all(attempt, f"{slot} would replay for {slot.worked_s:.0f} s alone ({note})")
 
     def _give_up(self, box: Box, slot: Slot) -> None:
         """Fail a slot that lost its runner too often. If the same batch killed the runner each time, and the run says
@@ -447,6 +450,41 @@ class ClusterState:
         slot.note = f"{name} is quarantined and skipped: it killed its runner {count} times: {slot.note}"
         self._add_slot_event("batch quarantined", slot.note, slot, "")
 
+    def restart_all(self, attempt: Attempt, why: str) -> None:
+        """Let all slots of the run start anew from the newest saved state: see launch_restarts.py."""
+        offered, attempt.offered = attempt.offered, []
+        for number, box in attempt.boxes.items():
+            box.opening.restart.CopyFrom(offered[number])
+        step = offered[0].start.step
+        self._begin_again(attempt, f"all slots of the run restart from its state of step {step}: {why}")
+
+    def take_back_restart(self, attempt: Attempt, why: str) -> None:
+        """Let all slots of the run start anew where the launch began, and restart it no more."""
+        step = next(iter(attempt.boxes.values())).launch_step
+        attempt.restarts_refuted, attempt.offered = True, []
+        for box in attempt.boxes.values():
+            box.opening.ClearField("restart")
+        note = f"the loader does not continue exactly from its state of step {step}, so all slots of the run replay"
+        self._begin_again(attempt, f"{note} from where the launch began: {why}")
+
+    def _begin_again(self, attempt: Attempt, note: str) -> None:
+        attempt.restarts += 1
+        attempt.name_blobs()
+        self.events.add("run restarted", note, run=attempt.run, attempt=attempt.number)
+        for box in attempt.boxes.values():
+            position = Position.from_proto(box.launch_start)
+            box.history = deque([position, *(known for known in box.history if known.step > position.step)])
+            self.save_box(attempt, box)
+            for slot in box.slots:
+                self.snapshot_index.drop_beyond(slot.key, -1)
+                slot.worked_s = 0.0
+                self.cancel_migration(slot)
+                if slot.worker and slot.phase != pb.FAILED:
+                    self.move(slot, note, None)
+                    slot.migrated = True  # a planned move, of which the training job need not be warned
+                slot.remade = [(slot.generation, -1)]  # no snapshot of an older generation is valid
+            self.bump_box(attempt, box)
+
     def fail(self, slot: Slot, error: records_pb2.ErrorDetail) -> None:
         """Mark the slot as failed for good. A slot that has a worker stays there, because the batches made before the
         error are still delivered from the worker's ring."""
@@ -462,6 +500,7 @@ class ClusterState:
         """Record the speed of the slot's runner, and how many batches it is ahead of the loop, from a worker's report.
         While the runner starts, record its stage, and its place among the runners that wait to start on the worker."""
         slot.batches_per_s, slot.batch_s = report.batches_per_s, report.batch_s
+        slot.worked_s = max(slot.worked_s, report.worked_s)  # a runner may die in its replay
         slot.batch_cpu_s, slot.batch_delay_s = report.batch_cpu_s, report.batch_delay_s
         _, box = self.box_of(slot)
         start_queue_position = report.start_queue_position, report.start_queue_length

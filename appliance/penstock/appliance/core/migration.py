@@ -2,13 +2,18 @@
 
     started     the target worker prepares: its runner builds the loader and waits
     ready       the present worker makes a snapshot durable, so that the target has little to replay
-    completed   the snapshot is durable, or `limits.migration_s` seconds have passed: the slot belongs to the target,
-                under the generation that was reserved for the target
+    durable     the target replays, to where the training loop was, or, if the loop waits for each batch, just behind it
+    replayed    the loop takes the batches up to there, which it mostly has
+    completed   it has, or `limits.migration_s` seconds have passed since `ready`: the slot belongs to the target, under
+                the generation that was reserved for the target
 
 Until the last step the slot stays on its present worker and its batches are delivered. If the present worker is lost
 meanwhile, the target takes over at once. If the target is lost, or does not get ready in time, the slot stays on its
 present worker. A target that did not get ready is then chosen only as the last resort when a worker drains, and not for
 balance, until the target's process is started again.
+
+A loader without state methods and without `replay=True` may be a queue, of which a second instance would take data. Its
+slots are not prepared elsewhere: a drain takes them from their worker at once, and nothing else moves them.
 
 A slot migrates for one of three reasons: its worker drains; it is a straggler; or workers with more free capacity have
 joined (see balance.py). A slot's output does not depend on where it runs, so a migration never changes the stream.
@@ -18,12 +23,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.appliance.core import balance
+from penstock.appliance.core import balance, launch_restarts
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Slot, Worker
 from penstock.proto.errors import UnknownWorkerError
 from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.v1 import coordinator_pb2 as pb
+
+WAITING_SHARE = 0.2
+"""Share of the time for which a slot's runner works, above which the training loop counts as waiting for the slot.
+Below it, the loop moves on by at most a fifth of what a migration's target replays meanwhile."""
 
 
 class Migrations:
@@ -48,15 +57,32 @@ class Migrations:
             target.ready_at = now
             if report.HasField("capabilities"):
                 target.capabilities = owned(report.capabilities)
-            worker = self._cluster.workers.get(slot.worker)
-            if worker is not None:
-                self._cluster.bump_worker(worker)  # its next assignments ask it to prepare the migration
+            self._tell(slot.worker)
+        elif report.migrated and target.delivered is not None and target.replayed is None:
+            target.replayed = report.produced
+            if target.replayed <= target.delivered:
+                self._cluster.complete_migration(slot, target.why, now)
+            else:
+                self._tell(slot.worker)
 
-    def migrated(self, slot: Slot, now: float) -> None:
-        """Complete the slot's migration, because its present worker reported that the snapshot for the target is
-        durable."""
-        if slot.target is not None and slot.target.ready_at:
-            self._cluster.complete_migration(slot, slot.target.why, now)
+    def migrated(self, slot: Slot, delivered: int, now: float) -> None:
+        """Continue the slot's migration after a report of its present worker: the snapshot for the target is durable.
+        `delivered`: number of the slot's batches that the training loop has taken."""
+        target = slot.target
+        if target is None or not target.ready_at:
+            return
+        if target.delivered is None:
+            target.delivered = delivered
+            target.loop_waits = slot.batch_s * slot.batches_per_s > WAITING_SHARE
+            self._tell(target.worker)
+        elif target.replayed is not None and delivered >= target.replayed:
+            self._cluster.complete_migration(slot, target.why, now)
+
+    def _tell(self, name: str) -> None:
+        """Let a worker's next assignments say what its slots' migrations need."""
+        worker = self._cluster.workers.get(name)
+        if worker is not None:
+            self._cluster.bump_worker(worker)
 
     # ---- periodic checks
 
@@ -93,18 +119,29 @@ class Migrations:
 
     def drain(self, worker: Worker, now: float) -> None:
         """Start migrations of the worker's slots to other workers that have free capacity. A slot whose runner is not
-        ready moves at once."""
+        ready moves at once, and so does one whose loader may have one instance only."""
         why = f"worker {worker.name} drains"
         for slot in self.owned(worker):
-            if slot.target is not None or slot.phase == pb.FAILED:
+            if slot.worker != worker.name or slot.target is not None or slot.phase == pb.FAILED:
                 continue
             other = self._elsewhere(slot, worker, now)
             if other is None:
                 continue
-            if slot.phase == pb.READY:
+            attempt, box = self._cluster.box_of(slot)
+            restarts = launch_restarts.is_due(attempt, box, slot) and launch_restarts.fits_elsewhere(
+                self._cluster.workers, attempt
+            )
+            if slot.phase == pb.READY and self._may_be_prepared(slot) and not restarts:
                 self._cluster.start_migration(slot, other, why, now)
-            else:  # its runner is not ready, so nothing is gained by keeping it
+            else:  # if its runner is not ready, nothing is gained by keeping it; or all slots of the run restart
                 self._cluster.move(slot, why, None)
+                slot.migrated = True  # a planned move, of which the training job need not be warned
+
+    def _may_be_prepared(self, slot: Slot) -> bool:
+        """Return True if a second instance of the slot's loader may be made while the first one serves."""
+        _, box = self._cluster.box_of(slot)
+        saves = slot.capabilities is None or slot.capabilities.state_methods > 0
+        return saves or box.opening.loader.options.replay_without_state
 
     def _elsewhere(self, slot: Slot, worker: Worker, now: float) -> Worker | None:
         """Return a worker that can take a slot of a draining worker; None if no worker can. A worker that failed to get

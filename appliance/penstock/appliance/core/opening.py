@@ -113,6 +113,7 @@ def without_secret(request: pb.OpenRunRequest) -> tuple[str, pb.OpenRunRequest]:
     kept = pb.OpenRunRequest()
     kept.CopyFrom(request)
     kept.ClearField("client_id")
+    kept.ClearField("restart")
     return client_of(request.client_id), kept
 
 

@@ -28,6 +28,7 @@ from penstock.appliance.model.entities import (
     client_in,
 )
 from penstock.proto.errors import JournalError, PenstockError
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -118,6 +119,10 @@ def _box(cluster: ClusterState, attempt: Attempt, row: Mapping[str, Any], now: f
     box.history.append(start)
     if box.presence is BoxPresence.CLOSED:
         box.lingers_until = now + cluster.limits.linger_s
+    if request.HasField("restart"):  # snapshots from before it may still be on disk
+        box.history.append(Position.from_proto(box.launch_start))
+        for slot in range(attempt.num_workers):
+            cluster.snapshot_index.drop_beyond(SlotKey(attempt.run, attempt.number, box.number, slot), -1)
     attempt.add_box(box)
     cluster.slots_held[box.credential] += attempt.num_workers
 

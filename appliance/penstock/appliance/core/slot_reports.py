@@ -3,6 +3,7 @@ ended."""
 
 from __future__ import annotations
 
+from penstock.appliance.core import launch_restarts
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.core.migration import Migrations
 from penstock.appliance.model.entities import Slot, SlotKey, Worker
@@ -10,6 +11,7 @@ from penstock.appliance.policies import quarantine
 from penstock.proto.errors import MemoryLimitError
 from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.rpc.channel import detail_of
+from penstock.proto.state.position import EPOCHS_AHEAD
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -19,6 +21,8 @@ are bounded because every view of the box contains them."""
 END_COST = 2
 """Time for handling the report that a runner has ended (75 us), in multiples of the time for placing one slot. One
 heartbeat call handles at most `limits.slots_at_once` / END_COST of these reports."""
+_KEPT_FIRSTS = EPOCHS_AHEAD + 1
+"""Number of epochs whose first batches are kept for a slot's next runner, the newest ones."""
 _NO_REASON = records_pb2.ErrorDetail(
     name="PenstockError", message="the slot's runner failed, and the worker reported no reason: see the worker's log"
 )
@@ -39,6 +43,7 @@ def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: 
     if doing != slot.doing:
         slot.doing, slot.stack = doing, report.stack[:_MAX_STACK]
         cluster.bump_box(*cluster.box_of(slot))
+    _keep_firsts(slot, report)
     if report.phase == pb.FAILED and slot.phase != pb.FAILED:
         if report.recycle:
             _recycle(cluster, slot, report)
@@ -48,6 +53,8 @@ def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: 
             has_position = report.HasField("making") and quarantine.is_valid_position(report.making)
             making = owned(report.making) if has_position else None
             cluster.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now, making, stack)
+        elif launch_restarts.is_refuted(cluster.box_of(slot)[1], slot, report.error):
+            cluster.take_back_restart(cluster.box_of(slot)[0], report.error.message)
         else:
             cluster.fail(slot, report.error if report.HasField("error") else _NO_REASON)
         return True
@@ -59,8 +66,17 @@ def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: 
             cluster.save_slot(slot)
             cluster.bump_box(*cluster.box_of(slot))
         if report.migrated:
-            migrations.migrated(slot, now)
+            migrations.migrated(slot, report.delivered, now)
     return False
+
+
+def _keep_firsts(slot: Slot, report: pb.SlotReport) -> None:
+    """Keep the first batches of epochs that a runner reports at its end. An epoch's first batch replaces what was kept
+    of the epoch."""
+    for first in report.firsts[-_KEPT_FIRSTS:]:
+        slot.firsts[first.epoch, first.began] = first.digest
+    for known in sorted(slot.firsts)[:-_KEPT_FIRSTS]:
+        del slot.firsts[known]
 
 
 def _recycle(cluster: ClusterState, slot: Slot, report: pb.SlotReport) -> None:
@@ -73,5 +89,5 @@ def _recycle(cluster: ClusterState, slot: Slot, report: pb.SlotReport) -> None:
         )
         cluster.fail(slot, detail_of(error))
         return
-    slot.outgrown = slot.generation if report.outgrown else 0
+    slot.outgrown, slot.spares_memory = slot.generation if report.outgrown else 0, True
     cluster.move(slot, report.error.message, None)

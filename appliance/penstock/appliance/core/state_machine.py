@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from penstock.appliance.core import box_progress, closing, opening, slot_reports, views
+from penstock.appliance.core import box_progress, closing, launch_restarts, opening, slot_reports, views
 from penstock.appliance.core.cluster_state import BOX_COST, ClusterState, Topic
 from penstock.appliance.core.migration import Migrations
 from penstock.appliance.core.recovery import restore
@@ -241,6 +241,7 @@ class StateMachine:
             box_progress.note_sources(box, request)
             if delivered.slots:
                 box_progress.advance(self.cluster, attempt, box, request, now)
+        launch_restarts.note_offer(self.cluster.snapshot_index, attempt, box, request)
         box_progress.note_unreachable(self.cluster, attempt, box, request, now)
         self.settle()
         return attempt, box

@@ -58,7 +58,7 @@ class StateQueries:
         attempt = self._cluster.attempt(run.name, request.attempt or run.attempt)
         boxes = list(attempt.boxes.values())
         in_epoch = [box for box in boxes if not box.epoch_ended]
-        first = max([box.start.step for box in boxes] + [box.step - box.retention for box in in_epoch])
+        first = max([box.launch_step for box in boxes] + [box.step - box.retention for box in in_epoch])
         last = max(box.step for box in boxes) if caller is None else attempt.boxes[caller].step
         step = request.step
         if request.newest:
@@ -67,9 +67,10 @@ class StateQueries:
         # caller's last report.
         last_is_known = caller is not None or request.attempt == 0
         if step < first or (step > last and last_is_known):
+            began = boxes[0].launched
             raise StateUnavailableError(
-                f"step must be {first} to {last} for run {run.name}, got {step}: this launch began at step "
-                f"{boxes[0].start.step} and keeps the states of the last retention_steps={boxes[0].retention} steps. "
+                f"step must be {first} to {last} for run {run.name}, got {step}: this launch {began} and "
+                f"keeps the states of the last retention_steps={boxes[0].retention} steps. "
                 "Request one of these steps, or raise retention_steps"
             )
         key = (run.name, attempt.number, step, "")
@@ -267,11 +268,13 @@ class StateQueries:
             self._cluster.changed(ANSWERS_FREED)
 
     def _forget(self, attempt: Attempt, first: int) -> None:
-        """Drop the attempt's kept results for steps before `first`. Also drop results with the final state of a box
-        whose epoch was over (`StateQuery.finals`), if the box has taken further steps since."""
-        for key, query in list(self._finished.items()):
-            if key[:2] != (attempt.run, attempt.number):
-                continue
-            left_behind = any(attempt.boxes[box].step != step for box, step in query.finals.items())
-            if key[2] < first or left_behind:
-                del self._finished[key]
+        """Drop the attempt's kept results for steps before `first`. Also let nobody join a query, and drop its result,
+        that has the final state of a box whose epoch was over (`StateQuery.finals`), if the box has taken further
+        steps since."""
+        for kept in (self._finished, self._joinable):
+            for key, query in list(kept.items()):
+                if key[:2] != (attempt.run, attempt.number) or not isinstance(query, StateQuery):
+                    continue
+                left_behind = any(attempt.boxes[box].step != step for box, step in query.finals.items())
+                if left_behind or (key[2] < first and kept is self._finished):
+                    del kept[key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from typing import Any
 
 from penstock.appliance.core import demand
 from penstock.appliance.core.cluster_state import ClusterState
@@ -13,6 +14,7 @@ from penstock.appliance.policies.bottleneck import Bottleneck, BoxFacts, SlotFac
 from penstock.appliance.policies.lease_policy import LeasePolicy
 from penstock.appliance.states.state_query import SlotStateRequest
 from penstock.proto.rpc.version import PROTOCOL, VERSION
+from penstock.proto.state.epoch_labels import label_of, to_messages
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -59,12 +61,19 @@ def watch_reply(
     cluster: ClusterState, attempt: Attempt, box: Box, seen_version: int, lease_policy: LeasePolicy, wall_s: float
 ) -> pb.WatchRunReply:
     others = [number for number in sorted(attempt.ended) if number != box.number]
+    ended = [pb.BoxEnd(box=number, step=attempt.boxes[number].step) for number in others]
+    epoch, begun = box.delivered.epoch, any(slot.delivered for slot in box.delivered.slots)
+    left, (label, first) = attempt.left.get(epoch), attempt.named.get(epoch, (-1, -1))
+    if left is not None and left[1] != box.number:
+        ended.append(pb.BoxEnd(box=left[1], step=left[0], goes_on=True))
+    elif begun and label not in (-1, label_of(box.labels_to(), epoch)):
+        ended.append(pb.BoxEnd(box=first, goes_on=True, label=label))
     return pb.WatchRunReply(
         version=box.version,
         slots=[slot_view(cluster, slot) for slot in box.slots] if box.version != seen_version else (),
         missing_slots=sum(slot.phase == pb.WAITING for slot in box.slots),
         wall_s=wall_s,
-        ended=[pb.BoxEnd(box=number, step=attempt.boxes[number].step) for number in others],
+        ended=ended,
         heartbeat_s=lease_policy.heartbeat_s,
         lease_s=lease_policy.lease_s,
         fence=attempt.fence,
@@ -76,7 +85,7 @@ def assignment(
     cluster: ClusterState, attempt: Attempt, box: Box, slot: Slot, worker: Worker, start: records_pb2.BoxPosition
 ) -> records_pb2.WorkerAssignment:
     """Return the assignment that tells a worker to run the slot, or to prepare it as the slot's migration target.
-    `start`: position where the box started, as one message that all slots of the box share."""
+    `start`: position where the box's runners start, as one message that all slots of the box share."""
     target = slot.target if slot.worker != worker.name else None
     generation = slot.generation if target is None else target.generation
     return records_pb2.WorkerAssignment(
@@ -87,14 +96,27 @@ def assignment(
         seed=attempt.seed,
         loader=box.opening.loader,
         lane_key=cluster.lane_key(slot.key, generation),
-        resume=box.opening.resume,
+        resume=box.launch_resume,
         start=start,
         recovery=slot.recovery or target is not None,
+        spares_memory=slot.spares_memory,
         is_target=target is not None,
-        prepare_migration=slot.target is not None and target is None and slot.target.ready_at > 0,
+        **_preparation(box, slot, is_target=target is not None),
         skips=[records_pb2.Skip(epoch=epoch, total=total, count=count) for (epoch, total), count in slot.skips.items()],
         mixture_changes=attempt.mixture_changes,
     )
+
+
+def _preparation(box: Box, slot: Slot, *, is_target: bool) -> dict[str, Any]:
+    """Return the fields of an assignment that say how far the slot's migration is prepared."""
+    target = slot.target
+    if target is None or not target.ready_at or (is_target and target.delivered is None):
+        return {}
+    if not is_target:
+        return {"prepare_migration": True, "migration_total": target.replayed or 0}
+    labels = to_messages(box.labels_to())
+    known = {"migration_total": target.delivered, "loop_waits": target.loop_waits, "migration_labels": labels}
+    return {"prepare_migration": True, **known}
 
 
 def fill_heartbeat(
@@ -144,7 +166,7 @@ def fill_heartbeat(
         number, size = number + 1, size + box.assignment_size
         of_box = key.run, key.box
         if of_box not in starts:
-            starts[of_box] = box.start.to_proto()
+            starts[of_box] = box.launch_start
         reply.assignments.append(assignment(cluster, attempt, box, slot, worker, starts[of_box]))
 
 

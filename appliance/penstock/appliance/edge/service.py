@@ -53,6 +53,7 @@ from penstock.proto.rpc.auth_interceptor import credential, jobs_share_token
 from penstock.proto.rpc.calls import blob_name, pieces
 from penstock.proto.rpc.channel import CHUNK, detail_of, error_of
 from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer
 from penstock.runtime.telemetry.counters import CallCounters
 
@@ -223,7 +224,7 @@ class Service(CoordinatorServicer):
         """Yield the requested state in parts, box after box. If the caller accepts packed parts (`packs`), yield
         serialised messages with several parts each."""
         loop = asyncio.get_running_loop()
-        until, sent = loop.time() + request.deadline_s, 0
+        until, sent, restarts = loop.time() + request.deadline_s, 0, None
         query: StateQuery | None = None
         with self._counted_query(credential()), self._fetches.noted(request) as noted:
             closed = self._closed.find(request) if self._is_over(request) else None
@@ -239,12 +240,20 @@ class Service(CoordinatorServicer):
                 async with self._journal.synced():
                     query = self._state_machine.begin_state(request)
                 noted.of(query)
+                restarts = query.restarts
                 while sent < query.num_boxes:
                     async with self._journal.synced():
                         states = await self._message(query, sent, until, request)
                     before = loop.time()
                     noted.bytes += sum(state.size for state in states)
                     written = [await self._written(state, request) for state in states]
+                    if query.restarts != restarts:  # what was sent does not belong to the present answers
+                        if sent and not request.packs:
+                            raise query.restarted()
+                        if sent:
+                            yield pb.StatePart(anew=True).SerializeToString()
+                        sent, restarts = 0, query.restarts
+                        continue
                     for message in packed(written) if request.packs else parts(written):
                         await self._turns.next()
                         yield message
@@ -252,11 +261,12 @@ class Service(CoordinatorServicer):
                         until, before = until + loop.time() - before, loop.time()
                         query.deadline = max(query.deadline, until)
                     for _ in states:
-                        self._state_machine.sent_state(query, sent)
+                        if query.restarts == restarts:
+                            self._state_machine.sent_state(query, sent)
                         sent += 1
             finally:
                 if query is not None:  # the query counts this caller, even if the journal could not be written
-                    self._state_machine.end_state(query, sent)
+                    self._state_machine.end_state(query, sent if query.restarts == restarts else 0)
 
     @contextlib.contextmanager
     def _counted_query(self, token: str) -> Iterator[None]:
@@ -396,13 +406,16 @@ class Service(CoordinatorServicer):
     async def GetSnapshots(self, request: pb.GetSnapshotsRequest, context: _Context) -> AsyncIterator[pb.SnapshotPart]:
         key = SlotKey(request.run, request.attempt, request.box, request.slot)
         async with self._journal.synced():
-            self._state_machine.slot_to_recover(key, request.generation)
+            slot = self._state_machine.slot_to_recover(key, request.generation)
+        firsts = [records_pb2.FirstBatch(epoch=e, began=t, digest=d) for (e, t), d in sorted(slot.firsts.items())]
         for kept in self._snapshot_index.snapshots(key):
             async with self._reads.taken(kept.size, credential()):
                 found = await self._disk.run(self._store.snapshot, key, kept)
                 if found is None:
                     continue  # dropped since the listing; a newer one that serves as well follows
                 header, data = found
+                header.firsts.extend(firsts)
+                firsts = []
                 yield pb.SnapshotPart(header=header)
                 async for piece in self._read("GetSnapshots", data):
                     yield pb.SnapshotPart(data=piece)

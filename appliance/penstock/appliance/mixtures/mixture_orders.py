@@ -202,6 +202,7 @@ class MixtureOrders:
                 cluster.cancel_migration(slot)
                 cluster.move(slot, note, None)
                 slot.remade.append((slot.generation, total))
+                slot.firsts.clear()  # made before the change
                 slot.migrated = True  # a planned move, of which the training job need not be warned
             cluster.bump_box(attempt, box)
 

@@ -28,6 +28,7 @@ from typing import NamedTuple
 from penstock.appliance.model.gauges import HALF_S, BoxWaits, SlotGauge
 from penstock.proto.errors import SupersededError, UnknownRunError
 from penstock.proto.state.allowed_modules import under
+from penstock.proto.state.epoch_labels import labels_in
 from penstock.proto.state.position import Position
 from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -94,6 +95,13 @@ class MigrationTarget:
     since: float
     ready_at: float = 0.0
     """Monotonic time when the target became ready; 0 = not ready yet."""
+    delivered: int | None = None
+    """Number of the slot's batches that the training loop had taken when the target could begin to replay; None = it
+    cannot yet."""
+    loop_waits: bool = False
+    """True if the loop takes batches about as fast as the slot makes them."""
+    replayed: int | None = None
+    """Number of the slot's last batch that the target has replayed; None = it still replays."""
     capabilities: records_pb2.LoaderCapabilities | None = None
 
 
@@ -156,13 +164,22 @@ class Slot:
     outgrown: int = 0
     """Generation of the runner that was replaced last because it used too much memory, if it did so before its second
     batch; else 0. If the runner of the next generation does the same, the slot fails."""
+    spares_memory: bool = False
+    """True once a runner was replaced because it used too much memory: the next ones replay as little as possible."""
     skips: dict[tuple[int, int], int] = field(default_factory=dict)
     """(epoch, total) -> number of batches to skip after the slot's batch number `total`, including those that were
     skipped before the state from which the run resumed."""
     skipped: dict[tuple[int, int], int] = field(default_factory=dict)
     """(epoch, total) -> number of batches skipped after the slot's batch number `total` in the present attempt
     alone."""
+    firsts: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(epoch, the slot's batches before it) -> digest of the epoch's first batch, of epochs whose first batch a runner
+    has made that the slot lost, or left in a migration. The slot's next runner must make the same. Empty after a
+    restart of the coordinator."""
     gauge: SlotGauge = field(default_factory=SlotGauge)
+    worked_s: float = 0.0
+    """Seconds for which a runner of the slot has worked since the position where its loader was started; 0 = not known.
+    A replay from there takes about as long."""
 
     def unfit_at(self, workers: Mapping[str, Worker]) -> set[str]:
         """Return the names of those of `workers` that failed to prepare for the slot and were not restarted since."""
@@ -264,6 +281,27 @@ class Box:
         return len(self.opening.job) + sum(part.ByteSize() for part in parts) + ASSIGNMENT_BYTES
 
     @property
+    def launch_start(self) -> records_pb2.BoxPosition:
+        """Position at which new runners start: where the attempt opened, or a state from which all slots have been
+        restarted since (launch_restarts.py)."""
+        return self.opening.restart.start if self.opening.HasField("restart") else self.start.to_proto()
+
+    @property
+    def launch_resume(self) -> records_pb2.Resume:
+        """State from which new runners start at `launch_start`."""
+        return self.opening.restart.resume if self.opening.HasField("restart") else self.opening.resume
+
+    @property
+    def launch_step(self) -> int:
+        return self.opening.restart.start.step if self.opening.HasField("restart") else self.start.step
+
+    @property
+    def launched(self) -> str:
+        """Part of a message: where new runners start."""
+        how = "was restarted from the state of" if self.opening.HasField("restart") else "began at"
+        return f"{how} step {self.launch_step}"
+
+    @property
     def step(self) -> int:
         """Number of steps delivered over the run, according to the newest report."""
         return max(self.delivered.step, self.start.step)
@@ -343,6 +381,11 @@ class Box:
                 position.carry()
         return known
 
+    def labels_to(self, epoch: int | None = None) -> dict[int, int]:
+        """Return the labels that the loop has given to epochs, up to this one; None: all."""
+        newest = self.delivered if self.delivered.slots else self.start.to_proto()
+        return labels_in(newest.labels, epoch)
+
     def is_fresh(self, position: Position) -> bool:
         """Return whether the position is the start of an epoch that began during this attempt, with no batch of it
         taken."""
@@ -370,6 +413,11 @@ class Attempt:
     boxes: dict[int, Box] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     """Numbers of the boxes whose epoch has ended, and whose loop has not begun another one."""
+    left: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Newest epochs that some box has left for the next one -> last step of the first such box, and its number."""
+    named: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Newest epochs of which some box has taken a batch -> label of the first such box (proto/state/epoch_labels.py),
+    and its number."""
     live: set[int] = field(default_factory=set)
     """Numbers of the boxes whose presence is LIVE, kept so that closing a box need not look at all boxes."""
     abandoned_after: dict[int, int] = field(default_factory=dict)
@@ -390,13 +438,32 @@ class Attempt:
     """Digest of a credential token -> number of boxes that were opened with the token."""
     blobs: set[str] = field(default_factory=set)
     """Names of the blobs that the attempt's boxes use. A blob holds a saved state or large arguments of input_fn."""
+    offered: list[records_pb2.Restart] = field(default_factory=list)
+    """Newest saved state from which all slots may be restarted, as one entry for each box; empty = none."""
+    restarts: int = 0
+    """Number of times that all slots were started anew: states of slots from before and after do not fit together."""
+    restarts_refuted: bool = False
+    """True if the loader did not continue exactly from a saved state."""
 
     def add_box(self, box: Box) -> None:
         self.boxes[box.number] = box
         self.clients[box.number] = box.client
         self.credentials[box.credential] += 1
         self.set_presence(box, box.presence)
-        self.blobs |= {box.opening.resume.blob, box.opening.loader.arguments_blob}
+        self.blobs |= {from_.blob for from_ in (box.opening.resume, box.launch_resume)}
+        self.blobs.add(box.opening.loader.arguments_blob)
+
+    def name_blobs(self) -> None:
+        """Bring `blobs` up to date."""
+        openings = [box.opening for box in self.boxes.values()]
+        resumes = [opening.resume for opening in openings] + [opening.restart.resume for opening in openings]
+        resumes += [offered.resume for offered in self.offered]
+        self.blobs = {resume.blob for resume in resumes} | {opening.loader.arguments_blob for opening in openings}
+
+    @property
+    def offered_step(self) -> int:
+        """Step of `offered`; 0 = none."""
+        return self.offered[0].start.step if self.offered else 0
 
     def note_generation(self, generation: int) -> None:
         self.generation = max(self.generation, generation)

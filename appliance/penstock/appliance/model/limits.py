@@ -85,9 +85,9 @@ class Limits:
     target_ready_s: float = 300.0
     """Longest time for a migration target to become ready. A target may have to import torch and read the index of a
     dataset. Meanwhile the slot runs on its present worker."""
-    migration_s: float = 5.0
-    """Longest time for the present worker to make the snapshot durable that a ready migration target needs. After this
-    time the slot migrates without the snapshot."""
+    migration_s: float = 15.0
+    """Longest time for a ready migration target to replay to where the training loop is, and for the present worker to
+    make the snapshot durable that this needs. After this time the slot migrates, and the loop waits for the rest."""
     left_alone_s: float = 30.0
     """Time after a failed migration in which balance does not move the slot again. A slot whose worker drains may go to
     another worker meanwhile, but not to one that failed to get ready for it or that its box cannot reach."""

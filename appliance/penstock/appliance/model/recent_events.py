@@ -27,7 +27,7 @@ FAULTS = frozenset(
 )
 """Kinds of events that are faults. The other kinds are: worker joined, worker drains, worker back, worker left; slot
 moved, slot migrated, slot recovered; box opened, box back, box closed; attempt superseded, attempt ended; mixture
-changed."""
+changed, run restarted."""
 
 
 @dataclass

@@ -45,6 +45,7 @@ from penstock.proto.errors import (
 )
 from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.rpc.channel import error_of
+from penstock.proto.state.epoch_labels import to_messages
 from penstock.proto.state.position import Position, advance, chain_at
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -77,6 +78,11 @@ class SlotStateRequest:
     """Epochs that the loop abandoned before the slot had ended them, as (epoch, the slot's total when the loop left
     it). All such epochs from `abandoned_from` on are in the tuple."""
     abandoned_from: int = field(default=0, compare=False, kw_only=True)
+    labels: dict[int, int] = field(default_factory=dict, compare=False, kw_only=True)
+    """Labels of epochs (proto/state/epoch_labels.py)."""
+    at_end: bool = field(default=False, compare=False, kw_only=True)
+    """True if the loop of a box has taken its epoch to the end at this step. The slot's epoch then usually ends here as
+    well, and the state must say so: only between two epochs can a pure loader be resumed on another topology."""
 
     @property
     def id(self) -> str:
@@ -97,6 +103,8 @@ class SlotStateRequest:
             digests_after=self.digests_after,
             abandoned=[records_pb2.EpochEnd(epoch=epoch, total=total) for epoch, total in self.abandoned],
             abandoned_from=self.abandoned_from,
+            labels=to_messages(self.labels),
+            at_end=self.at_end,
         )
 
 
@@ -114,6 +122,11 @@ def _abandoned_before(box: Box, position: Position) -> tuple[int, list[tuple[int
             return epoch + 1, left
         left.append((epoch, {k: there.total[k] for k in there.live}))
     return 0, left
+
+
+def _has_seen_end(box: Box, slot: int, epoch: int, total: int) -> bool:
+    """Return whether the box's loop has reached the end of the slot's epoch after the slot's batch `total`."""
+    return epoch not in box.abandoned and box.ends.get((slot, epoch)) == total
 
 
 @dataclass(frozen=True)
@@ -199,6 +212,9 @@ class StateQuery:
     completed: list[int] = field(default_factory=list)
     """Numbers of the boxes that became complete since the callers were last told."""
     failure: PenstockError | None = None
+    restarts: int | None = None
+    """Value of `Attempt.restarts` for which the present answers are valid. A caller that has got some of them must not
+    get others after a change."""
     _asked_boxes: int = 0
     """Number of boxes whose slots have been asked so far. Boxes are begun in the order of their numbers."""
     _open_requests: dict[int, dict[str, SlotStateRequest]] = field(default_factory=dict)
@@ -275,6 +291,8 @@ class StateQuery:
         if self.done:
             return
         try:
+            if attempt.restarts != self.restarts:
+                self._begin_again(attempt)
             if not attempt.any_live():  # the end of the last box decides about all that are waited for
                 box = None
             for number in list(self._open_requests) if box is None else [box] if box in self._open_requests else []:
@@ -282,6 +300,23 @@ class StateQuery:
             self._begin_boxes(attempt)
         except PenstockError as error:
             self.fail(error)
+
+    def restarted(self) -> StateUnavailableError:
+        """Return the error for a caller that has got states which do not belong to the present answers."""
+        return StateUnavailableError(
+            f"{self.title}: the run's loaders were restarted from a saved state while this state was sent, because a "
+            "worker was lost: save again"
+        )
+
+    def _begin_again(self, attempt: Attempt) -> None:
+        """Drop all answers: the slots' loaders have been started anew, from another state, and count from there."""
+        self.ask_no_more()
+        self.boxes.clear()
+        self.sent.clear()
+        self._rounds.clear()
+        self._denied.clear()
+        self.held = self.complete = self._asked_boxes = 0
+        self.restarts = attempt.restarts
 
     def _begin_boxes(self, attempt: Attempt) -> None:
         """Begin with further boxes, as long as the limit on open requests allows it."""
@@ -350,6 +385,7 @@ class StateQuery:
             self._ask(number, {})
             return
         abandoned_from, left = _abandoned_before(box, position)
+        at_end = any(other.epoch_ended and other.step == self.step for other in attempt.boxes.values())
         for slot in box.slots:
             k = slot.key.slot
             place = (position.epoch, position.delivered[k], position.total[k])
@@ -378,6 +414,8 @@ class StateQuery:
                     self.serial,
                     abandoned=abandoned,
                     abandoned_from=abandoned_from,
+                    labels=box.labels_to(position.epoch),
+                    at_end=at_end and not _has_seen_end(box, k, position.epoch, position.total[k]),
                 )
                 requests[slot_request.id] = slot_request
             elif slot.phase == pb.STARTING:
@@ -394,6 +432,7 @@ class StateQuery:
                 f"{', '.join(denied + doubtful)}"
             )
         self._record_digest(box, start, position)
+        position.labels = box.labels_to(position.epoch)
         state.position = position.to_proto()
         self._assemble(attempt, number, state)
         self._completed(number, state)
@@ -419,15 +458,15 @@ class StateQuery:
                 f"{where} has closed, and the coordinator has restarted since and lost the last position of the box: "
                 "save the state before any rank closes its Appliance"
             )
-        if self.step < box.start.step and not box.epoch_ended:
+        if self.step < box.launch_step and not box.epoch_ended:
             raise StateUnavailableError(
-                f"{where} began this launch at step {box.start.step}, and earlier states are not kept: request step "
-                f"{box.start.step} or a later one"
+                f"{where}: this launch {box.launched}, and earlier states are not kept: request step {box.launch_step} "
+                "or a later one"
             )
         at = self.step
         if box.epoch_ended and box.step < self.step:
             at = state.final = box.step
-        at = max(at, box.start.step)
+        at = max(at, box.launch_step)
         start = box.position_before(at)
         # A restarted coordinator has every epoch start, but the workers may have dropped snapshots before the window.
         unkept = box.restored and start is box.start and at < box.step - box.retention
@@ -511,9 +550,12 @@ class StateQuery:
             position.chain = chain_at(start, position.step, box.ends, box.abandoned, digests)
 
     def _assemble(self, attempt: Attempt, number: int, state: BoxState) -> None:
-        for slot in attempt.boxes[number].slots:
+        box = attempt.boxes[number]
+        for slot in box.slots:
             have = self._answers.pop((number, slot.key.slot))
-            answer = have.answer
+            answer, epoch = have.answer, have.slot_request.epoch
+            # A runner that took over may not have come to the end that the loop has seen.
+            seen = _has_seen_end(box, slot.key.slot, epoch, have.slot_request.total)
             capabilities = answer.capabilities if answer.HasField("capabilities") else slot.capabilities
             record = pb.WorkerRecord(
                 local_worker_id=slot.key.slot,
@@ -524,10 +566,11 @@ class StateQuery:
                 worker_step=have.slot_request.total,
                 samples_streamed=answer.samples_streamed,
                 state_bytes=len(have.data),
-                epoch=have.slot_request.epoch,
+                epoch=epoch,
                 capabilities=capabilities,
                 digest=answer.digest,
                 next_digest=answer.next_digest,
-                next_epoch=answer.next_epoch,
+                next_epoch=answer.next_epoch or (seen and not answer.next_digest),
+                chain=answer.chain,
             )
             state.records.append((record, have.data))

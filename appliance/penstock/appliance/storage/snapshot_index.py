@@ -11,6 +11,7 @@ Pure: the index decides what to remove, and the service removes it from disk onc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -256,6 +257,12 @@ class SnapshotIndex:
             return
         self.used += size
         self._blobs[name] = _Blob(size, now, credential)
+
+    def release_blobs(self, names: Iterable[str]) -> None:
+        """Let `drop_idle_blobs` drop these blobs at once, unless an open attempt uses them."""
+        for name in names:
+            if name in self._blobs:
+                self._blobs[name].touched = -math.inf
 
     def drop_idle_blobs(self, named: set[str], now: float) -> None:
         """Drop the blobs that no open attempt uses, and that were neither sent nor used for `limits.blob_idle_s`

@@ -40,7 +40,6 @@ from penstock.client.stream.stream_interfaces import Reader, StreamRun
 from penstock.client.stream.wait_notice import WaitNotice
 from penstock.proto.batch.digest import DigestCover
 from penstock.proto.errors import CoordinatorUnavailableError, InvalidArgumentError, OverloadedError, PenstockError
-from penstock.proto.rpc import tracing
 from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.rpc.channel import VERSION, Tls, host_id, is_local, load_tls, read_token
 from penstock.proto.rpc.credentials.tokens import admin_tokens
@@ -111,12 +110,18 @@ class Appliance:
             benchmarks/compression.md. Batches that do not shrink are sent uncompressed. Requires `pip install
             penstock[compression]`; a worker without this package sends batches uncompressed.
         max_batch_bytes: largest size of a batch in bytes; a larger batch is an error (1 GiB).
-        digest: bytes that a batch's digest covers: "sample" (all of a small batch, the ends and a sample of a large
-            one, 1 to 2 us), "full" (every byte, 9 us a MiB), or "rows" (every byte, as the sum of the digests of all
-            rows, so that runs on different numbers of boxes can be compared, see DataExecutor.digest; about 0.5 us more
-            for each row of each tensor). Default: that of the loaded state, else "sample".
+        digest: bytes that a batch's digest covers: "sample" (all of a batch of up to 256 KiB and all small tensors of a
+            larger one, and a sample of each large tensor; 1 to 6 us), "full" (every byte, 20 us a MiB), or "rows"
+            (every byte, as the sum of the digests of all rows, so that runs on different numbers of boxes can be
+            compared, see DataExecutor.digest; about 0.5 us more for each row of each tensor). Default: that of the
+            loaded state, else "sample".
         strict_structure: refuse a batch whose structure or dtypes differ from those of the first batch (False).
         replay: save loaders without state methods too, by counting their batches and replaying them (False).
+        replay_s: seconds of a loader's work on an epoch, up to which a lost or resumed worker makes the epoch again
+            from its beginning, and compares all of it. Beyond, it restores a snapshot some way before, and compares
+            the batches since (2). inf: always from the beginning. For loaders with four methods: seconds of work since
+            the launch began, up to which a lost worker replays alone (30); see docs/restarts.md. Not for loaders that
+            vouch for their states.
         retention_steps: number of last delivered steps whose states stay available (256).
         timeout_s: longest wait in seconds: for a batch, for a state, for the start of the daemons (120).
         poison: treatment of a batch that kills its runner (the worker process that makes the batch) each time: "fail"
@@ -132,8 +137,6 @@ class Appliance:
             server; under torchrun each rank takes port + LOCAL_RANK. An address beyond loopback needs tls_cert and
             tls_key, and readers need a token of the role admin. Requires `pip install penstock[metrics]`
             (docs/metrics.md).
-        otel: trace calls to the coordinator with OpenTelemetry, configured by the OTEL_* variables (False). Requires
-            `pip install penstock[otel]`.
 
     Raises:
         InvalidArgumentError, BoxOutOfRangeError: an argument or a variable has an invalid value; this process cannot
@@ -164,13 +167,13 @@ class Appliance:
         digest: Literal["sample", "full", "rows"] | None = None,
         strict_structure: bool | None = None,
         replay: bool | None = None,
+        replay_s: float | None = None,
         retention_steps: int | None = None,
         timeout_s: float | None = None,
         poison: Literal["fail", "skip"] | None = None,
         synthetic: bool | None = None,
         progress: bool | None = None,
         http: str | None = None,
-        otel: bool | None = None,
     ) -> None:
         forbid_in_runner("creating an Appliance")
         given = {name: value for name, value in locals().items() if name != "self"}
@@ -208,8 +211,6 @@ class Appliance:
         self._access: CoordinatorAccess | None = None
         self._daemons: Embedded | None = None
         self._rendezvous: SharedAppliance | None = None
-        if settings.otel:
-            tracing.start("penstock-client")
         self._receiver = Receiver(settings.max_batch_bytes, self._tls)
         open_streams.receivers.add(self._receiver)
         self.host = host_id()
@@ -388,7 +389,7 @@ class Appliance:
         if start.blob:
             with self.client() as client:
                 blob = client.put_blob(start.blob, f"{request.job}/{request.ordinal}")
-            request.resume.blob, request.resume.same_topology = blob, start.same_topology
+            request.resume.CopyFrom(start.resume(blob))
         run.open()
 
     def _patiently(self, deadline: float, run: OpenRun, call: Callable[[], None]) -> None:
@@ -420,6 +421,7 @@ class Appliance:
         spec.options.full_digest, spec.options.row_digest = cover == DigestCover.FULL, cover == DigestCover.ROWS
         spec.options.strict_structure = settings.strict_structure
         spec.options.replay_without_state = opening.replay
+        spec.options.replay_s = settings.replay_s
         spec.options.retention_steps = settings.retention_steps
         spec.options.force_tcp = self.force_tcp
         spec.options.timeout_s = settings.timeout_s

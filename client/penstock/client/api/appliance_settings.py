@@ -12,7 +12,6 @@ import os
 from typing import Any
 
 from pydantic import ValidationError, field_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from penstock.client.stream.device import check_device
 from penstock.proto.errors import BoxOutOfRangeError, InvalidArgumentError
@@ -52,16 +51,7 @@ class _GivenOnly(ApplianceSettings):
     """Settings of an appliance that come from arguments and defaults only, not from environment variables or the
     settings file."""
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)
+    only_given = True
 
 
 def resolve_given(**given: Any) -> ApplianceSettings:

@@ -4,20 +4,25 @@ epochs, checkpoint steps.
 Both classes are in one module because each uses the other: iterating a loader iterates an executor of the loader. The
 loader's run is in opened_loader.py, its states are in resumable_loader.py.
 
-The executor's iterator is a generator that has already run to its first `yield` when the loop gets it. So the run opens
-in `iter()`, which raises the errors of the opening. From then on the generator's `finally` runs whenever the loop ends:
-after its last batch, by `break`, by an exception, or because the iterator is dropped.
+`iter()` opens the run if it is not open, and raises the errors of the opening, but the iterator takes no part in the
+stream before its first `next()`. So an iterator that took no batch blocks no other, and begins no epoch. (tqdm and
+other wrappers call iter() more than once.) At its first `next()` an iterator gets the stream, and keeps it until its
+loop ends: after the last batch, by `break`, by an exception, because the iterator is dropped, or because an iterator
+that was made later takes a batch. In each of these cases the `finally` of the iterator's generator runs.
 
-An epoch that the loop leaves by `break` is abandoned when the next executor starts, not at the `break`. Until then the
-state is that of the last step, in the middle of the epoch. If the loop leaves after the epoch's last batch, the epoch
-counts as complete, not as abandoned. (len() of the loaders tells which batch is the last.) An epoch that a persistent
-executor leaves is not abandoned either: the next executor continues with the next batch.
+An epoch that the loop leaves by `break` ends when the next loop takes its first batch, not at the `break`. Until then
+the state is that of the last step, in the middle of the epoch. If the loop leaves after the epoch's last batch, the
+epoch counts as complete, not as abandoned. (len() of the loaders tells which batch is the last.) An epoch that a
+persistent executor leaves does not end: the next executor continues with the next batch.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+import itertools
 from collections.abc import Callable, Generator, Iterator
+from threading import get_ident
 from typing import Any
 
 from torch.utils.data import DataLoader as TorchLoader
@@ -336,29 +341,27 @@ class DataExecutor:
         forbid_in_runner("iterating a DataExecutor")
         if self._num_steps == 0:
             return iter(())
-        steps = self._steps()
         try:
-            next(steps)
+            self._loader.open(self._appliance)
         except PenstockError as error:
             raise error.with_traceback(None) from error.__cause__  # the frames of the opening do not help the user
-        return steps
+        return _Steps(self)
 
-    def _steps(self) -> Generator[Any, None, None]:
+    def _steps(self, session: Session, first: int) -> Generator[Any, None, None]:
+        """Yield the batches of the loop whose first step is `first + 1`, from the next one on."""
         loader, schedule = self._loader, self._schedule
-        self._session = session = loader.begin(self, self._appliance)
         reader, position = session.reader, session.reader.position
-        first, first_epoch = self._first, _ = position.step, position.epoch
+        self._session, self._first, first_epoch = session, first, position.epoch
         self._last = stop = None if self._num_steps is None else first + self._num_steps
         line: ProgressLine | None = None
         left_early = False
         _iterating.enter(self)
         try:
             if session.progress:
-                line = ProgressLine(loader.name, reader.stats, first)
+                line = ProgressLine(loader.name, reader.stats, position.step)
             ahead = 0 if stop is None else EPOCHS_AHEAD
-            reader.open_epochs(position.epoch + ahead)
+            reader.open_epochs(position.epoch + ahead, loader.asked_epoch)
             announced = reader.announce(schedule, stop)
-            yield None
             while stop is None or position.step < stop:
                 try:
                     batch = reader.next()
@@ -371,10 +374,13 @@ class DataExecutor:
                     if stop is None and (position.step > first or self._rest_only):
                         break
                     # One epoch was requested, but the position is the very end of an epoch: take the next epoch.
-                    reader.open_epochs(position.epoch + ahead)
+                    reader.open_epochs(position.epoch + ahead, loader.asked_epoch)
                     announced = reader.announce(schedule, self._last)
                     continue
                 step = position.step
+                if step == first + 1:
+                    session.check_epoch(loader.asked_epoch)
+                    loader.asked_epoch = None
                 if stop is None and schedule.and_last and step == first + 1:
                     self._last = session.expected_last()
                     announced = step
@@ -384,21 +390,90 @@ class DataExecutor:
                     line.update(step)
                 if session.run.ended_boxes:
                     session.warn_of_ended(step)
+                if session.run.box_apart is not None:
+                    session.tell_apart(step)
                 left_early = stop is None and not self._persistent
                 yield batch
                 left_early = False
                 del batch  # do not keep it alive while the loop waits for the next one
+                reader.thread = get_ident()  # a prefetching thread may go on with what another one began
             self._last = position.step
         finally:
             _iterating.leave(self)
             if line is not None:
                 line.finish()
-            if left_early and session.expected_last() == position.step:
-                # the loop left after the last batch of the epoch; the message of the epoch's end is read next
-                left_early = False
-            loader.finish(self, left_early=left_early, epoch_ended=stop is None and position.epoch > first_epoch)
+            loader.finish(left_early=left_early, epoch_ended=stop is None and position.epoch > first_epoch)
 
 
+class _Steps(Iterator[Any]):
+    """Iterator that a loop over a DataExecutor holds. See the module's docstring.
+
+    After an error of `next`, such as a DeadlineError or Ctrl-C, no batch is lost, and the loader is free for other
+    loops. If there was none, `next` may be called again, and tries again to get the same batch.
+    """
+
+    def __init__(self, executor: DataExecutor) -> None:
+        self.number = next(_numbers)
+        self._executor = executor
+        self._batches: Generator[Any, None, None] | None = None
+        self._session: Session | None = None
+        """Session in which the iterator took the stream; None before its first `next`."""
+        self._first = 0
+        """Number of the last step before the loop's first one."""
+
+    def __next__(self) -> Any:
+        batches = self._batches
+        if batches is None:
+            batches = self._batches = self._begin()
+        try:
+            return next(batches)
+        except StopIteration:
+            raise
+        except PenstockError as error:
+            self._batches = None  # finished by the error
+            raise error.with_traceback(None) from error.__cause__  # the generator's frame says nothing to users
+        except BaseException as error:
+            if _runs(batches):
+                raise RuntimeError(
+                    f"{self._executor.dataloader.name}: next() of an iterator was called while another thread was in "
+                    "its next(): let one thread iterate, or guard next() by a lock"
+                ) from error
+            self._batches = None  # finished by the error
+            raise
+
+    def _begin(self) -> Generator[Any, None, None]:
+        executor, loader = self._executor, self._executor.dataloader
+        if self._session is not None:
+            loader.check_continues(self.number, self._session)
+        try:
+            session = loader.begin(self, executor._appliance)
+        except PenstockError as error:
+            raise error.with_traceback(None) from error.__cause__
+        if self._session is None:
+            self._session, self._first = session, session.reader.position.step
+        return executor._steps(session, self._first)
+
+    def give_up(self) -> bool:
+        batches = self._batches
+        if batches is not None:
+            if _runs(batches):
+                return False
+            batches.close()
+            self._batches = None
+        return True
+
+    def close(self) -> None:
+        """End the loop, as `break` does."""
+        if self._batches is None:
+            self._batches = (batch for batch in list[Any]())
+        self._batches.close()
+
+
+def _runs(generator: Generator[Any, None, None]) -> bool:
+    return inspect.getgeneratorstate(generator) == inspect.GEN_RUNNING
+
+
+_numbers = itertools.count(1)
 _iterating: EnteredScope[DataExecutor] = EnteredScope(
     "penstock-loops",
     "one DataExecutor must be iterating for this thread, got {count} in other threads: call a checkpoint_closure in "

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -72,11 +72,13 @@ class Lookahead(IterableDataset[Any]):
         self._loader = loader
         self._depth = checked_int("depth", depth)
         self._executor = DataExecutor(loader, checkpoint_steps=checkpoint_steps, appliance=appliance)
-        self._epoch_iterator: weakref.ref[Generator[Any, None, None]] | None = None
-        """Weak reference to the iterator over the present epoch, which the framework holds."""
-        self._begun: Generator[Any, None, None] | None = None
-        """Iterator of the executor over the present epoch, until the loop gets the epoch's first batch; None
-        otherwise."""
+        self._steps: weakref.ref[Any] | None = None
+        """Weak reference to the executor's iterator over the present epoch. The iterator that the framework has holds
+        it."""
+        self._begun: Iterator[Any] | None = None
+        """The executor's iterator, until the loop gets the epoch's first batch; None otherwise."""
+        self._handing_out: object = None
+        """Identifies the iterator of this object that has taken the last batch."""
         self._waiting: list[Any] = []
         """Batches that the framework took from `_begun`. They are yielded again if the framework begins the epoch a
         second time."""
@@ -84,60 +86,55 @@ class Lookahead(IterableDataset[Any]):
         """Number of the last step whose batch the loop has got; None before the first epoch, and after a state was
         loaded."""
         self._loads = 0
-        self._over_at: int | None = None
+        self._over_at: tuple[int, bool] | None = None
         """Step of the loaded state, if the loop that saved this state had finished its epoch, so that the next epoch
-        must begin. None otherwise, and once the loop gets a batch."""
+        must begin; and True if this was the last batch by len(). None otherwise, and once the loop gets a batch."""
 
     # ---- methods that the framework calls
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate one epoch, or the rest of an epoch from which batches were taken before. Some frameworks begin an
-        epoch twice: an iterator that is made before the loop has got a batch of the epoch yields the same batches
-        again."""
+        epoch twice: an iterator whose first batch is taken before the loop has got a batch of the epoch yields the same
+        batches again."""
         if get_worker_info() is not None:
             raise RuntimeError(
                 f"{self._loader.name}: a Lookahead must be iterated in the training process, got a worker process of "
                 "torch's DataLoader: give that DataLoader num_workers=0, because Penstock's workers make the batches"
             )
-        if self._waiting and self._begun is not None:
-            self._close_epoch()
-        else:
-            self._leave()
-            self._begun = cast("Generator[Any, None, None]", iter(self._executor))
-            self._step = self._loader.step
-        batches = self._hand_out(self._begun, deque(self._waiting))
-        self._epoch_iterator = weakref.ref(batches)
-        return batches
+        return self._hand_out(iter(self._executor))
 
-    def _hand_out(self, batches: Generator[Any, None, None], again: deque[Any]) -> Generator[Any, None, None]:
+    def _hand_out(self, steps: Iterator[Any]) -> Iterator[Any]:
+        if self._begun is not None and self._waiting:
+            steps = self._begun
+        else:
+            self._got()
+            self._begun, self._steps, self._step = steps, weakref.ref(steps), self._loader.step
+        self._handing_out = own = object()
+        again = deque(self._waiting)
         while again:
             yield again.popleft()
-        for batch in batches:
-            if self._begun is batches:
+            self._check_present(own)
+        for batch in steps:
+            if self._begun is steps:
                 self._waiting.append(batch)
                 if len(self._waiting) > self._depth:
                     # state_dict() raises an error: the loop does not count, or the framework is too far ahead
                     self._got()
             yield batch
             del batch  # do not keep it alive while the loop waits for the next one
+            self._check_present(own)
+
+    def _check_present(self, iterator: object) -> None:
+        if self._handing_out is not iterator:
+            raise RuntimeError(
+                f"{self._loader.name}: this iterator has no further batch, because another loop over this Lookahead "
+                "has taken batches since its last one, and a loader has one stream: finish one loop before the next, "
+                "or make a second Lookahead of a second DataLoader"
+            )
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch. Raises TypeError if the loader has no length."""
         return len(self._loader)
-
-    def _leave(self) -> None:
-        """Close the iterator of the present epoch, so that the loader is free for the next one. A framework that counts
-        batches itself does not read to the end of the epoch, and keeps the iterator open."""
-        self._close_epoch()
-        begun = self._begun
-        self._got()
-        if begun is not None:
-            begun.close()
-
-    def _close_epoch(self) -> None:
-        batches = self._epoch_iterator() if self._epoch_iterator is not None else None
-        if batches is not None:
-            batches.close()
 
     def _got(self) -> None:
         """Forget the batches that are kept for a second start of this epoch: the loop has got one, the framework is too
@@ -224,12 +221,15 @@ class Lookahead(IterableDataset[Any]):
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
         """Load a state of this loader, from which the next iteration resumes. Raises the errors of
         DataLoader.load_state_dict()."""
-        self._leave()
+        steps = self._steps() if self._steps is not None else None
+        if steps is not None:
+            steps.close()  # the framework may hold its iterator; a loop that goes on has an error
+        self._got()
         self._loader.load_state_dict(sd, strict)
         self._loads += 1
         self._step = None
-        if self._over_at == self._loader.step:
-            self._loader.leave_epoch()
+        if self._over_at is not None and self._over_at[0] == self._loader.step:
+            self._loader.leave_epoch(at_its_end=self._over_at[1])
         else:
             self._over_at = None
 
@@ -241,10 +241,10 @@ class Lookahead(IterableDataset[Any]):
         loader has no len()."""
         return self._loader.mid_epoch
 
-    def leave_epoch(self) -> None:
-        """Abandon the epoch of the loaded state: the next iteration begins the next epoch. Call this if the framework
-        limits the batches of an epoch, and the loop that saved the state had reached this limit. The call keeps its
-        effect if the same state is loaded once more, as Lightning does. Raises the errors of
-        DataLoader.leave_epoch()."""
-        self._over_at = self._loader.step
-        self._loader.leave_epoch()
+    def leave_epoch(self, *, at_its_end: bool = False) -> None:
+        """Leave the epoch of the loaded state: the next iteration begins the next epoch. Call this if the framework
+        limits the batches of an epoch, and the loop that saved the state had reached this limit. `at_its_end`: as for
+        DataLoader.leave_epoch(). The call keeps its effect if the same state is loaded once more, as Lightning does.
+        Raises the errors of DataLoader.leave_epoch()."""
+        self._over_at = self._loader.step, at_its_end
+        self._loader.leave_epoch(at_its_end=at_its_end)

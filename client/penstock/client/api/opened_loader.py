@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ParamSpec, overload
+from typing import Any, ParamSpec, Protocol, overload
 
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
@@ -26,9 +26,10 @@ from penstock.client.api.appliance import Appliance, current_appliance, current_
 from penstock.client.api.appliance_settings import ApplianceSettings
 from penstock.client.api.session import Session
 from penstock.client.states.code_reference import check_arguments, ship
-from penstock.client.states.local_loader import LocalLoader, check_strict
+from penstock.client.states.local_loader import LocalLoader, check_strict, no_length
 from penstock.client.states.run_opening import Opening
 from penstock.client.states.saved_state import BoxStart, SavedState
+from penstock.client.stream.checkpoint_schedule import checked_int
 from penstock.client.stream.stream_interfaces import Reader, StreamRun
 from penstock.proto.batch.digest import DigestCover
 from penstock.proto.errors import (
@@ -37,7 +38,7 @@ from penstock.proto.errors import (
     StateMismatchError,
 )
 from penstock.proto.state.assignment import Assignment
-from penstock.proto.state.position import Position
+from penstock.proto.state.position import MOST, Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -45,6 +46,17 @@ __all__ = ["OpenedLoader"]
 
 _Arguments = ParamSpec("_Arguments")
 _ids = itertools.count(1)
+
+
+class Steps(Protocol):
+    """What a loader needs to know of an iterator over its batches."""
+
+    number: int
+    """Number of the iterator in this process: one that was made later has a higher number."""
+
+    def give_up(self) -> bool:
+        """End the iterator's loop, as `break` does, because a later iterator takes a batch. Return False if that is not
+        possible, because another thread is in its `next`."""
 
 
 class OpenedLoader:
@@ -77,7 +89,9 @@ class OpenedLoader:
         check_strict(input_fn)
         self._local = LocalLoader(self.name, input_fn, args, kwargs)
         self._session: Session | None = None
-        self._executor: weakref.ref[Any] | None = None
+        self._holder: weakref.ref[Steps] | None = None
+        """Iterator that has the stream: it took the last batch, and its loop has not ended. None if no loop is
+        running."""
         self._openings = 0
         self._loaded: SavedState | None = None
         self._given: Any = None
@@ -86,8 +100,12 @@ class OpenedLoader:
         self._expected: ApplianceSettings | None = None
         """Settings of the appliance that was passed to a DataExecutor of this loader; None if none was passed."""
         self._leaves_epoch = False
-        """True if the next executor begins the epoch after that of the loaded state, and does not resume the epoch of
-        the loaded state."""
+        """True if the next loop begins the epoch after that of the loaded state, and does not resume the epoch of the
+        loaded state."""
+        self._ends_epoch = False
+        """True if the same holds, and the loaded state is that of the epoch's last batch by len()."""
+        self.asked_epoch: int | None = None
+        """Number of the next epoch by `set_epoch`; None if it was not called for it."""
         self._drawn: int | None = None
         """Random seed that was drawn because a state was requested before the run was open. The run gets this seed.
         None: no seed was drawn."""
@@ -98,12 +116,22 @@ class OpenedLoader:
                 f"{self.name}: a loader cannot be copied or pickled once it streams: save its state_dict(), and load "
                 "the state into a new DataLoader of the same input_fn"
             )
-        return self.__dict__
+        return {**self.__dict__, "_holder": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, id=next(_ids))
 
     # ---- for executors
+
+    def set_epoch(self, epoch: int) -> None:
+        """Give the next epoch that the loop begins its number, as Hugging Face's Trainer and Accelerate do. A pure
+        loader (docs/restarts.md) then makes the epoch of this number: its user code gets it, and the random generators
+        are seeded by it. Later epochs count on from there.
+
+        An epoch that is resumed, or has been opened already, keeps its number, and so do the epochs of other loaders,
+        which Penstock counts itself, over restarts too. Another number is then logged once.
+        """
+        self.asked_epoch = checked_int("epoch", epoch, least=0, most=MOST)
 
     @property
     def step(self) -> int:
@@ -113,21 +141,13 @@ class OpenedLoader:
             return self._session.reader.position.step
         return self._loaded.step if self._loaded is not None else 0
 
-    def begin(self, executor: Any, appliance: Appliance | None) -> Session:
-        """Return the loader's session (its run and reader) for an executor that starts to iterate. Open the run if it
-        is not open. `appliance`: appliance passed to the executor; None: that of the open run, else
-        current_appliance()."""
-        if self._iterating:
-            raise RuntimeError(
-                f"{self.name}: only one executor can iterate a loader at a time: finish the loop of the other executor "
-                "or close() its iterator first, or make a second DataLoader for a second stream"
-            )
+    def open(self, appliance: Appliance | None) -> Session:
+        """Return the loader's session (its run and reader). Open the run if it is not open, so that the workers begin
+        to make batches: this takes no batch and begins no loop. `appliance`: appliance passed to the executor; None:
+        that of the open run, else current_appliance()."""
         session = self._session
         if session is None:
             session = self._open(appliance if appliance is not None else current_appliance(self))
-            if self._leaves_epoch:
-                self._capabilities(session)  # waits until the epoch's length is known
-                session.abandon_due = session.expected_last() != session.reader.position.step
         elif session.run.error is not None:
             raise session.run.error
         elif session.run.closed:
@@ -140,29 +160,68 @@ class OpenedLoader:
                 f"{self.name} streams from {session.appliance!r} and cannot also be iterated on {appliance!r}: load "
                 "its state by load_state_dict() to move the stream, or make a second DataLoader"
             )
-        self._executor = weakref.ref(executor)
-        session.reader.thread = threading.get_ident()
-        try:
-            if session.abandon_due:
-                session.abandon_epoch()
-            session.run.progress.epoch_ended = False
-        except BaseException:
-            self._executor = None
-            raise
         return session
 
-    def finish(self, executor: Any, *, left_early: bool, epoch_ended: bool) -> None:
-        """Release the loader for other executors after a loop has ended: at its end, by `break`, or by an exception.
+    def begin(self, steps: Steps, appliance: Appliance | None) -> Session:
+        """Give the stream to an iterator that is to take its first batch, or tries again after an error, and return the
+        loader's session. An epoch that an earlier loop has left ends here."""
+        session = self.open(appliance)
+        holder = self._holder() if self._holder is not None else None
+        begins = session.beginning.acquire(blocking=False)
+        try:
+            if not begins or (holder is not None and not (holder.number < steps.number and holder.give_up())):
+                raise RuntimeError(
+                    f"{self.name}: only one loop can take the batches of a loader at a time, and another one is at "
+                    f"step {self.step}: finish the other loop, or close() its iterator, or make a second DataLoader "
+                    "for a second stream"
+                )
+            if session.leave_due:
+                self._leave(session)
+            self._holder, session.holder = weakref.ref(steps), steps.number
+            session.reader.thread = threading.get_ident()
+            session.run.progress.epoch_ended = False
+        finally:
+            if begins:
+                session.beginning.release()
+        return session
 
-        `left_early`: True if the loop left its epoch before the end, by `break` or an exception, so that the next
-        executor abandons the epoch.
+    def _leave(self, session: Session) -> None:
+        step = session.reader.position.step
+        if step == session.began_at:  # it is the epoch of the loaded state that is left
+            self._capabilities(session)  # waits until the epoch's length is known
+            if self._ends_epoch and session.expected_last() != step:
+                session.leave_due = False  # the length has changed since
+                return
+        session.leave_epoch()
+
+    def check_continues(self, number: int, session: Session) -> None:
+        """Raise RuntimeError unless the iterator with this number, which took the stream in `session`, is the last one
+        that did."""
+        if self._session is not session:
+            raise RuntimeError(
+                f"{self.name}: this iterator has no further batch, because a state was loaded, or the loader was "
+                "closed, since its last one: make a new iterator by iter()"
+            )
+        if session.holder != number:
+            raise RuntimeError(
+                f"{self.name}: this iterator has no further batch, because another loop over this loader has taken "
+                f"batches since its last one (now step {self.step}), and a loader has one stream: finish one loop "
+                "before the next, or make a second DataLoader for a second stream"
+            )
+
+    def finish(self, *, left_early: bool, epoch_ended: bool) -> None:
+        """Take the stream back from the iterator that has it, after its loop has ended: at its end, by `break`, or by
+        an exception.
+
+        `left_early`: True if the loop left its epoch by `break` or an exception, so that the next loop begins the next
+        epoch.
         `epoch_ended`: True if the loop was over one epoch (without num_steps), and took it to its end.
         """
-        self._executor = None
+        self._holder = None
         session = self._session
         if session is None or session.run.closed:
             return
-        session.abandon_due = left_early
+        session.leave_due = left_early
         session.reader.flush()
         if epoch_ended:
             session.run.progress.epoch_ended = True
@@ -178,18 +237,24 @@ class OpenedLoader:
             return False
         return session.expected_last() != session.reader.position.step
 
-    def leave_epoch(self) -> None:
-        """Abandon the epoch of the loaded state: the next executor begins the next epoch, as after a `break`. For
-        frameworks that limit the batches of an epoch. Raises StateMismatchError if the loader that saved the state does
-        not have all four state methods."""
-        if self._loaded is not None and self._loaded.methods != 4:
+    def leave_epoch(self, *, at_its_end: bool = False) -> None:
+        """Leave the epoch of the loaded state: the next loop begins the next epoch, as after a `break`. For frameworks
+        that limit the batches of an epoch.
+
+        at_its_end: True if the state was saved after the last batch by len(): the next loop drops batches beyond len(),
+        as it would have without a stop. On another topology the call then has no effect.
+
+        Raises StateMismatchError without `at_its_end`, if the loader that saved the state does not have all four state
+        methods.
+        """
+        if not at_its_end and self._loaded is not None and self._loaded.methods != 4:
             raise StateMismatchError(
                 f"the loaded state of {self.name} was saved after a framework had left the loader's epoch before its "
                 "end (Lightning: limit_train_batches). A loader without aggregate_state_dict and "
                 "deaggregate_state_dict cannot start the next epoch from such a state: load a state that was saved "
                 "inside the framework's epoch, or let each epoch run to its end"
             )
-        self._leaves_epoch = True
+        self._leaves_epoch, self._ends_epoch = not at_its_end, at_its_end
 
     @property
     def box_and_num_boxes(self) -> tuple[int, int]:
@@ -212,7 +277,7 @@ class OpenedLoader:
 
     @property
     def _iterating(self) -> bool:
-        return self._executor is not None and self._executor() is not None
+        return self._holder is not None and self._holder() is not None
 
     def _open(self, appliance: Appliance) -> Session:
         settings = appliance.settings
@@ -286,6 +351,7 @@ class OpenedLoader:
             began_at=position.step,
             epoch_began_at=position.step - sum(position.delivered),
             epoch_start_known=start.same_topology or position.step == 0,
+            leave_due=self._leaves_epoch or (self._ends_epoch and start.same_topology),
         )
         if self._leaves_epoch and not start.same_topology:
             self.close()
@@ -305,22 +371,27 @@ class OpenedLoader:
     def _start_of(self, settings: ApplianceSettings, box: int) -> BoxStart:
         saved = self._loaded
         if saved is None:
-            return BoxStart(Position.start(settings.slots_per_box).to_proto(), b"", False)
-        return saved.start(box, settings.num_boxes, settings.slots_per_box, strict=self._strict)
+            start = BoxStart(Position.start(settings.slots_per_box).to_proto(), b"", False)
+        else:
+            start = saved.start(box, settings.num_boxes, settings.slots_per_box, strict=self._strict)
+        begins = saved is None or saved.step == 0 or start.anew  # an epoch from its beginning
+        if begins and self.asked_epoch not in (None, start.position.epoch):
+            start.position.labels.add(epoch=start.position.epoch, label=self.asked_epoch)
+        return start
 
     # ---- the workers' loaders
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch of this box: the sum of len() over its workers' loaders. While no
-        run is open, the loaders are built in this process. Raises TypeError if a loader has no len()."""
+        run is open, the loaders are built in this process. Raises TypeError if a loader has no len(), or if its len()
+        raises any error, which the text then contains."""
         session = self._session
         if session is not None and not session.run.closed and session.run.error is None:
-            lengths = [capabilities.length for capabilities in self._capabilities(session)]
-            if min(lengths) < 0:
-                raise TypeError(
-                    f"the loader that {self.name} returned has no len(): add a __len__ to the loader, or pass num_steps"
-                )
-            return sum(lengths)
+            slots = self._capabilities(session)
+            unsized = next((one for one in slots if one.length < 0), None)
+            if unsized is not None:
+                raise TypeError(no_length(self.name, unsized.no_length))
+            return sum(one.length for one in slots)
         settings = self._settings
         seed = settings.seed if settings.seed is not None else 0
         assignments = [

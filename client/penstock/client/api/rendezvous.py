@@ -30,7 +30,7 @@ from pathlib import Path
 
 from penstock.client.api.appliance_settings import Torchrun
 from penstock.proto.errors import DeadlineError, PenstockError
-from penstock.proto.lane.endpoints import check_peer, connect_local
+from penstock.proto.lane.frames import check_peer, connect_local
 
 __all__ = ["CoordinatorAccess", "SharedAppliance"]
 

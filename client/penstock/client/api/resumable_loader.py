@@ -26,7 +26,7 @@ from penstock.proto.errors import (
 )
 from penstock.proto.rpc.calls import FetchedState
 from penstock.proto.state.codec import decode_state, encode_state
-from penstock.proto.state.restartable import DataLoaderCheckpoint
+from penstock.proto.state.restartable import DataLoaderCheckpoint, by_own_methods
 
 __all__ = ["ResumableLoader"]
 
@@ -189,6 +189,9 @@ class ResumableLoader(OpenedLoader):
         elif methods == 4:
             timeout_s = session.appliance.settings.timeout_s
             saved.aggregated = decode_state(run.aggregate(encode_state(users), timeout_s))
+        if by_own_methods(self._capabilities(session)[0]) and saved.slot_0_is_next:
+            topology = saved.num_boxes, saved.num_workers_per_box
+            run.offer(lambda: [saved.start(box, *topology, strict=True) for box in range(saved.num_boxes)])
         return saved
 
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
@@ -226,7 +229,8 @@ class ResumableLoader(OpenedLoader):
                 pass  # the loader cannot be built in this process; the workers make the same check
         given = copy.deepcopy(sd)
         self.close()
-        self._leaves_epoch, self._drawn = False, None
+        self._leaves_epoch = self._ends_epoch = False
+        self._drawn = None
         self._loaded, self._given, self._strict, self._cached = replace(saved), given, strict, None
         if saved.methods == 4:
             self._loaded.aggregated = copy.deepcopy(saved.aggregated)

@@ -4,17 +4,25 @@ stream under the job's name."""
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass, field, replace
 
 from penstock.client.api.appliance import Appliance
 from penstock.client.stream.stream_interfaces import Reader, StreamRun, StreamStats
 from penstock.proto.errors import EmptyInputError
 from penstock.proto.state.counts import by_key, by_source, imbalance_of
+from penstock.proto.state.restartable import is_pure
 from penstock.proto.tracebacks import warn_user
 
 __all__ = ["Session"]
 
 _log = logging.getLogger("penstock.client")
+
+_VOUCH = (
+    ". A loader whose next epoch continues where the loop left this one sets exact_states = True, and Penstock then "
+    "keeps one object for all epochs"
+)
+"""End of a notice about a loader that may mean to continue after a `break`."""
 
 
 @dataclass
@@ -37,9 +45,16 @@ class Session:
     warned_ended: set[tuple[int, int]] = field(default_factory=set)
     """Ends of other boxes' epochs of which the user was already warned, as (box, last step of the epoch)."""
     warned_of_abandoned: bool = False
-    abandon_due: bool = False
-    """True if the loop left the epoch before its end (by `break` or an exception), or the loaded state was saved after
-    such an end, so that the next executor will abandon the epoch."""
+    warned_of_length: bool = False
+    warned_of_epoch: bool = False
+    told_apart: bool = False
+    leave_due: bool = False
+    """True if the loop left its epoch (by `break` or an exception), or the loaded state was saved after such an end, so
+    that the next loop begins the next epoch."""
+    holder: int = 0
+    """Number of the iterator that has the stream, or had it last."""
+    beginning: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """Held while an iterator takes the stream, which may wait for workers."""
 
     @property
     def progress(self) -> bool:
@@ -66,21 +81,59 @@ class Session:
             raise self.empty()
         self.epoch_began_at, self.epoch_start_known = step, True
 
-    def abandon_epoch(self) -> None:
-        """Abandon the epoch after the last delivered batch. Log once that the next loop begins the next epoch, because
-        users of other systems may expect that the next loop continues the abandoned one."""
+    def leave_epoch(self) -> None:
+        """Go to the next epoch, because the loop has left this one after the last delivered batch. If this was the last
+        batch by len() of the workers' loaders, the epoch is at its end, and batches beyond len() are dropped, as torch
+        drops them. Otherwise the epoch is abandoned."""
+        if self.expected_last() != self.reader.position.step:
+            self._log_abandoned()
+            self.reader.abandon_epoch()
+        elif not self.reader.end_epoch():
+            self._log_too_short()
+        self.leave_due = False
+        self.epoch_began_at, self.epoch_start_known = self.reader.position.step, True
+
+    def _log_abandoned(self) -> None:
+        """Log once that the next loop begins the next epoch, because users of other systems may expect that the next
+        loop continues the abandoned one."""
         if not self.warned_of_abandoned:
             self.warned_of_abandoned = True
             _log.warning(
                 "%s: the loop left its epoch at step %d, so the next loop begins the next epoch: the rest of this "
                 "epoch is not delivered, and an endless source starts again. To continue with the next batch in each "
-                "loop, use DataExecutor(loader, persistent=True), or num_steps=",
+                "loop, use DataExecutor(loader, persistent=True), or num_steps=%s",
+                self.name,
+                self.reader.position.step,
+                _VOUCH if any(view.capabilities.keeps_place for view in self.run.views) else "",
+            )
+
+    def check_epoch(self, asked: int | None) -> None:
+        """Log once that the loop's epoch has another number than the one that `set_epoch` was given."""
+        position, pure = self.reader.position, self._is_pure
+        epoch = position.label if pure else position.epoch
+        if asked is not None and asked != epoch and not self.warned_of_epoch:
+            self.warned_of_epoch = True
+            _log.warning(
+                "%s: set_epoch(%d) has no effect: the loop is in epoch %d, %s",
+                *(self.name, asked, epoch),
+                "which had been opened before"
+                if pure
+                else "which is counted from the run's beginning, over restarts too: its loader is kept over epochs",
+            )
+
+    @property
+    def _is_pure(self) -> bool:
+        return all(is_pure(view.capabilities) for view in self.run.views if view.HasField("capabilities"))
+
+    def _log_too_short(self) -> None:
+        if not self.warned_of_length:
+            self.warned_of_length = True
+            _log.warning(
+                "%s: the loop left its epoch at step %d, after as many batches as len() says, but the epoch has more: "
+                "they are not delivered. Correct the len() of the loader, or iterate it to its end",
                 self.name,
                 self.reader.position.step,
             )
-        self.reader.abandon_epoch()
-        self.abandon_due = False
-        self.epoch_began_at, self.epoch_start_known = self.reader.position.step, True
 
     def warn_of_ended(self, step: int) -> None:
         """Warn of each other box whose epoch has ended although this box's epoch continues with `step`, once for each
@@ -95,6 +148,24 @@ class Session:
                     f"step {step}: a collective operation of both boxes would hang. Give all boxes the same number of "
                     "batches, or pass num_steps",
                 )
+
+    def tell_apart(self, step: int) -> None:
+        """Log once that another box is in a later epoch at this step, or calls this epoch by another number."""
+        other, position = self.run.box_apart, self.reader.position
+        if other is None or self.told_apart:
+            return
+        if other.HasField("label"):
+            if other.label == position.label or not self._is_pure:  # it is of an earlier epoch, or has no effect
+                return
+            what = f"box {other.box} is in epoch {other.label} and box {self.run.box} in epoch {position.label}. Call "
+            what += "set_epoch() with the same number on all boxes"
+        elif self.epoch_began_at < other.step < step:
+            what = f"box {other.box} left epoch {position.epoch} after step {other.step}, and box {self.run.box} "
+            what += f"continues it with step {step}. End the loops of all boxes after the same step"
+        else:
+            return
+        self.told_apart = True
+        _log.warning("%s: boxes are in different epochs at one step: %s", self.name, what)
 
     def empty(self) -> EmptyInputError:
         """Return the error for an epoch without a batch."""

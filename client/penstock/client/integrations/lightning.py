@@ -54,12 +54,15 @@ class LoaderState(Callback):
         self._ahead.took()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loader": self._ahead.state_dict(), "abandoned_epoch": self._epoch_over() and self._ahead.mid_epoch}
+        over, left = self._epoch_over(), self._ahead.mid_epoch
+        return {"loader": self._ahead.state_dict(), "abandoned_epoch": over and left, "ended_epoch": over and not left}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._ahead.load_state_dict(state_dict["loader"])
         if state_dict.get("abandoned_epoch"):
             self._ahead.leave_epoch()
+        elif state_dict.get("ended_epoch"):
+            self._ahead.leave_epoch(at_its_end=True)
 
     def _epoch_over(self) -> bool:
         """Return True if the last batch of Lightning's epoch is done. The checkpoint may be saved after that batch,

@@ -79,10 +79,6 @@ class RankGroups:
         """True if this rank is its box's reader, which iterates the loader."""
         return self.leads and self.stage == 0
 
-    def gets_batches(self, stages: Stages) -> bool:
-        """Return True if this rank's stage gets batches. `stages`: stages that get batches, "ends" or "all"."""
-        return stages == "all" or self.stage in (0, self.num_stages - 1)
-
     def takes(self, stages: Stages, chunk: int, num_chunks: int) -> bool:
         """Return True if the model chunk number `chunk` of this rank takes batches. (With a virtual pipeline, a rank
         has `num_chunks` parts of the model.) With stages="ends" only the first chunk of the first stage and the last

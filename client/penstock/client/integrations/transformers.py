@@ -42,12 +42,14 @@ class LoaderState(TrainerCallback, ExportableState):
 
     def __init__(self) -> None:
         self._ahead: Lookahead | None = None
+        self.epoch_over = False
+        """True if the last step was the last one of the Trainer's epoch."""
 
     def state(self) -> dict[str, Any]:
         """Return the state of this callback that the Trainer saves as JSON. The Trainer also calls this method once
         before the training."""
         saved = None if self._ahead is None else base64.b64encode(encode_state(self._ahead.state_dict())).decode()
-        return {"args": {}, "attributes": {"saved": saved}}
+        return {"args": {}, "attributes": {"saved": saved, "epoch_over": self.epoch_over}}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -84,6 +86,8 @@ class LoaderState(TrainerCallback, ExportableState):
                 "max_steps. To avoid this, make the batches of an epoch a multiple of gradient_accumulation_steps",
             )
         ahead.load_state_dict(cast(dict[str, Any], decode_state(base64.b64decode(saved))))
+        if of_callback["attributes"].get("epoch_over"):
+            ahead.leave_epoch(at_its_end=True)
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -92,6 +96,7 @@ class LoaderState(TrainerCallback, ExportableState):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._took()
+        self.epoch_over = state.epoch is not None and float(state.epoch).is_integer()
 
     def _took(self) -> None:
         """Count a batch that the Trainer's loop has got. The Trainer calls either on_substep_end or on_step_end for

@@ -24,7 +24,7 @@ from penstock.proto.state.assignment import NEUTRAL, Assignment, assigned
 from penstock.proto.state.generators import capture_rng, restore_rng
 from penstock.proto.state.restartable import DataLoaderCheckpoint, state_methods, takes_strict, worker_state
 
-__all__ = ["LocalLoader", "check_strict"]
+__all__ = ["LocalLoader", "check_strict", "no_length"]
 
 
 class LocalLoader:
@@ -99,11 +99,17 @@ class LocalLoader:
 
     def length(self, assignments: list[Assignment]) -> int:
         """Return the number of batches of these workers together: input_fn is called for each assignment, and the len()
-        of the loaders is added up. Raises TypeError if a loader has no len(), InputFnError if input_fn fails."""
+        of the loaders is added up. Raises TypeError if a loader has no len(), or its len() raises any error, and
+        InputFnError if input_fn fails."""
         total = 0
         for assignment in assignments:
             with _undisturbed():
-                total += len(self._build(assignment, "len()"))
+                loader = self._build(assignment, "len()")
+                try:
+                    total += len(loader)
+                except Exception as error:
+                    raised = f"{type(error).__name__}: {error}" if hasattr(type(loader), "__len__") else ""
+                    raise TypeError(no_length(self._name, raised)) from error
         return total
 
     def config(self, seed: int) -> dict[str, Any]:
@@ -164,6 +170,13 @@ class LocalLoader:
                 "statement"
             )
         return instance
+
+
+def no_length(name: str, raised: str) -> str:
+    """Return the text of an error for a loader without a length. `raised`: what its len() raised; "" if it has no
+    `__len__`."""
+    why = f" (it raised {raised})" if raised else ""
+    return f"the loader that {name} returned has no len(){why}: add a __len__ to the loader, or pass num_steps"
 
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@
     the same, if `aggregated` is not a dict      {"state": aggregated, "__penstock__": ours}
     any other                                    {"__penstock__": ours}
 
-    ours = {"format": 3, "step": S, "record": envelope, "of": {digest: {}}}
+    ours = {"format": 4, "step": S, "record": envelope, "of": {digest: {}}}
 
 `aggregated`, the user's part, is the result of the loader's aggregate_state_dict. It stays as the user's code returned
 it: readable, and free to be changed. Penstock's part is one reserved key with an envelope (encoded bytes), so that
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, cast
 
 import xxhash
@@ -44,7 +44,7 @@ KEY = "__penstock__"
 """Key of a saved state under which it has Penstock's part."""
 STATE = "state"
 """Key under which a saved state has the result of aggregate_state_dict if that is not a dict."""
-FORMAT = 3
+FORMAT = 4
 """Number of the format of saved states that this version writes and reads."""
 
 
@@ -71,11 +71,20 @@ class WorkerPart:
     the same digest."""
     next_epoch: bool = False
     """True if the slot's first batch after the step is the first of the next epoch."""
+    chain: int = 0
+    """Hash over all batches of the slot in its epoch up to the step; 0 before the first batch, and if not known."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name; those that have their defaults are left out."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        defaults = {field.name: field.default for field in fields(self) if field.default is not MISSING}
+        # by identity: user code's values may compare in ways of their own
+        return {name: value for name, value in values.items() if name not in defaults or value is not defaults[name]}
 
     def __post_init__(self) -> None:
         """Raise ValueError for impossible values, such as negative counts, because another program may have written the
         saved state."""
-        counts = (self.box, self.slot, self.worker_step, self.samples, self.digest, self.next_digest)
+        counts = (self.box, self.slot, self.worker_step, self.samples, self.digest, self.next_digest, self.chain)
         if any(type(count) is not int or not 0 <= count <= MASK for count in counts):
             raise ValueError(f"the counts of a worker in a state must be ints from 0 to {MASK}, got {counts!r:.200}")
         if type(self.next_epoch) is not bool or not isinstance(self.restart, dict):
@@ -96,6 +105,13 @@ class BoxStart:
     same_topology: bool
     """True if `blob` has a part for each slot of the box, so that each slot resumes exactly where the slot of this
     number was. False for a start without a state, and after a change of the topology."""
+    anew: bool = False
+    """True if `blob` has only parts of the saved run's slots to compare, and an epoch begins as in a new stream: of a
+    pure loader, between two epochs, on another topology."""
+
+    def resume(self, name: str) -> records_pb2.Resume:
+        """Return the message that names the state. `name`: name of the blob."""
+        return records_pb2.Resume(blob=name, same_topology=self.same_topology, anew=self.anew)
 
 
 @dataclass
@@ -138,10 +154,8 @@ class SavedState:
             return DigestCover.ROWS
         return DigestCover.FULL if self.full_digest else DigestCover.SAMPLE
 
-    is_mixed: bool = False
-    """True if, in the run that was saved, some workers' loaders had resumed by their own methods and others by a replay
-    from the beginning. The loaders' states then count from different starts, so they can be resumed only on the same
-    topology."""
+    is_pure: bool = False
+    """True if each epoch of the loader is a function of its number. Between two epochs such a state needs no parts."""
     by_hand: bool = False
     """True if Penstock did not save the state, but the user or another system made it. It then has no record by
     Penstock, and only the loader's own methods can read it."""
@@ -168,23 +182,10 @@ class SavedState:
             "full_digest": self.full_digest,
             "wrapped": type(self.aggregated) is not dict,
             "positions": [position.to_proto().SerializeToString(deterministic=True) for position in self.positions],
-            "parts": [
-                {
-                    "box": part.box,
-                    "slot": part.slot,
-                    "worker_step": part.worker_step,
-                    "samples": part.samples,
-                    "digest": part.digest,
-                    "restart": part.restart,
-                    "user": part.user,
-                    "next_digest": part.next_digest,
-                    "next_epoch": part.next_epoch,
-                }
-                for part in self.parts
-            ],
+            "parts": [part.to_dict() for part in self.parts],
         }
-        if self.is_mixed:
-            record["mixed"] = True
+        if self.is_pure:
+            record["pure"] = True
         if self.methods == 4:
             record["aggregated"] = self.aggregated
         envelope = encode_state(record)
@@ -206,31 +207,93 @@ class SavedState:
         the state cannot be resumed on this topology."""
         if self.positions and (num_boxes, num_workers_per_box) != (self.num_boxes, self.num_workers_per_box):
             other = self.new_topology(num_boxes, num_workers_per_box)
-            return other.start(box, num_boxes, num_workers_per_box, strict=strict)
+            carried: dict[str, Any] = {}
+            if strict and (records := self._records(box, num_boxes, num_workers_per_box)):
+                carried["records"] = records
+            if strict and (first := self._first):
+                carried["first"] = first
+            return other._start(box, num_workers_per_box, strict, carried)
+        return self._start(box, num_workers_per_box, strict, {})
+
+    @property
+    def slot_0_is_next(self) -> bool:
+        """True if all slots of each box have batches left in the epoch, and the next one is that of slot 0. The slots
+        then keep their worker numbers when they start from this state."""
+        workers = self.num_workers_per_box
+        return all(len(at.live) == workers and at.live[at.cursor] == 0 for at in self.positions)
+
+    @property
+    def _first(self) -> int:
+        """Digest of the run's first batch, with which a resume on another topology must not begin. 0: not known, or a
+        slot was about to give it again, as at the end of an epoch or of a pass over the data."""
+        if self.is_changed or not self.parts:
+            return 0
+        history = self.parts[0].restart.get("history", {})
+        first = history.get("first", 0) if isinstance(history, dict) else 0
+        due = {0 if part.next_epoch else part.next_digest for part in self.parts}
+        return first if isinstance(first, int) and not due & {0, first} else 0
+
+    def _start(self, box: int, num_workers_per_box: int, strict: bool, carried: dict[str, Any]) -> BoxStart:
         position = self.positions[box] if self.positions else Position.start(num_workers_per_box, step=self.step)
-        if not self.positions and self.methods != 4:
-            return BoxStart(position.to_proto(), b"", False)
-        slots = {
-            part.slot: {
-                "user": part.user,
-                "restart": part.restart,
-                "digest": part.digest,
-                "next_digest": part.next_digest,
-                "next_epoch": part.next_epoch,
-                "samples": part.samples,
-                "changed": self.is_changed,
-            }
-            for part in self.parts
-            if part.box == box
+        if self.methods != 4 and not self.parts:
+            values = {"aggregated": None, "strict": strict, "slots": {}, **carried}
+            return BoxStart(position.to_proto(), encode_state(values) if carried else b"", False, anew=bool(carried))
+        slots = {part.slot: self._resumed(part) for part in self.parts if part.box == box}
+        blob = encode_state({"aggregated": self.aggregated, "strict": strict, "slots": slots, **carried})
+        message = position.to_proto()
+        for slot, part in slots.items():
+            message.slots[slot].chain = part["chain"]
+        return BoxStart(message, blob, bool(slots))
+
+    def _resumed(self, part: WorkerPart) -> dict[str, Any]:
+        return {
+            "user": part.user,
+            "restart": part.restart,
+            "digest": part.digest,
+            "next_digest": part.next_digest,
+            "next_epoch": part.next_epoch,
+            "chain": part.chain,
+            "samples": part.samples,
+            "changed": self.is_changed,
         }
-        blob = encode_state({"aggregated": self.aggregated, "strict": strict, "slots": slots})
-        return BoxStart(position.to_proto(), blob, bool(slots))
+
+    def _records(self, box: int, num_boxes: int, num_workers_per_box: int) -> dict[int, dict[str, Any]]:
+        """Return the parts that the slots of a box compare before they resume on this topology, by slot: each compares
+        one, and they are spread over all parts."""
+        found: dict[int, dict[str, Any]] = {}
+        slots = num_boxes * num_workers_per_box
+        for slot in range(num_workers_per_box) if self.parts and not self.is_changed else ():
+            number = (box * num_workers_per_box + slot) * max(1, len(self.parts) // slots)
+            if number >= len(self.parts):
+                break
+            part = self.parts[number]
+            position = self.positions[part.box].to_proto()
+            position.slots[part.slot].chain = part.chain
+            found[slot] = {
+                "place": [part.box, part.slot, self.num_boxes, self.num_workers_per_box],
+                "position": position.SerializeToString(),
+                "part": self._resumed(part),
+            }
+        return found
+
+    @property
+    def _next_epoch(self) -> int | None:
+        """Number of the epoch at whose beginning all boxes are, so that a pure loader may be resumed on any topology;
+        None if a box is within an epoch, or the loader is not pure."""
+        if not self.is_pure:
+            return None
+        ends = {(part.box, part.slot) for part in self.parts if part.next_epoch}
+        found: set[int | None] = set()
+        for box, position in enumerate(self.positions):
+            ended = any(position.delivered) and all((box, slot) in ends for slot in position.live)
+            found.add(position.epoch + 1 if ended else None if any(position.delivered) else position.epoch)
+        return found.pop() if len(found) == 1 else None
 
     def new_topology(self, num_boxes: int, num_workers_per_box: int) -> SavedState:
         """Return this state converted to other numbers of boxes and workers. The result has no parts of single slots,
         because the loader's own method deaggregate_state_dict divides the aggregated state among the new workers.
         Raises StateMismatchError if the loader cannot change its topology."""
-        if self.methods != 4:
+        if self.methods != 4 and self._next_epoch is None:
             raise StateMismatchError(
                 f"the state of {self.input_fn} at step {self.step} was saved on "
                 f"{_topology(self.num_boxes, self.num_workers_per_box)} and cannot be resumed on "
@@ -239,19 +302,14 @@ class SavedState:
                 "boxes and workers of the saved run, or add aggregate_state_dict and deaggregate_state_dict to the "
                 "loader"
             )
-        if self.is_mixed:
-            raise StateMismatchError(
-                f"the state of {self.input_fn} at step {self.step} can be resumed only on "
-                f"{_topology(self.num_boxes, self.num_workers_per_box)}, as it was saved, got "
-                f"{_topology(num_boxes, num_workers_per_box)}: some workers of the saved run had to replay from the "
-                "beginning, because the loader, restored by its own methods, did not continue with the right batches. "
-                "Resume with the saved numbers and save again"
-            )
         epoch = max((position.epoch for position in self.positions), default=0)
+        if self.methods != 4:
+            epoch = self._next_epoch or 0
         positions = [Position.start(num_workers_per_box, step=self.step, epoch=epoch) for _ in range(num_boxes)]
         chains = [position.chain for position in self.positions]
         for box, position in enumerate(positions):
             position.by_rows = self.by_rows
+            position.labels = dict(self.positions[0].labels) if self.positions else {}
             if num_boxes == self.num_boxes:  # the streams stay the same, only the workers change
                 position.chain = chains[box]
             # one box continues the sum, because only the total over all boxes counts
@@ -366,7 +424,7 @@ def _saved(record: dict[str, Any]) -> tuple[SavedState, bool]:
         positions=[Position.from_proto(records_pb2.BoxPosition.FromString(data)) for data in record["positions"]],
         full_digest=bool(record["full_digest"]),
         parts=[WorkerPart(**part) for part in record["parts"]],
-        is_mixed=record.get("mixed") is True,
+        is_pure=record.get("pure") is True,
     )
     if saved.positions:
         # The counts are compared before anything is computed from them, because the record's numbers may be wrong.

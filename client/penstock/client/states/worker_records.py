@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import Any, cast
 
 from penstock.client.states.saved_state import SavedState, WorkerPart
+from penstock.proto.errors import StateUnavailableError
 from penstock.proto.rpc.calls import FetchedState
 from penstock.proto.state.codec import decode_state
 from penstock.proto.state.position import Position
-from penstock.proto.state.restartable import DataLoaderCheckpoint
+from penstock.proto.state.restartable import DataLoaderCheckpoint, is_pure
 
 __all__ = ["checkpoints_of", "saved_of"]
 
@@ -23,7 +24,8 @@ def saved_of(
     first = fetched.records[0][0]
     positions = [Position.received(fetched.positions[box]) for box in sorted(fetched.positions)]
     saved = SavedState(step, name, methods, first.num_boxes, first.num_workers_per_box, seed, positions, full_digest)
-    values = [cast(dict[str, Any], decode_state(envelope)) for _, envelope in fetched.records]
+    saved.is_pure = is_pure(first.capabilities)
+    values = [_decoded(envelope) for _, envelope in fetched.records]
     for (record, _), value in zip(fetched.records, values, strict=True):
         saved.parts.append(
             WorkerPart(
@@ -36,22 +38,47 @@ def saved_of(
                 None if methods == 4 else value["user"],
                 record.next_digest,
                 record.next_epoch,
+                record.chain,
             )
         )
     return saved, _by_worker(saved, values)
 
 
+def _decoded(envelope: bytes) -> dict[str, Any]:
+    """Return a slot's state. An earlier one, which the worker has added to it, becomes the one from which the slot is
+    restored."""
+    value = cast(dict[str, Any], decode_state(envelope))
+    if "earlier" in value:
+        added = value.pop("earlier")
+        value["restart"]["epoch_start"] = _as_start(cast(dict[str, Any], decode_state(added))) if added else None
+    return value
+
+
+def _as_start(value: dict[str, Any]) -> dict[str, Any]:
+    restart = value["restart"]
+    start = restart["epoch_start"] or {}
+    if "state" in start:  # it is itself reached from that one
+        return cast(dict[str, Any], start)
+    kept = {name: restart[name] for name in ("at", "rng") if name in restart}
+    return {**start, **kept, "state": value["user"]}
+
+
 def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
     """Return the states of the workers' loaders in the order of their worker numbers. That is the order of the slots,
-    except after a resume by the loader's own methods: worker 0 is then the slot whose batch was due first. Set
-    `saved.is_mixed` if some loaders resumed by their own methods and others by a replay."""
+    except after a resume by the loader's own methods: worker 0 is then the slot whose batch was due first.
+
+    Raises StateUnavailableError if two slots of a box have become the same worker, so that their counts do not add up.
+    """
     launches = [value["launch"] for value in values if "launch" in value]
     if len(launches) < len(values):
         return [value["user"] for value in values]
     owners = {(part.box, launch["worker"]) for part, launch in zip(saved.parts, launches, strict=True)}
-    saved.is_mixed = len({launch["step"] for launch in launches}) > 1 or len(owners) < len(values)
-    if saved.is_mixed:
-        return [value["user"] for value in values]
+    if len(owners) < len(values):
+        raise StateUnavailableError(
+            f"the state of {saved.input_fn} at step {saved.step} is not available: its worker slots took different "
+            "worker numbers when the launch resumed, because their next batches did not show whether the loader counts "
+            "the samples of all workers. Resume from a step that the number of workers divides"
+        )
     users = [None] * len(values)
     for part, launch, value in zip(saved.parts, launches, values, strict=True):
         users[part.box * saved.num_workers_per_box + launch["worker"]] = value["user"]
@@ -73,16 +100,21 @@ def checkpoints_of(fetched: FetchedState, loaded: SavedState | None, step: int) 
             loaded.num_workers_per_box,
         ):
             part = None
+        value = cast(dict[str, Any], decode_state(envelope))
+        step_before = began
+        batches_before, samples_before = (part.worker_step, part.samples) if part is not None else (0, 0)
+        if "launch" in value:  # all slots may have been restarted within the launch
+            step_before, batches_before, samples_before = value["restart"]["history"]["launch"][:3]
         checkpoints.append(
             DataLoaderCheckpoint(
                 record.local_worker_id,
                 record.num_workers_per_box,
                 record.num_boxes,
                 record.box,
-                step - began,
-                record.worker_step - (part.worker_step if part is not None else 0),
-                record.samples_streamed - (part.samples if part is not None else 0),
-                cast(dict[str, Any], decode_state(envelope))["user"],
+                step - step_before,
+                record.worker_step - batches_before,
+                record.samples_streamed - samples_before,
+                value["user"],
                 lifetime_appliance_step=step,
                 lifetime_worker_step=record.worker_step,
                 lifetime_samples_streamed=record.samples_streamed,

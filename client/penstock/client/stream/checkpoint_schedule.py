@@ -34,14 +34,16 @@ MOST_REQUESTED = 1365
 (`producer.MOST_WANTED`), because earlier requests may still be open."""
 
 
-def checked_int(name: str, value: Any, least: int = 1) -> int:
+def checked_int(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
     """Return the argument `value`, called `name` in errors, as an int. Raises InvalidArgumentError if it is below
-    `least`, and TypeError if it is not an integer."""
+    `least` or above `most`, and TypeError if it is not an integer."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     number = int(value.__index__())
     if number < least:
         raise InvalidArgumentError(f"{name} must be at least {least}, got {number}")
+    if most is not None and number > most:
+        raise InvalidArgumentError(f"{name} must be at most {most}, got {number}")
     return number
 
 

@@ -22,7 +22,7 @@ import torch
 from penstock.client.stream.device import DeviceBackend, DeviceEvent
 from penstock.client.stream.lane_reader import RingView, SlotLane
 from penstock.proto.errors import PenstockError
-from penstock.proto.lane.endpoints import Consumer
+from penstock.proto.lane.consumer import Consumer
 from penstock.proto.lane.frames import BATCH, END, Frame, counts_of
 
 __all__ = ["LOOK_S", "DeviceLane", "DeviceLoad", "PeekingConsumer"]
@@ -121,11 +121,11 @@ class PeekingConsumer(Consumer):
             raise seen
         return seen
 
-    def abandon(self, epoch: int) -> None:
+    def abandon(self, epoch: int, total: int) -> None:
         seen = self._seen
         if isinstance(seen, Frame) and seen.kind in (BATCH, END):
             self._seen = None  # this frame is of an abandoned epoch, which `receive` skips
-        super().abandon(epoch)
+        super().abandon(epoch, total)
 
 
 class DeviceLane(SlotLane):

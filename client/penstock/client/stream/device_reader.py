@@ -199,6 +199,12 @@ class DeviceReader(OrderedReader):
             self._staged = None
         super().abandon_epoch()
 
+    def end_epoch(self) -> bool:
+        if self._staged is None:
+            return super().end_epoch()
+        self.abandon_epoch()
+        return False
+
     def close(self) -> None:
         """Wait until no copy reads the rings, at most CLOSE_S, then close all lanes. Raises no error, because the
         garbage collector may call this method."""

@@ -12,10 +12,11 @@ A token is an int, ring << 16 | entry, that names an entry. When the loop drops 
 token to a deque. A finalizer may do nothing else (see penstock.proto.batch.assemble), so `drain` does the rest.
 
 **A delivered batch equals the one that the runner made.** Before delivery the batch's bytes are compared with the
-digest that the runner computed when it wrote these bytes: all bytes of a batch of up to 64 KiB, a sample of a larger
-one, or all bytes with `Appliance(digest="full")` or "rows". A difference is a BatchCorruptError. The reader then closes
-the connection and fetches the batch again, because the ring at the other end still has it. Only a batch that arrives
-damaged CORRUPT_TRIES times in a row is an error in the training loop.
+digest that the runner computed when it wrote these bytes: all bytes of a batch of up to 256 KiB, of a larger one a
+sample that covers every leaf (penstock.proto.batch.digest), or all bytes with `Appliance(digest="full")` or "rows". A
+difference is a BatchCorruptError. The reader then closes the connection and fetches the batch again, because the ring
+at the other end still has it. Only a batch that arrives damaged CORRUPT_TRIES times in a row is an error in the
+training loop.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ import socket
 from collections import deque
 from typing import Any
 
-from penstock.proto.batch.digest import DigestCover, ShapesCache, region_digest, rows_digest
+from penstock.proto.batch.digest import DigestCover, ShapesCache, region_digest, rows_digests
 from penstock.proto.batch.flatten import Assembler, wrap_buffer
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import BatchCorruptError, malformed
-from penstock.proto.lane.endpoints import Consumer, dims_of
-from penstock.proto.lane.frames import COUNTED, COVER, Frame
+from penstock.proto.lane.consumer import Consumer
+from penstock.proto.lane.frames import COUNTED, COVER, Frame, dims_of
 from penstock.proto.lane.ring import Ring
+from penstock.proto.state.position import linked
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process import forks
 
@@ -81,7 +83,10 @@ class SlotLane:
         "abandoned_epoch",
         "abandons",
         "backoff_s",
+        "chain",
+        "chained_epoch",
         "consumer",
+        "content",
         "copies",
         "corrupt",
         "current_ring",
@@ -139,6 +144,12 @@ class SlotLane:
         self.unused = 0
         """Number of frames in a row that the reader did not need, such as batches that were sent again. Counted from
         the last delivered batch or the start of the connection."""
+        self.chain = 0
+        """Hash over the slot's batches of epoch `chained_epoch` that were delivered."""
+        self.chained_epoch = 0
+        self.content = 0
+        """What the chain links for the batch that was checked last: its digest, or with DigestCover.ROWS another one,
+        which covers also what is not rows."""
         self.last_digest = 0
         """Digest of the slot's last delivered batch."""
         self.layout: tuple[Structure, list[int]] | None = None
@@ -171,6 +182,7 @@ class SlotLane:
         after = self._another(generation, name)
         after.abandons, after.abandoned_epoch, after.unsettled = self.abandons, self.abandoned_epoch, self.unsettled
         after.abandoned = self.abandoned
+        after.chain, after.chained_epoch = self.chain, self.chained_epoch
         after.last_digest, after.wanted, after.copies = self.last_digest, self.wanted, self.copies
         return after
 
@@ -189,6 +201,7 @@ class SlotLane:
             hello.held.extend(lane_pb2.RingEntry(ring=ring_id, entry=entry) for entry in ring.held)
         hello.abandons = self.abandons
         hello.last_digest = self.last_digest
+        hello.chain = self.chain if hello.epoch == self.chained_epoch else 0
         hello.abandoned.extend(records_pb2.EpochEnd(epoch=epoch, total=total) for epoch, total in self.abandoned)
         hello.wanted.extend(self.wanted)
         if self.abandons and self.unsettled and self.abandoned and hello.next_total - 1 <= self.abandoned[-1][1]:
@@ -216,6 +229,13 @@ class SlotLane:
     def _consumer(self, sock: socket.socket) -> Consumer:
         """Return a consumer, which reads the frames of the connection `sock`."""
         return Consumer(sock, self.name)
+
+    def link(self, epoch: int, digest: int) -> None:
+        """Add the batch that was checked last, which is delivered, to the chain of its epoch. `digest`: its digest."""
+        if epoch != self.chained_epoch:
+            self.chained_epoch, self.chain = epoch, 0
+        self.chain = linked(self.chain, self.content)
+        self.last_digest = digest
 
     def settle(self) -> None:
         """Record that a frame has arrived on this connection. It shows that the worker can be reached and knows of all
@@ -297,21 +317,23 @@ class SlotLane:
             raise malformed(
                 f"{self.name}: the encoded shapes of a batch must have a multiple of 8 bytes, got {len(dims)}"
             )
-        shapes, seed = layouts.find(nbytes, dims)
+        shapes, seed, sampling = layouts.find(nbytes, dims)
         view, offset, cover = ring.ring.view, frame.entry * ring.entry_bytes, frame.flags & COVER
         if cover == DigestCover.ROWS:
             try:
-                digest = rows_digest(assembler.structure, shapes, view, offset, nbytes)
+                digest, content = rows_digests(seed, assembler.structure, shapes, view, offset, nbytes)
             except ValueError as error:
                 raise malformed(f"{self.name}: {error}") from None
         else:
-            digest = region_digest(seed, view, offset, nbytes, cover == DigestCover.FULL)
+            digest = content = region_digest(
+                seed, view, offset, nbytes, None if cover == DigestCover.FULL else sampling
+            )
         if digest != frame.digest:
             raise BatchCorruptError(
                 f"{self.name}: batch {frame.total} of the slot arrived damaged: its digest differs from the one that "
                 "its runner computed. Check memory and network of both machines if this happens often"
             )
-        self.layout = assembler.structure, shapes
+        self.layout, self.content = (assembler.structure, shapes), content
         return ring, assembler, shapes
 
     def skip(self, frame: Frame) -> None:
@@ -362,5 +384,5 @@ class SlotLane:
     def _compile(self, structure: int) -> tuple[Assembler, ShapesCache]:
         assert self.consumer is not None
         found = Structure.from_bytes(self.consumer.structures[structure])
-        compiled = self.consumer.compiled[structure] = Assembler(found), ShapesCache(found.key)
+        compiled = self.consumer.compiled[structure] = Assembler(found), ShapesCache(found)
         return compiled

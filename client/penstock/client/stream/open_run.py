@@ -26,6 +26,7 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Protocol, TypeVar
 
+from penstock.client.states.saved_state import BoxStart
 from penstock.client.stream.stream_interfaces import NEVER, BoxProgress, StepFence, StreamRun
 from penstock.client.stream.wait_notice import WaitNotice
 from penstock.proto.batch.digest import cover_of
@@ -38,13 +39,13 @@ from penstock.proto.errors import (
     UnknownRunError,
 )
 from penstock.proto.lane.compression import require
-from penstock.proto.lane.endpoints import LANE_PROTOCOL, connect_local
+from penstock.proto.lane.frames import LANE_PROTOCOL, connect_local
 from penstock.proto.rpc.bounds.polling import PollPace, intervals
 from penstock.proto.rpc.calls import CoordinatorClient, FetchedState
 from penstock.proto.state.counts import by_source, imbalance_of
 from penstock.proto.state.position import MOST
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.proto.v1 import lane_pb2
+from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process import forks
 from penstock.runtime.telemetry.logs import LONGEST, plain
 
@@ -61,6 +62,8 @@ AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
 Batches are delivered meanwhile."""
 SHORTEST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 RETRY_S = 0.3
+OFFER_EVERY_S = 5.0
+"""Fewest seconds between two saved states that are sent to the coordinator for restarts."""
 """Smallest deadline in seconds of one call that fetches a state or closes the run."""
 ABANDONED_SENT = 4096
 """Largest number of abandoned epochs in one report; equal to the coordinator's limit (Limits.abandoned_at_once)."""
@@ -138,6 +141,8 @@ class OpenRun:
         self.ended_boxes: dict[int, int] = {}
         """Boxes of the run that have ended an epoch and not begun the next one: the epoch's last step, by the number of
         the box."""
+        self.box_apart: pb.BoxEnd | None = None
+        """A box that is in another epoch than this one; None: no box is."""
         self.views: list[pb.SlotView] = [pb.SlotView(slot=slot) for slot in range(self.num_slots)]
         self._taken = 0
         """Version of the newest reply that was applied to `views`. The coordinator's versions only increase."""
@@ -153,6 +158,12 @@ class OpenRun:
         self.replied_at = 0.0
         """Time of the coordinator's last reply to a report, a time of time.monotonic(); 0 before the first."""
         self._reporting: threading.Thread | None = None
+        self._offering: threading.Thread | None = None
+        self._offered_at = 0.0
+        self._restarts: list[records_pb2.Restart] = []
+        """Newest saved state from which all slots may restart, one entry for each box."""
+        self._restarts_known: list[records_pb2.Restart] = []
+        """Value of `_restarts` that the coordinator has got. A coordinator that was restarted gets it again."""
         self.away_because = ""
         """Message of the error with which the watch thread's latest unanswered report failed; "" if the coordinator has
         answered all reports."""
@@ -225,6 +236,8 @@ class OpenRun:
             imbalance=imbalance_of(progress.counts.rows()) or 0.0 if progress.counts is not None else 0.0,
         )
         progress.epoch_starts.put_into(request)
+        if self._restarts is not self._restarts_known:
+            request.restarts.extend(self._restarts)
         return request
 
     def _report(self, seen: int, hold_s: float) -> pb.WatchRunReply:
@@ -234,6 +247,10 @@ class OpenRun:
         request = self._watch_request(seen, hold_s)
         reply = self._client.watch_run(request)
         self.progress.epoch_starts.answered(request, reply)
+        if reply.wants_epoch_starts:  # the coordinator was restarted
+            self._restarts_known = []
+        elif request.restarts and request.restarts[0].start.step == self._restarts[0].start.step:
+            self._restarts_known = self._restarts
         if request.abandoned:
             self._confirmed_epoch = max(self._confirmed_epoch, request.abandoned[-1].epoch)
         return reply
@@ -276,7 +293,8 @@ class OpenRun:
             self.away_since, self.replied_at, backoff = None, time.monotonic(), SHORTEST_BACKOFF_S
             hold_s, self._lease_s = intervals(reply)
             self._commit_mark = reply.commit_mark
-            self.ended_boxes = {end.box: end.step for end in reply.ended}
+            self.ended_boxes = {end.box: end.step for end in reply.ended if not end.goes_on}
+            self.box_apart = next((end for end in reply.ended if end.goes_on), None)
             seen = reply.version
             self._take(reply)
 
@@ -450,6 +468,32 @@ class OpenRun:
         put = self._client.put_blob
         request.aggregate_blob = self._when_back(lambda _: put(states, self.name), "an aggregation", deadline_s)
         return self._fetched(request).records[0][1]
+
+    def offer(self, starts: Callable[[], list[BoxStart]]) -> None:
+        """Send a saved state to the coordinator, in the background: a slot that is lost later need not replay the
+        launch (appliance/core/launch_restarts.py). Only box 0 sends it, for all boxes, at most every OFFER_EVERY_S
+        seconds. `starts`: returns the position and state of each box."""
+        now = time.monotonic()
+        busy = self._offering is not None and self._offering.is_alive()
+        if self.box or busy or now - self._offered_at < OFFER_EVERY_S:
+            return
+        self._offered_at = now
+        name = f"penstock-offer-{self.name}"
+        self._offering = threading.Thread(target=self._offer, args=(starts,), name=name, daemon=True)
+        self._offering.start()
+
+    def _offer(self, starts: Callable[[], list[BoxStart]]) -> None:
+        restarts = []
+        try:
+            for start in starts():
+                resume = records_pb2.Resume(same_topology=start.same_topology)
+                resume.blob = self._client.put_blob(start.blob, self.name)
+                restarts.append(records_pb2.Restart(start=start.position, resume=resume))
+        except PenstockError as error:
+            _log.info("%s: a saved state was not sent to the coordinator for restarts: %s", self.name, error.message)
+            return
+        self._restarts = restarts
+        self.report()
 
     # ---- closing
 

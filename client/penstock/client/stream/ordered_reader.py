@@ -32,6 +32,7 @@ from penstock.client.stream.stream_interfaces import (
     StreamStats,
     placed,
     recovered,
+    tell_worker_info,
     warn_of_whole_input,
 )
 from penstock.client.stream.wait_notice import STAGES, WaitNotice
@@ -50,6 +51,7 @@ from penstock.proto.lane.frames import BATCH, CLOSE, END, ERROR, MAX_UNUSED, Fra
 from penstock.proto.lane.ring import MAX_ENTRIES
 from penstock.proto.lane.tcp import USER_TIMEOUT_S
 from penstock.proto.rpc.channel import error_of
+from penstock.proto.state.epoch_labels import put_label, to_messages
 from penstock.proto.state.position import Position, advance
 from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.tracebacks import stack_in_a_line, warn_user
@@ -94,6 +96,8 @@ class OrderedReader:
         self._poll = select.poll()  # a poll for slots whose lane is not connected
         self._poll.register(run.wake_fd, select.POLLIN)
         self._lanes = [self._first_lane(slot) for slot in range(run.num_slots)]
+        for lane, chain in zip(self._lanes, position.slot_chains, strict=False):
+            lane.chained_epoch, lane.chain = position.epoch, chain
         self._restarts = [0] * run.num_slots
         self._slow = [""] * run.num_slots
         self._start_queue = [0] * run.num_slots
@@ -105,8 +109,11 @@ class OrderedReader:
         """Writer of lines about a wait after the first batch, for a slot without a worker; None in any other wait."""
         self._open_epochs = position.epoch
         self._waiting_since, self._moving = 0.0, False
+        self._ending = False
+        """True in `end_epoch`: no further batch is wanted from this epoch."""
         self._abandoned: list[tuple[int, int]] = []
-        self._warned_unsharded = self._logged_not_used = False
+        self._warned_unsharded = self._told_worker_info = self._logged_not_used = False
+        self._told_keeps_place = False
         run.progress.waited_by_slot = [0.0] * run.num_slots
         run.progress.position = self.copy_position
         run.progress.unreachable = self._unreachable
@@ -156,6 +163,9 @@ class OrderedReader:
                 if self._other(lane, frame):
                     return EPOCH_ENDED
                 continue
+            if self._ending:
+                self.abandon_epoch()
+                return None
             digest = frame.digest
             try:
                 batch, counts = lane.take(frame), counts_of(frame)
@@ -173,7 +183,7 @@ class OrderedReader:
         """Count the due batch as delivered: advance the position, add its digest and its counts of samples."""
         if self._waiting_since:
             self._waiting_since = 0.0
-        lane.last_digest = digest
+        lane.link(self.position.epoch, digest)
         if counts:
             self.counts.take(lane.slot, counts)
         self.layout = lane.layout
@@ -457,7 +467,10 @@ class OrderedReader:
                 self._connect(lane, view, now)
         if not self._warned_unsharded:
             self._warned_unsharded = warn_of_whole_input(self._label, run.views, run.num_workers)
+        if not self._told_worker_info:
+            self._told_worker_info = tell_worker_info(self._label, run.views)
         self._log_not_used(run.views)
+        self._log_keeps_place(run.views)
         self.stats.skipped = sum(view.skipped for view in run.views)
         for note in notes:
             warn_user(f"{self._label}: {note}")
@@ -469,6 +482,16 @@ class OrderedReader:
             self._logged_not_used = True
             _log.warning("%s: %s", self._label, why)
 
+    def _log_keeps_place(self, views: Sequence[pb.SlotView]) -> None:
+        """Log once that a loader which may mean to continue begins anew in each epoch."""
+        if not self._told_keeps_place and any(view.capabilities.keeps_place for view in views):
+            self._told_keeps_place = True
+            _log.warning(
+                "%s: the loader has state methods and no set_epoch: each epoch begins with what input_fn left, also "
+                "after a break",
+                self._label,
+            )
+
     def _connect(self, lane: SlotLane, view: pb.SlotView, now: float) -> bool:
         if view.generation != lane.generation or now < lane.retry_at:
             return False
@@ -479,9 +502,11 @@ class OrderedReader:
             return False
         position, run = self.position, self._run
         total = position.total[lane.slot]
-        hello = lane_pb2.Hello(next_total=total + 1, epoch=position.epoch)
+        began = total - position.delivered[lane.slot]
+        hello = lane_pb2.Hello(next_total=total + 1, epoch=position.epoch, began=began)
         hello.delivered = total
         hello.open_epochs = self._open_epochs
+        hello.labels.extend(to_messages(position.labels))
         lane.hello(hello)
         lane.begin_try(run.replied_at)
         try:
@@ -502,12 +527,26 @@ class OrderedReader:
             done = lane.ack(total[lane.slot]) and done
         return done
 
-    def open_epochs(self, limit: int) -> None:
-        """Allow the workers to make batches of the epochs up to and including number `limit`."""
+    def open_epochs(self, limit: int, label: int | None = None) -> None:
+        """Allow the workers to make batches of the epochs up to and including number `limit`.
+
+        label: what user code of a pure loader sees as the number of the position's epoch, if this call opens it. None:
+        it counts on.
+        """
+        position = self.position
+        if position.epoch <= self._open_epochs or label == position.label:
+            label = None
+        if label is not None:
+            self._moving = True
+            put_label(position.labels, position.epoch, label)
+            self._moving = False
+            self._run.report()  # a state that another box requests must have it
         if limit > self._open_epochs:
             self._open_epochs = limit
             for lane in self._lanes:
                 if lane.consumer is not None:
+                    if label is not None:
+                        lane.consumer.label_epoch(position.epoch, label)
                     lane.consumer.open_epochs(limit)
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
@@ -548,7 +587,7 @@ class OrderedReader:
             lane.unsettled = True
             lane.ack(position.total[lane.slot])
             if lane.consumer is not None:
-                lane.consumer.abandon(epoch)
+                lane.consumer.abandon(epoch, position.total[lane.slot])
         self._moving = True
         position.abandon_epoch()
         self._moving = False
@@ -556,6 +595,15 @@ class OrderedReader:
         # Report now: if another box requests a state before this box's next report, the state would lack the abandoned
         # epoch.
         self._run.report()
+
+    def end_epoch(self) -> bool:
+        """Wait for the end of the epoch, and return True. If a further batch comes first, abandon the epoch, and return
+        False: the producer takes the batch back."""
+        self._ending = True
+        try:
+            return OrderedReader.next(self) is EPOCH_ENDED
+        finally:
+            self._ending = False
 
     @property
     def copies(self) -> int:

@@ -331,6 +331,8 @@ class ReceiverLane:
                 whole = self._pieces.add(frame)
                 if whole is not None:
                     producer.know_structure(frame.structure, whole)
+            elif kind == END and frame.abandons < producer.abandons:
+                pass  # kept, it would also keep the next epoch's batches, whose numbers are below its own
             elif kind in (END, ERROR, CLOSE):
                 producer.forward_end(frame)
             else:

@@ -5,6 +5,7 @@ messages."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +13,13 @@ from typing import Any, Final, Literal, NoReturn, Protocol
 
 from penstock.client.states.delivered_counts import DeliveredCounts
 from penstock.client.states.epoch_starts import EpochStarts
+from penstock.client.states.saved_state import BoxStart
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.proto.batch.digest import DigestCover
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import PenstockError
 from penstock.proto.rpc.calls import FetchedState
+from penstock.proto.state.assignment import WORKER_INFO_TEXTS
 from penstock.proto.state.counts import SampleCounts
 from penstock.proto.state.position import Position
 from penstock.proto.tracebacks import warn_user
@@ -32,8 +35,11 @@ __all__ = [
     "StreamStats",
     "placed",
     "recovered",
+    "tell_worker_info",
     "warn_of_whole_input",
 ]
+
+_log = logging.getLogger("penstock.client")
 
 EPOCH_ENDED: Final = object()
 """Result of `Reader.next` at the end of an epoch, instead of a batch."""
@@ -162,6 +168,8 @@ class StreamRun(Protocol):
     ended_boxes: dict[int, int]
     """Boxes of the run that have ended an epoch and not begun the next one: the epoch's last step, by the number of the
     box."""
+    box_apart: pb.BoxEnd | None
+    """A box that is in another epoch than this one; None: no box is."""
     abandoned: bool
     """True once the loader was garbage-collected. The loader's finalizer sets it."""
     away_since: float | None
@@ -186,6 +194,10 @@ class StreamRun(Protocol):
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
         """Run the loader's aggregate_state_dict. `states`: envelope (encoded bytes) with the list of the workers'
         states. Return an envelope with the result."""
+
+    def offer(self, starts: Callable[[], list[BoxStart]]) -> None:
+        """Let all slots of the run restart from a saved state, where that is quicker than to replay the launch.
+        `starts`: returns the position and state of each box."""
 
     def close(self, *, forget: bool = True) -> None:
         """Close the run. May be called again."""
@@ -216,8 +228,12 @@ class Reader(Protocol):
         """Tell the workers which batches were delivered. Return False if some of these messages could not be sent
         yet."""
 
-    def open_epochs(self, limit: int) -> None:
-        """Allow the workers to make batches of the epochs up to and including number `limit`."""
+    def open_epochs(self, limit: int, label: int | None = None) -> None:
+        """Allow the workers to make batches of the epochs up to and including number `limit`.
+
+        label: what user code of a pure loader sees as the number of the position's epoch, if this call opens it. None:
+        it counts on.
+        """
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
         """Announce the next checkpoint steps to the workers. `last`: the executor's last step; None if unknown. Return
@@ -225,6 +241,10 @@ class Reader(Protocol):
 
     def abandon_epoch(self) -> None:
         """Abandon the epoch after the last delivered batch; the next batch is the first of the next epoch."""
+
+    def end_epoch(self) -> bool:
+        """Go to the next epoch from the last batch that len() of the workers' loaders promises. Return True if no
+        further batch was due; else abandon the epoch, and return False."""
 
     def raise_failed(self, view: pb.SlotView) -> NoReturn:
         """Raise the error of a slot that has failed and is not restarted. `view`: the coordinator's view of the
@@ -247,6 +267,17 @@ def placed(error: PenstockError, worker: str, box: int, slot: int, step: int) ->
 def recovered(box: int, slot: int, why: str) -> str:
     """Return the text of the warning that a slot moved to another runner without a loss. `why`: reason of the move."""
     return f"worker slot {slot} of box {box} was recovered: {why}; the batches are the same as without the fault"
+
+
+def tell_worker_info(label: str, views: Sequence[pb.SlotView]) -> bool:
+    """Log what torch's get_worker_info() answers to the workers' loaders, and why, if a loader has called it. Return
+    True then."""
+    text = next(
+        (WORKER_INFO_TEXTS.get(view.capabilities.worker_info) for view in views if view.capabilities.worker_info), None
+    )
+    if text is not None:
+        _log.info("%s: %s", label, text)
+    return text is not None
 
 
 def warn_of_whole_input(label: str, views: Sequence[pb.SlotView], num_workers: int) -> bool:

@@ -17,15 +17,14 @@ import typer
 
 from penstock.deploy.cli.commands.config import config
 from penstock.deploy.cli.commands.coordinator import coordinator
+from penstock.deploy.cli.commands.dashboard import dashboard
 from penstock.deploy.cli.commands.data import data
 from penstock.deploy.cli.commands.demo import demo
 from penstock.deploy.cli.commands.doctor import doctor
-from penstock.deploy.cli.commands.import_state import import_state
 from penstock.deploy.cli.commands.replay import replay
 from penstock.deploy.cli.commands.run import mix, run
 from penstock.deploy.cli.commands.state import state
 from penstock.deploy.cli.commands.status import status
-from penstock.deploy.cli.commands.top import dashboard, top
 from penstock.deploy.cli.commands.up import down, up
 from penstock.deploy.cli.commands.worker import worker
 from penstock.deploy.console.common_options import CONTEXT, EPILOG, App, Group
@@ -44,9 +43,9 @@ class _Commands(Group):
     heads: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "Try it": ("demo",),
         "Run it": ("coordinator", "worker", "up", "down"),
-        "Look at it": ("status", "top", "dashboard", "state", "replay"),
+        "Look at it": ("status", "dashboard", "state", "replay"),
         "Change it": ("mix", "run"),
-        "Check and set up": ("doctor", "config", "data", "import-state"),
+        "Check and set up": ("doctor", "config", "data"),
     }
 
 
@@ -88,16 +87,14 @@ app.command()(guarded(up))
 app.command()(guarded(down))
 app.command()(guarded(demo))
 app.command()(guarded(status))
-app.command()(guarded(top))
 app.command()(guarded(dashboard))
 app.command()(guarded(mix))
 app.add_typer(run, name="run")
-app.add_typer(state, name="state")
+app.command()(guarded(state))
 app.command()(guarded(replay))
 app.add_typer(doctor, name="doctor")
 app.command()(guarded(config))
 app.add_typer(data, name="data")
-app.command("import-state")(guarded(import_state))
 
 
 def main() -> None:

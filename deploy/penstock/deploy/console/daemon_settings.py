@@ -137,7 +137,7 @@ class TlsSettings(TlsFiles):
 
 
 class TelemetrySettings(Section):
-    """Settings of both daemons for logs and traces. Training jobs use PENSTOCK_OTEL too."""
+    """Settings of both daemons for logs."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
     table: ClassVar[str] = CLUSTER
@@ -145,9 +145,6 @@ class TelemetrySettings(Section):
     log_format: Literal["text", "json"] = Field(
         "text",
         description="Format of the log: text for people, or json: one object a line, with run, box, slot and step.",
-    )
-    otel: bool = Field(
-        False, description="Trace calls with OpenTelemetry, configured by the OTEL_* variables (docs/metrics.md)."
     )
 
 
@@ -254,17 +251,12 @@ class WorkerSettings(Section):
         ge=0,
         le=1 << 22,
         description="Largest number of processes and threads of the runner user on this machine, over all runners; "
-        "only with "
-        "runner_user, or in control groups (default: no limit).",
+        "only with runner_user (default: no limit).",
     )
     no_sandbox: bool = Field(
         False,
         description="Run runners without the sandbox: they may gain privileges (sudo, fusermount), and signal and "
         "trace other processes of the user.",
-    )
-    no_groups: bool = Field(
-        False,
-        description="Do not put runners into control groups, even if this worker could.",
     )
     insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
 

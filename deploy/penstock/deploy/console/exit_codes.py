@@ -33,7 +33,6 @@ __all__ = [
     "UNSAID",
     "USAGE",
     "CommandError",
-    "debugging",
     "exit_code",
     "guarded",
     "set_debug",
@@ -169,11 +168,6 @@ def set_debug(value: bool) -> bool:
     global _debug
     _debug = _debug or value
     return value
-
-
-def debugging() -> bool:
-    """Return True if tracebacks of expected errors are shown too (the option --debug)."""
-    return _debug
 
 
 def guarded(command: Callable[_P, int | None]) -> Callable[_P, NoReturn]:

@@ -22,7 +22,7 @@ from penstock.runtime.config.settings import IsPath, Unit
 
 __all__ = ["ENGINES", "UpSettings"]
 
-ENGINES = ("local", "ray", "slurm", "kubernetes")
+ENGINES = ("local", "ray")
 
 
 def _engine(value: str) -> str:
@@ -55,8 +55,7 @@ class UpSettings(Section):
     )
     dir: Annotated[str, IsPath(), Unit("DIR")] = Field(
         "",
-        description="Folder of the fleet's record, token and logs (default: XDG_STATE_HOME/penstock/NAME). Slurm: on a "
-        "file system that all nodes share.",
+        description="Folder of the fleet's record, token and logs (default: XDG_STATE_HOME/penstock/NAME).",
     )
     workers: Count = Field(2, ge=1, le=10_000, description="Number of worker daemons.")
     slots: Count = Field(
@@ -70,9 +69,8 @@ class UpSettings(Section):
     )
     listen: LaneListen = Field(
         DEFAULT_COORDINATOR,
-        description="Address of the coordinator, HOST:PORT; port 0 takes a free one. Ray, Slurm: only the port is "
-        "used, on "
-        "its node's address.",
+        description="Address of the coordinator, HOST:PORT; port 0 takes a free one. Ray: only the port is "
+        "used, on its node's address.",
     )
     runner_memory: MemorySize = Field("", description="Memory limit of a runner, such as 4GiB: see `penstock worker`.")
     insecure: bool = Field(False, description="Listen beyond one machine without TLS.")
@@ -93,16 +91,5 @@ class UpSettings(Section):
         False, description="Ray: send the token to the nodes through Ray, which stores it in clear text."
     )
     state_dir: Annotated[str, Unit("DIR")] = Field(
-        "", description="Ray, Slurm: the coordinator's journal, on a disk of its node (default: below /var/tmp)."
-    )
-    sbatch: Annotated[str, Unit("ARGS")] = Field(
-        "", description="Slurm: further arguments of sbatch, as one text: '--partition cpu --time 1-0'."
-    )
-    namespace: Annotated[str, Unit("NAMESPACE")] = Field("default", description="Kubernetes: namespace of the fleet.")
-    image: Annotated[str, Unit("IMAGE")] = Field("", description="Kubernetes: image that has Penstock and your code.")
-    storage: Annotated[str, Unit("SIZE")] = Field("1Gi", description="Kubernetes: size of the coordinator's volume.")
-    tls_secret: Annotated[str, Unit("NAME")] = Field(
-        "",
-        description="Kubernetes: prefix of the Secrets NAME-coordinator and NAME-worker, which have tls.crt, tls.key "
-        "and ca.crt.",
+        "", description="Ray: the coordinator's journal, on a disk of its node (default: below /var/tmp)."
     )

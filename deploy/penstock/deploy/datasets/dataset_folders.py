@@ -7,7 +7,6 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from penstock.data import convert_dataset, index_folder
-from penstock.data.converting.argument_names import ArgumentNames
 from penstock.data.formats.index import INDEX, read_index
 from penstock.data.formats.shards import Shard
 from penstock.deploy.console.exit_codes import exit_code
@@ -25,7 +23,7 @@ from penstock.runtime.telemetry.logs import printable
 if TYPE_CHECKING:
     from penstock.data import StreamingDataset
 
-__all__ = ["show_conversion", "show_index", "show_inspection", "show_plan", "show_verification"]
+__all__ = ["show_conversion", "show_index", "show_inspection", "show_verification"]
 
 LONGEST_VALUE = 60
 """Largest number of characters of a sample's value that are shown."""
@@ -43,7 +41,7 @@ def show_conversion(source: str, dest: str, to: str, as_json: bool, **settings: 
     """Convert a dataset to another format, and print what was written."""
     if "://" not in source:
         _index_of(Path(source).expanduser())
-    done = convert_dataset(source, dest, to, names=ArgumentNames(options=True), **settings)
+    done = convert_dataset(source, dest, to, **settings)
     found: dict[str, Any] = {
         **_counts(dest, done.shards),
         "parts": done.parts,
@@ -63,46 +61,6 @@ def show_inspection(folder: Path, samples: int, as_json: bool) -> None:
     found["columns"] = {name: _kind(value) for name, value in (first[0] if first else {}).items()}
     found["first_samples"] = [{name: _shown(value) for name, value in sample.items()} for sample in first[:samples]]
     _print(found, as_json)
-
-
-def show_plan(folder: Path, batch: int, boxes: int, order: Mapping[str, Any], as_json: bool, **run: Any) -> None:
-    """Print how many shards and bytes each node of a run over a dataset will download, and the disk space it needs.
-
-    Args:
-        folder: folder of the dataset, or of its index alone.
-        batch: global batch size: rows of a step, over all boxes.
-        boxes: number of boxes.
-        order: arguments of StreamingLoader that decide the order and what is fetched ahead.
-        as_json: True: print JSON, not tables.
-        run: other fields of PlannedRun, such as nodes, epochs, cache_limit and bandwidth.
-    """
-    from penstock.data import StreamingLoader  # imports torch
-    from penstock.data.fetch_plan import Fetches, PlannedRun, planned
-
-    shards = _shards(folder)
-    with _opened(folder, shards) as dataset:
-        loader = StreamingLoader(dataset, global_batch_size=batch, rank=(0, boxes), **order)
-        settings = PlannedRun(batch, boxes, predownload=loader.predownload, **run)
-        nodes = planned(settings, loader.order, Fetches.of(shards))
-    found: dict[str, Any] = {**_counts(folder, shards), "steps_of_an_epoch": settings.steps(loader.order)}
-    for node in nodes:
-        epochs = [asdict(epoch) for epoch in node.epochs]
-        found[f"node_{node.node}"] = {**asdict(node), "epochs": epochs}
-    if as_json:
-        _print(found, as_json)
-        return
-    _print({name: value for name, value in found.items() if not name.startswith("node_")}, as_json)
-    for node in nodes:
-        typer.echo(f"node {node.node}:")
-        typer.echo(f"  before the first batches: {node.first_shards:,} shards, {node.first_bytes:,} bytes")
-        for number, epoch in enumerate(node.epochs):
-            again = f", {epoch.again:,} of them again, because the cache was too small" if epoch.again else ""
-            typer.echo(f"  epoch {number}: {epoch.shards:,} shards, {epoch.bytes:,} bytes{again}")
-            if settings.bandwidth is not None:
-                typer.echo(f"    {epoch.waiting_steps:,} steps wait {epoch.wait_s:,.1f} s in all")
-        typer.echo(
-            f"  cache: {node.peak_bytes:,} bytes; {node.working_bytes:,} are enough to fetch nothing twice in an epoch"
-        )
 
 
 def show_verification(folder: Path, as_json: bool) -> int:

@@ -169,7 +169,7 @@ def _fleet() -> Iterator[Fleet]:
             slots=3,
             allow=INPUT,
             listen="127.0.0.1:0",
-            token_file=str(folder.token_file(None, make=True)),
+            token_file=str(folder.token_file(None)),
         )
         LocalEngine().up(plan, folder.path, ends_with_us=True)
         try:

@@ -1,28 +1,24 @@
-"""Checks of `penstock doctor cluster`: whether coordinator and workers can be reached from here and can run the job.
+"""Checks of `penstock doctor cluster`: whether the workers can be reached from here and can run the job.
 
-The steps of connecting to the coordinator depend on each other: if its name does not resolve, all later checks are
-meaningless. So the first of these steps that fails is the last finding. If all succeed, the coordinator's data about
-each worker are checked, and a lane (the connection for batches) to every worker is tried from here, many at a time.
+The coordinator's data about each worker are checked, and a lane (the connection for batches) to every worker is tried
+from here, many at a time. That the coordinator cannot be reached is an error of the call, as in every command.
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from penstock.deploy.doctor.findings import Finding, ok, problem, warning
-from penstock.proto.errors import AuthenticationError, NotPermittedError, PenstockError, TlsError, VersionSkewError
 from penstock.proto.lane.frames import LANE_PROTOCOL
 from penstock.proto.lane.tcp import sealed
 from penstock.proto.lane.tls_socket import connect_tls
-from penstock.proto.rpc.addresses import host_id, is_local, socket_path
+from penstock.proto.rpc.addresses import host_id, is_local
 from penstock.proto.rpc.calls import CoordinatorClient
-from penstock.proto.rpc.channel import VERSION
-from penstock.proto.rpc.tls import Tls, diagnose, host_of
-from penstock.proto.rpc.version import PROTOCOL
+from penstock.proto.rpc.tls import Tls, host_of
 from penstock.proto.state.allowed_modules import module_of, under
 from penstock.proto.v1 import lane_pb2
 from penstock.runtime.telemetry.cluster_view import LATELY_S, ClusterView, EventView, WorkerView, view
@@ -33,7 +29,6 @@ __all__ = [
     "check_lost",
     "check_skew",
     "check_slots",
-    "check_version",
     "check_worker",
 ]
 
@@ -65,29 +60,10 @@ class JobRequirements:
     input_fn: str | None = None
 
 
-def check_cluster(
-    address: str, load_tls: Callable[[], Tls | None], read_token: Callable[[], str], job: JobRequirements
-) -> Iterator[Finding]:
-    """Yield all findings about a cluster, up to the first failed step without which the rest is meaningless. Errors of
-    `load_tls` and `read_token` become findings, too."""
-    try:
-        tls = load_tls()
-    except TlsError as error:
-        yield problem("TLS", error.message, "docs/security.md lists the files of each role.")
-        return
-    reached = list(_check_connection(address, tls))
-    yield from reached
-    if reached and reached[-1].level == "problem":
-        return
+def check_cluster(client: CoordinatorClient, address: str, tls: Tls | None, job: JobRequirements) -> Iterator[Finding]:
+    """Yield all findings about a cluster. Raises the error of the call if the coordinator cannot be reached."""
     before = time.time()
-    try:
-        with CoordinatorClient(address, read_token(), tls=tls) as client:
-            reply = client.status(deadline_s=10.0)
-    except PenstockError as error:
-        yield _no_status(error, address)
-        return
-    yield ok("token", "valid for the role admin")
-    yield check_version("coordinator", reply.version, VERSION, reply.protocol)
+    reply = client.status(deadline_s=10.0)
     yield check_skew(reply.wall_s - before, time.time() - before)
     found = view(reply)
     workers = found.workers
@@ -112,37 +88,6 @@ def check_cluster(
             )
     yield from check_lost(found)
     yield check_slots(workers, job)
-
-
-def _check_connection(address: str, tls: Tls | None) -> Iterator[Finding]:
-    """Check the connection to the coordinator: its name, a TCP connection, TLS."""
-    if socket_path(address) is not None:
-        return
-    host, port = host_of(address)
-    try:
-        numbers = sorted({str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
-    except OSError as error:
-        yield problem("name", f"{host} does not resolve: {error.strerror}", f"Run getent hosts {host}, or use its IP.")
-        return
-    yield ok("name", f"{host} is {', '.join(numbers)}")
-    if refused := _connect_error(address):
-        yield problem(
-            "connection",
-            f"{address}: {refused}",
-            f"Is `penstock coordinator --listen HOST:{port}` running there, on an address that this machine can reach, "
-            "and does a firewall let it through?",
-        )
-        return
-    yield ok("connection", f"{address} accepts connections")
-    trouble = diagnose(address, tls, f"the coordinator at {address}", CONNECT_S)
-    if trouble is not None:
-        yield problem("TLS", trouble.message, "docs/security.md lists the files of each role.")
-    elif tls is not None:
-        yield ok("TLS", "the handshake works, and the certificate is the expected one")
-    elif not is_local(address):
-        yield warning(
-            "TLS", "none: tokens and batches cross the network in clear text", "docs/security.md has a set-up."
-        )
 
 
 def _connect_error(address: str | None) -> str:
@@ -177,40 +122,6 @@ def _lane_error(address: str | None, tls: Tls | None) -> str:
         return NO_ANSWER
     except OSError as error:
         return error.strerror or str(error)
-
-
-def _no_status(error: PenstockError, address: str) -> Finding:
-    if isinstance(error, AuthenticationError):
-        return problem(
-            "token", error.message, "The coordinator logs the path of its token file at its start: --token-file FILE"
-        )
-    if isinstance(error, NotPermittedError):
-        return problem("token", error.message, "This command needs the line admin:... of the coordinator's token file.")
-    if isinstance(error, VersionSkewError):
-        return problem("version", error.message, f"pip install penstock=={VERSION} there, or its release here.")
-    if isinstance(error, TlsError):
-        return problem("TLS", error.message, "docs/security.md lists the files of each role.")
-    return problem("coordinator", error.message, f"Look at the log of the coordinator at {address}.")
-
-
-def check_version(who: str, has: str, ours: str, protocol: int) -> Finding:
-    """Compare a peer's release and version of the control protocol with those of this installation.
-
-    Args:
-        who: name of the peer, for the finding.
-        has: release of the peer.
-        ours: release of this installation.
-        protocol: version of the control protocol that the peer speaks.
-    """
-    if not has:
-        return warning("version", f"the {who} reports no release", f"Its release is older: upgrade the {who}.")
-    found = f"the {who} runs Penstock {has}, this is {ours}"
-    if protocol != PROTOCOL:
-        found += f"; its protocol version is {protocol}, that of this machine is {PROTOCOL}"
-        return problem("version", found, f"pip install penstock=={ours} there, or {has} here.")
-    if has.split(".")[:2] != ours.split(".")[:2]:
-        return warning("version", found, f"pip install penstock=={ours} there.")
-    return ok("version", found)
 
 
 def check_skew(ahead_s: float, took_s: float) -> Finding:

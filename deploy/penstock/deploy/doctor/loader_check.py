@@ -11,15 +11,16 @@
 
 A loader without state methods is tested by a new start alone: the first of the single restores.
 
-A run verifies states in the same way (worker/slots/verification.py). If a state leads to other batches than those that
-were delivered, the run rejects it and replays a counted number of batches instead. So even a loader with wrong states
-can be saved and resumed, if it yields the same batches again from its start. The verdict names the cost of that, and
-the consequences for other numbers of workers.
+A run compares what a restored loader makes with the batches that were delivered. If they differ, it makes the epoch
+again from its beginning instead. So even a loader with wrong states can be saved and resumed, if it yields the same
+batches again. The verdict names the cost of that, and the consequences for other numbers of workers.
 """
 
 from __future__ import annotations
 
 import json
+from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +44,7 @@ __all__ = [
 
 STATE, METHODS, REPLAY = "state", "methods", "replay"
 """Ways in which a loader can be saved: by its own state; by its methods aggregate_state_dict and
-deaggregate_state_dict; or by replaying a counted number of batches from a verified position."""
+deaggregate_state_dict; or by replaying a counted number of batches from the beginning of an epoch."""
 COMPARED = 8
 """Largest number of events (batches and ends of epochs) that are compared after a restore, before the state for the
 next restore in the chain is taken."""
@@ -135,9 +136,6 @@ class LoaderCheck:
     if the restored loader raised an error."""
     what: str = ""
     """Text that says what differs, or the message of the error; "" if the restore was exact."""
-    from_beginning: bool = False
-    """True if the loader, restored within an epoch, began the next epoch with wrong batches. The next epoch was then
-    reached by streaming a new loader from its first epoch on."""
     traceback: str = ""
     """Traceback of the error that user code raised in the restored loader's process; "" if it raised none."""
 
@@ -150,10 +148,13 @@ class ExaminedLoader:
     capabilities: dict[str, Any]
     streamed: dict[str, Any]
     """Results of the first, uninterrupted stream, from loader_trials.py: `events`; `looked_at` (input_fn has read its
-    assignment); `samples` (number); `unsaved` (why no state could be encoded, or ""); `state_bytes` (largest);
+    assignment); `worker_info` (what torch's get_worker_info() answered it, a name of WorkerInfoAnswer in lower case);
+    `samples` (number); `unsaved` (why no state could be encoded, or ""); `state_bytes` (largest);
     `batch_ms` and `snapshot_ms` (times in milliseconds: median and max; None if there are none)."""
     points: dict[str, tuple[int, bool, bytes]]
     """Restart points by name: (number of batches before it, True if it is the start of an epoch, encoded state)."""
+    rows: Sequence[int] = ()
+    """Digests of the samples (rows) in the batches of the first epoch, as far as it was streamed."""
     checks: list[LoaderCheck] = field(default_factory=list)
 
     def events_after(self, total: int, *, epoch_start: bool) -> list[list[Any]]:
@@ -233,7 +234,8 @@ def _streamed(trials: TrialProcesses, request: LoaderRequest, slot: int) -> Exam
         if message.kind == "point"
     }
     found = dict(answer.done.fields)
-    return ExaminedLoader(slot, found.pop("capabilities"), found, points)
+    rows = array("Q", next(message.payload for message in answer if message.kind == "rows"))
+    return ExaminedLoader(slot, found.pop("capabilities"), found, points, rows)
 
 
 def _ask(
@@ -266,7 +268,6 @@ def _ask(
         check.exact, check.what, check.traceback = False, error.message, error.remote_traceback
         return None
     done = answer.done.fields
-    check.from_beginning = done.get("from_beginning", False)
     if not done["same"]:
         check.exact, check.differs, check.what = False, done["differs"], done["what"]
     return next((message.payload for message in answer if message.kind == "point"), None)
@@ -428,15 +429,14 @@ def _verdict(request: LoaderRequest, loaders: list[ExaminedLoader]) -> tuple[int
     if not all(_is_uneven(check) for check in aggregated):
         return DIFFERS, (
             f"cannot be resumed by its own methods: {_describe_failure(aggregated[-1])}. With the same numbers of "
-            "boxes and workers a run detects that and replays from its beginning; with other numbers it does not"
+            "boxes and workers that is an error in a run; with other numbers the run goes on with other batches"
         )
     if wrong and not aggregated:
         return 0, (
             f"can be saved at any step and resumed exactly, by counted replay: {_describe_failure(wrong[0])}. So a run "
-            "uses the loader's own state only where it was verified. Elsewhere, a recovery replays batches from the "
-            "start of the epoch or of the run, which takes as long as making those batches. Does the loader count "
-            "after its `yield`, prefetch in the background, count twice after a restore, or omit generators from its "
-            "state?"
+            "that finds other batches behind a state makes the epoch again from its start, which takes as long as "
+            "making those batches. Does the loader count after its `yield`, prefetch in the background, count twice "
+            "after a restore, or omit generators from its state?"
         )
     return 0, "can be saved at any step and resumed exactly"
 
@@ -460,6 +460,36 @@ def _describe_failure(check: LoaderCheck) -> str:
     return f"restored {check.where}, {check.what}"
 
 
+def _equal_samples(loaders: list[ExaminedLoader]) -> Iterator[str]:
+    """Warn of samples that several workers stream. Samples may also be equal in the data; but then samples of one
+    worker repeat as well: of W workers, some 2 * (W - 1) samples are shared for each repetition within a worker."""
+    streamed_by = Counter(digest for examined in loaders for digest in set(examined.rows))
+    total = sum(len(examined.rows) for examined in loaders)
+    shared = sum(streamed_by[digest] > 1 for examined in loaders for digest in examined.rows)
+    repeated = sum(len(examined.rows) - len(set(examined.rows)) for examined in loaders)
+    if shared > 4 * len(loaders) * repeated:
+        yield (
+            f"{shared} of {total} samples of the first epoch come from more than one of the {len(loaders)} workers. "
+            "Unless the data hold equal samples, the workers' shares overlap: divide the input once, by "
+            "penstock.worker.current_assignment() or torch's get_worker_info()"
+        )
+
+
+def _wrong_length(loaders: list[ExaminedLoader]) -> Iterator[str]:
+    """Warn of the first worker whose loader has another number of batches than its len()."""
+    for examined in loaders:
+        length, epoch = examined.capabilities["length"], [e for e in examined.streamed["events"] if e[0] == 0]
+        batches = sum(digest is not None for _, _, digest in epoch)
+        if 0 <= length != batches and (epoch[-1][2] is None or batches > length):
+            yield (
+                f"len() of worker {examined.slot}'s loader is {length}, and its first epoch has "
+                f"{batches}{'' if epoch[-1][2] is None else ' or more'} batches. A loop that counts on len() ends too "
+                "early or too late, or the worker's share is smaller than meant. Let len() be the number of batches "
+                "that this worker makes"
+            )
+            return
+
+
 def _warnings(request: LoaderRequest, loaders: list[ExaminedLoader]) -> Iterator[str]:
     digests = [[event[2] for event in examined.streamed["events"] if event[2] is not None] for examined in loaders]
     reads_assignment = any(examined.streamed["looked_at"] for examined in loaders)
@@ -469,19 +499,14 @@ def _warnings(request: LoaderRequest, loaders: list[ExaminedLoader]) -> Iterator
             f"there are {request.workers} workers, {why}, so each worker streams the whole input. Shard the input by "
             "penstock.worker.current_assignment() or torch's get_worker_info()"
         )
+    else:
+        yield from _equal_samples(loaders)
+    yield from _wrong_length(loaders)
     for check in loaders[0].checks:
         if not check.exact and _is_uneven(check):
             yield (
                 f"resumed {check.where}, {check.what}. A state at a step where workers have different numbers of "
                 "batches is therefore resumed by counted replay, with the same numbers of boxes and workers only"
             )
-    again = next((check for examined in loaders for check in examined.checks if check.from_beginning), None)
-    if again is not None:
-        yield (
-            f"restored {again.where}, the loader begins the next epoch differently from a loader that streamed "
-            "without a restore, and so does a new loader of input_fn. A run that is resumed within an epoch is "
-            "therefore replayed from the run's start when that epoch ends: exact, but slow. Does the state hold "
-            "everything that later epochs depend on, and are two calls of state_dict() equal?"
-        )
     if all(len(set(of_one)) == 1 for of_one in digests):
         yield "all batches are the same, so a wrong batch cannot be detected. Check with real data"

@@ -38,6 +38,17 @@ _SAVED_BY = {
 }
 
 
+_RECOVERS_FROM = "the launch's start, or the newest saved step that the workers of a box divide"
+
+
+_WORKER_INFO = {
+    "not_asked": "not asked",
+    "of_run": "the worker's number in the run",
+    "of_box": "the worker's number in its box",
+    "none": "None",
+}
+
+
 def show_doctor(request: LoaderRequest, as_json: bool) -> int:
     """Run all checks of a loader and print the findings; return the exit code. Tracebacks of user code are shown in
     full."""
@@ -85,6 +96,7 @@ def as_dict(diagnosis: LoaderReport) -> dict[str, Any]:
                 "own_iterator": examined.capabilities["is_iterator"],
                 "own_workers": examined.capabilities["own_workers"],
                 "looked_at_assignment": examined.streamed["looked_at"],
+                "worker_info": examined.streamed["worker_info"],
                 "batches": sum(event[2] is not None for event in examined.streamed["events"]),
                 "epochs_ended": sum(event[2] is None for event in examined.streamed["events"]),
                 "samples": examined.streamed["samples"],
@@ -124,7 +136,9 @@ def tables(diagnosis: LoaderReport) -> list[Table]:
             ("own worker processes", str(capabilities["own_workers"])),
             ("persistent_workers", "yes" if "persistent_workers" in capabilities["not_restartable"] else "no"),
             ("read its assignment", "yes" if any(p.streamed["looked_at"] for p in loaders) else "no"),
+            ("get_worker_info()", _WORKER_INFO[loaders[0].streamed["worker_info"]]),
             ("saved by", _SAVED_BY[saved_by(request, loaders)]),
+            *([("recovers from", _RECOVERS_FROM)] if saved_by(request, loaders) == METHODS else []),
         ],
     )
     stream = Table(

@@ -1,5 +1,5 @@
 """Child processes of `penstock doctor`, in which the user's loader is run by the same code as in workers
-(worker/loader/restorable_loader.py).
+(worker/loader/positioned_loader.py).
 
 A fresh interpreter imports torch and then only forks, like a worker's fork server. So each task gets a process that has
 seen no user code. Tasks:
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -26,18 +27,21 @@ from typing import Any
 import torch
 
 from penstock.deploy.forking_interpreter import serve, take_task
+from penstock.proto.batch.digest import DigestCover
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import EmptyInputError, InvalidArgumentError, UnsupportedLeafError, UnsupportedStateError
 from penstock.proto.state import assignment as place_of
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.tools.loader_children import ControlChannel, load_input_fn, plain_detail
-from penstock.worker.tools.user_loaders import END, REPLAY, Launch, RestartPoint, RestorableLoader
+from penstock.worker.tools.user_loaders import END, Launch, PositionedLoader, RestartPoint
 
 __all__ = ["main"]
 
 Event = list[Any]
 
+ROWS = 1 << 16
+"""Number of first samples of a worker's stream whose digests are sent."""
 SETTLE_S = 0.05
 """Seconds to wait before a snapshot that will be restored. In this time a background prefetch can run ahead, as during
 a training step. Without the pause, a wrong snapshot might be right by chance."""
@@ -51,7 +55,7 @@ def main() -> None:
 
 def _do_task(channel: ControlChannel) -> None:
     task = take_task(channel)
-    source = RestorableLoader(_assignment(task.fields), load=lambda spec: _callable(spec, task.fields))
+    source = PositionedLoader(_assignment(task.fields), load=lambda spec: _callable(spec, task.fields))
     try:
         _TASKS[task.kind](source, channel, task.fields, task.parts)
     except Exception as error:
@@ -101,13 +105,13 @@ def _assignment(fields: Mapping[str, Any]) -> records_pb2.WorkerAssignment:
 # ---- stream
 
 
-def _stream(source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], _: Sequence[bytes]) -> None:
+def _stream(source: PositionedLoader, channel: ControlChannel, fields: Mapping[str, Any], _: Sequence[bytes]) -> None:
     source.build()
     _Stream(source, channel, fields).run()
 
 
 class _Stream:
-    def __init__(self, source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
+    def __init__(self, source: PositionedLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
         self._source = source
         self._channel = channel
         self._batches: int = fields["batches"]
@@ -122,10 +126,12 @@ class _Stream:
         self._snapshot_s: list[float] = []
         self._state_bytes = 0
         self._events: list[Event] = []
+        self._rows = array("Q")
+        """Digests of the samples (rows) of the first epoch."""
 
     def run(self) -> None:
         source, place = self._source, self._source.position
-        replay_digest = ReplayDigest()
+        replay_digest = ReplayDigest(cover=DigestCover.FULL)
         self._open("start")
         if source.by_own_methods and self._slot == 0 and self._workers > 1:
             self._keep.setdefault(2, "uneven")
@@ -138,8 +144,11 @@ class _Stream:
             self._batch_s.append(time.monotonic() - started)
             _take(source, replay_digest, batch)
             self._events.append([epoch, place.total, source.digest])
+            if epoch == 0 and len(self._rows) < ROWS:
+                self._rows.extend(replay_digest.rows())
             del batch
             self._save()
+        self._channel.send("rows", self._rows.tobytes())
         self._channel.send(
             "done",
             events=self._events,
@@ -147,6 +156,7 @@ class _Stream:
                 field.name: getattr(source.capabilities, field.name) for field in source.capabilities.DESCRIPTOR.fields
             },
             looked_at=place_of.looked_at(),
+            worker_info=place_of.reads().answer.name.lower(),
             samples=place.samples,
             unsaved=self._unsaved,
             state_bytes=self._state_bytes,
@@ -206,7 +216,7 @@ class _Stream:
             self._channel.send("point", data, name=self._keep[total], total=total, epoch_start=False)
 
 
-def _take(source: RestorableLoader, replay_digest: ReplayDigest, batch: Any) -> None:
+def _take(source: PositionedLoader, replay_digest: ReplayDigest, batch: Any) -> None:
     """Record the digest and the number of samples of a batch, as if it had been delivered."""
     try:
         source.digest, samples = replay_digest.take(batch)
@@ -225,7 +235,7 @@ def _ms(times_s: list[float]) -> dict[str, float] | None:
 
 
 def _check(
-    source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]
+    source: PositionedLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]
 ) -> None:
     source.build()
     source.restore(RestartPoint.decode(parts[0]))
@@ -233,7 +243,7 @@ def _check(
 
 
 def _resume(
-    source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]
+    source: PositionedLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]
 ) -> None:
     """Resume as a runner does on the same number of boxes and workers: by the loader's deaggregate_state_dict and
     load_state_dict, and with the random generators as they were when the state was saved.
@@ -248,16 +258,15 @@ def _resume(
     source.learn_resume({"aggregated": aggregated, "strict": True, "slots": {}})
     source.resume_by_own_methods(aggregated, True)
     source.position, source.digest = point.position.copy(), point.digest
-    source.mark_restored()
     source.open(step=fields["launch"]["step"], rng_after=point.rng)
     _compare(source, channel, fields)
 
 
-def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
+def _compare(source: PositionedLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
     """Compare the loader's next events with the expected ones, and send the first event that differs, if there is one.
     If the field `then` is a pair (batches, step), also send a snapshot for the next restore. It is taken once the
     worker has made that many batches, which the box delivers at that step."""
-    replay_digest, then = ReplayDigest(), fields.get("then")
+    replay_digest, then = ReplayDigest(cover=DigestCover.FULL), fields.get("then")
     for epoch, total, digest in fields["events"]:
         if not source.is_open:
             source.open_epoch()
@@ -280,10 +289,10 @@ def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[
                 continue
         channel.send("done", same=False, differs=total, what=what)
         return
-    channel.send("done", same=True, from_beginning=source.history.crossing == REPLAY)
+    channel.send("done", same=True)
 
 
-def _aggregate(_: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]) -> None:
+def _aggregate(_: PositionedLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]) -> None:
     """Call aggregate_state_dict as a training process does: on a loader that is built for this call and belongs to no
     worker."""
     input_fn = load_input_fn(records_pb2.LoaderSpec(input_fn=fields["input_fn"]))

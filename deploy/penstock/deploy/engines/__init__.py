@@ -1,1 +1,1 @@
-"""Engines that start and supervise a coordinator and workers: on this machine, on Ray, under Slurm, in Kubernetes."""
+"""Engines that start and supervise a coordinator and workers: on this machine, or on Ray."""

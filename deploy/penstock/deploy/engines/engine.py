@@ -1,8 +1,8 @@
 """Input of an engine (a plan) and its result (a fleet). A fleet is a coordinator and its workers. A plan is frozen data
 made from settings; an engine starts it.
 
-Penstock does not schedule machines. The local engine supervises processes on this machine. The other engines submit the
-same daemons to Ray, Slurm or Kubernetes, which place them, restart them, and replace nodes.
+Penstock does not schedule machines. The local engine supervises processes on this machine. The other one submits the
+same daemons to Ray, which places them, restarts them, and replaces nodes.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-__all__ = ["Engine", "Fleet", "FleetPlan", "exports", "worker_name"]
+__all__ = ["Fleet", "FleetPlan", "exports", "worker_name"]
 
 
 @dataclass(frozen=True)
@@ -29,20 +28,18 @@ class FleetPlan:
     allow: str
     """Prefixes of the modules that workers may run, separated by commas."""
     listen: str
-    """Address on which the coordinator listens, HOST:PORT. Ray and Slurm use only the port. Kubernetes does not use
-    it."""
+    """Address on which the coordinator listens, HOST:PORT. Ray uses only the port."""
     token_file: str
-    """Path of the token file on this machine. Ray (unless it sends the token) and Slurm use the same path on all nodes.
-    Kubernetes gets the tokens as Secrets."""
+    """Path of the token file on this machine. Ray uses the same path on all nodes, unless it sends the token."""
     runner_memory: str = ""
     insecure: bool = False
     tls: Mapping[str, str] = field(default_factory=dict)
     """TLS settings (tls_ca, tls_cert, tls_key, tls_name) that were given, by name. Files are paths on the daemons'
-    machines. The daemons in Kubernetes do not use them."""
+    machines."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Settings that this plan's engine has and not every engine, by name."""
     timeout_s: float = 120.0
-    """Longest time in seconds until all daemons must be ready; Slurm: until the coordinator must listen."""
+    """Longest time in seconds until all daemons must be ready."""
 
     def differences(self, other: FleetPlan) -> list[str]:
         """Return the command-line flags of the settings in which the two plans differ. --timeout does not count."""
@@ -123,14 +120,3 @@ class Fleet:
 def exports(fleet: Fleet) -> str:
     """Return shell commands that set a training job's variables: `eval "$(penstock up --detach)"`."""
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in fleet.environment().items())
-
-
-class Engine(Protocol):
-    """Interface of the engines that start a fleet elsewhere and end it."""
-
-    def up(self, plan: FleetPlan, folder: Path) -> Fleet:
-        """Start the daemons of the plan. Return when they are ready. Slurm's engine returns when the coordinator
-        listens; Ray's may return without workers that are late."""
-
-    def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
-        """End the fleet. Return a text for each thing that was ended."""

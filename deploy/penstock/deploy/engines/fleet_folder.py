@@ -133,11 +133,9 @@ class FleetFolder:
 
     def save(self, fleet: Fleet) -> None:
         """Write the record of the running fleet, and announce its coordinator to this user's commands, unless its
-        address is not known yet or valid only within Kubernetes. Raises CommandError if the record cannot be
-        written."""
+        address is not known yet. Raises CommandError if the record cannot be written."""
         _write(self._record, _encoded(asdict(fleet)))
-        # an address in Kubernetes is valid only within its cluster
-        if fleet.coordinator and fleet.engine != "kubernetes":
+        if fleet.coordinator:
             supervisor = fleet.about["supervisor"] if fleet.engine == "local" else None
             try:
                 announce(
@@ -190,19 +188,16 @@ class FleetFolder:
     def address(self, value: str) -> None:
         _write(self._address, value.encode() + b"\n")
 
-    def token_file(self, given: Path | None, *, make: bool) -> Path:
+    def token_file(self, given: Path | None) -> Path:
         """Return the path of the file with the fleet's token: `given`; else the file that PENSTOCK_TOKEN_FILE names, if
-        PENSTOCK_TOKEN is not set; else the folder's own file.
-
-        `make`: True: write the folder's own file, with PENSTOCK_TOKEN or with a new token; False: only return its path.
-        """
+        PENSTOCK_TOKEN is not set; else the folder's own file, into which PENSTOCK_TOKEN or a new token is written."""
         named = given or (None if os.environ.get("PENSTOCK_TOKEN") else _from_environment())
         if named is not None:
             return named.expanduser().absolute()
         text = os.environ.get("PENSTOCK_TOKEN")
-        if make and text:
+        if text:
             self.save_token(text)
-        elif make:
+        else:
             make_token(self.token)
         return self.token
 

@@ -13,30 +13,23 @@ from penstock.proto.errors import InvalidArgumentError
 
 __all__ = ["plan_of"]
 
-_OWN = {
-    "ray": ("ray_address", "near", "coordinator_node", "state_dir", "send_token"),
-    "slurm": ("state_dir", "sbatch"),
-    "kubernetes": ("namespace", "image", "storage", "tls_secret"),
-}
-"""Names of the settings that not every engine has, by the name of each engine that has them."""
+_OF_RAY = ("ray_address", "near", "coordinator_node", "state_dir", "send_token")
+"""Names of the settings that only the engine ray has."""
 
 
-def plan_of(
-    settings: UpSettings, tls: TlsSettings, token_file: Path | None, folder: FleetFolder, *, make_token: bool
-) -> FleetPlan:
-    """Check settings of `penstock up` in the same way as the daemons check theirs, and return the plan. `make_token`:
-    True: write a token file if there is none."""
+def plan_of(settings: UpSettings, tls: TlsSettings, token_file: Path | None, folder: FleetFolder) -> FleetPlan:
+    """Check settings of `penstock up` in the same way as the daemons check theirs, and return the plan. Write a token
+    file if there is none."""
     if not settings.allow:
         raise InvalidArgumentError(
             f"{flag('allow')} (or the variable {variable(UpSettings, 'allow')}) must be given: the modules whose "
             "input_fn workers may run. Give a prefix such as mypackage, or '*' for any"
         )
-    mine = _OWN.get(settings.engine, ())
-    for name in dict.fromkeys(name for names in _OWN.values() for name in names):
+    mine = _OF_RAY if settings.engine == "ray" else ()
+    for name in _OF_RAY:
         if name in settings.model_fields_set and name not in mine:
-            engines = " or ".join(engine for engine, names in _OWN.items() if name in names)
             raise InvalidArgumentError(
-                f"{flag(name)} must be given only with --engine {engines}, got --engine {settings.engine}. Omit it"
+                f"{flag(name)} must be given only with --engine ray, got --engine {settings.engine}. Omit it"
             )
     cores = max(1, len(os.sched_getaffinity(0)) // settings.workers)
     slots = settings.slots or (cores if settings.engine == "local" else 8)
@@ -48,7 +41,7 @@ def plan_of(
         slots=slots,
         allow=checked.allow,
         listen=settings.listen,
-        token_file=str(folder.token_file(token_file, make=make_token)),
+        token_file=str(folder.token_file(token_file)),
         runner_memory=settings.runner_memory,
         insecure=settings.insecure,
         tls={

@@ -6,16 +6,15 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from penstock.deploy.console.daemon_settings import TlsSettings, resolve
 from penstock.deploy.console.exit_codes import INTERRUPTED, USAGE, CommandError
-from penstock.deploy.console.fleet_settings import UpSettings
+from penstock.deploy.console.fleet_settings import ENGINES, UpSettings
 from penstock.deploy.console.signals import signals_as_errors
-from penstock.deploy.engines import kubernetes, slurm
-from penstock.deploy.engines.engine import Engine, Fleet, FleetPlan, exports
+from penstock.deploy.engines.engine import Fleet, FleetPlan, exports
 from penstock.deploy.engines.fleet_folder import FleetFolder, default_folder
 from penstock.deploy.engines.fleet_plan import plan_of
 from penstock.deploy.engines.local import LocalEngine
@@ -25,15 +24,6 @@ from penstock.proto.rpc.addresses import refuse_unsafe
 
 __all__ = ["run_down", "run_up"]
 
-ENGINES: Mapping[str, Engine] = {
-    "ray": RayEngine(),
-    "slurm": slurm.SlurmEngine(),
-    "kubernetes": kubernetes.KubernetesEngine(),
-}
-"""Engines that submit a fleet (a coordinator and workers) to the scheduler of a cluster, by name."""
-RENDERERS: Mapping[str, Callable[[FleetPlan, Path], str]] = {"slurm": slurm.render, "kubernetes": kubernetes.render}
-"""Function that returns the text that an engine would submit, for `--render`, by the engine's name."""
-
 
 def run_up(
     flags: dict[str, Any],
@@ -41,34 +31,22 @@ def run_up(
     token_file: Path | None,
     *,
     detach: bool,
-    render: bool,
     as_json: bool,
     debug: bool,
 ) -> None:
     """Start a fleet (a coordinator and workers). A local fleet without `detach` runs in this process, and the function
-    returns when the fleet has ended. With `render`, only print what would be submitted. `flags`, `tls_flags`: values
-    from the command line; None for those not given."""
+    returns when the fleet has ended. `flags`, `tls_flags`: values from the command line; None for those not given."""
     settings = resolve(UpSettings, **flags)
     tls = resolve(TlsSettings, **tls_flags)
     folder = _folder(settings)
-    if render and settings.engine not in RENDERERS:
-        raise CommandError(
-            f"--engine must be {' or '.join(RENDERERS)} with --render, got --engine {settings.engine}. Leave out "
-            "--render, or name one of these engines",
-            USAGE,
-        )
-    if not render:
-        folder.make()
-    plan = plan_of(settings, tls, token_file, folder, make_token=not render)
-    if render:
-        print(RENDERERS[plan.engine](plan, folder.path), end="")
-        return
+    folder.make()
+    plan = plan_of(settings, tls, token_file, folder)
     logging.basicConfig(
         level=logging.DEBUG if debug else logging.INFO, format="penstock up: %(message)s", stream=sys.stderr
     )
     if settings.engine != "local":
         _refuse_another(folder, plan)
-        fleet = ENGINES[settings.engine].up(plan, folder.path)
+        fleet = RayEngine().up(plan, folder.path)
         folder.save(fleet)
         _print_exports(fleet, as_json)
         return
@@ -130,13 +108,13 @@ def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
     if fleet is None or fleet.engine == "local":
         ended = LocalEngine().down(where.path, timeout_s)
     else:
-        if fleet.engine not in ENGINES:  # a newer release wrote the record
+        if fleet.engine not in ENGINES:  # another release wrote the record
             raise CommandError(
-                f"the engine must be one of local, {', '.join(ENGINES)}, got {fleet.engine} for the fleet in "
+                f"the engine must be one of {', '.join(ENGINES)}, got {fleet.engine} for the fleet in "
                 f"{where.path}. Run `penstock down` of the release that started it",
                 USAGE,
             )
-        ended = ENGINES[fleet.engine].down(fleet, timeout_s)
+        ended = RayEngine().down(fleet, timeout_s)
         where.forget()
     if as_json:
         about = {"engine": fleet.engine, "name": fleet.name} if fleet is not None else {"engine": None, "name": None}

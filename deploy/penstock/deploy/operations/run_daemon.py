@@ -28,7 +28,6 @@ from penstock.deploy.console.daemon_settings import (
     resolve,
 )
 from penstock.proto.errors import InvalidArgumentError
-from penstock.proto.rpc import tracing
 from penstock.proto.rpc.addresses import refuse_unsafe
 from penstock.proto.rpc.channel import VERSION, is_local
 from penstock.proto.rpc.credentials.tokens import admin_tokens
@@ -71,8 +70,6 @@ def run_coordinator(
         describe(telemetry, **telemetry_flags),
     ]
     _log.info("coordinator %s: %s", VERSION, ", ".join(about))
-    if telemetry.otel:
-        tracing.start("penstock-coordinator")
     tokens = coordinator_tokens(token_file, None if in_memory else settings.state_dir)
     limits = replace(Limits(), worker_lease_s=settings.lease, client_lease_s=settings.client_lease)
     limits = replace(limits, balance_after_s=settings.balance_after)
@@ -140,8 +137,6 @@ def run_worker(
     guarded = settings.http and not is_local(settings.http)
     if guarded:
         refuse_unsafe(settings.http, encrypted=tls is not None and bool(tls.cert), insecure=settings.insecure)
-    if telemetry.otel:
-        tracing.start("penstock-worker")
 
     def ready(name: str) -> None:
         _announce(name, ready_file)
@@ -162,7 +157,6 @@ def run_worker(
                 runner_user=settings.runner_user,
                 runner_processes=settings.runner_processes,
                 no_sandbox=settings.no_sandbox,
-                no_groups=settings.no_groups,
                 drain_s=settings.drain,
                 liveness_file=settings.liveness_file,
                 tls=tls,

@@ -18,8 +18,7 @@ import torch
 
 from penstock.client.states.saved_state import KEY, SavedState, read
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError
-from penstock.proto.state.codec import decode_state, encode_state
-from penstock.runtime.files.atomic_files import write_whole
+from penstock.proto.state.codec import decode_state
 
 __all__ = ["ZIP", "FoundState", "SavedFile", "of_torch"]
 
@@ -56,12 +55,11 @@ class SavedFile:
             data = path.read_bytes()
         except OSError as error:
             raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}. Check the path") from error
-        self._torch = data.startswith(ZIP)
-        if self._torch:
-            self._value = of_torch(path, data)
+        if data.startswith(ZIP):
+            value = of_torch(path, data)
         elif data.startswith(_ENVELOPE):
             try:
-                self._value = decode_state(data)
+                value = decode_state(data)
             except StateCorruptError as error:
                 raise StateCorruptError(f"{path}: {error.message}") from error
         else:
@@ -69,7 +67,7 @@ class SavedFile:
                 f"{path} must be a file that encode_state() or torch.save() wrote, got one that begins with "
                 f"{data[:8]!r}. Pass a file with a saved state"
             )
-        self.states = [FoundState(at, read(value)) for at, value in _states(self._value, ())]
+        self.states = [FoundState(at, read(state)) for at, state in _states(value, ())]
         if not self.states:
             raise StateMismatchError(
                 f"{path} has no state of a DataLoader: nothing in it has the key {KEY!r}. Pass a file with the value "
@@ -89,23 +87,6 @@ class SavedFile:
             f"{self.path} must have one state for this run, got {len(fits)} ({have}). Save the right state in a file "
             "by itself"
         )
-
-    def write(self, path: Path, states: Mapping[tuple[Any, ...], Any]) -> None:
-        """Write the file's content to `path`, as a whole or not at all, with each value of `states` in place of the
-        state at its keys."""
-        value = self._value
-        for at, state in states.items():
-            value = _replaced(value, at, state)
-        if self._torch:
-            out = io.BytesIO()
-            torch.save(value, out)
-            data = out.getvalue()
-        else:
-            data = encode_state(value)
-        try:
-            write_whole(path, data)
-        except OSError as error:
-            raise InvalidArgumentError(f"{path} cannot be written: {error.strerror}. Pass another path") from error
 
 
 def of_torch(path: Path, data: bytes) -> Any:
@@ -134,18 +115,3 @@ def _states(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], 
     elif isinstance(value, list | tuple) and len(at) < DEEPEST:
         for index, item in enumerate(value):
             yield from _states(item, (*at, index))
-
-
-def _replaced(value: Any, at: tuple[Any, ...], state: Any) -> Any:
-    """Return a copy of `value` in which `state` is at the path of keys `at`. Only the containers on the path are
-    copied."""
-    if not at:
-        return state
-    key, *rest = at
-    if isinstance(value, tuple):
-        items = list(value)
-        items[key] = _replaced(items[key], tuple(rest), state)
-        return tuple(items)
-    copied = value.copy()
-    copied[key] = _replaced(value[key], tuple(rest), state)
-    return copied

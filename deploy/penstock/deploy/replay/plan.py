@@ -205,7 +205,7 @@ def _snapshot(history: pb.History, slot: int, at: Position, abandoned: dict[int,
     slot from the attempt's start.
 
     None is returned if there is no such snapshot, and if the loader can be restored only by its aggregate_state_dict
-    and deaggregate_state_dict. The snapshot needs no check, because only verified snapshots are stored.
+    and deaggregate_state_dict. A snapshot that is not exact shows in the stream digest.
     """
     if slot >= len(history.slots):
         return None

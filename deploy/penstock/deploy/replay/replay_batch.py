@@ -302,7 +302,7 @@ class BatchReplay:
         header, parts = None, []
         if saved is not None:
             begun = saved.start(opening.box, opening.num_boxes, opening.num_workers_per_box, strict=True)
-            assignment.resume.CopyFrom(records_pb2.Resume(blob="checkpoint", same_topology=begun.same_topology))
+            assignment.resume.CopyFrom(begun.resume("checkpoint"))
             assignment.start.CopyFrom(begun.position)
             parts = [begun.blob]
         elif (header := self._plan.snapshots[slot]) is not None:

@@ -35,8 +35,8 @@ from penstock.proto.v1 import records_pb2
 from penstock.worker.tools.loader_children import ControlChannel, plain_detail
 from penstock.worker.tools.user_loaders import (
     Leg,
+    PositionedLoader,
     RestartPoint,
-    RestorableLoader,
     Target,
     catch_up,
     leave,
@@ -78,7 +78,7 @@ class _SlotReplay:
 
     def __init__(self, channel: ControlChannel, assignment: records_pb2.WorkerAssignment) -> None:
         self._channel = channel
-        self._source = RestorableLoader(assignment)
+        self._source = PositionedLoader(assignment)
         self._replay_digest = ReplayDigest(cover=cover_of(assignment.loader.options))
         self._batch: Any = None
         self._digests: list[int] = []

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from penstock.proto.batch.classes import resolve_class
+from penstock.proto.batch.pytrees import maker
 from penstock.proto.batch.structure import MAX_INT_BYTES, Leaf, Structure, Tree, numpy_dtype
 from penstock.proto.batch.tree import TORCH_NAMES
 from penstock.proto.errors import InvalidArgumentError, UnsupportedLeafError, malformed
@@ -104,7 +105,7 @@ class Assembler:
     `assemble` for each batch that has it.
 
     Raises UnsupportedLeafError if the structure names a class that this process has not imported or registered (see
-    penstock.proto.batch.classes), or a dtype that this version of torch does not have.
+    penstock.proto.batch.classes and pytrees), or a dtype that this version of torch does not have.
     """
 
     __slots__ = ("_build", "_dims", "_plan", "_scalars", "structure")
@@ -143,7 +144,8 @@ class Assembler:
                 (for example copies on a GPU). The caller then keeps the memory as long as `move` needs it, and passes
                 no `release`.
 
-        Raises ProtocolError if shapes, nbytes and the bytes do not fit together; then no token is appended.
+        Raises ProtocolError if shapes, nbytes and the bytes do not fit together, and UnsupportedLeafError if a function
+        that is registered for a type cannot make the value; then no token is appended.
         """
         ring = buffer if type(buffer) is _Ring else wrap_buffer(buffer)
         if type(shapes) is not list:
@@ -301,6 +303,9 @@ def _builder(tree: Tree) -> Callable[[Iterator[Any]], Any]:
         return lambda leaves: list(values(leaves))
     if tree.kind == "u":
         return lambda leaves: tuple(values(leaves))
+    if tree.kind == "pt":
+        make = maker(tree.name, tree.children)
+        return lambda leaves: make(list(values(leaves)))
     if tree.kind == "nt":
         named = resolve_class(tree.name, "nt", tree.keys)  # type: ignore[arg-type]
         return lambda leaves: tuple.__new__(named, values(leaves))

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterable
+from functools import lru_cache
 from inspect import isabstract
 from types import BuiltinFunctionType, ModuleType
 from typing import Final, Literal, TypeVar
@@ -28,9 +30,11 @@ __all__ = [
     "ClassKind",
     "class_fields",
     "class_name",
+    "find_class",
     "qualified",
     "register_class",
     "resolve_class",
+    "slots_of",
 ]
 
 MAIN_MODULES: Final = ("__main__", "__mp_main__", "penstock_main")
@@ -59,20 +63,38 @@ def class_fields(cls: type) -> tuple[ClassKind, tuple[str, ...]] | None:
     """Return the kind of a class, "nt" for a namedtuple or "dc" for a dataclass, and its field names in order. Return
     None for other classes.
 
-    Return None also for a dataclass that cannot be rebuilt from its fields, because it is abstract or has a base that
-    `object.__new__` cannot make (dict or another class written in C).
+    Return None also for a dataclass that cannot be rebuilt from its fields, because it is abstract, has slots that are
+    not fields, or has a base that `object.__new__` cannot make (dict or another class written in C); and for a class of
+    tensordict's `tensorclass`, whose fields are not where its values are.
     """
     if issubclass(cls, tuple):
         names = getattr(cls, "_fields", None)
         if type(names) is tuple and all(type(name) is str for name in names):
             return "nt", names
         return None
-    if not dataclasses.is_dataclass(cls) or isabstract(cls):
+    if not dataclasses.is_dataclass(cls) or isabstract(cls) or getattr(cls, "_is_tensorclass", None) is True:
         return None
     makers = (base.__dict__.get("__new__") for base in cls.__mro__[:-1])
     if any(isinstance(maker, BuiltinFunctionType) for maker in makers):
         return None
-    return "dc", tuple(field.name for field in dataclasses.fields(cls))
+    fields = tuple(field.name for field in dataclasses.fields(cls))
+    return ("dc", fields) if slots_of(cls) <= set(fields) else None
+
+
+@lru_cache(maxsize=256)
+def slots_of(cls: type) -> frozenset[str]:
+    """Return the names of the slots of a class and its bases."""
+    return frozenset(
+        f"_{base.__name__.lstrip('_')}{slot}" if slot.startswith("__") else slot
+        for base in cls.__mro__
+        for slot in _own_slots(base)
+        if not slot.endswith("__")
+    )
+
+
+def _own_slots(cls: type) -> Iterable[str]:
+    slots = cls.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else slots
 
 
 def register_class(cls: T, name: str | None = None) -> T:
@@ -89,8 +111,8 @@ def register_class(cls: T, name: str | None = None) -> T:
     """
     if not isinstance(cls, type) or class_fields(cls) is None:
         raise InvalidArgumentError(
-            "register_class: cls must be a namedtuple or a dataclass (not abstract, and without a base written in C, "
-            f"such as dict), got {cls!r}: pass such a class"
+            "register_class: cls must be a namedtuple or a dataclass (not abstract, without a base written in C, such "
+            f"as dict, and without slots that are not fields), got {cls!r}: pass such a class"
         )
     if name is None:
         name = f"{cls.__module__}:{cls.__qualname__}"
@@ -118,9 +140,7 @@ def resolve_class(name: str, kind: ClassKind, fields: tuple[str, ...]) -> type:
 
     Raises UnsupportedLeafError, with the remedy, if this process does not have such a class.
     """
-    found = _by_name.get(name)
-    if found is None:
-        found = _imported(name)
+    found = find_class(name)
     if found is None:
         raise UnsupportedLeafError(
             f"the batch holds a {_WORDS[kind]} {name!r}, which this process has not imported; import its module here "
@@ -134,6 +154,12 @@ def resolve_class(name: str, kind: ClassKind, fields: tuple[str, ...]) -> type:
             "run the same version of its module on both sides"
         )
     return found
+
+
+def find_class(name: str) -> type | None:
+    """Return the class with this name in this process: a registered one, or one of an imported module. Return None if
+    there is none. Nothing is imported."""
+    return _by_name.get(name) or _imported(name)
 
 
 def _imported(name: str) -> type | None:

@@ -17,12 +17,11 @@ lock, because another thread that takes the lock might hold it for 5 ms.
 assemble.py does the reverse, and releases a ring entry when the last view of it is gone.
 
 **Supported leaves:** torch.Tensor (CPU, strided, plain dtypes), numpy arrays and scalars, str, bytes, int, float, bool
-and None. **Supported containers:** dict, OrderedDict, list, tuple, namedtuple and dataclass. The training loop gets
-values of exactly these types. Other subclasses are refused, because they could not be rebuilt faithfully (defaultdict,
-IntEnum, ModelOutput: the message says how to convert). There are three exceptions: nn.Parameter comes back as Tensor,
-numpy.memmap as ndarray, and dataclass or namedtuple instances lose attributes that are not fields. Values, dtypes and
-shapes are exact, to the bit. The memory layout is not kept (leaves arrive contiguous in C order), and neither is
-requires_grad. Two leaves that shared memory arrive as separate ones.
+and None. **Supported containers:** dict, OrderedDict, list, tuple, namedtuple, dataclass, and the types of pytrees.py.
+The training loop gets values of exactly these types, with all that they hold; whatever would be lost on the way is
+refused, with its path and a remedy. What is not kept is memory, which is said in docs/loaders.md: leaves arrive
+contiguous in C order, without requires_grad, and each in memory of its own; Parameter and other subclasses of Tensor
+that hold nothing else arrive as Tensor, numpy.memmap as ndarray. Values, dtypes and shapes are exact, to the bit.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ import numpy as np
 import torch
 
 from penstock.proto.batch.assemble import CARRIERS, Assembler, wrap_buffer
-from penstock.proto.batch.classes import class_fields, register_class
+from penstock.proto.batch.classes import ClassKind, class_fields, register_class
+from penstock.proto.batch.pytrees import has_more, pair_of
 from penstock.proto.batch.structure import (
     ALIGN,
     MAX_DEPTH,
@@ -47,7 +47,7 @@ from penstock.proto.batch.structure import (
     Structure,
     required_nbytes,
 )
-from penstock.proto.batch.tree import survey
+from penstock.proto.batch.tree import HAS_NAMES, plain_tensor, survey
 from penstock.proto.errors import InvalidArgumentError, StructureChangedError, UnsupportedLeafError
 
 __all__ = [
@@ -68,7 +68,7 @@ PAD_UP_TO: Final = 4096
 """Largest size in bytes of a str, bytes or int to which Python code appends zeros up to a multiple of 64 bytes. After a
 larger value a call of memset clears the gap. For small values the call would be slower than the appended zeros."""
 
-_Tensor, _Parameter, _strided = torch.Tensor, torch.nn.Parameter, torch.strided
+_Tensor = torch.Tensor
 _ndarray, _memmap, _generic = np.ndarray, np.memmap, np.generic
 _pack_float = struct.Struct("<d56x").pack
 _TRUE, _FALSE = b"\1".ljust(ALIGN, b"\0"), bytes(ALIGN)
@@ -90,6 +90,7 @@ _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _memory_view.restype = ctypes.py_object
 _WRITE: Final = 0x200
+_ALL: Final = slice(None)
 
 
 class FlatBatch:
@@ -216,7 +217,12 @@ def _copy_strided(source: torch.Tensor, memory: memoryview, start: int) -> None:
     without an intermediate copy."""
     carrier, dtype = CARRIERS[source.dtype]
     target = torch.from_numpy(_ndarray(source.shape, carrier, memory, start))
+    if dtype is not None and target.itemsize == 1:  # torch 2.8 has no kernel that copies float4
+        source, dtype = source.view(target.dtype), None
     (target if dtype is None else target.view(dtype)).copy_(source)
+
+
+_Taker = tuple[Callable[[Any], Sequence[Any]], bool]
 
 
 class Flattener:
@@ -249,7 +255,7 @@ class Flattener:
         self._last: Structure | None = None
         self._last_signature: list[Any] = []
         self._table: OrderedDict[tuple[Any, ...], Structure] = OrderedDict()
-        self._field_getters: dict[type, Callable[[Any], Sequence[Any]]] = {}
+        self._takers: dict[type, _Taker] = {}
 
     def flatten(self, batch: Any) -> FlatBatch:
         """Return a batch as a FlatBatch, without copying tensors or arrays. The caller must not change the batch until
@@ -297,18 +303,19 @@ class Flattener:
         for value in values:
             cls = type(value)
             if cls is _Tensor:
-                if value.layout is not _strided or not value.is_cpu:
+                if not value.is_cpu or value.__dict__ or (HAS_NAMES and value.has_names()):
                     raise _give_up()
                 shape = value.shape
-                signature += (value.dtype, len(shape))
+                dtype = value.dtype
+                signature += (dtype, len(shape))
                 shapes += shape
                 size = value.nbytes
                 sizes.append(size)
                 held.append(value)
-                pointer = value.data_ptr()
+                pointer = value.data_ptr()  # raises for every layout but strided
                 if not pointer and size:
                     raise _give_up()
-                if value.is_contiguous() and not value.is_neg() and not value.is_conj():
+                if value.is_contiguous() and not value.is_neg() and not (dtype.is_complex and value.is_conj()):
                     sources.append(pointer)
                 else:
                     sources.append(value.detach())
@@ -318,7 +325,7 @@ class Flattener:
                 sizes.append(value.nbytes)
                 sources.append(value)
             elif cls is dict or cls is OrderedDict:
-                if not depth:
+                if not depth or (cls is OrderedDict and value.__dict__):
                     raise _give_up()
                 signature += (cls, tuple(map(type, value)), tuple(value))
                 self._walk(value.values(), signature, shapes, sources, sizes, held, depth - 1)
@@ -346,40 +353,46 @@ class Flattener:
                 shapes.append(size)
                 sizes.append(size)
                 sources.append(data if size > PAD_UP_TO else data.ljust((size + 63) & -64, b"\0"))
-            elif cls is _Parameter:
-                self._walk((value.detach(),), signature, shapes, sources, sizes, held, depth)
             elif issubclass(cls, _generic):
                 data = value.tobytes()
                 signature += (cls, value.dtype)
                 sizes.append(len(data))
                 sources.append(data.ljust(ALIGN, b"\0"))
+            elif issubclass(cls, _Tensor):
+                plain = plain_tensor(value)
+                if plain is None:
+                    raise _give_up()
+                self._walk((plain,), signature, shapes, sources, sizes, held, depth)
             else:
-                values_of = self._field_getters.get(cls) or self._field_getter(cls)
-                fields = values_of(value)
+                take, has_attributes = self._takers.get(cls) or self._taker(cls)
+                parts = take(value)
                 if not depth:
                     raise _give_up()
-                signature += (cls, len(fields))
-                self._walk(fields, signature, shapes, sources, sizes, held, depth - 1)
+                signature += (cls, len(parts))
+                if has_attributes:  # a batch with another attribute has another signature, so survey() sees it
+                    signature.append(tuple(value.__dict__))
+                self._walk(parts, signature, shapes, sources, sizes, held, depth - 1)
         if len(sizes) > self._max_leaves or len(signature) > 16 * self._max_leaves:
             raise _give_up()
 
-    def _field_getter(self, cls: type) -> Callable[[Any], Sequence[Any]]:
-        """Return a function that takes an instance of the namedtuple or dataclass `cls` and returns the values of its
-        fields."""
-        found = class_fields(cls)
-        if found is None:
-            raise _give_up()
-        kind, names = found
-        if kind == "nt":
-            values_of: Callable[[Any], Sequence[Any]] = tuple
-        elif len(names) > 1:
-            values_of = attrgetter(*names)
+    def _taker(self, cls: type) -> _Taker:
+        """Return a function that takes an instance of the class `cls` apart: into the values of the fields of a
+        namedtuple or dataclass, or into what its pair (pytrees.py) makes of it; and whether instances of `cls` can have
+        other attributes."""
+        record, pair = class_fields(cls), pair_of(cls)
+        if record is not None:
+            take = _fields_taker(*record)
+            if pair is not None:
+                fields, whole = take, pair.take
+                take = lambda value: whole(value) if has_more(value, *record) else fields(value)  # noqa: E731
+        elif pair is not None:
+            take = pair.take
         else:
-            values_of = lambda value: [getattr(value, name) for name in names]  # noqa: E731
-        if len(self._field_getters) >= 256:  # classes made on the fly must not accumulate
-            self._field_getters.clear()
-        self._field_getters[cls] = values_of
-        return values_of
+            raise _give_up()
+        if len(self._takers) >= 256:  # classes made on the fly must not accumulate
+            self._takers.clear()
+        self._takers[cls] = taker = take, cls.__dictoffset__ != 0
+        return taker
 
     def _intern(self, batch: Any, signature: list[Any]) -> Structure:
         """Return the Structure for a batch's signature: the cached one, or a new one, which replaces the least recently
@@ -408,6 +421,15 @@ class Flattener:
             self._first = structure
         self._last, self._last_signature = structure, signature
         return structure
+
+
+def _fields_taker(kind: ClassKind, names: tuple[str, ...]) -> Callable[[Any], Sequence[Any]]:
+    """Return a function that returns the values of the fields of a namedtuple or dataclass."""
+    if kind == "nt":
+        return lambda value: tuple.__getitem__(value, _ALL)  # whatever the class's __iter__ does
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda value: [getattr(value, name) for name in names]
 
 
 def _give_up() -> UnsupportedLeafError:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from penstock.proto.batch.digest import DigestCover, batch_digest, rows_digest, rows_in
-from penstock.proto.batch.flatten import Flattener
+from penstock.proto.batch.digest import DigestCover, batch_digest, plan_digest, row_digests, rows_digests, rows_in
+from penstock.proto.batch.flatten import Flattener, Structure
 
 __all__ = ["ReplayDigest"]
 
@@ -20,6 +20,9 @@ class ReplayDigest:
         self._flattener = flattener or Flattener()
         self._cover = cover
         self._buffer = ctypes.create_string_buffer(1 << 16)
+        self.link = 0
+        """What the chain of an epoch's batches links for the batch that `take` got last (`linked`)."""
+        self._newest: tuple[Structure, list[int], int] | None = None
 
     def take(self, batch: Any) -> tuple[int, int]:
         """Return the digest of a batch, and its number of rows (samples). Both are equal to those of the delivered
@@ -29,8 +32,21 @@ class ReplayDigest:
             self._buffer = ctypes.create_string_buffer(2 * flat.nbytes)
         flat.write_to(ctypes.addressof(self._buffer))
         structure, shapes, full = flat.structure, flat.shapes, self._cover == DigestCover.FULL
+        self._newest = structure, shapes, flat.nbytes
         if self._cover == DigestCover.ROWS:
-            digest = rows_digest(structure, shapes, self._buffer, 0, flat.nbytes)
+            seed = plan_digest(structure, flat.nbytes, shapes)[0]
+            digest, self.link = rows_digests(seed, structure, shapes, self._buffer, 0, flat.nbytes)
         else:
-            digest = batch_digest(structure.key, self._buffer, 0, flat.nbytes, shapes, full)
+            digest = self.link = batch_digest(structure, self._buffer, 0, flat.nbytes, shapes, full)
         return digest, rows_in(structure, shapes)
+
+    def link_of(self, batch: Any) -> int:
+        """Return what the chain of an epoch's batches links for a batch (`linked`): a digest of all its values."""
+        self.take(batch)
+        return self.link
+
+    def rows(self) -> list[int]:
+        """Return the digest of each row of the batch that `take` got last."""
+        assert self._newest is not None
+        structure, shapes, nbytes = self._newest
+        return row_digests(structure, shapes, self._buffer, 0, nbytes)

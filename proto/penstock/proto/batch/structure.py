@@ -16,6 +16,7 @@ identity.
     "S" "B"                     numpy.str_, numpy.bytes_ ["n",dtype]           another numpy scalar
     ["d"|"od",keys,nodes]       dict, OrderedDict        ["l"|"u",nodes]       list, tuple
     ["nt"|"dc",name,fields,nodes]                        namedtuple, dataclass
+    ["pt",name,nodes]                                    value that was taken apart (pytrees.py)
 
 This module handles dtypes by name only and does not import torch, so that a process that only forwards batches can
 check and describe them.
@@ -107,6 +108,8 @@ batch itself. `render_path` makes a text of a path, for errors."""
 _SCALARS = {"s": "str", "b": "bytes", "i": "int", "f": "float", "o": "bool", "S": "numpy.str_", "B": "numpy.bytes_"}
 _ONE_DIM = frozenset("sbiSB")
 _ARRAYS = frozenset("ta")
+_PARTS = {"l": "n", "u": "n", "d": "kn", "od": "kn", "nt": "ckn", "dc": "ckn", "pt": "cn"}
+"""Kind of container -> what follows it in its encoding: c the name of its class, k its keys, n its nodes."""
 
 
 def padded(nbytes: int) -> int:
@@ -180,15 +183,17 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Container in the tree of a batch: a dict, list, tuple, namedtuple or dataclass."""
+    """Container in the tree of a batch: a dict, list, tuple, namedtuple or dataclass, or a value of another type that
+    is taken apart."""
 
     kind: str
-    """Kind of container: "d" dict, "od" OrderedDict, "l" list, "u" tuple, "nt" namedtuple, "dc" dataclass."""
+    """Kind of container: "d" dict, "od" OrderedDict, "l" list, "u" tuple, "nt" namedtuple, "dc" dataclass, "pt" a value
+    that is taken apart."""
     children: tuple[Tree, ...]
     keys: tuple[Key, ...] = ()
-    """Keys of a dict, or field names of a namedtuple or dataclass, one for each child; () for a list or tuple."""
+    """Keys of a dict, or field names of a namedtuple or dataclass, one for each child; else ()."""
     name: str = ""
-    """Name of the class of a namedtuple or dataclass; else ""."""
+    """Name of the class of a namedtuple, dataclass or value that is taken apart; else ""."""
 
 
 Tree = Leaf | Node | None
@@ -207,6 +212,8 @@ class Structure:
     """Leaves, in the order in which a batch's data contain them (depth first)."""
     dims: int = field(compare=False)
     """Number of values in the `shapes` of a batch with this structure."""
+    sizes: tuple[tuple[int, int], ...] = field(compare=False, repr=False)
+    """`itemsize` and `dims` of each leaf."""
 
     def __hash__(self) -> int:
         return self.key
@@ -225,7 +232,8 @@ class Structure:
                 f"the batch's structure takes {problem}; stack its values into fewer tensors, or shorten its keys"
             )
         leaves = tuple(_leaves(tree))
-        return cls(encoded, xxhash.xxh3_64_intdigest(encoded), tree, leaves, sum(leaf.dims for leaf in leaves))
+        sizes = tuple([(leaf.itemsize, leaf.dims) for leaf in leaves])
+        return cls(encoded, xxhash.xxh3_64_intdigest(encoded), tree, leaves, sum([dims for _, dims in sizes]), sizes)
 
     def to_bytes(self) -> bytes:
         """Return the encoding of the structure: compact JSON in UTF-8. A lone surrogate in a key, which strict UTF-8
@@ -279,9 +287,9 @@ def required_nbytes(structure: Structure, shapes: Sequence[int]) -> int:
     if structure.dims and min(shapes) < 0:
         raise malformed(f"the dimensions in a batch's shapes must be >= 0, got {min(shapes)}")
     at = total = 0
-    for leaf in structure.leaves:
-        total += padded(prod(shapes[at : at + leaf.dims], start=leaf.itemsize))
-        at += leaf.dims
+    for itemsize, dims in structure.sizes:
+        total += padded(prod(shapes[at : at + dims], start=itemsize))
+        at += dims
     return total
 
 
@@ -312,12 +320,8 @@ def _plain(tree: Tree) -> Any:
         if tree.kind in _ARRAYS:
             return [tree.kind, tree.dtype, tree.rank]
         return [tree.kind, tree.dtype] if tree.kind == "n" else tree.kind
-    children = [_plain(child) for child in tree.children]
-    if tree.kind in ("l", "u"):
-        return [tree.kind, children]
-    if tree.kind in ("d", "od"):
-        return [tree.kind, list(tree.keys), children]
-    return [tree.kind, tree.name, list(tree.keys), children]
+    parts = {"c": tree.name, "k": list(tree.keys), "n": [_plain(child) for child in tree.children]}
+    return [tree.kind, *(parts[part] for part in _PARTS[tree.kind])]
 
 
 def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
@@ -340,33 +344,39 @@ def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
         return _counted(_array_leaf(kind, rest, path), path, count)
     if depth >= MAX_DEPTH:
         raise _wrong(path, f"containers must be nested at most {MAX_DEPTH} deep, got more")
-    shape = {"l": 1, "u": 1, "d": 2, "od": 2, "nt": 3, "dc": 3}.get(kind)
-    if shape != len(rest) or any(type(part) is not list for part in rest[-min(shape, 2) :]):
+    names = _PARTS.get(kind, "")
+    parts = dict(zip(names, rest, strict=False))
+    name, keys, nodes = parts.get("c", ""), parts.get("k", []), parts.get("n")
+    if len(names) != len(rest) or type(keys) is not list or type(nodes) is not list:
         raise _wrong(
             path, f"a container must have a known kind, and the parts that this kind has, got {[kind, *rest]!r:.100}"
         )
-    nodes, keys = rest[-1], rest[-2] if shape != 1 else []
-    name = rest[0] if shape == 3 else ""
-    if shape != 1 and len(keys) != len(nodes):
-        raise _wrong(path, f"each value must have a key, got {len(keys)} keys for {len(nodes)} values")
-    for key in keys:
-        if type(key) is not str and (shape == 3 or not allowed_key(key)):
-            raise _wrong(path, f"a key must be a str, a bool, None or an int of 64 bits, got {type(key).__name__}")
-    if len(set(keys)) != len(keys):
-        raise _wrong(path, "the keys of a dict, or the fields of a class, must differ, got two equal ones")
-    if shape == 3 and (type(name) is not str or not 0 < len(name) <= 1024):
+    if "k" in names:
+        _check_keys(keys, len(nodes), "c" in names, path)
+    if "c" in names and (type(name) is not str or not 0 < len(name) <= 1024):
         raise _wrong(path, f"a class name must be a text of 1 to 1024 characters, got {name!r:.100}")
-    if shape == 3 and not all(key.isidentifier() for key in keys):
-        raise _wrong(path, f"field names must be Python identifiers, got {keys!r:.100}")
     steps = path_steps(kind, keys, len(nodes))
     children = tuple(_tree(node, (path, step), depth + 1, count) for node, step in zip(nodes, steps, strict=True))
     return Node(kind, children, tuple(keys), name)
 
 
+def _check_keys(keys: list[Any], count: int, fields: bool, path: Path) -> None:
+    """Raise ProtocolError unless these can be the keys of a container of `count` values; `fields`: of a class."""
+    if len(keys) != count:
+        raise _wrong(path, f"each value must have a key, got {len(keys)} keys for {count} values")
+    for key in keys:
+        if type(key) is not str and (fields or not allowed_key(key)):
+            raise _wrong(path, f"a key must be a str, a bool, None or an int of 64 bits, got {type(key).__name__}")
+    if len(set(keys)) != len(keys):
+        raise _wrong(path, "the keys of a dict, or the fields of a class, must differ, got two equal ones")
+    if fields and not all(key.isidentifier() for key in keys):
+        raise _wrong(path, f"field names must be Python identifiers, got {keys!r:.100}")
+
+
 def path_steps(kind: str, keys: Sequence[Key], count: int) -> Iterator[str]:
     """Return the step to each child of a container, such as "[0]" or ".label". `kind`, `keys`: as in Node; `count`:
     number of children."""
-    if kind in ("l", "u"):
+    if kind in ("l", "u", "pt"):
         return (f"[{i}]" for i in range(count))
     return (f"[{key!r}]" for key in keys) if kind in ("d", "od") else (f".{key}" for key in keys)
 
@@ -432,7 +442,7 @@ def _describe(tree: Tree, budget: list[int]) -> str:
     if tree is None:
         return "None"
     parts: list[tuple[str, int]] = []
-    labelled = tree.kind not in ("l", "u")
+    labelled = "k" in _PARTS[tree.kind]
     for i, child in enumerate(tree.children):
         if budget[0] <= 0:
             parts.append(("...", 1))

@@ -10,12 +10,29 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, KeysView, Mapping, Sequence, Set, ValuesView
+from dataclasses import is_dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePath
 from typing import Any, NoReturn
+from uuid import UUID
 
 import numpy as np
 import torch
 
-from penstock.proto.batch.classes import MAX_NAME, ClassKind, class_fields, class_name, qualified, resolve_class
+from penstock.proto.batch.classes import (
+    MAX_NAME,
+    ClassKind,
+    class_fields,
+    class_name,
+    find_class,
+    qualified,
+    resolve_class,
+    slots_of,
+)
+from penstock.proto.batch.pytrees import Pair, extra_attributes, has_more, is_plain, pair_of
 from penstock.proto.batch.structure import (
     MAX_INT_BYTES,
     MAX_RANK,
@@ -33,13 +50,17 @@ from penstock.proto.batch.structure import (
 )
 from penstock.proto.errors import UnsupportedLeafError
 
-__all__ = ["TORCH_NAMES", "survey"]
+__all__ = ["HAS_NAMES", "TORCH_NAMES", "plain_tensor", "survey"]
 
 TORCH_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in TORCH_DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
 }
 """dtype that batches may have and that this version of torch has -> its name."""
 
+HAS_NAMES: bool = hasattr(torch.Tensor, "has_names")
+"""Whether this version of torch has tensors with named dimensions, which 2.13 removed."""
+
+_NOT_PLAIN = Leaf("t")
 _PLAIN = {str: Leaf("s"), bytes: Leaf("b"), float: Leaf("f"), bool: Leaf("o")}
 
 
@@ -76,9 +97,12 @@ class _Survey:
         cls = type(value)
         if cls in (dict, OrderedDict, list, tuple):
             return self._container(value, path, depth)
-        record = None if issubclass(cls, (torch.Tensor, np.ndarray, np.generic)) else class_fields(cls)
-        if record is not None:
-            return self._record(value, *record, path, depth)
+        if not issubclass(cls, (torch.Tensor, np.ndarray, np.generic)):
+            record, pair = class_fields(cls), pair_of(cls)
+            if record is not None and not (pair is not None and has_more(value, *record)):
+                return self._record(value, *record, path, depth)
+            if pair is not None:
+                return self._pair(value, pair, path, depth)
         self._leaves += 1
         if self._leaves > self._max_leaves:
             _refuse(
@@ -97,6 +121,7 @@ class _Survey:
                         path, value, f" with a key {repr(key)[:80]} of type {qualified(type(key))}; "
                         "a key must be a str, a bool, None or an int of 64 bits"
                     )  # fmt: skip
+            _check_attributes(value, path)
             keys: tuple[Key, ...] = tuple(value)
             kind = "d" if type(value) is dict else "od"
             values = list(value.values())
@@ -106,13 +131,7 @@ class _Survey:
 
     def _record(self, value: Any, kind: ClassKind, fields: tuple[str, ...], path: Path, depth: int) -> Node:
         self._check_depth(value, path, depth)
-        name = class_name(type(value))
-        if len(name) > MAX_NAME:
-            _refuse(
-                path,
-                value,
-                f": its name is longer than {MAX_NAME} characters; give the class a shorter name by register_class",
-            )
+        name = _checked_name(type(value), value, path)
         try:
             resolve_class(name, kind, fields)
         except UnsupportedLeafError:
@@ -121,7 +140,7 @@ class _Survey:
                 "it at the top of its module, or name it by penstock.proto.batch.flatten.register_class on both sides"
             )  # fmt: skip
         if kind == "nt":
-            values = list(value)
+            values = list(tuple.__iter__(value))
             if len(values) != len(fields):
                 _refuse(
                     path,
@@ -133,7 +152,40 @@ class _Survey:
             if missing:
                 _refuse(path, value, f" without a value for its field {missing[0]!r}; set the field")
             values = [getattr(value, field) for field in fields]
+        _check_attributes(value, path, fields if kind == "dc" else ())
         return Node(kind, self._children(kind, fields, values, path, depth), fields, name)
+
+    def _pair(self, value: Any, pair: Pair, path: Path, depth: int) -> Node:
+        self._check_depth(value, path, depth)
+        cls = pair.sent_as(type(value))
+        name = _checked_name(cls, value, path)
+        if find_class(name) is not cls:
+            _refuse(
+                path, value, f": {name!r} does not resolve to this class, so other processes cannot find it; define "
+                "it at the top of its module"
+            )  # fmt: skip
+        try:
+            parts = pair.take(value)
+        except UnsupportedLeafError as error:
+            _refuse(path, value, str(error))
+        except Exception as error:
+            _refuse(path, value, f", whose registered flatten function raised {type(error).__name__}: {error}")
+        steps = ["", *path_steps("l", (), len(parts))]
+        first = self._context(value, parts[0], path, depth) if pair.registered else ()
+        rest = zip(parts[len(first) :], steps[len(first) :], strict=False)
+        return Node("pt", (*first, *(self.tree(part, (path, step), depth + 1) for part, step in rest)), (), name)
+
+    def _context(self, value: Any, context: Any, path: Path, depth: int) -> tuple[Tree, ...]:
+        try:
+            tree = self.tree(context, path, depth + 1)
+        except UnsupportedLeafError:
+            tree = _NOT_PLAIN
+        if not is_plain(tree):
+            _refuse(
+                path, value, ", whose context in torch's pytree registry must be None, numbers, str, bytes, or lists, "
+                f"tuples and dicts of these; {_remedy(value)}"
+            )  # fmt: skip
+        return (tree,)
 
     def _children(
         self, kind: str, keys: tuple[Key, ...], values: list[Any], path: Path, depth: int
@@ -150,6 +202,29 @@ class _Survey:
             )
 
 
+def _checked_name(cls: type, value: Any, path: Path) -> str:
+    """Return the name under which values of `cls` are sent."""
+    name = class_name(cls)
+    if len(name) > MAX_NAME:
+        _refuse(
+            path,
+            value,
+            f": its name is longer than {MAX_NAME} characters; give the class a shorter name by register_class",
+        )
+    return name
+
+
+def _check_attributes(value: Any, path: Path, known: tuple[str, ...] = ()) -> None:
+    extra = extra_attributes(value, known)
+    if extra:
+        _refuse(
+            path,
+            value,
+            f" with the attribute {extra[0]!r}, which is not sent; make it a field (of a dataclass: "
+            f"{extra[0]}: Any = field(init=False)) or an item, or pass it beside x",
+        )
+
+
 def _leaf(value: Any, path: Path) -> Leaf:
     cls = type(value)
     plain = _PLAIN.get(cls)
@@ -164,8 +239,12 @@ def _leaf(value: Any, path: Path) -> Leaf:
     if isinstance(value, torch.Tensor):
         return _tensor(value, path)
     if isinstance(value, np.ndarray):
-        if cls is not np.ndarray and cls is not np.memmap:
-            _refuse(path, value, ", a subclass of numpy.ndarray; pass numpy.asarray(x)")
+        if isinstance(value, np.ma.MaskedArray):
+            _refuse(path, value, "; pass x.data and numpy.ma.getmaskarray(x), or x.filled(value)")
+        if cls is not np.ndarray and cls is not np.memmap and value.dtype.names is None:
+            _refuse(
+                path, value, ", a subclass of numpy.ndarray; pass numpy.asarray(x), and what else it holds beside it"
+            )
         if value.ndim > MAX_RANK:
             _refuse(path, value, f" of rank {value.ndim}; an array must have at most {MAX_RANK} dimensions")
         return Leaf("a", _dtype_name(value, path), value.ndim)
@@ -179,12 +258,23 @@ def _leaf(value: Any, path: Path) -> Leaf:
     _refuse(path, value, f", which a batch must not contain; {_remedy(value)}")
 
 
+_NESTED = " that is nested; pass the list of its tensors, list(x.unbind()), or pad it"
+
+
 def _tensor(value: torch.Tensor, path: Path) -> Leaf:
-    cls = type(value)
-    if cls is not torch.Tensor and cls is not torch.nn.Parameter:
-        _refuse(path, value, ", a subclass of torch.Tensor; pass x.as_subclass(torch.Tensor)")
+    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        if value.is_nested:
+            _refuse(path, value, _NESTED)
+        _refuse(
+            path, value, ", a subclass of torch.Tensor with code of its own for every operation; pass the plain "
+            "tensors that it stands for"
+        )  # fmt: skip
+    _check_tensor_attributes(value, path)
+    value = _detached(value)
     if value.is_nested:
-        _refuse(path, value, " that is nested; pass a list of tensors (x.unbind()) or pad it")
+        _refuse(path, value, _NESTED)
+    if HAS_NAMES and value.has_names():  # type: ignore[attr-defined]
+        _refuse(path, value, " with named dimensions; pass x.rename(None)")
     if value.layout is not torch.strided:
         _refuse(path, value, f" of layout {value.layout}; pass x.to_dense(), or its indices and values")
     if value.is_quantized:
@@ -199,8 +289,36 @@ def _tensor(value: torch.Tensor, path: Path) -> Leaf:
     if value.ndim > MAX_RANK:
         _refuse(path, value, f" of rank {value.ndim}; a tensor must have at most {MAX_RANK} dimensions")
     if value.nbytes and not value.data_ptr():
-        _refuse(path, value, " whose storage has been freed (resized to 0); pass a tensor with data")
+        _refuse(path, value, " without memory (its storage was freed, or never made); pass a tensor with data")
     return Leaf("t", name, value.ndim)
+
+
+def _check_tensor_attributes(value: torch.Tensor, path: Path) -> None:
+    extra = tensor_attributes(value)
+    if extra:
+        plain = "x.detach()" if type(value) is torch.Tensor else "x.detach().as_subclass(torch.Tensor)"
+        _refuse(
+            path,
+            value,
+            f" with the attribute {extra[0]!r}, which is not sent; pass {plain}, and the attribute beside it",
+        )
+
+
+def tensor_attributes(value: torch.Tensor) -> list[str]:
+    """Return the names of the attributes of a tensor that its class or user code has set: in `__dict__` or slots."""
+    return [*value.__dict__, *(name for name in slots_of(type(value)) if hasattr(value, name))]
+
+
+def plain_tensor(value: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor in the memory of a Parameter, or of another subclass whose instances hold nothing else; None
+    for other subclasses."""
+    own_code = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return None if own_code or tensor_attributes(value) else _detached(value)
+
+
+def _detached(value: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.detach()
 
 
 def _dtype_name(value: Any, path: Path) -> str:
@@ -208,7 +326,9 @@ def _dtype_name(value: Any, path: Path) -> str:
     if dtype.kind == "O":
         _refuse(path, value, " of dtype object; make it numeric or fixed-width str, or pass x.tolist()")
     if dtype.names is not None:
-        _refuse(path, value, f" of structured dtype {str(dtype)[:200]}; pass a dict of its fields")
+        _refuse(
+            path, value, f" of structured dtype {str(dtype)[:200]}; pass {{name: x[name] for name in x.dtype.names}}"
+        )
     try:
         name = numpy_dtype_name(dtype)
         numpy_dtype(name)
@@ -218,22 +338,39 @@ def _dtype_name(value: Any, path: Path) -> str:
 
 
 def _remedy(value: Any) -> str:
-    if isinstance(value, enum.Enum):
-        return "pass its .value or .name"
-    if isinstance(value, defaultdict):
-        return "its default_factory is code; pass dict(x)"
-    if isinstance(value, dict) or hasattr(value, "keys"):
-        return "no subclass of dict but OrderedDict is allowed; pass dict(x)"
-    if isinstance(value, (set, frozenset)):
-        return "pass sorted(x) or list(x)"
-    if isinstance(value, (list, tuple)):
-        return "of its kind only list, tuple and namedtuples are allowed; pass list(x) or tuple(x)"
-    if isinstance(value, complex):
-        return "pass numpy.complex128(x)"
-    if isinstance(value, (bytearray, memoryview)):
-        return "pass bytes(x)"
-    if isinstance(value, (int, float, str, bytes)):
-        return "a subclass would lose its type; pass the plain int, float, str or bytes"
+    if is_dataclass(value) and not isinstance(value, type):
+        return "a dataclass must have no slots but its fields, and no base written in C; make it such a dataclass"
+    for types, remedy in _REMEDIES:
+        if isinstance(value, types):
+            plain = isinstance(value, _PLAIN_BASES) and not isinstance(value, enum.Enum)
+            attributes = plain and extra_attributes(value)
+            return f"{remedy}, and its attributes beside it" if attributes else remedy
+    if hasattr(value, "to_numpy"):
+        return "pass x.to_numpy(), or of a table {name: x[name].to_numpy() for name in x}"
+    if hasattr(value, "keys"):
+        return _AS_DICT
+    if hasattr(value, "__array_interface__"):
+        return "pass numpy.asarray(x), and what else it holds beside it"
     if callable(value):
         return "code is not sent; call it in input_fn"
-    return "convert it to tensors, arrays, str or numbers in input_fn, or make it a dataclass of those"
+    return (
+        "convert it to tensors, arrays, str or numbers in input_fn, make it a dataclass of those, or register it by "
+        "torch.utils._pytree.register_pytree_node on both sides"
+    )
+
+
+_PLAIN_BASES = (dict, list, tuple, set, frozenset, str, bytes, int, float)
+_AS_DICT = "no subclass of dict but OrderedDict is allowed; pass dict(x)"
+_REMEDIES: tuple[tuple[tuple[type, ...], str], ...] = (
+    ((enum.Enum,), "pass its .value or .name"),
+    ((defaultdict,), "its default_factory is code; pass dict(x)"),
+    ((Mapping,), _AS_DICT),
+    ((Set, KeysView), "pass sorted(x) or list(x)"),
+    ((list, tuple), "of its kind only list, tuple and namedtuples are allowed; pass list(x) or tuple(x)"),
+    ((complex,), "pass numpy.complex128(x)"),
+    ((bytearray, memoryview), "pass bytes(x)"),
+    ((int, float, str, bytes), "a subclass would lose its type; pass the plain int, float, str or bytes"),
+    ((Sequence, ValuesView, Iterator), "pass list(x)"),
+    ((PurePath, Decimal, Fraction, UUID, date, time, timedelta, torch.dtype, torch.device, np.dtype), "pass str(x)"),
+)
+"""Types of values that batches must not contain -> how to convert them."""

@@ -91,7 +91,7 @@ class Consumer:
         self._coming: Frame | None = None  # a RING whose descriptor the next packet holds
         self._pieces = StructurePieces()
         # Content of the next ack.
-        self._delivered = self._open_epochs = self._abandon = 0
+        self._delivered = self._open_epochs = self._abandon = self._labelled = self._label = 0
         self._released: list[int] = []
         self._wanted: list[int] = []
         self._leaving = False
@@ -340,11 +340,17 @@ class Consumer:
         self._open_epochs = epoch
         self._dirty = True
 
-    def abandon(self, epoch: int) -> None:
-        """Tell the producer, after all earlier acks, that the loop has abandoned this epoch. The message is sent at
-        once, or by a later flush if the socket's buffer is full."""
+    def label_epoch(self, epoch: int, label: int) -> None:
+        """Give a label to an epoch that is not open yet: call this before `open_epochs`, without a flush in between."""
+        self._labelled, self._label = epoch + 1, label
+        self._dirty = True
+
+    def abandon(self, epoch: int, total: int) -> None:
+        """Tell the producer, after all earlier acks, that the loop has abandoned this epoch after the slot's batch
+        `total`. The message is sent at once, or by a later flush if the socket's buffer is full. It has the number
+        although an earlier ack may have it too: the process that has read that one may be killed."""
         self.abandons += 1
-        self._abandon = epoch + 1
+        self._abandon, self._delivered = epoch + 1, total
         self._queue_ack()
         self.flush()
 
@@ -399,14 +405,17 @@ class Consumer:
             unsent.append(first.encode())
             del released[:_GROUP]
             del wanted[:_GROUP]
-        message = Ack(self._delivered, self._open_epochs, self._abandon, released, wanted, self._leaving).encode()
+        message = Ack(
+            *(self._delivered, self._open_epochs, self._abandon, released, wanted, self._leaving),
+            *(self._labelled, self._label),
+        ).encode()
         if message:
             unsent.append(message)
         self._begin_ack()
 
     def _begin_ack(self) -> None:
         """Begin a new message of acks, without values."""
-        self._delivered = self._open_epochs = self._abandon = 0
+        self._delivered = self._open_epochs = self._abandon = self._labelled = self._label = 0
         self._released.clear()
         self._wanted.clear()
         self._leaving = self._dirty = False

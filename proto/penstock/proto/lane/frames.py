@@ -13,6 +13,7 @@ forward frames unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -62,10 +63,12 @@ __all__ = [
     "pack_shapes",
     "read_ack",
     "read_frame",
+    "structure_frames",
     "unpack_shapes",
+    "unread_break",
 ]
 
-LANE_PROTOCOL = 6
+LANE_PROTOCOL = 8
 MAX_FRAME = 64 << 10
 """Largest size of a frame in bytes. The default buffer of a Unix socket holds 208 KiB, so three of the largest frames
 fit."""
@@ -117,6 +120,14 @@ def framed(message: bytes) -> bytes:
     return HEAD.pack(len(message)) + message
 
 
+def structure_frames(structure: int, data: bytes) -> list[bytes]:
+    """Return the STRUCTURE frames of one structure, each preceded by its length."""
+    return [
+        framed(Frame(STRUCTURE, structure=structure, size=len(data), rest=data[start : start + PIECE]).encode())
+        for start in range(0, max(len(data), 1), PIECE)
+    ]
+
+
 def pack_shapes(shapes: Sequence[int]) -> bytes:
     """Return the dims of a batch's tensors in the form in which frames contain them: little-endian u64."""
     return struct.pack(f"<{len(shapes)}Q", *shapes)
@@ -132,7 +143,8 @@ def unpack_shapes(packed: bytes) -> list[int]:
 _FRAME = struct.Struct("<BBBxIIIIIQQQQQ")
 FRAME_BYTES: Final = _FRAME.size
 """Bytes of the header with which each frame begins."""
-_ACK = struct.Struct("<BxxxIIQQQ")  # close, numbers in released and in wanted, delivered, open_epochs, abandon_epoch
+_ACK = struct.Struct("<BxxxIIQQQQQ")
+"""close, numbers in released and in wanted, delivered, open_epochs, abandon_epoch, labelled, label"""
 _pack_frame, _unpack_frame, _new = _FRAME.pack, _FRAME.unpack_from, tuple.__new__
 
 
@@ -264,6 +276,10 @@ class Ack(NamedTuple):
     step, step, number ..."""
     close: bool = False
     """True if the consumer closes the lane on purpose."""
+    labelled: int = 0
+    """Number of the epoch that has got a label, plus 1; 0 = none."""
+    label: int = 0
+    """The label: what user code sees as the epoch's number."""
 
     def encode(self) -> bytes:
         """Return the ack as bytes. Return b"" if no field says anything; the caller must not send b"", because an empty
@@ -271,7 +287,10 @@ class Ack(NamedTuple):
         if not any(self):
             return b""
         released, wanted = self.released, self.wanted
-        head = _ACK.pack(self.close, len(released), len(wanted), self.delivered, self.open_epochs, self.abandon_epoch)
+        head = _ACK.pack(
+            *(self.close, len(released), len(wanted), self.delivered, self.open_epochs, self.abandon_epoch),
+            *(self.labelled, self.label),
+        )
         return head + struct.pack(f"<{len(released)}I{len(wanted)}Q", *released, *wanted)
 
 
@@ -281,7 +300,7 @@ def read_ack(view: memoryview, start: int, stop: int) -> Ack:
     size = stop - start
     if size < _ACK.size:
         raise malformed(f"an acknowledgement must have at least {_ACK.size} bytes, the size of its header, got {size}")
-    close, released, wanted, delivered, open_epochs, abandon_epoch = _ACK.unpack_from(view, start)
+    close, released, wanted, delivered, open_epochs, abandon_epoch, labelled, label = _ACK.unpack_from(view, start)
     if size != _ACK.size + 4 * released + 8 * wanted:
         raise malformed(
             f"an acknowledgement of {released} released and {wanted} wanted numbers must have "
@@ -290,7 +309,28 @@ def read_ack(view: memoryview, start: int, stop: int) -> Ack:
     start += _ACK.size
     entries = struct.unpack_from(f"<{released}I", view, start)
     steps = struct.unpack_from(f"<{wanted}Q", view, start + 4 * released)
-    return Ack(delivered, open_epochs, abandon_epoch, entries, steps, bool(close))
+    return Ack(delivered, open_epochs, abandon_epoch, entries, steps, bool(close), labelled, label)
+
+
+_SO_PEEK_OFF = 42
+"""Linux: recv with MSG_PEEK begins at this offset in the queue, and moves it. Not in Python's socket module."""
+
+
+def unread_break(sock: socket.socket) -> bool:
+    """Return True if an ack that abandons an epoch waits to be read on a local lane. Nothing is taken from the socket,
+    and other processes may read it meanwhile."""
+    buffer = bytearray(MAX_FRAME)  # of a longer message the next recv would give the rest
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, 0)
+        while size := sock.recv_into(buffer, 0, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            if size >= _ACK.size and _ACK.unpack_from(buffer)[5]:
+                return True
+    except OSError:  # all were looked at, or the connection is lost
+        pass
+    finally:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, -1)
+    return False
 
 
 def dims_of(frame: Frame, ring: Ring) -> bytes:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from collections.abc import Iterator
 from itertools import islice
 
 from penstock.proto.errors import malformed
@@ -31,6 +32,9 @@ class Outbox:
 
     def __len__(self) -> int:
         return len(self._unsent)
+
+    def __iter__(self) -> Iterator[bytes | int]:
+        return iter(self._unsent)
 
     def add(self, message: bytes | int) -> None:
         """Add a frame that is preceded by its length, or a file descriptor, to the queue.

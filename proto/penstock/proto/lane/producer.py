@@ -16,17 +16,20 @@ receiver's earlier connection) is never mistaken for a ring of this producer.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.proto.batch.digest import DigestCover
 from penstock.proto.errors import BatchTooLargeError, InvalidArgumentError, ProtocolError, malformed
+from penstock.proto.lane.frame_log import FrameLog
 from penstock.proto.lane.frames import (
     CLOSE,
     END,
@@ -37,9 +40,7 @@ from penstock.proto.lane.frames import (
     LONG_SHAPES,
     LOST,
     MAX_FRAME,
-    PIECE,
     RING,
-    STRUCTURE,
     Ack,
     Frame,
     forget_oldest,
@@ -47,9 +48,12 @@ from penstock.proto.lane.frames import (
     framed_batch,
     read_ack,
     read_frame,
+    structure_frames,
+    unread_break,
 )
 from penstock.proto.lane.outbox import Outbox
 from penstock.proto.lane.ring import BOX_BYTES, Ring, RingBudget, entries_for, grown
+from penstock.proto.state.epoch_labels import MOST_LABELS, put_label
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process.forks import silence
 
@@ -68,6 +72,11 @@ MOST_ABANDONED = 1 << 16
 """Largest number of abandoned epochs that the runner, which may be in user code for long, has not noticed yet."""
 MOST_ABANDONS = (1 << 32) - 1
 """Largest number of abandoned epochs that a frame can state."""
+_HANDED_OVER = (
+    *("open_epochs", "delivered", "closed", "abandons", "numbered", "rings_changed"),
+    *("_sent_total", "_met", "_next_ring", "_current", "_group"),
+)
+"""Attributes that `hand_over` passes on as they are."""
 _RESERVED = 1 << 64
 """Batch number of an entry that is being filled. It is above any real number, so that it never counts as delivered."""
 
@@ -112,6 +121,8 @@ class _Kept:
     reserved: FreeEntry | None
     """Ring entry of a BATCH frame; None for END and ERROR."""
     structure: int
+    number: int
+    """Number of the frame in the log; 0 without a log."""
     last: bool = False
     """True for an ERROR frame. It is the last frame of the lane, and is kept even if its epoch is abandoned."""
 
@@ -120,15 +131,24 @@ class Producer:
     """End of a lane that owns the rings. It serves its consumers one after another, all in the thread of its owner.
 
     max_batch_bytes: largest size of a batch. ring_bytes: size in bytes above which a ring gets fewer entries (`limit`
-    of ring.entries_for). budget: limit on all rings of the process together; None: no limit.
+    of ring.entries_for). budget: limit on all rings of the process together; None: no limit. log: gets each frame that
+    is kept, for a process that serves a new consumer first; None: there is no such process.
     """
 
-    def __init__(self, max_batch_bytes: int, ring_bytes: int = BOX_BYTES, budget: RingBudget | None = None) -> None:
+    def __init__(
+        self,
+        max_batch_bytes: int,
+        ring_bytes: int = BOX_BYTES,
+        budget: RingBudget | None = None,
+        log: FrameLog | None = None,
+    ) -> None:
         self._create_ring = Ring.create if budget is None else budget.create
         self.max_batch_bytes = max_batch_bytes
         self.ring_bytes = ring_bytes
         self.open_epochs = 0
         """Number (from 0) of the last epoch that the runner may begin."""
+        self.labels: dict[int, int] = {}
+        """Labels of epochs (proto/state/epoch_labels.py)."""
         self.abandoned: deque[int] = deque()
         """Epochs that the loop has abandoned. The runner empties this list, continues after the last of these epochs,
         and ignores those that it has finished already."""
@@ -141,8 +161,13 @@ class Producer:
         self.abandons = 0
         """Number of epochs abandoned so far. Each frame contains this number, so that the consumer recognises frames of
         abandoned epochs."""
+        self.numbered = 0
+        """Number of structures that the runner has numbered so far, from 1."""
         self.on_ack: Callable[[Ack], None] | None = None
         """Function called with each ack, after the ack was applied, in a process that forwards acks; None elsewhere."""
+        self.rings_changed = False
+        """True if a ring was started or dropped. Whoever tells the process that reads the log sets it to False."""
+        self._frame_log = log
         self._sent_total = 0
         """Number of the last batch that was sent, counted over the run."""
         self._sock: socket.socket | None = None
@@ -180,8 +205,11 @@ class Producer:
         """True if more than CROWD frames wait for the consumer. A caller that forwards frames must then stop."""
         return len(self._unsent) > CROWD
 
-    def attach(self, sock: socket.socket, hello: lane_pb2.Hello) -> None:
+    def attach(self, sock: socket.socket, hello: lane_pb2.Hello, served: int = 0, rings: Collection[int] = ()) -> None:
         """Attach a new consumer in place of the previous one, and send it the undelivered batches that are in the ring.
+
+        served, rings: what another process has sent to the consumer already: the frames of the log before number
+        `served`, as far as the consumer needs them, and the announcements of these rings.
 
         A consumer whose `hello` requests delivered batches, or counts fewer abandoned epochs than the producer, gets an
         ERROR frame and is not attached. Raises ProtocolError if `hello` requests too many snapshots.
@@ -211,11 +239,16 @@ class Producer:
         ]:
             self._give_back(ring_id, entry)
         # Without `abandon_epoch`: `abandons` has the same information.
+        for known in hello.labels[-MOST_LABELS:]:
+            put_label(self.labels, known.epoch, known.label)
         self._apply(Ack(hello.delivered, hello.open_epochs, wanted=hello.wanted))
         self._announced.clear()
         for ring_id in self._rings:
-            self._announce_ring(ring_id)
+            if ring_id not in rings:
+                self._announce_ring(ring_id)
         for kept in self._kept:
+            if kept.number < served:
+                continue
             if kept.reserved is not None and kept.structure not in self._announced:
                 self._announce_structure(kept.structure)
             self._unsent.add(kept.message)
@@ -231,6 +264,8 @@ class Producer:
     def detach(self) -> None:
         """Detach the consumer. Keep all batches that are not delivered, for the next consumer."""
         if self._sock is not None:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)  # the slot's process may hold it too (keep_watching)
             self._sock.close()
             self._sock = None
         self._unsent.clear()
@@ -410,7 +445,7 @@ class Producer:
             self._announce_structure(structure)
         self._lent[reserved.ring_id][reserved.entry] = total
         self._sent_total = max(self._sent_total, total)
-        self._kept.append(_Kept(total, epoch, message, reserved, structure))
+        self._kept.append(_Kept(total, epoch, message, reserved, structure, self._log_frame(message)))
         self._send(message, more)
 
     def return_unused(self, reserved: FreeEntry) -> None:
@@ -431,7 +466,8 @@ class Producer:
         """Send an END, ERROR or CLOSE frame. END and ERROR are kept until a later batch is delivered."""
         message = framed(frame.encode())
         if frame.kind != CLOSE:
-            self._kept.append(_Kept(frame.total, frame.epoch, message, None, 0, frame.kind == ERROR))
+            number = self._log_frame(message)
+            self._kept.append(_Kept(frame.total, frame.epoch, message, None, 0, number, frame.kind == ERROR))
         self._send(message)
 
     def close(self, timeout: float = 1.0, *, say_so: bool = True) -> None:
@@ -452,7 +488,138 @@ class Producer:
             ring.close_fd()
         self._rings.clear()
 
+    # ---- another process of the owner
+
+    def hand_over(self) -> tuple[dict[str, Any], list[int]]:
+        """Return what another process needs to continue this end of the lane (`take_over`): plain values, and the
+        descriptors that they name. Reserved entries become free. Do not use this object afterwards."""
+        fds = [] if self._sock is None else [self._sock.fileno()]
+        fds += [ring.fd for ring in self._rings.values()]
+        for ring_id, lent in self._lent.items():
+            for entry in [entry for entry, total in lent.items() if total == _RESERVED]:
+                del lent[entry]
+                if ring_id == self._current:
+                    self._free.append(entry)
+        numbers = {ring.fd: ring_id for ring_id, ring in self._rings.items()}
+        return {
+            "attached": self._sock is not None,
+            "rings": [[ring_id, ring.entry_bytes, ring.entries] for ring_id, ring in self._rings.items()],
+            "free": self._free,
+            "lent": [[ring_id, [list(item) for item in lent.items()]] for ring_id, lent in self._lent.items()],
+            "kept": [
+                [
+                    *(kept.total, kept.epoch, kept.message, kept.structure, kept.number, kept.last),
+                    *((0, 0) if kept.reserved is None else (kept.reserved.ring_id, kept.reserved.entry)),
+                ]
+                for kept in self._kept
+            ],
+            "unsent": [numbers.get(item, 0) if isinstance(item, int) else item for item in self._unsent],
+            "structures": [list(item) for item in self._structures.items()],
+            "announced": [list(item) for item in self._announced.items()],
+            "wanted": [list(item) for item in self.wanted.items()],
+            "abandoned": list(self.abandoned),
+            "labels": [list(item) for item in self.labels.items()],
+            **{name: getattr(self, name) for name in _HANDED_OVER},
+        }, fds
+
+    def take_over(self, record: dict[str, Any], fds: list[int]) -> None:
+        """Continue the end of a lane that another process has handed over. The rings are not mapped: see `map_rings`.
+
+        record, fds: result of `hand_over`, with the descriptors as numbers of this process, which this object owns from
+        now on.
+        """
+        if self._frame_log is not None:
+            self._frame_log.resume()
+        if self._sock is not None:
+            self._sock.close()
+        for ring in self._rings.values():
+            ring.close_fd()
+        rest = iter(fds)
+        self._sock = socket.socket(fileno=next(rest)) if record["attached"] else None
+        if self._sock is not None:
+            self._sock.setblocking(False)
+        self._rings = {number: Ring.unmapped(next(rest), *sizes) for number, *sizes in record["rings"]}
+        self._free = record["free"]
+        self._lent = {ring_id: dict(items) for ring_id, items in record["lent"]}
+        self._kept = deque(
+            _Kept(
+                total,
+                epoch,
+                message,
+                FreeEntry(ring_id, entry, self._rings[ring_id]) if ring_id else None,
+                structure,
+                number,
+                last,
+            )
+            for total, epoch, message, structure, number, last, ring_id, entry in record["kept"]
+        )
+        self._unsent.clear()
+        for item in record["unsent"]:
+            if isinstance(item, bytes):
+                self._unsent.add(item)
+            elif item in self._rings:
+                self._unsent.add(self._rings[item].fd)
+        self._structures = dict(record["structures"])
+        self._announced = dict(record["announced"])
+        self.wanted = dict(record["wanted"])
+        self.abandoned = deque(record["abandoned"])
+        self.labels = dict(record["labels"])
+        for name in _HANDED_OVER:
+            setattr(self, name, record[name])
+
+    def begin_anew(self, sent_total: int) -> None:
+        """Forget all that was made: the process that had the lane was killed, because the loop has abandoned its epoch.
+        Only the connection stays, with the acks that were not read. Batches that the loop still holds stay valid,
+        because it has mapped their rings.
+
+        sent_total: number of the last batch that was sent, counted over the run.
+        """
+        if self._frame_log is not None:
+            self._frame_log.resume()
+        sock, self._sock = self._sock, None
+        self.close()
+        self._sock = sock
+        self._structures.clear()
+        self._announced.clear()
+        self.wanted.clear()
+        self._next_ring = 1 + secrets.randbits(31)
+        self._sent_total = sent_total
+
+    def keep_watching(self, sock: socket.socket | None) -> None:
+        """Keep a descriptor of the consumer's socket, which another process has from now on, in place of the last
+        one. Only `has_unread_break` may be asked meanwhile."""
+        self.release_socket()
+        self._sock = sock
+
+    def has_unread_break(self) -> bool:
+        """Return True if the process that has the lane has not read that the loop has abandoned an epoch."""
+        return self._sock is not None and unread_break(self._sock)
+
+    def map_rings(self) -> None:
+        """Map the rings that were taken over, in the process that fills them."""
+        for ring in self._rings.values():
+            ring.attach()
+
+    def release_socket(self) -> None:
+        """Close this process's descriptor of the consumer's socket, which another process continues to use."""
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    @property
+    def rings(self) -> dict[int, Ring]:
+        """Rings in use, oldest first."""
+        return self._rings
+
+    @property
+    def known_structures(self) -> dict[int, bytes]:
+        """Numbers of the structures that this lane knows, with the structures as bytes."""
+        return self._structures
+
     # ---- inside
+
+    def _log_frame(self, message: bytes) -> int:
+        return 0 if self._frame_log is None else self._frame_log.add(message)
 
     def _send(self, message: bytes, more: bool = False) -> None:
         if self._sock is None:
@@ -471,6 +638,7 @@ class Producer:
         self._rings[self._current] = ring
         self._free = list(range(ring.entries))
         self._lent[self._current] = {}
+        self.rings_changed = True
         self._retire(old)
         if self._sock is not None:
             self._announce_ring(self._current)
@@ -489,10 +657,8 @@ class Producer:
             raise InvalidArgumentError(f"batch structure {structure} must be registered by know_structure first")
         self._announced[structure] = data
         forget_oldest(self._announced)
-        for start in range(0, max(len(data), 1), PIECE):
-            piece = data[start : start + PIECE]
-            frame = Frame(STRUCTURE, structure=structure, size=len(data), rest=piece)
-            self._unsent.add(framed(frame.encode()))
+        for message in structure_frames(structure, data):
+            self._unsent.add(message)
 
     def _refuse(self, sock: socket.socket, why: str) -> None:
         _log.warning("a connection to read batches was refused: %s", why)
@@ -521,6 +687,7 @@ class Producer:
         for kept in self._kept:
             frame = read_frame(memoryview(kept.message), HEAD.size, len(kept.message))
             kept.message = framed(frame._replace(abandons=self.abandons).encode())
+            kept.number = self._log_frame(kept.message)
 
     def _apply(self, ack: Ack) -> None:
         if ack.delivered > self.delivered:
@@ -528,6 +695,8 @@ class Producer:
         released = ack.released
         for index in range(0, len(released) - 1, 2):
             self._release(released[index], released[index + 1])
+        if ack.labelled:
+            put_label(self.labels, ack.labelled - 1, ack.label)
         if ack.open_epochs > self.open_epochs:
             self.open_epochs = ack.open_epochs
         if ack.abandon_epoch:
@@ -541,6 +710,8 @@ class Producer:
             self.abandoned.append(ack.abandon_epoch - 1)
         wanted = ack.wanted
         if wanted:
+            for total in [total for total in self.wanted if total <= self.delivered]:
+                del self.wanted[total]  # a loader whose states come from elsewhere answers none
             under_way = sum(map(len, self.wanted.values())) + len(wanted) // 2
             if under_way > MOST_WANTED:
                 raise malformed(f"a consumer may request at most {MOST_WANTED} snapshots at a time, got {under_way}")
@@ -589,6 +760,7 @@ class Producer:
         if ring_id in self._rings and ring_id != self._current and not self._lent[ring_id]:
             self._rings.pop(ring_id).close_fd()
             del self._lent[ring_id]
+            self.rings_changed = True
 
 
 def _that_fits(error: records_pb2.ErrorDetail) -> records_pb2.ErrorDetail:

@@ -90,12 +90,28 @@ class Ring:
         address: address at which the mapping begins in this process.
     """
 
-    def __init__(self, fd: int, entry_bytes: int, entries: int) -> None:
+    map: mmap.mmap
+    view: memoryview
+    address: int
+
+    def __init__(self, fd: int, entry_bytes: int, entries: int, *, mapped: bool = True) -> None:
         self.fd = fd
         self.entry_bytes = entry_bytes
         self.entries = entries
+        if mapped:
+            self.attach()
+
+    @classmethod
+    def unmapped(cls, fd: int, entry_bytes: int, entries: int) -> Ring:
+        """Return a ring for a process that only passes it on, until `attach` maps it."""
+        return cls(fd, entry_bytes, entries, mapped=False)
+
+    def attach(self) -> None:
+        """Map the ring's memory."""
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        self.map = mmap.mmap(fd, entry_bytes * entries, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self.map = mmap.mmap(
+            self.fd, self.entry_bytes * self.entries, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
         self.view = memoryview(self.map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
@@ -184,7 +200,8 @@ class Ring:
         """Make the ring's memory private in a process that user code has forked; penstock.runtime.process.forks calls
         this there. Do nothing if the descriptor is closed, as that of a ring which a Consumer has mapped."""
         if self.fd >= 0:
-            unshare(self.map, self.fd)
+            if hasattr(self, "map"):
+                unshare(self.map, self.fd)
             silence(self.fd)
 
     def close_fd(self) -> None:

@@ -7,10 +7,10 @@ large receive takes in many small messages, and `SealedInbox.take` returns whole
 
 **Damage is detected.** TCP's own checksum has 16 bits, and a switch or a proxy that damages a packet recomputes it. So
 each message is preceded by a *seal*: its length, sent twice, and an xxh3 of its bytes. (With a damaged length the
-reader would wait for bytes that never come.) A payload is followed by an xxh3, except a small one whose bytes the
-batch's digest covers all (`is_checked`). Any difference is a BatchCorruptError: the connection is closed, and the
-consumer fetches again what it has not received. xxh3 takes 16 us for 1 MiB (60 GB/s from a cache, 33 from memory, on a
-2-core AMD EPYC); crc32c in hardware takes 37.
+reader would wait for bytes that never come.) A payload is followed by an xxh3, unless the batch's digest covers all its
+bytes and the training process compares them (`is_checked`). Any difference is a BatchCorruptError: the connection is
+closed, and the consumer fetches again what it has not received. xxh3 takes 16 us for 1 MiB (60 GB/s from a cache, 33
+from memory, on a 2-core AMD EPYC); crc32c in hardware takes 37.
 
 **Dead peers are detected** by keepalive while the lane is idle, and by TCP_USER_TIMEOUT while sent data is not
 acknowledged. TCP_USER_TIMEOUT is set at the receiver's end only. The kernel also counts a closed window as silence, and
@@ -136,8 +136,9 @@ def check_message(seal: bytes | bytearray | memoryview, at: int, message: bytes 
 
 def is_checked(frame: Frame) -> bool:
     """Return whether a check (CHECK_BYTES) follows the payload of this BATCH frame. No check follows an uncompressed
-    batch of at most FULL_BELOW bytes whose digest is not a sum over rows, because this digest covers every byte."""
-    return frame.codec != 0 or frame.nbytes > FULL_BELOW or frame.flags & COVER == DigestCover.ROWS
+    payload if the batch's digest covers every byte of it."""
+    cover = frame.flags & COVER
+    return frame.codec != 0 or (cover != DigestCover.FULL and (frame.nbytes > FULL_BELOW or cover == DigestCover.ROWS))
 
 
 def check_of(hasher: xxh3_64) -> bytes:

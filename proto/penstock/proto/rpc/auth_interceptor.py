@@ -30,7 +30,6 @@ from penstock.proto.errors import (
     PenstockError,
     VersionSkewError,
 )
-from penstock.proto.rpc import tracing
 from penstock.proto.rpc.bounds.message_bounds import LargeRequests, parsed_parts, parsed_request
 from penstock.proto.rpc.connection_limits import Connections
 from penstock.proto.rpc.credentials.roles import METHODS, READ_ONLY
@@ -47,8 +46,6 @@ _OURS = f"/{SERVICE}/"
 _HEALTH = f"/{health.SERVICE_NAME}/Check"
 """Method of the health check, which needs no token. The health service's other method, Watch, is refused, because any
 caller could leave that stream open."""
-REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-"""Method of gRPC's server reflection, which is served if grpcio-reflection is installed: see reflection.py."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 _SHOWN_NAMES = "x509_subject_alternative_name"
 """Key, in a call's auth_context(), of the names in the certificate of the caller."""
@@ -88,8 +85,6 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         if caller is None:
             said = "the token is wrong" if "authorization" in sent else "no token was sent"
             return AuthenticationError(f"{said}: set the same PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE at both ends")
-        if method == REFLECTION:  # any role may read the .proto files
-            return None
         if method not in METHODS or _OURS + method not in self._handlers:
             return VersionSkewError(
                 f"the coordinator (Penstock {VERSION}) does not know the call {_short(method)}, which Penstock "
@@ -153,7 +148,7 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         refuses the call. Return None for a method of an unknown service, which gRPC refuses with UNIMPLEMENTED."""
         method = handler_call_details.method
         called = method.removeprefix(_OURS)
-        if method.startswith(_OURS) or method == REFLECTION:
+        if method.startswith(_OURS):
             sent = dict(handler_call_details.invocation_metadata)
             caller = self._caller(sent)
             if isinstance(caller, Challenged):  # the challenge is part of the proof, not a call: do not count it
@@ -267,9 +262,7 @@ def _translated(
                     # The reader accepts no part before it has the proof: see authenticated_calls.py.
                     await context.send_initial_metadata(context.trailing_metadata())
                     with large.answering(credential()) as count:
-                        said = read(request, count)
-                        tracing.note(said)
-                        async with aclosing(behave_stream(said, context)) as parts:
+                        async with aclosing(behave_stream(read(request, count), context)) as parts:
                             async for part in parts:
                                 yield part
                 except grpc.aio.AbortError:
@@ -293,9 +286,7 @@ def _translated(
                     # A peer that is still sending parts may lose the trailing metadata of the answer: see `answer_of`.
                     await context.send_initial_metadata(context.trailing_metadata())
                 with large.answering(credential()) as count:
-                    said = read(request, count)
-                    tracing.note(said)
-                    return await behave(said, context)
+                    return await behave(read(request, count), context)
             except grpc.aio.AbortError:
                 raise
             except Exception as error:

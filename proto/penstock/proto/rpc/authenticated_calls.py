@@ -9,7 +9,6 @@ caller's memory with parts until the deadline.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +30,7 @@ from penstock.proto.rpc.tls import Renewing, diagnose
 from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 from penstock.proto.rpc.wire_errors import ERROR_KEY
 
-__all__ = ["Answer", "AuthenticatedCall", "Call", "Metadata", "Streams"]
+__all__ = ["Answer", "AuthenticatedCall", "Call", "Metadata"]
 
 SHOWN = 200
 """Largest number of characters that an error quotes from a server that has not proven that it knows the token."""
@@ -162,28 +161,3 @@ def _words(error: grpc.Call | grpc.aio.AioRpcError) -> str:
 
 def _found(trailing: Trailing, name: str) -> Any:
     return next((value for key, value in trailing or () if key == name), None)
-
-
-class Streams(grpc.UnaryStreamClientInterceptor):
-    """Interceptor that remembers the last streamed call of each thread, so that its metadata can be read. It must be
-    nearer to the network than OpenTelemetry's interceptor, which returns only the parts of an answer, and not the
-    call."""
-
-    def __init__(self) -> None:
-        self._of_thread = threading.local()
-
-    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        self._of_thread.call = continuation(client_call_details, request)
-        return self._of_thread.call
-
-    def initial(self) -> Trailing:
-        """Return the initial metadata of this thread's last streamed call."""
-        return self._of_thread.call.initial_metadata()  # type: ignore[no-any-return]
-
-    def trailing(self) -> Trailing:
-        """Return the trailing metadata of this thread's last streamed call."""
-        return self._of_thread.call.trailing_metadata()  # type: ignore[no-any-return]
-
-    def cancel(self) -> None:
-        """Cancel this thread's last streamed call, if it has not ended."""
-        self._of_thread.call.cancel()

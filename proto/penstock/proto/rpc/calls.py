@@ -30,8 +30,9 @@ from penstock.proto.errors import (
     ForkedProcessError,
     InvalidArgumentError,
     PenstockError,
+    malformed,
 )
-from penstock.proto.rpc.authenticated_calls import Answer, AuthenticatedCall, Call, Streams
+from penstock.proto.rpc.authenticated_calls import Answer, AuthenticatedCall, Call
 from penstock.proto.rpc.bounds.message_bounds import bytes_channel, parsed_reply
 from penstock.proto.rpc.bounds.reply_parts import (
     BlobParts,
@@ -40,7 +41,6 @@ from penstock.proto.rpc.bounds.reply_parts import (
     StateParts,
     ValueParts,
     blob_name,
-    receiving,
 )
 from penstock.proto.rpc.channel import CHUNK, REQUEST_MAX, Tls, connect, connect_aio
 from penstock.proto.rpc.wire_errors import answer_of
@@ -115,6 +115,13 @@ def answer_parts(answer: pb.StateAnswer, data: bytes) -> Iterator[pb.AnswerPart]
         yield pb.AnswerPart(data=piece)
 
 
+def _parsed_part(method: str, part: bytes) -> Any:
+    """Return a part of a reply. Raise ProtocolError for an empty one: a peer could send such parts without end."""
+    if not part:
+        raise malformed(f"{method}: a part of a reply must not be empty")
+    return parsed_reply(method, part)
+
+
 def _sendable(address: str, method: str, request: Any) -> Any:
     """Return the request. Raise InvalidArgumentError if it is larger than a coordinator accepts. gRPC would refuse such
     a request without a proof of the token, as if another server had answered."""
@@ -151,11 +158,10 @@ class CoordinatorClient(AuthenticatedCall):
         super().__init__(address, token, tls, deadline_s)
         self._owner = forks.OwnerProcess()
         forks.keep(self)
-        self._streams = Streams()
         self._open()
 
     def _open(self) -> None:
-        self._channel = connect(self.address, self._tls, self._streams)
+        self._channel = connect(self.address, self._tls)
         self._stub = CoordinatorStub(bytes_channel(self._channel))
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -213,16 +219,14 @@ class CoordinatorClient(AuthenticatedCall):
         def once(call: Call) -> Answer:
             parts = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)
             try:
-                with receiving(method) as count:
-                    for number, part in enumerate(parts):
-                        if not number:
-                            call.require_proof(self._streams.initial())
-                        count(len(part))
-                        take(parsed_reply(method, part))
+                for number, part in enumerate(parts):
+                    if not number:
+                        call.require_proof(parts.initial_metadata())
+                    take(_parsed_part(method, part))
             except PenstockError:
-                self._streams.cancel()
+                parts.cancel()
                 raise
-            return None, self._streams.trailing()
+            return None, parts.trailing_metadata()
 
         self._made(method, deadline_s, once)
 
@@ -411,13 +415,11 @@ class AsyncCoordinatorClient(AuthenticatedCall):
             made = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)
             believed = False
             try:
-                with receiving(method) as count:
-                    async for part in made:
-                        if not believed:
-                            call.require_proof(await made.initial_metadata())
-                            believed = True
-                        count(len(part))
-                        take(parsed_reply(method, part))
+                async for part in made:
+                    if not believed:
+                        call.require_proof(await made.initial_metadata())
+                        believed = True
+                    take(_parsed_part(method, part))
             except PenstockError:
                 made.cancel()
                 raise

@@ -22,7 +22,6 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from penstock.proto.errors import InvalidArgumentError, PenstockError, PortTakenError
-from penstock.proto.rpc import tracing
 from penstock.proto.rpc.addresses import (
     check_address,
     host_id,
@@ -35,7 +34,6 @@ from penstock.proto.rpc.auth_interceptor import SERVICE, AuthInterceptor
 from penstock.proto.rpc.connection_limits import Connections
 from penstock.proto.rpc.credentials.token_proof import TokenVerifier
 from penstock.proto.rpc.credentials.tokens import Tokens, read_token, read_tokens
-from penstock.proto.rpc.reflection import add_reflection
 from penstock.proto.rpc.tls import Renewing, Tls, load_tls
 from penstock.proto.rpc.version import PROTOCOL, VERSION
 from penstock.proto.rpc.wire_errors import METADATA_MAX, detail_of, error_of, translating
@@ -70,6 +68,10 @@ REQUEST_MAX = 4 * 1024 * 1024
 REPLY_MAX = 32 * 1024 * 1024
 """Largest reply in bytes that is accepted from the coordinator. The reply to a heartbeat has an assignment for each
 slot."""
+
+PENDING_MAX = 16_384
+"""Largest number of calls that gRPC keeps for the server's event loop, which takes them one by one. gRPC cancels more.
+A fleet of 10,000 workers may register at the same moment; each waiting call takes some 20 KiB."""
 
 RENEW_S = 2.0
 """Seconds between checks of the token file. A token that was removed from the file stays valid for at most this
@@ -134,6 +136,11 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # Limit for a connection with a proven token and no call (connection_limits.py ends connections without a token).
     # Daemons and training jobs always have a call under way; other callers reconnect by themselves.
     ("grpc.max_connection_idle_ms", 300_000),
+    # By default gRPC cancels calls, without a reason, when more than 1,000 wait: at random up to 3,000, and then all.
+    # With 1.74 so many seldom wait, because its poller reads no more; with 1.85 a state query to 1,000 workers lost
+    # answers.
+    ("grpc.server.max_pending_requests", PENDING_MAX),
+    ("grpc.server.max_pending_requests_hard_limit", PENDING_MAX),
     # With the default, a second coordinator on the same port would silently take half of the connections.
     ("grpc.so_reuseport", 0),
 )
@@ -153,9 +160,9 @@ def _options(tls: Tls | None) -> tuple[tuple[str, int | str], ...]:
     return (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls.expected("coordinator")))
 
 
-def connect(address: str, tls: Tls | None = None, *below: Any) -> grpc.Channel:
+def connect(address: str, tls: Tls | None = None) -> grpc.Channel:
     """Return a blocking channel to the coordinator, for calls.CoordinatorClient. The channel connects at the first
-    call. `below`: interceptors between OpenTelemetry's interceptor and the network.
+    call.
 
     Raises InvalidArgumentError if the address is invalid, UnsafeBindError if it is a Unix socket that another user
     controls, TlsError if `tls` has no CA.
@@ -163,10 +170,8 @@ def connect(address: str, tls: Tls | None = None, *below: Any) -> grpc.Channel:
     check_address(address)
     refuse_strangers(address)
     if tls is None:
-        channel = grpc.insecure_channel(address, options=_options(tls))
-    else:
-        channel = grpc.secure_channel(address, _credentials(tls), options=_options(tls))
-    return tracing.traced(grpc.intercept_channel(channel, *below))
+        return grpc.insecure_channel(address, options=_options(tls))
+    return grpc.secure_channel(address, _credentials(tls), options=_options(tls))
 
 
 def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
@@ -174,10 +179,9 @@ def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
     errors of `connect`."""
     check_address(address)
     refuse_strangers(address)
-    interceptors = tracing.aio_client_interceptors()
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=_options(tls), interceptors=interceptors)
-    return grpc.aio.secure_channel(address, _credentials(tls), options=_options(tls), interceptors=interceptors)
+        return grpc.aio.insecure_channel(address, options=_options(tls))
+    return grpc.aio.secure_channel(address, _credentials(tls), options=_options(tls))
 
 
 # ---------------------------------------------------------------------------------------------------------- server
@@ -239,11 +243,8 @@ async def server_aio(
     refuse_strangers(listen)
     if _answers(listen):
         raise PortTakenError(f"{listen} is in use by another process: choose another path")
-    server = grpc.aio.server(
-        handlers=(interceptor,), options=_SERVER_OPTIONS, interceptors=tracing.aio_server_interceptors()
-    )
+    server = grpc.aio.server(handlers=(interceptor,), options=_SERVER_OPTIONS)
     register(interceptor)
-    add_reflection(SERVICE, interceptor)
     status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, interceptor)
     await status.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)

@@ -6,7 +6,7 @@ from importlib import metadata as _package
 
 __all__ = ["PROTOCOL", "PROTOCOL_KEY", "VERSION", "VERSION_KEY"]
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Number of the control protocol (the calls between daemons, jobs and coordinator). Peers with another number are
 refused at their first call. Since protocol 2 a worker gets a key, with which it checks lane tickets, and no longer the
 ticket itself."""

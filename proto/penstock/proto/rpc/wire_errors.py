@@ -37,7 +37,7 @@ from penstock.proto.tracebacks import format_remote
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.telemetry.logs import LONGEST, plain
 
-__all__ = ["METADATA_MAX", "ErrorInterceptor", "abort", "answer_of", "cut", "detail_of", "error_of", "translating"]
+__all__ = ["METADATA_MAX", "abort", "answer_of", "cut", "detail_of", "error_of", "translating"]
 
 _Reply = TypeVar("_Reply")
 
@@ -203,17 +203,6 @@ async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
             if status.code() is not grpc.StatusCode.INTERNAL or status.trailing_metadata():
                 raise status from error
         raise
-
-
-class ErrorInterceptor(grpc.aio.StreamUnaryClientInterceptor):
-    """Interceptor that applies `answer_of` to calls whose request is a stream. It must be nearer to the network than
-    OpenTelemetry's interceptors. They return a call only after its end, when `answer_of` can no longer read the
-    status."""
-
-    async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-        call = await continuation(client_call_details, request_iterator)
-        await answer_of(call)
-        return call
 
 
 def _ended_with(call: Any) -> grpc.aio.AioRpcError:

@@ -8,28 +8,46 @@ The assignment is a module global, not a context variable, because input_fn may 
 with an empty context. A byte of shared memory records whether the assignment was read, because the process that reads
 the assignment is often a worker process that torch's DataLoader forked. If an input never reads its assignment, the
 runner warns, because every worker then streams the whole data set.
+
+Many loaders divide their samples by the assignment, and once more by torch's get_worker_info(). So the assignment that
+user code gets records which of its fields are read, and get_worker_info() answers by these fields (`Reads`). Penstock's
+own code reads `process_assignment()`, which records nothing.
 """
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import mmap
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import lru_cache
+from types import FrameType
+from typing import Any
 
-from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.errors import InputFnError, InvalidArgumentError
 
 __all__ = [
     "NEUTRAL",
+    "WORKER_INFO_TEXTS",
     "Assignment",
+    "Reads",
     "Seat",
+    "WorkerInfoAnswer",
     "assigned",
     "current_assignment",
+    "epoch_was_read",
     "exchange",
     "get_streaming_batch_size",
     "looked_at",
-    "mark_looked_at",
+    "mark_address",
+    "process_assignment",
+    "reads",
     "set_assignment",
+    "set_epoch",
     "stands_aside",
     "step_aside",
     "step_back",
@@ -54,6 +72,14 @@ class Assignment:
     in the same launch has the same number."""
 
     @property
+    def epoch(self) -> int:
+        """Number of the epoch that the worker makes, from 0; 0 inside input_fn. It is set anew before each `iter()` of
+        the loader, so read it in `__iter__`, and not in input_fn."""
+        global _epoch_was_read
+        _epoch_was_read = True
+        return _epoch
+
+    @property
     def global_worker_id(self) -> int:
         """Number of this worker among all workers of the run, in [0, total_num_workers): box * num_workers_per_box +
         slot."""
@@ -64,14 +90,150 @@ class Assignment:
         return self.num_boxes * self.num_workers_per_box
 
 
+class WorkerInfoAnswer(IntEnum):
+    """What torch's get_worker_info() answers to user code of a process. The numbers are those of `WorkerInfo` in
+    records.proto."""
+
+    NOT_ASKED = 0
+    OF_RUN = 1
+    """The worker's number among the workers of all boxes: user code has read no field that divides samples."""
+    OF_BOX = 2
+    """The worker's number among the workers of its box: user code has read only the box's number."""
+    NONE = 3
+    """None, as in a worker of cstorch: user code has read the worker's number."""
+
+
+WORKER_INFO_TEXTS: dict[int, str] = {
+    WorkerInfoAnswer.OF_RUN: (
+        "torch's get_worker_info() gives the loader the worker's number among all workers of the run, because the "
+        "loader does not read its box or worker number from current_assignment()"
+    ),
+    WorkerInfoAnswer.OF_BOX: (
+        "torch's get_worker_info() gives the loader the worker's number in its box, because the loader reads .box or "
+        ".num_boxes of current_assignment()"
+    ),
+    WorkerInfoAnswer.NONE: (
+        "torch's get_worker_info() returns None to the loader, because the loader reads its worker's number (.slot, "
+        ".num_workers_per_box, .global_worker_id or .total_num_workers of current_assignment())"
+    ),
+}
+"""What a log says about each answer, and the reason."""
+
+_OF_BOX = frozenset({"box", "num_boxes"})
+_OF_WORKER = frozenset({"slot", "num_workers_per_box", "global_worker_id", "total_num_workers"})
+_DIVIDING = _OF_BOX | _OF_WORKER
+"""Fields by which a loader divides its samples."""
+
+
+@dataclass
+class Reads:
+    """What user code of one worker has read: fields of its assignment, and torch's get_worker_info(), which answers by
+    these fields. An answer holds: a field that would change it must be read before."""
+
+    fields: set[str] = field(default_factory=set)
+    """Names of the fields in _DIVIDING that were read."""
+    asked: bool = False
+    """True if get_worker_info() was called."""
+    named_at: str = ""
+    """Place (file:line) of the first call of get_worker_info() that named the worker; "" = none."""
+    paused: bool = False
+    """True while the loader saves or loads a state: its numbers then tell whose the state is, and divide nothing."""
+
+    @property
+    def answer(self) -> WorkerInfoAnswer:
+        """Answer to user code that called get_worker_info()."""
+        return self.next_answer if self.asked else WorkerInfoAnswer.NOT_ASKED
+
+    @property
+    def next_answer(self) -> WorkerInfoAnswer:
+        """Answer to a call of get_worker_info() now."""
+        if self.fields & _OF_WORKER:
+            return WorkerInfoAnswer.NONE
+        return WorkerInfoAnswer.OF_BOX if self.fields else WorkerInfoAnswer.OF_RUN
+
+    def ask(self, caller: FrameType) -> WorkerInfoAnswer:
+        """Record a call of get_worker_info() by the code in the frame `caller`, and return the answer."""
+        answer = self.next_answer
+        if not self.paused:
+            self.asked = True
+            if answer is not WorkerInfoAnswer.NONE:
+                self.named_at = self.named_at or _place(caller)
+        return answer
+
+    def read(self, name: str, assignment: Assignment, caller: FrameType) -> None:
+        """Record that the code in the frame `caller` reads the field `name` of `assignment`.
+
+        Raises InputFnError if get_worker_info() has given an answer that this read would change.
+        """
+        if name in self.fields or self.paused:
+            return
+        of_worker = name in _OF_WORKER
+        if self.named_at and (of_worker or not (self.fields or assignment.num_boxes == 1)):
+            then = "None" if of_worker else "the worker's number in its box"
+            raise InputFnError(
+                f"{_place(caller)} reads .{name} of current_assignment() after get_worker_info(), at {self.named_at}, "
+                f"has named this worker; samples that are divided by both are lost. Read .{name} first, in input_fn "
+                f"(get_worker_info() then returns {then}), or divide by get_worker_info() alone"
+            )
+        self.fields.add(name)
+
+
+def _place(frame: FrameType | None) -> str:
+    """Return "file:line" of the innermost frame that is not of the module dataclasses."""
+    while frame is not None and frame.f_code.co_filename == dataclasses.__file__:
+        frame = frame.f_back
+    return "unknown" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class _Watched(Assignment):
+    """Assignment for user code: it records in the process's `Reads` which of its fields are read. To print, compare,
+    hash, copy or pickle it is no read."""
+
+    def __init__(self, plain: Assignment | None = None, **fields: Any) -> None:
+        """Wrap `plain`, or with dataclasses.replace() an assignment with these fields."""
+        object.__setattr__(self, "_plain", Assignment(**fields) if plain is None else plain)
+
+    def __getattribute__(self, name: str) -> Any:
+        plain = _plain(self)
+        if name in _DIVIDING:
+            _reads.read(name, plain, sys._getframe(1))
+        elif name == "__dict__":
+            for each in _DIVIDING:
+                _reads.read(each, plain, sys._getframe(1))
+            return dict(vars(plain))
+        return object.__getattribute__(self, name) if name.startswith("__") else getattr(plain, name)
+
+    def __repr__(self) -> str:
+        return repr(_plain(self))
+
+    def __eq__(self, other: object) -> bool:
+        return _plain(self) == (_plain(other) if isinstance(other, _Watched) else other)
+
+    def __hash__(self) -> int:
+        return hash(_plain(self))
+
+    def __reduce__(self) -> tuple[type[_Watched], tuple[Assignment]]:
+        return _Watched, (_plain(self),)
+
+
+def _plain(watched: _Watched) -> Assignment:
+    plain: Assignment = object.__getattribute__(watched, "_plain")
+    return plain
+
+
+_watched = lru_cache(maxsize=64)(_Watched)
+
 NEUTRAL = Assignment(box=0, num_boxes=1, slot=0, num_workers_per_box=1, seed=0, first_step=1)
 """Assignment of code that runs outside a worker: worker 0 of 1, with seed 0."""
 
 _current = NEUTRAL
+_epoch = 0
+_epoch_was_read = False
 _alone = replace(NEUTRAL)
 """Assignment of code that must not divide its data (see `step_aside`): the only worker. It is a copy, because NEUTRAL
 itself means "outside a run"."""
 _looked = mmap.mmap(-1, 1)  # shared with forked children
+_reads = Reads()
 
 
 def current_assignment() -> Assignment:
@@ -79,9 +241,23 @@ def current_assignment() -> Assignment:
     and the run's seed. Outside a worker, return the assignment of worker 0 of 1, with seed 0.
 
     To divide data inside input_fn: `data[a.global_worker_id :: a.total_num_workers]` with `a = current_assignment()`.
+    torch's get_worker_info() then returns None, so that code which asks for it too does not divide the data again. If
+    only `a.box` or `a.num_boxes` is read, it gives the worker's number among the workers of this box.
     """
     _looked[0] = 1
+    return _current if _current is NEUTRAL or _current is _alone else _watched(_current)
+
+
+def process_assignment() -> Assignment:
+    """Return the same assignment as `current_assignment`, for code of Penstock: fields that are read do not change the
+    answer of torch's get_worker_info()."""
+    _looked[0] = 1
     return _current
+
+
+def reads() -> Reads:
+    """Return what user code of the present worker has read."""
+    return _reads
 
 
 def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None = None) -> int:
@@ -105,7 +281,7 @@ def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None 
         raise TypeError(
             f"effective_batch_size must be an integer, got {effective_batch_size!r}: pass the number of rows"
         )
-    here = current_assignment()
+    here = process_assignment()
     if effective_batch_size < here.num_boxes:
         raise InvalidArgumentError(
             f"effective_batch_size must be >= the number of boxes ({here.num_boxes}), got {effective_batch_size}: "
@@ -121,35 +297,49 @@ def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None 
 
 
 def set_assignment(assignment: Assignment) -> None:
-    """Set this process's assignment, and mark it as not read. A runner calls this before input_fn."""
-    global _current, _looked
-    _current = assignment
+    """Set this process's assignment, and mark it as not read. A runner calls this before input_fn. What user code has
+    read before still counts for get_worker_info(), because the user's modules are imported only once."""
+    global _current, _looked, _epoch_was_read
+    _current, _epoch_was_read = assignment, False
     _looked = mmap.mmap(-1, 1)  # a new one: the fork server's is shared by all of its children
+
+
+def set_epoch(epoch: int) -> None:
+    """Set the number of the epoch that this process makes."""
+    global _epoch
+    _epoch = epoch
+
+
+def epoch_was_read() -> bool:
+    """Return whether user code of this process has read `Assignment.epoch`."""
+    return _epoch_was_read
 
 
 @contextmanager
 def assigned(assignment: Assignment) -> Iterator[None]:
     """Set an assignment inside a block. After the block, the previous assignment and its mark (read or not) are
     restored."""
-    global _current, _looked
-    before = _current, _looked
+    global _current, _looked, _reads
+    before = _current, _looked, _reads
     set_assignment(assignment)
+    _reads = Reads()
     try:
         yield
     finally:
-        _current, _looked = before
+        _current, _looked, _reads = before
 
 
-Seat = tuple[Assignment, mmap.mmap]
-"""Assignment of one of several workers in a process, and the shared byte that records whether it was read."""
+Seat = tuple[Assignment, mmap.mmap, Reads]
+"""Assignment of one of several workers in a process, the shared byte that records whether it was read, and what was
+read."""
 
 
 def exchange(seat: Seat | None) -> Seat:
     """Set the assignment of another worker, for a process that runs several workers in turn. `seat`: what an earlier
     call returned for that worker; None: the worker has no assignment yet. Return the seat of the previous worker."""
-    global _current, _looked
-    before = _current, _looked
-    _current, _looked = seat if seat is not None else (NEUTRAL, mmap.mmap(-1, 1))
+    global _current, _looked, _reads
+    before = _current, _looked, _reads
+    _current, _looked, _reads = seat if seat is not None else (NEUTRAL, mmap.mmap(-1, 1), Reads())
     return before
 
 
@@ -183,7 +373,6 @@ def looked_at() -> bool:
     return _looked[0] == 1
 
 
-def mark_looked_at() -> None:
-    """Mark the assignment as read. For code that learns the worker's number in another way, such as torch's
-    get_worker_info()."""
-    _looked[0] = 1
+def mark_address() -> int:
+    """Return the address of the shared memory that holds the mark."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(_looked))

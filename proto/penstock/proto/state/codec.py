@@ -434,7 +434,8 @@ def _unpack_tensor(node: list[Node], source: _Source, depth: int) -> torch.Tenso
     dtype, shape = _TENSOR_DTYPES[node[1]], [_size(dim) for dim in node[2:]]
     size = math.prod(shape) * dtype.itemsize
     start = source.take(size)
-    if dtype is torch.complex32:  # torch.empty warns that this dtype is experimental; the reader did not choose it
+    # torch.empty warns that the type is experimental, which the reader did not choose
+    if dtype.is_complex and dtype.itemsize == 4:
         out = torch.empty(size, dtype=torch.uint8, device="cpu").view(dtype).view(shape)
     else:
         out = torch.empty(shape, dtype=dtype, device="cpu")
@@ -486,7 +487,7 @@ _STR = frozenset({str})
 _SORTED = frozenset({str, int, bool, bytes})
 _NUMBERS = {int: (("I", "<u4"), ("q", "<i8")), float: (("d", "<f8"),)}
 # Not times in steps of 0 units, "<M8[0s]": numpy takes them, and divides by that 0 (SIGFPE) when they meet others.
-_NUMPY_SPEC = re.compile(r"[<>|](?:[biufcSUV]\d{1,10}|[mM]8(?:\[(?:[1-9]\d{0,9})?[a-zA-Z]{1,2}\])?|[qQ])", re.ASCII)
+_NUMPY_SPEC = re.compile(r"[<>|](?:[biufcSUV]\d{1,9}|[mM]8(?:\[(?:[1-9]\d{0,9})?[a-zA-Z]{1,2}\])?|[qQ])", re.ASCII)
 
 _DTYPES = {str(dtype)[6:]: dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _TENSOR_DTYPES = {name: dtype for name, dtype in _DTYPES.items() if not name.startswith(("qint", "quint"))}

@@ -26,6 +26,7 @@ __all__ = [
     "Node",
     "damaged_state",
     "opened",
+    "with_bytes",
 ]
 
 FORMAT_VERSION = 1
@@ -123,6 +124,22 @@ def opened(
     except Exception as error:  # the checksum matches, so another program or an attacker made these bytes
         raise _damaged(f"an encoded state cannot be decoded: {type(error).__name__}: {error}") from error
     return value
+
+
+def with_bytes(data: bytes, name: str, added: bytes) -> bytes:
+    """Return the envelope of a dict with the entry `name` more, whose value is the bytes `added`. No other value of the
+    dict is decoded. Raises the errors of `opened`."""
+
+    def with_entry(tree: Node, source: EnvelopeReader) -> tuple[Node, bytes]:
+        start, source.position = source.position, source.end
+        return {**tree, name: {"$": ["bytes", len(added)]}}, bytes(source.view[start : source.end])
+
+    tree, blobs = opened(data, EnvelopeReader, with_entry)
+    text = json.dumps(tree, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    text += b" " * (-len(text) % ALIGN)
+    blobs += added + bytes(-len(added) % ALIGN)
+    content = HEADER.pack(MAGIC, FORMAT_VERSION, 0, len(text), len(blobs)) + text + blobs
+    return content + xxhash.xxh3_64_digest(content)
 
 
 def damaged_state(what: str, error: Exception) -> StateCorruptError:

@@ -80,17 +80,17 @@ def capture_rng() -> bytes:
     return body + xxhash.xxh3_64_digest(body)
 
 
-def torch_rng_state() -> torch.Tensor:
-    """Return the state of torch's CPU generator: the result of torch.get_rng_state(), called without garbage
-    collection.
+def torch_rng_state(generator: torch.Generator | None = None) -> torch.Tensor:
+    """Return the state of one of torch's CPU generators (None: the global one): the result of get_state(), called
+    without garbage collection.
 
-    torch.get_rng_state() holds the generator's lock while it makes a Python object. If garbage collection then ran a
-    finalizer that also uses the generator, the thread would deadlock.
+    get_state() holds the generator's lock while it makes a Python object. If garbage collection then ran a finalizer
+    that also uses the generator, the thread would deadlock.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
-        return torch.get_rng_state()
+        return torch.get_rng_state() if generator is None else generator.get_state()
     finally:
         if collects:
             gc.enable()

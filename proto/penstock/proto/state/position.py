@@ -28,17 +28,30 @@ from xxhash import xxh3_64_intdigest
 
 from penstock.proto.batch.digest import MASK
 from penstock.proto.errors import SAME_RELEASE, EmptyInputError, InvalidArgumentError, PenstockError, ProtocolError
+from penstock.proto.state.epoch_labels import label_of, labels_in, to_messages
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["EPOCHS_AHEAD", "MOST", "Position", "advance", "chain_at"]
+__all__ = ["EPOCHS_AHEAD", "MOST", "Position", "advance", "chain_at", "link_between", "linked"]
 
 MOST = 1 << 62
 """Largest step, epoch or count that a position may have, so that sums still fit into 64 bits."""
 EPOCHS_AHEAD = 64
 """Largest number of epochs by which a worker may be ahead of the loop. Without this limit a worker with an empty input
 would send ends of epochs without pause. Other workers never reach the limit, because the ring has too few entries."""
+_FACTOR = 0x9E3779B97F4A7C15
 _pack_link = struct.Struct("<QQ").pack
 _pack_step = struct.Struct("<Q").pack
+
+
+def linked(chain: int, digest: int) -> int:
+    """Return the chain of a slot in its epoch, extended by the digest of the next batch: chain * an odd number +
+    digest, modulo 2^64. The chain of no batch is 0."""
+    return (chain * _FACTOR + digest) & MASK
+
+
+def link_between(before: int, after: int) -> int:
+    """Return what was linked to the chain `before` to make it `after`."""
+    return (after - before * _FACTOR) & MASK
 
 
 def _linked(chain: int | None, digest: int | None) -> int | None:
@@ -80,6 +93,11 @@ class Position:
     first: int | None = field(default=None, compare=False)
     """Slot with which this epoch began, if the rotation continues across epochs; None: each epoch begins with slot
     0."""
+    slot_chains: tuple[int, ...] = field(default=(), compare=False)
+    """For each slot, the chain of its batches in this epoch (`linked`), at the position at which a box starts. Empty
+    elsewhere: it does not move with the position."""
+    labels: dict[int, int] = field(default_factory=dict, compare=False)
+    """Labels of epochs (epoch_labels.py)."""
     ended_before: bool = field(default=False, compare=False)
     """True if the last epoch that ended had no batch, and no abandoned epoch since had one; see `exhaust`."""
 
@@ -107,7 +125,8 @@ class Position:
             self.chain,
             self.by_rows,
             self.first,
-            self.ended_before,
+            labels=dict(self.labels),
+            ended_before=self.ended_before,
         )
 
     def carry(self) -> None:
@@ -115,6 +134,11 @@ class Position:
         0."""
         if self.first is None:
             self.first = 0
+
+    @property
+    def label(self) -> int:
+        """Number of the epoch that user code of a pure loader sees."""
+        return label_of(self.labels, self.epoch)
 
     @property
     def turn(self) -> int:
@@ -176,6 +200,7 @@ class Position:
             chain=self.chain,
             by_rows=self.by_rows,
             first=self.first,
+            labels=to_messages(self.labels),
         )
 
     @classmethod
@@ -206,6 +231,8 @@ class Position:
             message.chain if message.HasField("chain") else None,
             message.by_rows,
             message.first if message.HasField("first") else None,
+            tuple(slot.chain for slot in message.slots),
+            labels_in(message.labels),
         )
         count = len(position.total)
         if not position.live or sorted(set(position.live)) != position.live or position.live[-1] >= count:

@@ -24,6 +24,8 @@ __all__ = [
     "WorkerContext",
     "by_own_methods",
     "get_worker_state",
+    "is_pure",
+    "is_vouched",
     "state_methods",
     "takes_strict",
     "worker_state",
@@ -43,12 +45,12 @@ class RestartableDataLoader(Protocol):
 
     The class may have three more attributes, all of them optional:
 
-    loads_own_state = True: load_state_dict also accepts what `state_dict` returned on the same worker. A runner (the
-    process that runs the loader) that is lost is then replaced from a verified state, and not by replay from the start
-    of the launch.
+    loads_own_state = True: load_state_dict also accepts what `state_dict` returned on the same worker. Each epoch is
+    then made in a process of its own, and a runner (the process that runs the loader) that is lost is replaced within
+    the epoch, and not by replay from the start of the launch.
 
     exact_states = True: a loader that loads a state then makes exactly the batches that followed the state, across
-    epochs too, with the same random numbers. States are then verified only once, at the beginning of a run.
+    epochs too, with the same random numbers. One object is then kept over all epochs, and any of its states is used.
 
     advance_state(state_dict, batches): a static method that returns the state `batches` batches later in the same
     epoch. A state between two snapshots is then computed without making a batch. Use it only if making batches does not
@@ -177,6 +179,17 @@ def by_own_methods(capabilities: records_pb2.LoaderCapabilities) -> bool:
     """Return whether the loader loads only results of its own deaggregate_state_dict, and not what its state_dict
     returned."""
     return capabilities.state_methods == 4 and not capabilities.loads_own_state
+
+
+def is_pure(capabilities: records_pb2.LoaderCapabilities) -> bool:
+    """Return whether each epoch of the loader is made by itself, as a function of its number: the loader neither
+    vouches for its states nor resumes by its own four methods only."""
+    return not (capabilities.exact_states or by_own_methods(capabilities))
+
+
+def is_vouched(capabilities: records_pb2.LoaderCapabilities) -> bool:
+    """Return whether any state that the loader's state_dict returned is a restart point, also in a later epoch."""
+    return capabilities.exact_states and not by_own_methods(capabilities)
 
 
 def takes_strict(loader: object) -> bool:

@@ -14,18 +14,24 @@ SHARE = 0.01
 
 
 class SnapshotCadence:
-    """Schedule of snapshots, according to the duration of the last one. Times are seconds of the monotonic clock."""
+    """Schedule of snapshots, according to the duration of the last one. Times are seconds of the monotonic clock.
 
-    def __init__(self) -> None:
+    every_s: smallest number of seconds between two snapshots, and before the first.
+    """
+
+    def __init__(self, every_s: float = 0.0) -> None:
+        self._every_s = every_s
         self.stopped = False
         """True once no more snapshots can be taken, because the loader has no state or cannot return it."""
-        self._next = 0.0
-        self._taken = 0
+        self._next = time.monotonic() + every_s
 
     def due(self, now: float) -> bool:
-        """Return whether a snapshot is to be taken now. The first two are due at once, whatever they cost, so that the
-        verification of snapshots can begin early."""
-        return not self.stopped and (now >= self._next or self._taken < 2)
+        """Return whether a snapshot is to be taken now."""
+        return not self.stopped and now >= self._next
+
+    def hasten(self) -> None:
+        """Let the next snapshot be due now."""
+        self._next = 0.0
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -33,5 +39,4 @@ class SnapshotCadence:
         started = time.monotonic()
         yield
         ended = time.monotonic()
-        self._taken += 1
-        self._next = ended + (ended - started) * (1 / SHARE - 1)
+        self._next = ended + max(self._every_s, (ended - started) * (1 / SHARE - 1))

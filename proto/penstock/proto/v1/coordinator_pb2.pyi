@@ -140,6 +140,7 @@ class OpenRunRequest(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
+    RESTART_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Penstock's version, for messages"""
     job: _builtins.str
@@ -170,6 +171,10 @@ class OpenRunRequest(_message.Message):
     def start(self) -> _records_pb2.BoxPosition:
         """position at which this box starts"""
 
+    @_builtins.property
+    def restart(self) -> _records_pb2.Restart:
+        """set by the coordinator: where runners of this box start from now on"""
+
     def __init__(
         self,
         *,
@@ -187,10 +192,11 @@ class OpenRunRequest(_message.Message):
         seed: _builtins.int = ...,
         resume: _records_pb2.Resume | None = ...,
         start: _records_pb2.BoxPosition | None = ...,
+        restart: _records_pb2.Restart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["loader", b"loader", "resume", b"resume", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["loader", b"loader", "restart", b"restart", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_key", b"attempt_key", "box", b"box", "client_id", b"client_id", "has_seed", b"has_seed", "host_id", b"host_id", "job", b"job", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "ordinal", b"ordinal", "resume", b"resume", "seed", b"seed", "start", b"start", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_key", b"attempt_key", "box", b"box", "client_id", b"client_id", "has_seed", b"has_seed", "host_id", b"host_id", "job", b"job", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "ordinal", b"ordinal", "restart", b"restart", "resume", b"resume", "seed", b"seed", "start", b"start", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -374,6 +380,7 @@ class WatchRunRequest(_message.Message):
     FENCE_KEY_FIELD_NUMBER: _builtins.int
     EPOCH_STARTS_FIELD_NUMBER: _builtins.int
     OMITS_EPOCH_STARTS_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
     FENCE_TAKEN_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
@@ -409,7 +416,9 @@ class WatchRunRequest(_message.Message):
     earlier watches reported epoch starts that are not in this one
     """
     fence_taken: _builtins.int
-    """with `fence_key`: the last step that the box had taken, or was taking, when it"""
+    """all slots may restart there (loaders with four methods), until a watch is answered
+    with `fence_key`: the last step that the box had taken, or was taking, when it
+    """
     @_builtins.property
     def delivered(self) -> _records_pb2.BoxPosition:
         """position of the training loop right after its last step; empty before the first"""
@@ -436,6 +445,10 @@ class WatchRunRequest(_message.Message):
     def epoch_starts(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.BoxPosition]:
         """positions at which the box began epochs, oldest first, that no answered"""
 
+    @_builtins.property
+    def restarts(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.Restart]:
+        """from box 0 only: position and state of each box at the newest step that was saved, if"""
+
     def __init__(
         self,
         *,
@@ -459,11 +472,12 @@ class WatchRunRequest(_message.Message):
         fence_key: _builtins.str = ...,
         epoch_starts: _abc.Iterable[_records_pb2.BoxPosition] | None = ...,
         omits_epoch_starts: _builtins.bool = ...,
+        restarts: _abc.Iterable[_records_pb2.Restart] | None = ...,
         fence_taken: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delivered", b"delivered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "attempt", b"attempt", "box", b"box", "client_id", b"client_id", "commit_mark", b"commit_mark", "delivered", b"delivered", "epoch_ended", b"epoch_ended", "epoch_starts", b"epoch_starts", "fence_key", b"fence_key", "fence_taken", b"fence_taken", "hold_s", b"hold_s", "imbalance", b"imbalance", "lease_s", b"lease_s", "omits_epoch_starts", b"omits_epoch_starts", "run", b"run", "seen_version", b"seen_version", "sources", b"sources", "unreachable", b"unreachable", "waited_by_slot_s", b"waited_by_slot_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "attempt", b"attempt", "box", b"box", "client_id", b"client_id", "commit_mark", b"commit_mark", "delivered", b"delivered", "epoch_ended", b"epoch_ended", "epoch_starts", b"epoch_starts", "fence_key", b"fence_key", "fence_taken", b"fence_taken", "hold_s", b"hold_s", "imbalance", b"imbalance", "lease_s", b"lease_s", "omits_epoch_starts", b"omits_epoch_starts", "restarts", b"restarts", "run", b"run", "seen_version", b"seen_version", "sources", b"sources", "unreachable", b"unreachable", "waited_by_slot_s", b"waited_by_slot_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -584,26 +598,36 @@ Global___AbandonedEpoch: _TypeAlias = AbandonedEpoch  # noqa: Y015
 
 @_typing.final
 class BoxEnd(_message.Message):
-    """Box that takes no further step for now: its epoch is over, or the box has closed."""
+    """Box that takes no further step for now, because its epoch is over or it has closed; or box that is in another epoch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BOX_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    GOES_ON_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
     box: _builtins.int
     step: _builtins.int
     """its last step"""
+    goes_on: _builtins.bool
+    """it is in another epoch"""
+    label: _builtins.int
+    """what it calls the epoch in which the asking box is, if that is another number; absent:"""
     def __init__(
         self,
         *,
         box: _builtins.int = ...,
         step: _builtins.int = ...,
+        goes_on: _builtins.bool = ...,
+        label: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_label", b"_label", "label", b"label"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_label", b"_label", "box", b"box", "goes_on", b"goes_on", "label", b"label", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__label: _TypeAlias = _typing.Literal["label"]  # noqa: Y015
+    _WhichOneofArgType__label: _TypeAlias = _typing.Literal["_label", b"_label"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__label) -> _WhichOneofReturnType__label | None: ...
 
 Global___BoxEnd: _TypeAlias = BoxEnd  # noqa: Y015
 
@@ -625,7 +649,7 @@ class WatchRunReply(_message.Message):
     missing_slots: _builtins.int
     """slots of this box without a worker"""
     wall_s: _builtins.float
-    """collective
+    """collective; and a box that is in another epoch than this one
     the coordinator's clock, seconds since the epoch
     """
     heartbeat_s: _builtins.float
@@ -794,6 +818,7 @@ class WorkerRecord(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     NEXT_DIGEST_FIELD_NUMBER: _builtins.int
     NEXT_EPOCH_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
     local_worker_id: _builtins.int
     """number of the slot in its box"""
     num_workers_per_box: _builtins.int
@@ -812,6 +837,8 @@ class WorkerRecord(_message.Message):
     """digest of the batch after that; 0 = unknown"""
     next_epoch: _builtins.bool
     """next_digest is of the next epoch's first batch"""
+    chain: _builtins.int
+    """hash over the slot's batches of this epoch, up to the step; 0 = none, or not known"""
     @_builtins.property
     def capabilities(self) -> _records_pb2.LoaderCapabilities: ...
     def __init__(
@@ -830,10 +857,11 @@ class WorkerRecord(_message.Message):
         digest: _builtins.int = ...,
         next_digest: _builtins.int = ...,
         next_epoch: _builtins.bool = ...,
+        chain: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "capabilities", b"capabilities", "digest", b"digest", "epoch", b"epoch", "local_worker_id", b"local_worker_id", "next_digest", b"next_digest", "next_epoch", b"next_epoch", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "samples_streamed", b"samples_streamed", "state_bytes", b"state_bytes", "step", b"step", "worker_step", b"worker_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "capabilities", b"capabilities", "chain", b"chain", "digest", b"digest", "epoch", b"epoch", "local_worker_id", b"local_worker_id", "next_digest", b"next_digest", "next_epoch", b"next_epoch", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "samples_streamed", b"samples_streamed", "state_bytes", b"state_bytes", "step", b"step", "worker_step", b"worker_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -847,7 +875,10 @@ class StatePart(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    ANEW_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
+    anew: _builtins.bool
+    """only for a caller with `packs`: forget what was sent. The run's loaders were started"""
     @_builtins.property
     def record(self) -> Global___WorkerRecord: ...
     @_builtins.property
@@ -865,10 +896,11 @@ class StatePart(_message.Message):
         data: _builtins.bytes = ...,
         position: _records_pb2.BoxPosition | None = ...,
         parts: _abc.Iterable[Global___StatePart] | None = ...,
+        anew: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "parts", b"parts", "position", b"position", "record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anew", b"anew", "data", b"data", "parts", b"parts", "position", b"position", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -989,6 +1021,8 @@ class SlotReport(_message.Message):
     BATCH_CPU_S_FIELD_NUMBER: _builtins.int
     START_STAGE_FIELD_NUMBER: _builtins.int
     BATCH_DELAY_S_FIELD_NUMBER: _builtins.int
+    FIRSTS_FIELD_NUMBER: _builtins.int
+    WORKED_S_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     box: _builtins.int
@@ -1016,10 +1050,12 @@ class SlotReport(_message.Message):
     """seconds that the runner took for a batch lately, without waits for a free ring"""
     migrated: _builtins.bool
     """entry; 0 = not known
-    the target worker's snapshot is durable: see WorkerAssignment.prepare_migration
+    the target worker's snapshot is durable: see WorkerAssignment.prepare_migration.
     """
     start_queue_position: _builtins.int
-    """of its runner in the worker's queue of starts, from 1; 0 = not queued"""
+    """Of the target: it has replayed up to `produced`
+    of its runner in the worker's queue of starts, from 1; 0 = not queued
+    """
     start_queue_length: _builtins.int
     """with `start_queue_position`: runners in the worker's queue of starts"""
     batch_cpu_s: _builtins.float
@@ -1027,6 +1063,8 @@ class SlotReport(_message.Message):
     start_stage: Global___StartStage.ValueType
     batch_delay_s: _builtins.float
     """part of a batch's time in which the runner waited for a processor; 0 = not known"""
+    worked_s: _builtins.float
+    """seconds that the runner has worked, on its replay too: a replay would take as long"""
     @_builtins.property
     def capabilities(self) -> _records_pb2.LoaderCapabilities: ...
     @_builtins.property
@@ -1038,6 +1076,10 @@ class SlotReport(_message.Message):
         """killed it before its second batch
         with `lost`: position of the batch that the runner was making, with the `count`
         """
+
+    @_builtins.property
+    def firsts(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.FirstBatch]:
+        """with `lost` or `migrated`: of the epochs from the loop's on, oldest first"""
 
     def __init__(
         self,
@@ -1066,10 +1108,12 @@ class SlotReport(_message.Message):
         batch_cpu_s: _builtins.float = ...,
         start_stage: Global___StartStage.ValueType = ...,
         batch_delay_s: _builtins.float = ...,
+        firsts: _abc.Iterable[_records_pb2.FirstBatch] | None = ...,
+        worked_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "error", b"error", "making", b"making"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batch_cpu_s", b"batch_cpu_s", "batch_delay_s", b"batch_delay_s", "batch_s", b"batch_s", "batches_per_s", b"batches_per_s", "box", b"box", "capabilities", b"capabilities", "delivered", b"delivered", "doing", b"doing", "error", b"error", "generation", b"generation", "lost", b"lost", "making", b"making", "migrated", b"migrated", "outgrown", b"outgrown", "phase", b"phase", "produced", b"produced", "recycle", b"recycle", "run", b"run", "slot", b"slot", "stack", b"stack", "start_queue_length", b"start_queue_length", "start_queue_position", b"start_queue_position", "start_stage", b"start_stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batch_cpu_s", b"batch_cpu_s", "batch_delay_s", b"batch_delay_s", "batch_s", b"batch_s", "batches_per_s", b"batches_per_s", "box", b"box", "capabilities", b"capabilities", "delivered", b"delivered", "doing", b"doing", "error", b"error", "firsts", b"firsts", "generation", b"generation", "lost", b"lost", "making", b"making", "migrated", b"migrated", "outgrown", b"outgrown", "phase", b"phase", "produced", b"produced", "recycle", b"recycle", "run", b"run", "slot", b"slot", "stack", b"stack", "start_queue_length", b"start_queue_length", "start_queue_position", b"start_queue_position", "start_stage", b"start_stage", "worked_s", b"worked_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1134,6 +1178,8 @@ class StateRequest(_message.Message):
     ABANDONED_FIELD_NUMBER: _builtins.int
     ABANDONED_FROM_FIELD_NUMBER: _builtins.int
     MIXTURE_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    AT_END_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     run: _builtins.str
     attempt: _builtins.int
@@ -1150,6 +1196,8 @@ class StateRequest(_message.Message):
     """answer with the digests of the batches after this total, up to the position's"""
     abandoned_from: _builtins.int
     """`abandoned` is complete from this epoch on; earlier epochs are no longer known"""
+    at_end: _builtins.bool
+    """a box's loop has taken its epoch to the end at this step: this slot's end may follow"""
     @_builtins.property
     def position(self) -> _records_pb2.SlotPosition:
         """position of the slot at the step, by the ends of epochs known so far"""
@@ -1161,6 +1209,10 @@ class StateRequest(_message.Message):
     @_builtins.property
     def mixture(self) -> Global___MixtureTrial:
         """instead of a state: try a change of the mixture; the answer's data is a MixturePlan"""
+
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.EpochLabel]:
+        """labels that the loop has given to epochs up to the position's"""
 
     def __init__(
         self,
@@ -1180,10 +1232,12 @@ class StateRequest(_message.Message):
         abandoned: _abc.Iterable[_records_pb2.EpochEnd] | None = ...,
         abandoned_from: _builtins.int = ...,
         mixture: Global___MixtureTrial | None = ...,
+        labels: _abc.Iterable[_records_pb2.EpochLabel] | None = ...,
+        at_end: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["mixture", b"mixture", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "abandoned_from", b"abandoned_from", "aggregate_blob", b"aggregate_blob", "attempt", b"attempt", "box", b"box", "deadline_s", b"deadline_s", "digests_after", b"digests_after", "epoch", b"epoch", "generation", b"generation", "mixture", b"mixture", "position", b"position", "request", b"request", "run", b"run", "slot", b"slot", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "abandoned_from", b"abandoned_from", "aggregate_blob", b"aggregate_blob", "at_end", b"at_end", "attempt", b"attempt", "box", b"box", "deadline_s", b"deadline_s", "digests_after", b"digests_after", "epoch", b"epoch", "generation", b"generation", "labels", b"labels", "mixture", b"mixture", "position", b"position", "request", b"request", "run", b"run", "slot", b"slot", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1323,6 +1377,7 @@ class SnapshotHeader(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     EPOCH_START_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    FIRSTS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     box: _builtins.int
@@ -1338,6 +1393,10 @@ class SnapshotHeader(_message.Message):
     """taken at the start of an epoch, not within it"""
     step: _builtins.int
     """the box's step on which the state depends; 0 = it depends on none"""
+    @_builtins.property
+    def firsts(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.FirstBatch]:
+        """in the first header of a reply: made by the slot's earlier runners"""
+
     def __init__(
         self,
         *,
@@ -1353,10 +1412,11 @@ class SnapshotHeader(_message.Message):
         samples: _builtins.int = ...,
         epoch_start: _builtins.bool = ...,
         step: _builtins.int = ...,
+        firsts: _abc.Iterable[_records_pb2.FirstBatch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "delivered", b"delivered", "epoch", b"epoch", "epoch_start", b"epoch_start", "generation", b"generation", "run", b"run", "samples", b"samples", "size", b"size", "slot", b"slot", "step", b"step", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "delivered", b"delivered", "epoch", b"epoch", "epoch_start", b"epoch_start", "firsts", b"firsts", "generation", b"generation", "run", b"run", "samples", b"samples", "size", b"size", "slot", b"slot", "step", b"step", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1462,6 +1522,7 @@ class StateAnswer(_message.Message):
     ENDS_FIELD_NUMBER: _builtins.int
     NEXT_DIGEST_FIELD_NUMBER: _builtins.int
     NEXT_EPOCH_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     worker: _builtins.str
     session: _builtins.str
@@ -1479,6 +1540,8 @@ class StateAnswer(_message.Message):
     """digest of the batch after the position; 0 = unknown"""
     next_epoch: _builtins.bool
     """next_digest is of the next epoch's first batch"""
+    chain: _builtins.int
+    """hash over the slot's batches of the epoch, up to the position; 0 = none, or unknown"""
     @_builtins.property
     def error(self) -> _records_pb2.ErrorDetail: ...
     @_builtins.property
@@ -1510,10 +1573,11 @@ class StateAnswer(_message.Message):
         ends: _abc.Iterable[_records_pb2.EpochEnd] | None = ...,
         next_digest: _builtins.int = ...,
         next_epoch: _builtins.bool = ...,
+        chain: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "digest", b"digest", "digests", b"digests", "digests_after", b"digests_after", "ended", b"ended", "ended_epoch", b"ended_epoch", "ended_total", b"ended_total", "ends", b"ends", "error", b"error", "next_digest", b"next_digest", "next_epoch", b"next_epoch", "request", b"request", "samples_streamed", b"samples_streamed", "session", b"session", "state_bytes", b"state_bytes", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "chain", b"chain", "digest", b"digest", "digests", b"digests", "digests_after", b"digests_after", "ended", b"ended", "ended_epoch", b"ended_epoch", "ended_total", b"ended_total", "ends", b"ends", "error", b"error", "next_digest", b"next_digest", "next_epoch", b"next_epoch", "request", b"request", "samples_streamed", b"samples_streamed", "session", b"session", "state_bytes", b"state_bytes", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

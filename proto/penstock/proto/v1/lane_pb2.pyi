@@ -13,10 +13,11 @@ is not read.
   frame  u8 kind, u8 codec, u8 flags, x, u32 ring, u32 entry, u32 structure, u32 abandons, u32 size,
          u64 total, u64 epoch, u64 nbytes, u64 digest, u64 wire; the rest: bytes up to the frame's end
   ack    u8 close, x, x, x, u32 count of numbers in released, u32 count of numbers in wanted, u64 delivered,
-         u64 open_epochs, u64 abandon_epoch; u32 released ...; u64 wanted ...
+         u64 open_epochs, u64 abandon_epoch, u64 labelled, u64 label; u32 released ...; u64 wanted ...
 
 Fields of an ack that are 0 or empty say nothing new. open_epochs: number (from 0) of the last epoch that the
-producer may begin. abandon_epoch: number of the epoch that the loop has abandoned, plus 1.
+producer may begin. abandon_epoch: number of the epoch that the loop has abandoned, plus 1. labelled: number of the
+epoch that has got the label `label` (EpochLabel), plus 1; it was not open before this ack.
 
 Kinds of frames, and the fields that they use. Fields that are not listed are 0.
 
@@ -43,9 +44,9 @@ last frame of its packet. Hello and acks are a packet each.
 
 TCP lane: Hello, frames and acks travel sealed (penstock.proto.lane.tcp): u32 length, u32 its complement, u64 xxh3 of
 the content, the content. The payload of `nbytes` + 8 * `size` bytes follows its BATCH frame; with a codec, `wire`
-bytes that decompress to the payload. A payload with a codec, with flag 2, or with more than 64 KiB in `nbytes` is
-followed by the u64 xxh3 of the sent bytes; for other payloads the batch's digest covers every byte. A damaged
-payload is fetched again.
+bytes that decompress to the payload. A payload with a codec, with flag 2, or with flag 0 and more than 256 KiB in
+`nbytes` is followed by the u64 xxh3 of the sent bytes; for other payloads the batch's digest covers every byte. A
+damaged payload is fetched again.
 
 Order. The producer answers a Hello with STRUCTURE and RING frames before the first BATCH that needs them, and sends
 BATCH frames of strictly rising `total`, starting with Hello.next_total. END closes an epoch after its last batch;
@@ -123,6 +124,9 @@ class Hello(_message.Message):
     OPEN_EPOCHS_FIELD_NUMBER: _builtins.int
     ABANDON_EPOCH_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    BEGAN_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """lane protocol version; a worker refuses another one with an error that names both"""
     run: _builtins.str
@@ -150,6 +154,10 @@ class Hello(_message.Message):
     """
     open_epochs: _builtins.int
     abandon_epoch: _builtins.int
+    chain: _builtins.int
+    """hash over the batches of `epoch` that were delivered; 0 = none, or not known"""
+    began: _builtins.int
+    """the slot's batches over the run before `epoch` began"""
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___RingEntry]:
         """entries of this generation's rings of which this consumer still has views"""
@@ -166,6 +174,10 @@ class Hello(_message.Message):
 
     @_builtins.property
     def wanted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.EpochLabel]:
+        """newest labels of epochs, oldest first"""
+
     def __init__(
         self,
         *,
@@ -188,10 +200,13 @@ class Hello(_message.Message):
         open_epochs: _builtins.int = ...,
         abandon_epoch: _builtins.int = ...,
         wanted: _abc.Iterable[_builtins.int] | None = ...,
+        chain: _builtins.int = ...,
+        began: _builtins.int = ...,
+        labels: _abc.Iterable[_records_pb2.EpochLabel] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon_epoch", b"abandon_epoch", "abandoned", b"abandoned", "abandons", b"abandons", "attempt", b"attempt", "box", b"box", "codecs", b"codecs", "delivered", b"delivered", "epoch", b"epoch", "generation", b"generation", "held", b"held", "last_digest", b"last_digest", "next_total", b"next_total", "open_epochs", b"open_epochs", "protocol", b"protocol", "run", b"run", "slot", b"slot", "target", b"target", "ticket", b"ticket", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon_epoch", b"abandon_epoch", "abandoned", b"abandoned", "abandons", b"abandons", "attempt", b"attempt", "began", b"began", "box", b"box", "chain", b"chain", "codecs", b"codecs", "delivered", b"delivered", "epoch", b"epoch", "generation", b"generation", "held", b"held", "labels", b"labels", "last_digest", b"last_digest", "next_total", b"next_total", "open_epochs", b"open_epochs", "protocol", b"protocol", "run", b"run", "slot", b"slot", "target", b"target", "ticket", b"ticket", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,10 +13,11 @@ is not read.
   frame  u8 kind, u8 codec, u8 flags, x, u32 ring, u32 entry, u32 structure, u32 abandons, u32 size,
          u64 total, u64 epoch, u64 nbytes, u64 digest, u64 wire; the rest: bytes up to the frame's end
   ack    u8 close, x, x, x, u32 count of numbers in released, u32 count of numbers in wanted, u64 delivered,
-         u64 open_epochs, u64 abandon_epoch; u32 released ...; u64 wanted ...
+         u64 open_epochs, u64 abandon_epoch, u64 labelled, u64 label; u32 released ...; u64 wanted ...
 
 Fields of an ack that are 0 or empty say nothing new. open_epochs: number (from 0) of the last epoch that the
-producer may begin. abandon_epoch: number of the epoch that the loop has abandoned, plus 1.
+producer may begin. abandon_epoch: number of the epoch that the loop has abandoned, plus 1. labelled: number of the
+epoch that has got the label `label` (EpochLabel), plus 1; it was not open before this ack.
 
 Kinds of frames, and the fields that they use. Fields that are not listed are 0.
 
@@ -43,9 +44,9 @@ last frame of its packet. Hello and acks are a packet each.
 
 TCP lane: Hello, frames and acks travel sealed (penstock.proto.lane.tcp): u32 length, u32 its complement, u64 xxh3 of
 the content, the content. The payload of `nbytes` + 8 * `size` bytes follows its BATCH frame; with a codec, `wire`
-bytes that decompress to the payload. A payload with a codec, with flag 2, or with more than 64 KiB in `nbytes` is
-followed by the u64 xxh3 of the sent bytes; for other payloads the batch's digest covers every byte. A damaged
-payload is fetched again.
+bytes that decompress to the payload. A payload with a codec, with flag 2, or with flag 0 and more than 256 KiB in
+`nbytes` is followed by the u64 xxh3 of the sent bytes; for other payloads the batch's digest covers every byte. A
+damaged payload is fetched again.
 
 Order. The producer answers a Hello with STRUCTURE and RING frames before the first BATCH that needs them, and sends
 BATCH frames of strictly rising `total`, starting with Hello.next_total. END closes an epoch after its last batch;

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -17,6 +18,32 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _WorkerInfo:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WorkerInfoEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerInfo.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WORKER_INFO_NOT_ASKED: _WorkerInfo.ValueType  # 0
+    WORKER_INFO_OF_RUN: _WorkerInfo.ValueType  # 1
+    """the worker's number in the run; the loader has read neither box nor worker number"""
+    WORKER_INFO_OF_BOX: _WorkerInfo.ValueType  # 2
+    """its number in its box; the loader has read the box's number"""
+    WORKER_INFO_NONE: _WorkerInfo.ValueType  # 3
+    """None; the loader has read the worker's number"""
+
+class WorkerInfo(_WorkerInfo, metaclass=_WorkerInfoEnumTypeWrapper):
+    """Answer of torch's get_worker_info() to a loader, by what the loader has read of its assignment."""
+
+WORKER_INFO_NOT_ASKED: WorkerInfo.ValueType  # 0
+WORKER_INFO_OF_RUN: WorkerInfo.ValueType  # 1
+"""the worker's number in the run; the loader has read neither box nor worker number"""
+WORKER_INFO_OF_BOX: WorkerInfo.ValueType  # 2
+"""its number in its box; the loader has read the box's number"""
+WORKER_INFO_NONE: WorkerInfo.ValueType  # 3
+"""None; the loader has read the worker's number"""
+Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
 
 @_typing.final
 class ErrorDetail(_message.Message):
@@ -53,19 +80,25 @@ class SlotPosition(_message.Message):
 
     DELIVERED_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
     delivered: _builtins.int
     """in this epoch"""
     total: _builtins.int
     """over the life of the run (the worker_step), or since it was last resumed on another"""
+    chain: _builtins.int
+    """topology (number of boxes and workers)
+    hash over the epoch's batches so far; 0 = not known, or none. Set where a box starts
+    """
     def __init__(
         self,
         *,
         delivered: _builtins.int = ...,
         total: _builtins.int = ...,
+        chain: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivered", b"delivered", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "delivered", b"delivered", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -90,6 +123,7 @@ class BoxPosition(_message.Message):
     CHAIN_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     BY_ROWS_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     epoch: _builtins.int
     cursor: _builtins.int
@@ -103,6 +137,10 @@ class BoxPosition(_message.Message):
     def live(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotPosition]: ...
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochLabel]:
+        """labels that the loop has given to epochs, oldest first"""
+
     def __init__(
         self,
         *,
@@ -114,10 +152,11 @@ class BoxPosition(_message.Message):
         chain: _builtins.int | None = ...,
         first: _builtins.int | None = ...,
         by_rows: _builtins.bool = ...,
+        labels: _abc.Iterable[Global___EpochLabel] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_chain", b"_chain", "_first", b"_first", "chain", b"chain", "first", b"first"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chain", b"_chain", "_first", b"_first", "by_rows", b"by_rows", "chain", b"chain", "cursor", b"cursor", "epoch", b"epoch", "first", b"first", "live", b"live", "slots", b"slots", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chain", b"_chain", "_first", b"_first", "by_rows", b"by_rows", "chain", b"chain", "cursor", b"cursor", "epoch", b"epoch", "first", b"first", "labels", b"labels", "live", b"live", "slots", b"slots", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__chain: _TypeAlias = _typing.Literal["chain"]  # noqa: Y015
     _WhichOneofArgType__chain: _TypeAlias = _typing.Literal["_chain", b"_chain"]  # noqa: Y015
@@ -129,6 +168,32 @@ class BoxPosition(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__first) -> _WhichOneofReturnType__first | None: ...
 
 Global___BoxPosition: _TypeAlias = BoxPosition  # noqa: Y015
+
+@_typing.final
+class EpochLabel(_message.Message):
+    """Number that the training loop has given to epoch `epoch` of a pure loader (DataLoader.set_epoch). Later epochs count
+    on from there.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    label: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        label: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "label", b"label"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpochLabel: _TypeAlias = EpochLabel  # noqa: Y015
 
 @_typing.final
 class EpochEnd(_message.Message):
@@ -220,6 +285,7 @@ class Options(_message.Message):
     MAX_BATCH_BYTES_FIELD_NUMBER: _builtins.int
     STRICT_STRUCTURE_FIELD_NUMBER: _builtins.int
     REPLAY_WITHOUT_STATE_FIELD_NUMBER: _builtins.int
+    REPLAY_S_FIELD_NUMBER: _builtins.int
     RETENTION_STEPS_FIELD_NUMBER: _builtins.int
     FULL_DIGEST_FIELD_NUMBER: _builtins.int
     ROW_DIGEST_FIELD_NUMBER: _builtins.int
@@ -233,8 +299,12 @@ class Options(_message.Message):
     """refuse a batch whose tree, dtypes or ranks (numbers of dimensions) changed"""
     replay_without_state: _builtins.bool
     """save loaders without state methods as (epoch start, count), by replay"""
+    replay_s: _builtins.float
+    """seconds of a pure loader's work up to which its epoch is made again, rather than"""
     retention_steps: _builtins.int
-    """number of latest delivered steps for which a state is available"""
+    """restored from a snapshot; absent = the default
+    number of latest delivered steps for which a state is available
+    """
     full_digest: _builtins.bool
     """digests cover every byte of a batch, not a sample"""
     row_digest: _builtins.bool
@@ -255,6 +325,7 @@ class Options(_message.Message):
         max_batch_bytes: _builtins.int = ...,
         strict_structure: _builtins.bool = ...,
         replay_without_state: _builtins.bool = ...,
+        replay_s: _builtins.float | None = ...,
         retention_steps: _builtins.int = ...,
         full_digest: _builtins.bool = ...,
         row_digest: _builtins.bool = ...,
@@ -263,11 +334,13 @@ class Options(_message.Message):
         skip_poison: _builtins.bool = ...,
         synthetic: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_replay_s", b"_replay_s", "replay_s", b"replay_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["force_tcp", b"force_tcp", "full_digest", b"full_digest", "max_batch_bytes", b"max_batch_bytes", "replay_without_state", b"replay_without_state", "retention_steps", b"retention_steps", "row_digest", b"row_digest", "skip_poison", b"skip_poison", "strict_structure", b"strict_structure", "synthetic", b"synthetic", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replay_s", b"_replay_s", "force_tcp", b"force_tcp", "full_digest", b"full_digest", "max_batch_bytes", b"max_batch_bytes", "replay_s", b"replay_s", "replay_without_state", b"replay_without_state", "retention_steps", b"retention_steps", "row_digest", b"row_digest", "skip_poison", b"skip_poison", "strict_structure", b"strict_structure", "synthetic", b"synthetic", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__replay_s: _TypeAlias = _typing.Literal["replay_s"]  # noqa: Y015
+    _WhichOneofArgType__replay_s: _TypeAlias = _typing.Literal["_replay_s", b"_replay_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__replay_s) -> _WhichOneofReturnType__replay_s | None: ...
 
 Global___Options: _TypeAlias = Options  # noqa: Y015
 
@@ -288,6 +361,9 @@ class LoaderCapabilities(_message.Message):
     EXACT_STATES_FIELD_NUMBER: _builtins.int
     ADVANCES_STATE_FIELD_NUMBER: _builtins.int
     NOT_USED_FIELD_NUMBER: _builtins.int
+    NO_LENGTH_FIELD_NUMBER: _builtins.int
+    WORKER_INFO_FIELD_NUMBER: _builtins.int
+    KEEPS_PLACE_FIELD_NUMBER: _builtins.int
     state_methods: _builtins.int
     """0, 2 (state_dict, load_state_dict) or 4 (and aggregate, deaggregate)"""
     takes_strict: _builtins.bool
@@ -312,6 +388,12 @@ class LoaderCapabilities(_message.Message):
     """"module:qualname" of the class with the method advance_state; "" = none"""
     not_used: _builtins.str
     """reason why its states are not used on that worker; "" = its states are used"""
+    no_length: _builtins.str
+    """what len(loader) raised; "" for a loader with a length, or without __len__"""
+    worker_info: Global___WorkerInfo.ValueType
+    """known after the first batch"""
+    keeps_place: _builtins.bool
+    """a pure iterable with state methods, and without set_epoch: it may mean to continue"""
     def __init__(
         self,
         *,
@@ -326,10 +408,13 @@ class LoaderCapabilities(_message.Message):
         exact_states: _builtins.bool = ...,
         advances_state: _builtins.str = ...,
         not_used: _builtins.str = ...,
+        no_length: _builtins.str = ...,
+        worker_info: Global___WorkerInfo.ValueType = ...,
+        keeps_place: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advances_state", b"advances_state", "exact_states", b"exact_states", "is_iterator", b"is_iterator", "length", b"length", "loads_own_state", b"loads_own_state", "looked_at_assignment", b"looked_at_assignment", "not_restartable", b"not_restartable", "not_used", b"not_used", "own_workers", b"own_workers", "state_methods", b"state_methods", "takes_strict", b"takes_strict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advances_state", b"advances_state", "exact_states", b"exact_states", "is_iterator", b"is_iterator", "keeps_place", b"keeps_place", "length", b"length", "loads_own_state", b"loads_own_state", "looked_at_assignment", b"looked_at_assignment", "no_length", b"no_length", "not_restartable", b"not_restartable", "not_used", b"not_used", "own_workers", b"own_workers", "state_methods", b"state_methods", "takes_strict", b"takes_strict", "worker_info", b"worker_info"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -363,6 +448,36 @@ class Skip(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Skip: _TypeAlias = Skip  # noqa: Y015
+
+@_typing.final
+class FirstBatch(_message.Message):
+    """First batch of an epoch, as a slot's runner has made it. A later runner that begins this epoch at the same batch must
+    make it again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    BEGAN_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    began: _builtins.int
+    """the slot's batches over the run before the epoch"""
+    digest: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        began: _builtins.int = ...,
+        digest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began", b"began", "digest", b"digest", "epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FirstBatch: _TypeAlias = FirstBatch  # noqa: Y015
 
 @_typing.final
 class MixtureChange(_message.Message):
@@ -479,10 +594,14 @@ class WorkerAssignment(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     RECOVERY_FIELD_NUMBER: _builtins.int
+    SPARES_MEMORY_FIELD_NUMBER: _builtins.int
     SKIPS_FIELD_NUMBER: _builtins.int
     MIXTURE_CHANGES_FIELD_NUMBER: _builtins.int
     IS_TARGET_FIELD_NUMBER: _builtins.int
     PREPARE_MIGRATION_FIELD_NUMBER: _builtins.int
+    MIGRATION_TOTAL_FIELD_NUMBER: _builtins.int
+    LOOP_WAITS_FIELD_NUMBER: _builtins.int
+    MIGRATION_LABELS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """"job/ordinal" """
     attempt: _builtins.int
@@ -497,11 +616,24 @@ class WorkerAssignment(_message.Message):
     """key of this slot and generation, with which the worker checks lane tickets"""
     recovery: _builtins.bool
     """take over a stream that may have delivered batches: start from the newest usable"""
+    spares_memory: _builtins.bool
+    """durable snapshot (GetSnapshots) and wait for the lane's Hello before producing
+    with `recovery`: a runner before used too much memory. Restore the newest snapshot,
+    """
     is_target: _builtins.bool
     """with `recovery`: another worker still has the slot. Prepare to take the slot"""
     prepare_migration: _builtins.bool
     """over, and fetch the snapshots to start from again when the lane opens
     a target worker is ready: make durable the snapshot from which it replays
+    """
+    migration_total: _builtins.int
+    """least, and report that. With `is_target`: that was done, replay
+    with `prepare_migration`. For the target: the loop has taken this batch (`total`);
+    """
+    loop_waits: _builtins.bool
+    """replay at least up to it. For the slot's worker: the target has replayed up to
+    this batch; report as soon as the loop has taken it
+    for the target: the loop takes batches about as fast as the slot makes them
     """
     @_builtins.property
     def loader(self) -> Global___LoaderSpec: ...
@@ -513,13 +645,17 @@ class WorkerAssignment(_message.Message):
 
     @_builtins.property
     def skips(self) -> _containers.RepeatedCompositeFieldContainer[Global___Skip]:
-        """durable snapshot (GetSnapshots) and wait for the lane's Hello before producing
+        """however quickly the epoch could be made again
         batches of this attempt to leave out; a state to resume from may add others
         """
 
     @_builtins.property
     def mixture_changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureChange]:
         """of the run, in the order in which they were made"""
+
+    @_builtins.property
+    def migration_labels(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochLabel]:
+        """for the target, with `prepare_migration`: labels of epochs"""
 
     def __init__(
         self,
@@ -537,14 +673,18 @@ class WorkerAssignment(_message.Message):
         resume: Global___Resume | None = ...,
         start: Global___BoxPosition | None = ...,
         recovery: _builtins.bool = ...,
+        spares_memory: _builtins.bool = ...,
         skips: _abc.Iterable[Global___Skip] | None = ...,
         mixture_changes: _abc.Iterable[Global___MixtureChange] | None = ...,
         is_target: _builtins.bool = ...,
         prepare_migration: _builtins.bool = ...,
+        migration_total: _builtins.int = ...,
+        loop_waits: _builtins.bool = ...,
+        migration_labels: _abc.Iterable[Global___EpochLabel] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loader", b"loader", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "generation", b"generation", "is_target", b"is_target", "lane_key", b"lane_key", "loader", b"loader", "mixture_changes", b"mixture_changes", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "prepare_migration", b"prepare_migration", "recovery", b"recovery", "resume", b"resume", "run", b"run", "seed", b"seed", "skips", b"skips", "slot", b"slot", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "generation", b"generation", "is_target", b"is_target", "lane_key", b"lane_key", "loader", b"loader", "loop_waits", b"loop_waits", "migration_labels", b"migration_labels", "migration_total", b"migration_total", "mixture_changes", b"mixture_changes", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "prepare_migration", b"prepare_migration", "recovery", b"recovery", "resume", b"resume", "run", b"run", "seed", b"seed", "skips", b"skips", "slot", b"slot", "spares_memory", b"spares_memory", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -558,6 +698,7 @@ class Resume(_message.Message):
 
     BLOB_FIELD_NUMBER: _builtins.int
     SAME_TOPOLOGY_FIELD_NUMBER: _builtins.int
+    ANEW_FIELD_NUMBER: _builtins.int
     blob: _builtins.str
     """envelope {"aggregated": user value or None, "strict": bool, "slots": {slot: its"""
     same_topology: _builtins.bool
@@ -565,16 +706,47 @@ class Resume(_message.Message):
     start position
     generators and positions in `blob` are valid; else only the aggregated state
     """
+    anew: _builtins.bool
+    """an epoch begins, as in a new stream; `blob` has only what is compared before"""
     def __init__(
         self,
         *,
         blob: _builtins.str = ...,
         same_topology: _builtins.bool = ...,
+        anew: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "same_topology", b"same_topology"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anew", b"anew", "blob", b"blob", "same_topology", b"same_topology"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Resume: _TypeAlias = Resume  # noqa: Y015
+
+@_typing.final
+class Restart(_message.Message):
+    """Position in a launch, and the state there, from which all slots of a box may start instead of the launch's start. Only
+    for loaders with four methods.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def start(self) -> Global___BoxPosition: ...
+    @_builtins.property
+    def resume(self) -> Global___Resume: ...
+    def __init__(
+        self,
+        *,
+        start: Global___BoxPosition | None = ...,
+        resume: Global___Resume | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Restart: _TypeAlias = Restart  # noqa: Y015

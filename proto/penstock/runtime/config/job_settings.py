@@ -96,6 +96,11 @@ class JobSettings(TlsFiles):
         False, description="Error for a batch whose structure differs from the first batch's."
     )
     replay: bool = Field(False, description="Saving of loaders without state methods too, by replay of their batches.")
+    replay_s: float = Field(
+        2.0,
+        ge=0,
+        description="Seconds of a loader's work up to which an epoch is made again from its beginning (inf: always).",
+    )
     retention_steps: int = Field(
         256,
         ge=1,
@@ -120,7 +125,6 @@ class JobSettings(TlsFiles):
         "",
         description="HOST:PORT of this process's metrics; ranks of a host take PORT + LOCAL_RANK (default: none).",
     )
-    otel: bool = Field(False, description="Traces of calls to the coordinator with OpenTelemetry.")
     device: str = Field(
         "",
         description="Device of the batches: cuda, cuda:N or cpu (default: they stay in shared memory).",
@@ -142,7 +146,7 @@ class JobSettings(TlsFiles):
 
 
 CLUSTER_KEYS = frozenset(
-    {*(key for table, key in JobSettings.places.values() if table == CLUSTER), "token_file", "log_format", "otel"}
+    {*(key for table, key in JobSettings.places.values() if table == CLUSTER), "token_file", "log_format"}
 )
 """Keys that the section [cluster] of the settings file may have."""
 

@@ -18,6 +18,7 @@ from types import NoneType
 from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AliasChoices, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from penstock.runtime.config.settings_file import SettingsFile, read_settings_file
@@ -78,6 +79,8 @@ class Section(BaseSettings):
     another key than its name."""
     not_in_file: ClassVar[Mapping[str, str]] = {}
     """Field that must not be set in the settings file -> the reason, for the error message."""
+    only_given: ClassVar[bool] = False
+    """True if values come from arguments alone, not from variables or the settings file."""
 
     @classmethod
     def place(cls, field: str) -> tuple[str, str] | None:
@@ -97,7 +100,25 @@ class Section(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Return the sources of values in the order of their priority: arguments, then variables, then the settings
         file."""
-        return init_settings, env_settings, _FromFile(cls)
+        sources = (init_settings,) if cls.only_given else (init_settings, env_settings, _FromFile(cls))
+        return tuple(_ByField(cls, source) for source in sources)
+
+
+class _ByField(PydanticBaseSettingsSource):
+    """Source of values for pydantic-settings: the values of another source, under the names of their fields. Each
+    release decides anew which values it names after a variable instead, and a setting that two sources name differently
+    is an error."""
+
+    def __init__(self, section: type[Section], source: PydanticBaseSettingsSource) -> None:
+        super().__init__(section)
+        self._source = source
+        self._fields = {name: field for field in section.model_fields for name in variables(section, field)}
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return self._source.get_field_value(field, field_name)
+
+    def __call__(self) -> dict[str, Any]:
+        return {self._fields.get(name, name): value for name, value in self._source().items()}
 
 
 class _FromFile(InitSettingsSource):

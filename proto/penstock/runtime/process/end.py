@@ -17,6 +17,7 @@ __all__ = [
     "kill_group",
     "reap",
     "reap_orphan",
+    "signal_child",
     "zombie_status",
 ]
 
@@ -25,6 +26,12 @@ def kill_child(pid: int) -> None:
     """Kill a child of this process. The child must not be reaped yet: its process id cannot have been reused then."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def signal_child(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a child of this process, which must not be reaped yet."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def kill_group(pid: int) -> None:

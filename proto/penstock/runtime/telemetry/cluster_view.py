@@ -1,6 +1,6 @@
 """View of a cluster: the coordinator's status as plain values, and as text for people.
 
-Every display uses this view: `penstock status`, `penstock top`, `penstock doctor cluster`, the dashboard, Prometheus.
+Every display uses this view: `penstock status`, `penstock doctor cluster`, the dashboard, Prometheus.
 The view decides the remark about a slot, whether a worker counts as lost, and the format of a rate. A display decides
 only the layout. All functions are pure functions of the message `StatusReply`.
 

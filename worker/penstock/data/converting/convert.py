@@ -1,9 +1,8 @@
 """Conversion of a dataset of any format that Penstock reads to MDS or Parquet.
 
-Each shard of the source is a part, or several if it is large; consecutive small shards are one part. A part is written
-into a folder of its own, read back and compared, and then gets its index; several processes convert parts at a time.
-When all parts are finished, their indexes are merged into the index of the result. So a run may be killed at any
-moment, and the next one makes only the parts that are not finished.
+The source is divided into parts of some 32 to 96 MiB (conversion_plan.py), which several processes copy in parallel,
+each into a folder of its own (convert_part.py). A part is finished or it is not there, so a run that was killed is
+simply started again, and skips the parts that are finished. The index of the result is written when all parts are.
 
 Samples keep their numbers. Unless keep_order=False, the index notes how the source's shards divided the samples
 (indexes/order_layout.py). Then the result is shuffled in the source's order, and a state that a job saved with the
@@ -17,47 +16,52 @@ import hashlib
 import importlib
 import json
 import os
+import re
+import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-from penstock.data.arguments import at_least_one, truth
-from penstock.data.cache.file_locks import FileLock, take
+from penstock.data.arguments import at_least_one, byte_count, one_of, truth
+from penstock.data.cache.file_hashes import digest_of
 from penstock.data.cache.shard_cache import ShardCache
-from penstock.data.converting.argument_names import ARGUMENTS, ArgumentNames
-from penstock.data.converting.conversion_plan import ConversionPlan, parts_of
-from penstock.data.converting.convert_part import PartConverter, shard_digests, source_of
+from penstock.data.cache.shard_versions import origin_of
+from penstock.data.converting.conversion_plan import ConversionPlan, part_folder, parts_of
+from penstock.data.converting.convert_part import UNFINISHED, converting, read_rows
 from penstock.data.converting.target_columns import TargetColumn, mds_columns, parquet_columns
-from penstock.data.converting.target_settings import target_settings
+from penstock.data.formats.arrow.ipc_messages import MAGIC
+from penstock.data.formats.compressed_files import parse_compression
+from penstock.data.formats.format_table import MAX_BYTES
 from penstock.data.formats.index import INDEX, index_notes, join_indexes, read_index, write_index
 from penstock.data.formats.parquet.extension_types import storage_of
-from penstock.data.formats.readers import open_shard
-from penstock.data.formats.shards import ReadOptions, Shard, rows_of
+from penstock.data.formats.parquet.parquet_shards import pyarrow_parquet
+from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.data.indexes.order_layout import OrderLayout
 from penstock.data.indexes.shard_table import ListedShards
 from penstock.data.job_processes import in_processes
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.uploads import writable_remote
-from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError
-from penstock.runtime.files.atomic_files import sync_folder
+from penstock.data.writing.writers import SIZE_LIMIT
+from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.telemetry.progress import FILES_S, Progress
 
 __all__ = ["Converted", "convert_dataset"]
 
-MARKER = ".penstock-converting"
-"""Name of the file in the result's folder that identifies an unfinished conversion."""
 SAMPLED_SHARDS, SAMPLED_ROWS = 8, 64
 """Largest number of shards, and of rows in each of them, that are read to choose the types of columns."""
-ARROW_FILE = b"ARROW1"
-"""First bytes of a file in Arrow's file format. Its stream format begins with other bytes."""
 PROCESS_BYTES = 128 << 20
 """Number of bytes of data for which a process is started: with fewer, starting it takes longer than it saves."""
 THREADS = 16
-"""Number of small files that are read or removed at the same time."""
-PROGRAM = "penstock.data.converting.part_process"
+"""Number of small files that are read at the same time."""
+PROGRAM = "penstock.data.converting.convert_part"
+PARQUET_GROUP = 16 << 20
+"""Default size of the values in a row group of Parquet, in bytes."""
+PARQUET_COMPRESSIONS = ("brotli", "gzip", "lz4", "none", "snappy", "zstd")
+"""Compressions of Parquet's pages, by pyarrow's names."""
+_PART = re.compile(r"part-\d{6,}")
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Converted:
     digest: str
     """Digest of all rows as a reader of the result gets them, made from the digests of the parts: hexadecimal text.
     Results in MDS and in Parquet have the same digest, unless values of a column were changed for one of them, such as
-    times to text."""
+    times to text, or MDS was copied to MDS as it is stored."""
     parts: int
     """Number of parts into which the conversion was divided. This call converted `made` of them; an earlier call had
     finished the others."""
@@ -95,9 +99,8 @@ def convert_dataset(
     source_options: Mapping[str, Any] | None = None,
     dest_options: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
-    names: ArgumentNames = ARGUMENTS,
 ) -> Converted:
-    """Convert a dataset to MDS or Parquet, in parallel. A call continues an earlier one that was killed.
+    """Convert a dataset to MDS or Parquet, in parallel. A call skips what an earlier one that was killed has finished.
 
         convert_dataset("/data/web", "s3://bucket/web", "mds")
 
@@ -105,8 +108,7 @@ def convert_dataset(
 
     Args:
         source: folder of the dataset, local or any URL that fsspec opens. It must have an index.
-        dest: folder of the result, local or a URL; empty, or with the same conversion, which was killed or has
-            finished.
+        dest: folder of the result, local or a URL; empty, or with parts of the same conversion.
         to: "mds" or "parquet".
         columns: names of the columns to convert; None: all.
         types: types of some columns, instead of those that are chosen from samples: MDS encodings, or Arrow's types by
@@ -121,48 +123,76 @@ def convert_dataset(
         processes: number of processes; None: one for each processor, but no more than one for each 128 MiB of data.
         source_options, dest_options: keyword arguments for fsspec's filesystems.
         timeout_s: seconds for each file of a remote.
-        names: names of these arguments in errors; commands pass those of their options.
 
     Raises InvalidArgumentError, DatasetError, ShardCorruptError, ShardUnavailableError.
     """
-    settings = target_settings(to, compression, hashes, size_limit, names)
-    workers = None if processes is None else at_least_one(names.of("processes"), processes)
+    settings = _settings(to, compression, hashes, size_limit)
+    workers = None if processes is None else at_least_one("processes", processes)
     truth("keep_order", keep_order)
     truth("verify", verify)
-    remote = writable_remote(os.fspath(dest), dest_options)
+    source, remote = _address(source), writable_remote(os.fspath(dest), dest_options)
     with tempfile.TemporaryDirectory(prefix="penstock-convert-") as scratch, contextlib.closing(remote):
-        origin = source_of(os.fspath(source), source_options, scratch, limit=None, timeout_s=timeout_s)
-        try:
-            text = origin.index().read_all()
-            shards = read_index(text, os.fspath(source))
-            size = sum(shard.size for shard in shards)
-            workers = workers or max(1, min(len(os.sched_getaffinity(0)), size // PROCESS_BYTES))
-            chosen = _choose(origin, shards, to, columns, types or {}, os.fspath(source), names)
-        finally:
-            origin.close()
-        layout = OrderLayout.noted(index_notes(text), ListedShards(shards), os.fspath(source)) if keep_order else None
+        origin = RemoteFolder(source, source_options)
+        with contextlib.closing(ShardCache(origin, scratch, timeout_s=timeout_s)) as cache:
+            text = cache.index().read_all()
+            shards = read_index(text, source)
+            chosen = _choose(cache, shards, to, columns, types or {}, source)
+        parts, sizes = parts_of(shards), [shard.size for shard in shards]
+        workers = workers or max(1, min(len(os.sched_getaffinity(0)), sum(sizes) // PROCESS_BYTES))
+        layout = OrderLayout.noted(index_notes(text), ListedShards(shards), source) if keep_order else None
+        notes = {} if layout is None else {"order": layout.note()}
+        decisive = [to, settings, *chosen[1:], list(map(asdict, chosen[0])), parts, notes]
         plan = ConversionPlan(
-            _address(source),
+            source,
             _address(dest),
             to,
             *chosen,
             settings=settings,
-            data=_digest("".join(shard_digests(shards, RemoteFolder(_address(source), source_options)))),
-            parts=parts_of(shards),
+            parts=parts,
+            key=_digest(json.dumps([*decisive, [origin_of(shard, origin.local) for shard in shards]], sort_keys=True)),
             verify=verify,
             timeout_s=timeout_s,
-            order="" if layout is None else _digest(json.dumps(layout.note())),
             cache=scratch,
-            cache_limit=max(4 << 30, (workers + 1) * max((shard.size for shard in shards), default=0)),
+            cache_limit=max(4 << 30, (workers + 1) * max(sizes)),
             source_options=dict(source_options or {}),
             dest_options=dict(dest_options or {}),
-            names=names,
         )
-        return _Conversion(plan, remote, layout, timeout_s).run(min(workers, max(1, len(plan.parts))))
+        done = _finished(plan, remote)
+        missing = [number for number in range(len(parts)) if number not in done]
+        done |= _made(plan, missing, min(workers, len(missing)), remote.url)
+        return _published(plan, [done[number] for number in range(len(parts))], notes, remote, made=len(missing))
+
+
+def _settings(
+    to: str, compression: str | None, hashes: Collection[str] | None, limit: int | str | None
+) -> dict[str, Any]:
+    """Return the settings of the result's files. The arguments are those of `convert_dataset`. Raise
+    InvalidArgumentError for settings that the writer would refuse, before anything is read or written."""
+    one_of("to", to, ("mds", "parquet"))
+    size = byte_count("size_limit", limit)
+    if to == "parquet":
+        pyarrow_parquet()  # fail early if the package is missing
+        packed = "zstd" if compression == "default" else compression or "none"
+        one_of("compression", packed, PARQUET_COMPRESSIONS)
+        if hashes is not None:
+            raise InvalidArgumentError(
+                f"hashes must be left out for Parquet, whose pages have checksums, got {', '.join(hashes)}"
+            )
+        return {"compression": packed, "group_bytes": size or PARQUET_GROUP}
+    if size is not None and size > MAX_BYTES:
+        raise InvalidArgumentError(f"size_limit must be at most {MAX_BYTES} bytes, got {limit!r}")
+    if compression == "default" or not compression:
+        compression = None
+    else:
+        parse_compression(compression)
+    chosen = sorted(set(("xxh64",) if hashes is None else hashes))
+    for algorithm in chosen:
+        digest_of(b"", algorithm)
+    return {"compression": compression, "hashes": chosen, "size_limit": size or SIZE_LIMIT}
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _address(folder: str | os.PathLike[str]) -> str:
@@ -177,7 +207,6 @@ def _choose(
     columns: Sequence[str] | None,
     types: Mapping[str, str],
     name: str,
-    say: ArgumentNames,
 ) -> tuple[list[TargetColumn], str, bool]:
     """Return the columns of the result, the Parquet schema in hexadecimal ("" for MDS), and True if values are copied
     as they are stored."""
@@ -192,25 +221,23 @@ def _choose(
     if to == "mds" and all(shard.format == "mds" for shard in shards) and len(plain) == 1 and not types:
         [(stored, encodings)] = plain
         known = dict(zip(stored, encodings, strict=True))
-        return [TargetColumn(each, known[each]) for each in _chosen(columns, stored, types, name, say)], "", True
+        return [TargetColumn(each, known[each]) for each in _chosen(columns, stored, types, name)], "", True
     samples = _sampled(cache, shards)
-    names = _chosen(columns, list(samples[0]), types, name, say)
+    names = _chosen(columns, list(samples[0]), types, name)
     if to == "parquet":
-        made, schema = parquet_columns(samples, names, types, _declared(cache, shards[0]), say)
+        made, schema = parquet_columns(samples, names, types, _declared(cache, shards[0]))
         return made, schema.serialize().to_pybytes().hex(), False
     known_encodings = _known_encodings(shards, names)
-    return mds_columns(samples, names, {**known_encodings, **types}, say), "", False
+    return mds_columns(samples, names, {**known_encodings, **types}), "", False
 
 
-def _chosen(
-    columns: Sequence[str] | None, known: Sequence[str], types: Mapping[str, str], name: str, say: ArgumentNames
-) -> list[str]:
+def _chosen(columns: Sequence[str] | None, known: Sequence[str], types: Mapping[str, str], name: str) -> list[str]:
     names = list(known) if columns is None else list(columns)
-    for argument, given, among in (("columns", names, known), ("types", list(types), names)):
+    for argument, given, among in (("columns", names, known), ("types (--as)", list(types), names)):
         wrong = [each for each in given if each not in among or given.count(each) > 1]
         if wrong or not names:
             raise InvalidArgumentError(
-                f"{name}: {say.of(argument)} must be some of {', '.join(among)}, each once, got "
+                f"{name}: {argument} must be some of {', '.join(among)}, each once, got "
                 f"{', '.join(wrong) or 'none'}. Correct the columns' names"
             )
     return names
@@ -226,9 +253,9 @@ def _declared(cache: ShardCache, shard: Shard) -> dict[str, Any]:
         if shard.format == "parquet":
             schema = parquet.read_schema(file)
         else:
-            begin = file.read(len(ARROW_FILE))
+            begin = file.read(len(MAGIC))
             file.seek(0)
-            schema = (arrow.ipc.open_file if begin == ARROW_FILE else arrow.ipc.open_stream)(file).schema
+            schema = (arrow.ipc.open_file if begin == MAGIC else arrow.ipc.open_stream)(file).schema
         return {field.name: storage_of(field.type) for field in schema}
 
 
@@ -250,192 +277,66 @@ def _sampled(cache: ShardCache, shards: Sequence[Shard]) -> list[dict[str, Any]]
     step = -(-len(filled) // SAMPLED_SHARDS)
     found: list[dict[str, Any]] = []
     for shard in filled[::step]:
-        with cache.hold(shard) as held:
-            reader = open_shard(shard, held.paths, ReadOptions(images="file"))
-            try:
-                found += rows_of(reader, range(0, shard.samples, -(-shard.samples // SAMPLED_ROWS)))
-            finally:
-                reader.close()
+        chosen = range(0, shard.samples, -(-shard.samples // SAMPLED_ROWS))
+        found += read_rows(cache, shard, chosen, ReadOptions(images="file"))
     return found
 
 
-@dataclass
-class _Conversion:
-    """Run of a conversion in this process."""
+def _finished(plan: ConversionPlan, remote: RemoteFolder) -> dict[int, bytes]:
+    """Return the index of each finished part, by the part's number, and remove what killed runs began. Raise
+    DatasetError if the folder holds anything but this conversion."""
+    names = remote.names(deadline_s=plan.timeout_s)
+    others = [name for name in names if not (name == INDEX or _PART.fullmatch(name) or name.startswith(UNFINISHED))]
+    if others:
+        raise DatasetError(f"{remote.url} must be empty, but it has {min(others)}. Give another folder")
+    files = remote.find(deadline_s=plan.timeout_s)
+    indexes = [name for name in files if name == INDEX or _PART.fullmatch(name.removesuffix(f"/{INDEX}"))]
+    with ThreadPoolExecutor(THREADS) as threads:
+        texts = list(threads.map(partial(remote.read, deadline_s=plan.timeout_s), indexes))
+    if any(index_notes(text).get("convert", {}).get("key") != plan.key for text in texts):
+        raise DatasetError(
+            f"{remote.url} must be empty, but it has a dataset of other data or with other settings. Give another "
+            "folder, or remove this one"
+        )
+    for path in remote.local.glob(f"{UNFINISHED}*") if remote.local else ():
+        shutil.rmtree(path, ignore_errors=True)
+    return {
+        int(name.removeprefix("part-").removesuffix(f"/{INDEX}")): text
+        for name, text in zip(indexes, texts, strict=True)
+        if name != INDEX
+    }
 
-    plan: ConversionPlan
-    remote: RemoteFolder
-    layout: OrderLayout | None
-    timeout_s: float
 
-    def __post_init__(self) -> None:
-        self._line = Progress(FILES_S)
+def _made(plan: ConversionPlan, missing: Sequence[int], processes: int, url: str) -> dict[int, bytes]:
+    """Convert parts, show the progress, and return the index of each of them by the part's number."""
+    made: dict[int, bytes] = {}
+    line, done = Progress(FILES_S), len(plan.parts) - len(missing)
+    try:
+        for report in _reports(plan.encoded_text(), missing, processes):
+            made[report["part"]] = report["index"].encode()
+            line.update(f"{url}: converted {done + len(made)} of {len(plan.parts)} parts")
+    finally:
+        line.finish()
+    return made
 
-    def run(self, processes: int) -> Converted:
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._line.finish)
-            finished = self._finished_before()
-            if finished is None:
-                lock = stack.enter_context(self._sole_writer())
-                finished = self._finished_before()  # another run may have ended before this one took the lock
-            if finished is not None:
-                self._clean_up()
-                return finished
-            self._begin(lock)
-            return self._run(processes)
 
-    @contextlib.contextmanager
-    def _sole_writer(self) -> Iterator[FileLock | None]:
-        """Hold a lock on the file MARKER while the `with` block runs, so that only one process converts into the
-        folder. Yield the lock; None for a remote folder, which has no locks."""
-        folder = self.remote.local
-        if folder is None:
-            yield None
-            return
-        with self._writes_marker():
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = take(str(folder), MARKER, shared=False)
-        if lock is None:
-            raise DatasetError(
-                f"{self.remote.url} must have one writer, but another process converts into it. Wait until that "
-                "process has ended"
-            )
-        try:
-            yield lock
-        except BaseException:
-            if not lock.read():  # the run has written nothing yet
-                lock.remove()
-            raise
-        finally:
-            lock.release()
+def _reports(plan: bytes, missing: Sequence[int], processes: int) -> Iterator[Mapping[str, Any]]:
+    if processes > 1:
+        yield from in_processes(PROGRAM, plan, missing, processes)
+    elif missing:
+        with converting(plan) as convert:
+            yield from map(convert, missing)
 
-    def _begin(self, lock: FileLock | None) -> None:
-        """Write the plan's key into the file MARKER. `lock`: lock of this file, if the folder is local; else None. A
-        locked file is not replaced, because a new file would not be locked: the key is written into it, unless it is
-        there already."""
-        text = self.plan.key.encode() + b"\n"
-        if lock is None:
-            self.remote.write(MARKER, text, deadline_s=self.timeout_s)
-        elif lock.read() != text:
-            with self._writes_marker():
-                lock.write(text)
-                with open(lock.path, "rb") as file:
-                    os.fsync(file.fileno())
-                sync_folder(Path(lock.root))
 
-    @contextlib.contextmanager
-    def _writes_marker(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ShardUnavailableError(
-                f"{self.remote.url_of(MARKER)} could not be written: {error.strerror}. Make space, or give a folder "
-                "that you can write to"
-            ) from error
-
-    def _run(self, processes: int) -> Converted:
-        parts = self._finished_parts()
-        missing = [number for number in range(len(self.plan.parts)) if number not in parts]
-        if missing:
-            self._convert(missing, min(processes, len(missing)), len(parts))
-            parts = self._finished_parts()
-        return self._finish(parts, len(missing))
-
-    # ---- what is there
-
-    def _finished_before(self) -> Converted | None:
-        """Return the result if an earlier run of the same conversion has finished it; None otherwise. Raise
-        DatasetError if the folder holds anything but this conversion."""
-        names = self.remote.names(deadline_s=self.timeout_s)
-        if INDEX in names:
-            text = self.remote.read(INDEX, deadline_s=self.timeout_s)
-            notes = index_notes(text).get("convert", {})
-            if notes.get("key") != self.plan.key:
-                raise DatasetError(f"{self.remote.url} must be empty, but it has a dataset. Give another folder")
-            return self._converted(read_index(text, self.remote.url), notes["digest"], 0)
-        begun = self.remote.read(MARKER, deadline_s=self.timeout_s).strip() if MARKER in names else b""
-        others = [name for name in names if name != MARKER]
-        if begun and begun != self.plan.key.encode():
-            raise DatasetError(
-                f"{self.remote.url} must be empty, got an unfinished conversion of other data or with other settings. "
-                "Give another folder, or remove this one"
-            )
-        if others and not begun:
-            raise DatasetError(f"{self.remote.url} must be empty, but it has {min(others)}. Give another folder")
-        return None
-
-    def _finished_parts(self) -> dict[int, tuple[list[Shard], dict[str, Any]]]:
-        """Return the finished parts, as number of the part -> (shards of the part, notes of the part's index)."""
-        present = {name for name in self.remote.find(deadline_s=self.timeout_s) if name.endswith(f"/{INDEX}")}
-        numbers = [n for n in range(len(self.plan.parts)) if f"{self.plan.folder_of(n)}/{INDEX}" in present]
-
-        def one(number: int) -> tuple[list[Shard], dict[str, Any]] | None:
-            name = f"{self.plan.folder_of(number)}/{INDEX}"
-            text = self.remote.read(name, deadline_s=self.timeout_s)
-            notes = index_notes(text).get("convert", {})
-            if (notes.get("key"), notes.get("part")) != (self.plan.key, number):
-                return None
-            return read_index(text, self.remote.url_of(name)), notes
-
-        with ThreadPoolExecutor(THREADS) as threads:
-            found = zip(numbers, threads.map(one, numbers), strict=True)
-            return {number: part for number, part in found if part is not None}
-
-    # ---- work
-
-    def _convert(self, missing: list[int], processes: int, done: int) -> None:
-        total = len(self.plan.parts)
-        if processes == 1:
-            converter = PartConverter(self.plan)
-            try:
-                for number in missing:
-                    converter.convert(number)
-                    done += 1
-                    self._progress(done, total)
-            finally:
-                converter.close()
-            return
-        for _ in in_processes(PROGRAM, self.plan.encoded_text(), missing, processes):
-            done += 1
-            self._progress(done, total)
-
-    def _progress(self, done: int, total: int) -> None:
-        samples = sum(part.end - part.begin for part in self.plan.parts)
-        self._line.update(f"{self.remote.url}: converted {done} of {total} parts of {samples} samples")
-
-    # ---- the end
-
-    def _finish(self, parts: Mapping[int, tuple[list[Shard], dict[str, Any]]], made: int) -> Converted:
-        for number, part in enumerate(self.plan.parts):
-            if number not in parts or parts[number][1]["rows"] != part.end - part.begin:
-                raise DatasetError(
-                    f"{self.remote.url_of(self.plan.folder_of(number))} must not change while other parts are "
-                    "converted, but it was changed or removed. Convert again"
-                )
-        shards = join_indexes((self.plan.folder_of(number), parts[number][0]) for number in sorted(parts))
-        digests = "".join(str(parts[number][1]["digest"]) for number in sorted(parts))
-        digest = _digest(digests)[:32]
-        notes: dict[str, Any] = {"convert": {"key": self.plan.key, "digest": digest}}
-        if self.layout is not None:
-            notes["order"] = self.layout.note()
-        self.remote.write(INDEX, write_index(shards, notes), deadline_s=self.timeout_s)
-        self._clean_up()
-        return self._converted(shards, digest, made)
-
-    def _clean_up(self) -> None:
-        """Remove the parts' own indexes, temporary files of killed runs, and then the file MARKER. Call this once the
-        dataset's index lists all shards."""
-        shards = read_index(self.remote.read(INDEX, deadline_s=self.timeout_s), self.remote.url)
-        needed = {(file.packed or file.raw).name for shard in shards for file in shard.files}
-        folders = {self.plan.folder_of(number) for number in range(len(self.plan.parts))}
-        names = [name for name in self.remote.find(deadline_s=self.timeout_s) if name.partition("/")[0] in folders]
-        with ThreadPoolExecutor(THREADS) as threads:
-            list(threads.map(self._remove, [name for name in names if name not in needed]))
-        self._remove(MARKER)
-
-    def _remove(self, name: str) -> None:
-        self.remote.remove(name, deadline_s=self.timeout_s)
-
-    def _converted(self, shards: list[Shard], digest: str, made: int) -> Converted:
-        columns = {column.name: column.type for column in self.plan.columns}
-        return Converted(shards, sum(shard.samples for shard in shards), digest, len(self.plan.parts), made, columns)
+def _published(
+    plan: ConversionPlan, parts: Sequence[bytes], notes: Mapping[str, Any], remote: RemoteFolder, made: int
+) -> Converted:
+    """Write the index of the result. `parts`: the index of each part; `notes`: notes of the result's index."""
+    shards = join_indexes(
+        (part_folder(number), read_index(text, remote.url_of(part_folder(number)))) for number, text in enumerate(parts)
+    )
+    index = write_index(shards, {**notes, "convert": {"key": plan.key}})
+    remote.write(INDEX, index, deadline_s=plan.timeout_s)
+    digest = _digest("".join(index_notes(text)["convert"]["digest"] for text in parts))
+    columns = {column.name: column.type for column in plan.columns}
+    return Converted(shards, sum(shard.samples for shard in shards), digest, len(parts), made, columns)

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from penstock.data.converting.argument_names import ARGUMENTS, ArgumentNames
 from penstock.proto.errors import DatasetError
 
 __all__ = ["RowDigest", "value_bytes"]
@@ -37,16 +36,15 @@ class RowDigest:
         self.rows = 0
         """Number of rows that were added so far."""
 
-    def add(self, row: Mapping[str, Any], say: ArgumentNames = ARGUMENTS) -> int:
+    def add(self, row: Mapping[str, Any]) -> int:
         """Add a row to the digest, and return the number of bytes that stand for it, which is about its size. The order
-        of its columns does not matter. Raise DatasetError, which names the column, for a value of an unknown type.
-        `say`: how the error names the argument `columns`."""
+        of its columns does not matter. Raise DatasetError, which names the column, for a value of an unknown type."""
         parts = []
         for name in sorted(row):
             try:
                 parts += [_tagged(b"c", name.encode()), value_bytes(row[name])]
             except (TypeError, ValueError, RecursionError) as error:
-                raise DatasetError(f"column {name!r}: {error}. Leave the column out with {say.of('columns')}") from None
+                raise DatasetError(f"column {name!r}: {error}. Leave the column out of `columns`") from None
         data = b"".join(parts)
         self._digest.update(_tagged(b"r", data))
         self.rows += 1

@@ -19,12 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.converting.argument_names import ArgumentNames
 from penstock.data.converting.row_digest import value_bytes
 from penstock.data.formats.encodings import ENCODINGS, check_encoding
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["TargetColumn", "arrow_value", "mds_columns", "parquet_columns", "stored_rows"]
+__all__ = ["TargetColumn", "arrow_value", "given_json", "mds_columns", "parquet_columns", "stored_row"]
 
 _TIMES = (datetime.datetime, datetime.date, datetime.time, np.datetime64)
 _JSON_TYPES = (str, int, float, bool, type(None))
@@ -105,46 +104,46 @@ CHANGES: Mapping[str, Callable[[Any], Any]] = {
 """Functions by name. Each turns a value of the source into the value that a reader of the result gets."""
 
 
-def stored_rows(
-    rows: Sequence[Mapping[str, Any]], columns: Sequence[TargetColumn], say: ArgumentNames, *, first: int
-) -> list[dict[str, Any]]:
-    """Return the rows with the values that a reader of the result gets. Raise DatasetError, which names the column and
-    the sample, for a value that cannot be stored. `first`: number of the first row's sample in its shard, from 0."""
-    changes = [(column.name, column.change, CHANGES[column.change]) for column in columns]
-    found = []
-    for number, row in enumerate(rows, first):
-        made = {}
-        for name, change, function in changes:
-            try:
-                made[name] = function(row[name])
-            except KeyError:
-                raise _missing(f"sample {number} of the shard", name, row, say) from None
-            except (TypeError, ValueError) as error:
-                raise DatasetError(
-                    f"sample {number} of the shard, column {name!r}: {error}. {_remedy(change, name, say)}"
-                ) from None
-        found.append(made)
-    return found
+def stored_row(row: Mapping[str, Any], columns: Sequence[TargetColumn], number: int) -> dict[str, Any]:
+    """Return a row with the values that a reader of the result gets. Raise DatasetError, which names the column and the
+    sample, for a value that cannot be stored. `number`: number of the row's sample in its shard, from 0."""
+    made = {}
+    for column in columns:
+        name = column.name
+        try:
+            made[name] = CHANGES[column.change](row[name])
+        except KeyError:
+            raise _missing(f"sample {number} of the shard", name, row) from None
+        except (TypeError, ValueError) as error:
+            raise DatasetError(
+                f"sample {number} of the shard, column {name!r}: {error}. {_remedy(column.change, name)}"
+            ) from None
+    return made
 
 
-def _remedy(change: str, name: str, say: ArgumentNames) -> str:
+def given_json(column: str) -> str:
+    """Return the arguments, of the function and of the command, that store a column as JSON."""
+    return f"types={{{column!r}: 'json'}} (--as {column}=json)"
+
+
+def _remedy(change: str, name: str) -> str:
     """Return the remedy for an error about a value that a function of CHANGES has refused."""
     if change == "float":
-        return f"Give the column's type with {say.column_type(name, 'json')}"
+        return f"Give the column's type with {given_json(name)}"
     if change in ("only", "file"):
-        return f"Convert to Parquet, or leave the column out with {say.of('columns')}"
-    return f"Leave the column out with {say.of('columns')}"
+        return "Convert to Parquet, or leave the column out of `columns`"
+    return "Leave the column out of `columns`"
 
 
-def _missing(sample: str, name: str, row: Mapping[str, Any], say: ArgumentNames) -> DatasetError:
+def _missing(sample: str, name: str, row: Mapping[str, Any]) -> DatasetError:
     return DatasetError(
         f"{sample} must have the column {name!r}, as other samples have, got {', '.join(map(repr, row))}. Write "
-        f"samples that all have this column, or leave it out with {say.of('columns')}"
+        "samples that all have this column, or leave it out of `columns`"
     )
 
 
 def mds_columns(
-    samples: Sequence[Mapping[str, Any]], names: Sequence[str], given: Mapping[str, str], say: ArgumentNames
+    samples: Sequence[Mapping[str, Any]], names: Sequence[str], given: Mapping[str, str]
 ) -> list[TargetColumn]:
     """Return the columns of the converted dataset if it is MDS. A column's encoding is the given one, or one that fits
     the values in `samples`. Raises DatasetError, InvalidArgumentError.
@@ -153,25 +152,24 @@ def mds_columns(
         samples: some rows of the source.
         names: names of the columns.
         given: column -> encoding, for those that the user chose, or that the source itself gives.
-        say: how errors name the arguments that the user gave.
     """
-    return [_mds_column(name, _values(samples, name, say), given.get(name), say) for name in names]
+    return [_mds_column(name, _values(samples, name), given.get(name)) for name in names]
 
 
-def _values(samples: Sequence[Mapping[str, Any]], name: str, say: ArgumentNames) -> list[Any]:
+def _values(samples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     for row in samples:
         if name not in row:
-            raise _missing("each sample", name, row, say)
+            raise _missing("each sample", name, row)
     return [row[name] for row in samples]
 
 
-def _mds_column(name: str, values: Sequence[Any], given: str | None, say: ArgumentNames) -> TargetColumn:
+def _mds_column(name: str, values: Sequence[Any], given: str | None) -> TargetColumn:
     change, values = _unwrapped(values)
     if given is not None:
         try:
             check_encoding(given)
         except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"{say.of('types')}: column {name!r}: {error.message}") from None
+            raise InvalidArgumentError(f"types (--as): column {name!r}: {error.message}") from None
         return TargetColumn(name, given, "listed" if given == "json" else change)
     kinds = {type(value) for value in values}
     if change:
@@ -186,7 +184,7 @@ def _mds_column(name: str, values: Sequence[Any], given: str | None, say: Argume
         return TargetColumn(name, "json", "listed")
     raise DatasetError(
         f"column {name!r} must have values that MDS can store, got {_names(kinds)}. Convert to Parquet, or "
-        f"leave the column out with {say.of('columns')}"
+        "leave the column out of `columns`"
     )
 
 
@@ -253,29 +251,26 @@ def parquet_columns(
     names: Sequence[str],
     given: Mapping[str, str],
     declared: Mapping[str, Any],
-    say: ArgumentNames,
 ) -> tuple[list[TargetColumn], Any]:
     """Return the columns of the converted dataset if it is Parquet, and their pyarrow schema. A column's type is the
     one that the user chose, the source's own, or one that fits the values in `samples`.
 
     Args:
-        samples, names, say: as in `mds_columns`.
+        samples, names: as in `mds_columns`.
         given: column -> type that the user chose: "json", or pyarrow's name such as "int32".
         declared: column -> pyarrow's type in the source; empty if the source declares none.
     """
     arrow = importlib.import_module("pyarrow")
     columns, fields = [], []
     for name in names:
-        column, kind = _parquet_column(
-            arrow, name, _values(samples, name, say), given.get(name), declared.get(name), say
-        )
+        column, kind = _parquet_column(arrow, name, _values(samples, name), given.get(name), declared.get(name))
         columns.append(column)
         fields.append(arrow.field(name, kind))
     return columns, arrow.schema(fields)
 
 
 def _parquet_column(
-    arrow: Any, name: str, values: list[Any], given: str | None, declared: Any, say: ArgumentNames
+    arrow: Any, name: str, values: list[Any], given: str | None, declared: Any
 ) -> tuple[TargetColumn, Any]:
     if given == "json":
         return TargetColumn(name, "string", "json"), arrow.string()
@@ -284,7 +279,7 @@ def _parquet_column(
             kind = arrow.type_for_alias(given)
         except ValueError as error:
             raise InvalidArgumentError(
-                f"{say.of('types')}: column {name!r}: the type must be json or one of Arrow's, such as int32: {error}"
+                f"types (--as): column {name!r}: the type must be json or one of Arrow's, such as int32: {error}"
             ) from None
         return TargetColumn(name, str(kind)), kind
     if declared is not None:
@@ -301,8 +296,8 @@ def _parquet_column(
     if all(map(_is_json, values)):
         return TargetColumn(name, "string", "json"), arrow.string()
     raise DatasetError(
-        f"column {name!r} must have values that Parquet can store, got {_names(kinds)}. Leave the column out with "
-        f"{say.of('columns')}"
+        f"column {name!r} must have values that Parquet can store, got {_names(kinds)}. Leave the column out of "
+        "`columns`"
     )
 
 

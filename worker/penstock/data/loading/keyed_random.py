@@ -3,23 +3,27 @@
 User code draws from the generators of python, numpy and torch. If these were not seeded for each sample, a sample would
 depend on the samples that the process read before it, so on the numbers of workers and boxes and on restarts. Each
 generator is seeded in the cheapest way: Python's with 64 bits, numpy's and torch's with 32 (torch uses no more).
-torch.manual_seed would take twenty times as long, because it also seeds all devices.
+torch.manual_seed would take twenty times as long, because it also seeds all devices. Generators that the user's own
+objects hold are seeded too (`Generators`).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from xxhash import xxh3_64_intdigest
 
 from penstock.data.ordering.permutation import mix
+from penstock.proto.state.found_generators import capture, defining_modules, find_generators, reseed, restore
 from penstock.proto.state.generators import capture_rng, restore_rng
 
-__all__ = ["Seeds", "seed_generators", "seeded", "seeds_of"]
+__all__ = ["Generators", "Seeds", "seed_generators", "seeded", "seeds_of"]
 
 _PYTHON, _OTHERS = 0, 1
 """Constants from which seeds are computed, so that Python's generator and the other two get different seeds."""
@@ -47,6 +51,37 @@ def seed_generators(seeds: Seeds) -> None:
     random.seed(for_python)
     np.random.seed(for_others & 0xFFFFFFFF)
     torch.default_generator.manual_seed(for_others >> 32)
+
+
+class Generators:
+    """Generators from which the code of a user may draw: those of the process, and those that a walk over its objects
+    and the modules that define them finds (found_generators.py).
+
+    A generator that was found is seeded for a sample from its name and the seeds of that sample. A numpy Generator
+    takes 30 us, the others up to 10.
+    """
+
+    def __init__(self, objects: Iterable[object]) -> None:
+        objects = list(objects)
+        self._found = find_generators(objects, defining_modules(objects))
+        self._names = [xxh3_64_intdigest(found.path.encode()) << 64 for found in self._found]
+
+    def seed(self, seeds: Seeds) -> None:
+        """Seed all generators."""
+        seed_generators(seeds)
+        for found, name in zip(self._found, self._names, strict=True):
+            reseed(found, name | seeds[1])
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Context manager that restores the states of all generators at the end of its block."""
+        before, held = capture_rng(), capture(self._found) if self._found else b""
+        try:
+            yield
+        finally:
+            restore_rng(before)
+            if held:
+                restore(self._found, held)
 
 
 def seeded(make: Callable[[], T], key: int, *position: int) -> T:

@@ -3,7 +3,6 @@ saved position can be resumed on other numbers of them."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -21,8 +20,6 @@ from penstock.data.loading.position_loader import Fetcher, PositionLoader, balan
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.balancing.balanced_order import Balance
 from penstock.data.ordering.epoch_plan import BatchPlan, SampleOrder, WorkerBatches
-from penstock.data.ordering.order_file import FiledOrder, OrderFile
-from penstock.data.ordering.order_states import ORDER_FILE
 from penstock.data.ordering.partition import Tail
 from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.unsharded_order import UnshardedOrder
@@ -63,7 +60,6 @@ class MapLoader(PositionLoader):
         num_samples: int | None = None,
         tail: Tail = "emit",
         skip: Iterable[range] = (),
-        order_file: str | os.PathLike[str] | None = None,
         fetch_threads: int = 0,
         fetch_processes: int = 0,
         reseed: bool | None = None,
@@ -91,19 +87,17 @@ class MapLoader(PositionLoader):
             skip: ranges of samples to leave out. A sample is named by epoch * num_samples + its position in the epoch's
                 order. The other samples come in the same order as without `skip`. A resumed run may add ranges after
                 its position.
-            order_file: path of a file that `penstock import-state` wrote, the same on each worker. It contains the
-                order of one epoch that another library began, and that this loader finishes. All other epochs have the
-                loader's own order, so the file may be left out once a state lies in a later epoch.
             fetch_threads: number of threads that read samples ahead; 0: none. The dataset must be thread-safe.
             fetch_processes: number of processes that make batches ahead; 0: none.
-            reseed: True: seed the global generators of python, numpy and torch before each sample is read, from seed,
-                epoch and position, so that random augmentation depends on nothing else. They are also seeded before the
-                collate function is called, from the position of the batch's first row. After a batch their earlier
-                states are restored. This takes 10 us a sample and 0.25 ms a batch (docs/datasets.md). False: leave the
-                generators alone. None: False with `fetch_threads`, which share the generators, and for datasets that
-                draw no random numbers: lists, arrays, tensors, torch's TensorDataset, Subset, ConcatDataset and
-                StackDataset of these, and Penstock's datasets, unless a subclass overrides `__getitem__` or `clips` may
-                draw. Otherwise True.
+            reseed: True: seed the generators before each sample is read, from seed, epoch and position, so that random
+                augmentation depends on nothing else: the global ones of python, numpy and torch, and those that
+                dataset, transforms and collate function hold, or the modules that define them. They are also seeded
+                before the collate function is called, from the position of the batch's first row. After a batch their
+                earlier states are restored. This takes 10 us a sample and 0.25 ms a batch, and for each numpy Generator
+                of your own 30 us a sample (docs/datasets.md). False: leave the generators alone. None: False with
+                `fetch_threads`, which share the generators, and for datasets that draw no random numbers: lists,
+                arrays, tensors, torch's TensorDataset, Subset, ConcatDataset and StackDataset of these, and Penstock's
+                datasets, unless a subclass overrides `__getitem__` or `clips` may draw. Otherwise True.
             keys: name of a field that is added to each batch, with a text for each row that `restore_sample` takes to
                 read the row's sample again. A batch that is not a dict becomes {"batch": batch, keys: ...}.
             counts: settings of the counts of samples by source and key, see `Counts`; None: nothing is counted.
@@ -141,9 +135,6 @@ class MapLoader(PositionLoader):
             "shuffle_block": (shuffle_block or "all") if shuffle else None,
             "tail": tail,
         }
-        if order_file is not None:
-            file = OrderFile.read(order_file)
-            order, described[ORDER_FILE] = FiledOrder(order, file, name, self._length), file.described
         balanced = balanced_order(balance, order, dataset, self._length, batch, described)
         self.dataset, self._seed = dataset, seed
         self._threads, self._processes = fetch_threads, fetch_processes
@@ -160,7 +151,8 @@ class MapLoader(PositionLoader):
             reseed=own_samples and not fetch_threads if reseed is None else reseed,
             reseed_collate=(own_samples or own_collate) and not fetch_threads if reseed is None else reseed,
             counter=own_counts.counter,
-            by_column=not own_collate,
+            own_samples=own_samples,
+            own_collate=own_collate,
         )
         super().__init__(
             name,

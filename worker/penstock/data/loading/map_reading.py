@@ -1,8 +1,9 @@
 """Reading of samples by number, for MapLoader and StreamingLoader. To an error of user code a note is added that names
 the sample.
 
-Random augmentation draws from the process's random generators. They are seeded before each sample from the loader's
-seed and the sample's position in the order (keyed_random.py). After the batch their earlier states are restored.
+Random augmentation draws from the process's random generators, or from those that the dataset and its transforms hold.
+They are seeded before each sample from the loader's seed and the sample's position in the order (keyed_random.py).
+After the batch their earlier states are restored.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from penstock.data.batch_columns import Columns, columns_match_samples
 from penstock.data.columns_ahead import ColumnsAhead
 from penstock.data.loading.collating import collate_columns, collates_as_torch, empty_batch
 from penstock.data.loading.counting import CountedBatch, SampleCounter
-from penstock.data.loading.keyed_random import Seeds, seed_generators, seeds_of
+from penstock.data.loading.keyed_random import Generators, Seeds, seeds_of
 from penstock.data.ordering.epoch_plan import BatchPlan
 from penstock.data.ordering.permutation import Ints
 from penstock.data.stop_iteration import stop_iteration_error
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.counts import cut_name
-from penstock.proto.state.generators import capture_rng, derive_seed, restore_rng
+from penstock.proto.state.generators import derive_seed
 
 __all__ = ["MapReader"]
 
@@ -42,7 +43,8 @@ class MapReader:
         reseed_collate: bool | None = None,
         many: Callable[[Ints], list[Any]] | None = None,
         counter: SampleCounter | None = None,
-        by_column: bool = False,
+        own_samples: bool = True,
+        own_collate: bool = True,
     ) -> None:
         """Store the settings.
 
@@ -58,8 +60,9 @@ class MapReader:
                 is used without `reseed`. None: samples are read from `dataset`.
             counter: counter of the samples; each batch is then returned as a CountedBatch. None: samples are not
                 counted.
-            by_column: True if `collate` does what torch's default_collate does, so that a batch may be made from whole
-                columns of the dataset instead of samples.
+            own_samples: True if user code that may draw random numbers runs when a sample is read.
+            own_collate: the same of `collate`. Otherwise `collate` does what torch's default_collate does, so that a
+                batch may be made from whole columns of the dataset instead of samples.
         """
         self.dataset, self.collate = dataset, collate
         self.name, self._length = name, epoch_size
@@ -67,9 +70,23 @@ class MapReader:
         reseed_collate = reseed if reseed_collate is None else reseed_collate
         self._collate_key = derive_seed(seed, "collate") if reseed_collate else None
         self._many, self._counter = many, counter
-        self._by_column = by_column and not self.reseeds and counter is None and columns_match_samples(dataset)
+        self._found: Generators | None = None
+        self.draws_nothing = not ((own_samples and self._key is None) or (own_collate and self._collate_key is None))
+        """True if batches neither depend on the process's random generators nor change them."""
+        self._by_column = not own_collate and not self.reseeds and counter is None and columns_match_samples(dataset)
         """True if batches are made from whole columns: the dataset can return them, and no user code needs single
         samples."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_found": None}
+
+    @property
+    def _generators(self) -> Generators:
+        """Generators to seed. They are looked for in the process that reads, when the first sample is read."""
+        if self._found is None:
+            collate = getattr(self.collate, "args", (self.collate,))
+            self._found = Generators((self.dataset, *collate))
+        return self._found
 
     @property
     def reseeds(self) -> bool:
@@ -79,11 +96,8 @@ class MapReader:
     def samples(self, plan: BatchPlan) -> list[Any]:
         if self._key is None:
             return self._all(plan)
-        before = capture_rng()
-        try:
+        with self._generators.undisturbed():
             return self._each(plan, self._key)
-        finally:
-            restore_rng(before)
 
     def columns_ahead(self) -> ColumnsAhead:
         """Return a reader of the columns of an epoch's batches, which reads the columns of several batches at a
@@ -112,26 +126,20 @@ class MapReader:
         for the collate function from the position of the batch's first row. `ahead`, `plans`: as in `read`."""
         if not self.reseeds:
             return self._collated(plan, self.read(plan, ahead, plans))
-        before = capture_rng()
-        try:
+        with self._generators.undisturbed():
             return self._seeded(plan, self._all(plan) if self._key is None else self._each(plan, self._key))
-        finally:
-            restore_rng(before)
 
     def collated(self, plan: BatchPlan, found: list[Any] | Columns) -> Any:
         """Collate the batch of a plan, and return it. `found`: what `read` returned for this plan. The random
         generators are seeded as in `batch`."""
         if self._collate_key is None:
             return self._collated(plan, found)
-        before = capture_rng()
-        try:
+        with self._generators.undisturbed():
             return self._seeded(plan, found)
-        finally:
-            restore_rng(before)
 
     def _seeded(self, plan: BatchPlan, found: list[Any] | Columns) -> Any:
         if self._collate_key is not None:
-            seed_generators(self._seeds(self._collate_key, plan.epoch, plan.positions[:1])[0])
+            self._generators.seed(self._seeds(self._collate_key, plan.epoch, plan.positions[:1])[0])
         return self._collated(plan, found)
 
     def _collated(self, plan: BatchPlan, found: list[Any] | Columns) -> Any:
@@ -161,6 +169,7 @@ class MapReader:
     def _each(self, plan: BatchPlan, key: int) -> list[Any]:
         found = []
         seeds = self._seeds(key, plan.epoch, plan.positions)
+        seed_generators = self._generators.seed
         for row, (number, seed) in enumerate(zip(plan.ids.tolist(), seeds, strict=True)):
             seed_generators(seed)
             found.append(self._one(plan, row, number))

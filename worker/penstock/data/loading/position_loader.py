@@ -25,7 +25,6 @@ from penstock.data.loading.worker_identity import WorkerIdentity
 from penstock.data.ordering.balancing.balanced_order import Balance, Balanced, Imbalance
 from penstock.data.ordering.epoch_plan import BatchPlan, EpochPlan, EpochRemainder, SampleOrder, WorkerBatches
 from penstock.data.ordering.order_states import (
-    ORDER_FILE,
     OrderProgress,
     Topology,
     aggregated,
@@ -103,8 +102,12 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         self._balance = balance
         self._keys, self._key_field = PositionKeys.of(described, len(order)), checked_name(keys)
         self._counts = counts
-        if counts.tally is not None:
-            self.advance_state = None  # type: ignore[method-assign, assignment]  # counting needs the samples, so batches cannot be skipped unread
+        self.draws_nothing = self._reader.draws_nothing and type(self).__module__.startswith("penstock.data.")
+        """True if batches do not depend on the process's random generators, so that states need not hold these. Not
+        known of a user's subclass."""
+        if counts.tally is not None or not self.draws_nothing:
+            # to count needs the samples, and an advanced state lacks the generators' states
+            self.advance_state = None  # type: ignore[method-assign, assignment]
         self._last: tuple[EpochRemainder, int] | None = None
         """Batch that was returned or skipped last, as a pair (EpochRemainder with the batch, number of the batch in
         it); None before the first batch."""
@@ -237,8 +240,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         Raises:
             StateMismatchError: the state belongs to another order of samples; or it is the state of one of several
                 workers, with another topology or `skip`; or `skip` leaves out more samples before the position than
-                when the state was saved; or its counts are by another key. With strict=False the first (except a
-                missing order_file) and the third are only warnings, and the counts begin at zero.
+                when the state was saved; or its counts are by another key. With strict=False the first and the
+                third are only warnings, and the counts begin at zero.
             StateCorruptError, StateVersionError: the state cannot be read.
         """
         progress, topology = progress_of(state_dict), self._topology()
@@ -511,12 +514,6 @@ def balanced_order(
     if balance is None:
         return None
     found = Balanced(balance, order, dataset, length, batch)
-    if found.described and ORDER_FILE in described:
-        raise InvalidArgumentError(
-            f"over_steps must be 1 with order_file, got {balance.over_steps}, because rows that the library which "
-            "began this epoch has delivered would be assigned to later steps again. Pass Balance(cost, over_steps=1) "
-            "until the run's state lies in a later epoch"
-        )
     if found.described:
         described["balance"] = found.described
     return found

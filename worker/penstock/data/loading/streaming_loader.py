@@ -4,7 +4,6 @@ position can be resumed on other numbers of them."""
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -24,9 +23,7 @@ from penstock.data.loading.upcoming_shards import ReadingRate, UpcomingShards
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.balancing.balanced_order import Balance
 from penstock.data.ordering.epoch_plan import BatchPlan, EpochRemainder, WorkerBatches
-from penstock.data.ordering.order_file import FiledOrder, OrderFile
 from penstock.data.ordering.order_states import (
-    ORDER_FILE,
     VERSIONS,
     OrderProgress,
     epoch_to_begin,
@@ -99,7 +96,6 @@ class StreamingLoader(PositionLoader):
         epoch_size: int | str | None = None,
         tail: Tail = "emit",
         skip: Iterable[range] = (),
-        order_file: str | os.PathLike[str] | None = None,
         predownload: int | str | None = None,
         prefetch_seconds: float | None = None,
         fetch_threads: int = 0,
@@ -139,9 +135,6 @@ class StreamingLoader(PositionLoader):
             skip: ranges of samples to leave out. A sample is named by epoch * number of samples in an epoch + its
                 position in the epoch's order. The other samples come in the same order as without `skip`. A resumed run
                 may add ranges after its position.
-            order_file: path of a file that `penstock import-state` wrote, the same on each worker. It contains the
-                order of one epoch that another library began, and that this loader finishes. All other epochs have the
-                loader's own order, so the file may be left out once a state lies in a later epoch.
             predownload: largest number of upcoming samples whose shards are downloaded before they are needed; None:
                 the size of two shuffle blocks.
             prefetch_seconds: seconds of reading, at the measured rate, for which shards are downloaded before they are
@@ -248,23 +241,13 @@ class StreamingLoader(PositionLoader):
             described["shuffle_memory"] = shuffle_memory or "all"
         if shuffle and dataset.has_blocks:
             _check_memory(dataset, shuffle_block, shuffle_memory)
-        filed = None
-        if order_file is not None:
-            if interleave == "batches" and mixed:
-                raise InvalidArgumentError(
-                    "order_file must be None with interleave='batches', because its order mixes the streams within a "
-                    "batch. Use another interleave"
-                )
-            file = OrderFile.read(order_file)
-            filed = FiledOrder(order, file, dataset.name, int(order.starts[-1]))
-            described[ORDER_FILE] = file.described
         if balance is not None and interleave == "batches" and mixed:
             raise InvalidArgumentError(
                 "balance must be None with interleave='batches', because it may move rows to a batch of another "
                 "stream. Use another interleave"
             )
-        balanced = balanced_order(balance, filed or order, dataset, int(order.starts[-1]), batch, described)
-        self.dataset, self._shards, self._filed, self._reader = dataset, order, filed, reader
+        balanced = balanced_order(balance, order, dataset, int(order.starts[-1]), batch, described)
+        self.dataset, self._shards, self._reader = dataset, order, reader
         self._threads = fetch_threads
         self._shuffle = shuffle
         self._decoded: Ints = np.zeros(0, np.int64)
@@ -284,7 +267,7 @@ class StreamingLoader(PositionLoader):
         """Rest of an epoch (EpochRemainder) for which `_upcoming` was made."""
         super().__init__(
             dataset.name,
-            balanced.order if balanced else filed or order,
+            balanced.order if balanced else order,
             described,
             identity=identity,
             batch=batch,
@@ -294,16 +277,6 @@ class StreamingLoader(PositionLoader):
             balance=balanced,
             counts=own_counts,
         )
-
-    @property
-    def order(self) -> ShardedOrder:
-        """Order of the samples of all epochs, before an order file or `balance` changes it."""
-        return self._shards
-
-    @property
-    def predownload(self) -> int:
-        """Largest number of upcoming samples whose shards are downloaded before they are needed."""
-        return self._ahead
 
     # ---- versions of the data
 
@@ -342,7 +315,7 @@ class StreamingLoader(PositionLoader):
         asked = self.dataset.asked_versions
         if moves and "newest" in asked:
             epoch = epoch_to_begin(state, self._epochs.tail)
-            if epoch is not None and not self._epochs.skip and ORDER_FILE not in order:
+            if epoch is not None and not self._epochs.skip:
                 return self._begun(state, epoch)
         if any(isinstance(version, int) and version != old for version, old in zip(asked, saved, strict=True)):
             return state  # the state of another order is then refused
@@ -424,14 +397,12 @@ class StreamingLoader(PositionLoader):
         """
         if not len(positions):
             return
-        filed = self._filed is not None and self._filed.covers(epoch)
-        ids = self._filed.ids(epoch, positions) if self._filed and filed else self._shards.ids(epoch, positions)
-        shards.append(self.dataset.units_of(ids))
+        shards.append(self.dataset.units_of(self._shards.ids(epoch, positions)))
         needed_at.append(positions + shift)
         first, span = int(positions[0]), int(positions[-1]) + 1 - int(positions[0])
         boxes = self._identity.boxes if self._box is not None else 1
         # Add the shards of the positions between those that were examined.
-        if self._shuffle and not filed and len(positions) * boxes < span:
+        if self._shuffle and len(positions) * boxes < span:
             others = self.dataset.read_units(self._shards.shards(epoch, positions))
             shards.append(others)
             needed_at.append(np.full(len(others), first + span // 4 + shift))
@@ -441,7 +412,7 @@ class StreamingLoader(PositionLoader):
         them."""
         order, begin = self._shards, int(plans[-1].positions[-1]) + 1
         needed = [order.shards_of(np.concatenate([plan.ids for plan in plans]))]
-        if begin < len(order) and not (self._filed and self._filed.covers(remainder.epoch)):
+        if begin < len(order):
             run = max(order.partitions, self._identity.boxes)
             near = remainder.near(
                 self._box, begin, min(self._decoded_ahead, len(order) - begin), run=run, runs=DECODED_RUNS
@@ -481,17 +452,19 @@ def _reader(
 ) -> MapReader:
     """Return a reader of the dataset's samples, for epochs of `length` samples. With reseed=None, random generators are
     seeded only for user code, because no other code draws random numbers."""
+    own_samples = dataset.is_overridden or dataset.clips_draw
     return MapReader(
         dataset,
         type(dataset).__qualname__,
         length,
         collate_fn,
         seed=seed,
-        reseed=(dataset.is_overridden or dataset.clips_draw) and not threads if reseed is None else reseed,
+        reseed=own_samples and not threads if reseed is None else reseed,
         reseed_collate=own_collate if reseed is None else reseed,
         many=dataset.get_many,
         counter=counter,
-        by_column=not own_collate,
+        own_samples=own_samples,
+        own_collate=own_collate,
     )
 
 

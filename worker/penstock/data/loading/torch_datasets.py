@@ -16,7 +16,7 @@ from torch.utils.data import default_convert
 
 from penstock.data.loading.map_loader import MapLoader
 from penstock.data.ordering.partition import Tail
-from penstock.proto.state.assignment import current_assignment
+from penstock.proto.state.assignment import process_assignment
 from penstock.worker.batch.building import collate
 
 __all__ = ["read_batches", "stream_batches"]
@@ -76,4 +76,4 @@ def stream_batches(
 
 def _begin(worker_init_fn: Callable[[int], Any] | None) -> None:
     if worker_init_fn is not None:
-        worker_init_fn(current_assignment().slot)
+        worker_init_fn(process_assignment().slot)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-import torch.utils.data
+from torch.utils.data._utils import worker as torch_worker
 
 from penstock.data.arguments import whole
 from penstock.data.cache.prefetch import host_process_id
 from penstock.data.ordering.partition import WorkerTurn
 from penstock.proto.errors import InvalidArgumentError
-from penstock.proto.state.assignment import NEUTRAL, current_assignment
+from penstock.proto.state.assignment import NEUTRAL, process_assignment
 
 __all__ = ["WorkerIdentity", "global_batch"]
 
@@ -46,7 +46,7 @@ class WorkerIdentity:
 
         Raises InvalidArgumentError for an invalid rank.
         """
-        assignment = current_assignment()
+        assignment = process_assignment()
         standalone = assignment is NEUTRAL
         if rank is None:
             rank = _torchrun_rank() if standalone else (assignment.box, assignment.num_boxes)
@@ -66,10 +66,9 @@ class WorkerIdentity:
         """Return which batches of its box this process makes. The slots of the box make one batch each, one after the
         other. If a slot reads by a torch DataLoader, the DataLoader's worker processes make the slot's batches one
         after the other. `first`: slot that makes the first batch."""
-        info = torch.utils.data.get_worker_info()
+        info = torch_worker._worker_info  # in a runner, get_worker_info() describes the runner itself
         number = (self.slot - first) % self.workers
-        # in a runner, get_worker_info() describes the runner itself, without a dataset
-        if info is None or info.dataset is None:
+        if info is None:
             return WorkerTurn(number, self.workers)
         # The first process of a slot makes the slot's first batch, also if the slot is not the first one.
         return WorkerTurn(number + self.workers * info.id, self.workers * info.num_workers)
@@ -78,8 +77,7 @@ class WorkerIdentity:
         """Return a name for the group of processes on this machine that make batches of the same box, and so need the
         same shards: all that this process's parent started. A process that neither Penstock nor a torch DataLoader
         started is a group of its own."""
-        info = torch.utils.data.get_worker_info()
-        alone = self.standalone and (info is None or info.dataset is None)
+        alone = self.standalone and torch_worker._worker_info is None
         return f"{host_process_id(None if alone else os.getppid())}-{self.box}"
 
     def alone(self, turn: WorkerTurn) -> bool:

@@ -28,7 +28,6 @@ from penstock.proto.errors import InvalidArgumentError, StateCorruptError, State
 from penstock.proto.state.envelope import damaged_state
 
 __all__ = [
-    "ORDER_FILE",
     "VERSIONS",
     "OrderProgress",
     "Topology",
@@ -46,8 +45,6 @@ __all__ = [
 
 FORMAT = 3
 """Version of the format in which the states of loaders are written."""
-ORDER_FILE = "order_file"
-"""Name of the setting for an order file: the file's epoch and digest."""
 VERSIONS = "versions"
 """Name of the setting with the version of each stream's dataset: a number, or None for a dataset without versions."""
 NUMBER_LIMIT = 1 << 62
@@ -206,7 +203,7 @@ def check_order(state: Mapping[str, Any], order: Mapping[str, Any], epochs: Epoc
     """Check that a state is a position in this loader's order. `order`: settings of this loader's order; `strict`:
     False to warn instead of raising StateMismatchError. Raises StateMismatchError for another order, StateCorruptError
     for a position outside of the order."""
-    saved, order = _deciding(state, order, state["epoch"] + state["start"] // epochs.length)
+    saved = state["order"]
     names = [name for name in {**saved, **order} if saved.get(name) != order.get(name)]
     if not names:
         least = -state["epoch"] * epochs.length if epochs.tail == "carry" else 0
@@ -218,32 +215,6 @@ def check_order(state: Mapping[str, Any], order: Mapping[str, Any], epochs: Epoc
         return
     differing = ", ".join(f"{name} was {saved.get(name)!r} and is {order.get(name)!r} now" for name in names)
     _refuse(f"the state was saved with another order of samples: {differing}", strict=strict)
-
-
-def _deciding(
-    state: Mapping[str, Any], order: Mapping[str, Any], epoch: int
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the settings that decide the order after a state's position: (those of the state, those of the loader).
-    Only these must be equal. `epoch`: epoch of the next sample.
-
-    An order file (order_file.py) decides only its own epoch, so the file of an earlier epoch is left out. A state that
-    was imported from another library has an order file and no other setting. Then the files are compared alone.
-    """
-    saved = state["order"]
-    if saved.keys() == {ORDER_FILE}:
-        if ORDER_FILE not in order:
-            raise StateMismatchError(
-                "order_file must be given for a state that `penstock import-state` wrote, got None. Pass the path of "
-                "the order file that was written beside the state"
-            )
-        return saved, {ORDER_FILE: order[ORDER_FILE]}
-    return _without_past_file(saved, epoch), _without_past_file(order, epoch)
-
-
-def _without_past_file(order: Mapping[str, Any], epoch: int) -> Mapping[str, Any]:
-    file = order.get(ORDER_FILE)
-    past = isinstance(file, Mapping) and type(file.get("epoch")) is int and file["epoch"] < epoch
-    return {name: value for name, value in order.items() if name != ORDER_FILE} if past else order
 
 
 def _check_same_order(states: Sequence[Mapping[str, Any]]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.data.sharded.later_weights import with_later_weights
 from penstock.data.sharded.layers.layer import checked
 from penstock.data.sharded.layers.mapped import Mapped
 from penstock.data.sharded.layers.mixture import Mixture
@@ -40,6 +41,7 @@ __all__ = [
     "stages_of",
     "still_to_come",
     "try_sources",
+    "with_all_changes",
 ]
 
 LoadSource = Callable[[str], Any]
@@ -149,25 +151,30 @@ def still_to_come(changes: Sequence[MixtureChange], reached: tuple[int, int]) ->
 
 
 def merged(
-    saved: Sequence[MixtureChange], assigned: Sequence[MixtureChange], reached: tuple[int, int]
+    saved: Sequence[MixtureChange],
+    assigned: Sequence[MixtureChange],
+    reached: tuple[int, int],
+    taken: tuple[int, int],
 ) -> list[MixtureChange]:
     """Return the changes that apply after a loader has loaded a state, in the order in which they were ordered. They
-    are the changes that the state lists, and those of the run that begin at the state's position or later.
+    are the changes that the state lists, and those of the run that begin at the state's position or later; and for
+    changes of the present attempt (`required`), those that begin where the loader took the state, or later.
 
-    A change of the run that begins before the state's position, and is not in the state, does not apply: the state
-    comes from an attempt that passed this position before the change was ordered.
+    Another change of the run that begins before the state's position, and is not in the state, does not apply: the
+    state comes from an attempt that passed this position before the change was ordered.
 
     Args:
         saved: changes that the state lists.
         assigned: changes that the coordinator sent for the run.
         reached: pair (epoch of the state, first position in it that no worker has reached).
+        taken: the same when the loader took the state, which may have been advanced since.
 
-    Raises ReplayMismatchError if such a change was ordered in the present attempt (`required`): batches made from this
-    state would differ from the delivered ones.
+    Raises ReplayMismatchError if the loader took the state beyond a required change that the state does not list:
+    batches made from this state would differ from the delivered ones.
     """
     listed_keys, own_keys = {change.key for change in saved}, {change.key for change in assigned}
     for change in assigned:
-        if change.required and change.begins < reached and change.key not in listed_keys:
+        if change.required and change.begins < taken and change.key not in listed_keys:
             raise ReplayMismatchError(
                 f"the state must have the weights that `penstock mix` gave the mixture from position {change.position} "
                 f"of epoch {change.epoch} on, because the state lies beyond this position, but it was made with the "
@@ -175,7 +182,38 @@ def merged(
                 "ordered"
             )
     before_the_run = [change for change in saved if change.key not in own_keys]
-    return [*before_the_run, *(one for one in assigned if one.key in listed_keys or one.begins >= reached)]
+    later = [one for one in assigned if one.key in listed_keys or one.begins >= (taken if one.required else reached)]
+    return [*before_the_run, *later]
+
+
+def with_all_changes(
+    states: Sequence[Mapping[str, Any]], taken: Sequence[tuple[int, int]]
+) -> Sequence[Mapping[str, Any]]:
+    """Return states of all workers, each with the changes and the order of the worker that knows most. A worker's state
+    may be from before a change was ordered. Its order of samples is the same up to the change, so it is valid.
+
+    Nothing is changed in a state whose worker passed a change without it: the orders of such workers differ.
+
+    Args:
+        states: state of each worker.
+        taken: for each worker, the epoch and position up to which its state lists all changes.
+    """
+    lists = [listed(state) for state in states]
+    if not any(lists):
+        return states
+    newest = max(range(len(states)), key=lambda number: (states[number]["epoch"], len(lists[number])))
+    found = []
+    for state, known, until in zip(states, lists, taken, strict=True):
+        keys = {change.key for change in known}
+        if all(change.key in keys or change.begins >= until for change in lists[newest]):
+            now = in_epoch(lists[newest], states[newest]["epoch"])
+            was = {change.key for change in in_epoch(known, state["epoch"])}
+            first = min((change.position for change in now if change.key not in was), default=NUMBER_LIMIT)
+            order, newest_order = state["order"], states[newest]["order"]
+            source = with_later_weights(order["source"], newest_order["source"], first, NUMBER_LIMIT)
+            state = {**state, "order": {**order, "source": source}, CHANGES: states[newest][CHANGES]}
+        found.append(state)
+    return found
 
 
 def refuse_to_import(name: str) -> Any:
@@ -244,7 +282,9 @@ def stages_of(
     """
     found = []
     for position in sorted({0, *(change.position for change in changes)}):
-        source = changed(code, (change for change in changes if change.position <= position), load)
+        # also the earlier orders for later positions, which the last of these drops: their sources count in the mixture
+        last = max((number for number, change in enumerate(changes) if change.position <= position), default=-1)
+        source = changed(code, changes[: last + 1], load)
         digest = digest_of({**order, "source": described(source)})
         mixture = mixture_of(source) if changes else None
         facts = (0, True) if mixture is None else (len(mixture.names), mixture.changes)

@@ -39,6 +39,7 @@ from penstock.data.sharded.mixture_changes import (
     stages_of,
     still_to_come,
     try_sources,
+    with_all_changes,
 )
 from penstock.data.sharded.protocol import ShardedSource
 from penstock.data.sharded.rows.round_robin import Tail
@@ -47,6 +48,7 @@ from penstock.data.sharded.sample_counts import changes_shares, counted_samples,
 from penstock.data.sharded.shard_cursors import HeldSample
 from penstock.data.sharded.shard_keys import KeyStage, digest_of
 from penstock.data.sharded.shard_states import (
+    TAKEN,
     FixedOrder,
     ShardedPosition,
     check_order,
@@ -203,7 +205,11 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._counts.set_shares(wanted_shares(source))
         counts = self._counts.tally is not None  # counting needs the samples between two states
         self._wants_change = counts and changes_shares(source)
-        if counts or balance or not is_keyed(self._order["source"]) or (lengths is None and not source.endless):
+        keyed = is_keyed(self._order["source"])
+        self.draws_nothing = keyed and type(self) is ShardLoader
+        """True if batches do not depend on the process's random generators, so that states need not hold these. Not
+        known of a user's subclass."""
+        if counts or balance or not keyed or (lengths is None and not source.endless):
             self.advance_state = None  # type: ignore[method-assign, assignment]
         if lengths is not None:
             self._plan.check_length(0, sum(map(int, lengths)), self._batch, identity.boxes)
@@ -296,12 +302,15 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
         """Return the state that a worker has when it has made `batches` more batches in the same epoch. No user code
-        runs. The saved positions in the state stay the same: a resume skips the samples from there.
+        runs. The saved positions in the state stay the same: a resume skips the samples from there. The state lists the
+        changes of weights that it listed before, and fits a loader that knows more.
 
         The loader has None instead of this method if it has `counts` or `balance`, if the lengths of a finite source
         are unknown, or if the source may draw from the process's random generators, whose states would be needed.
         """
-        return {**state_dict, "done": OrderProgress.parsed(state_dict).done + batches}
+        done = OrderProgress.parsed(state_dict).done
+        taken = {TAKEN: state_dict.get(TAKEN, done)} if "block" in state_dict else {}  # only of endless sources
+        return {**state_dict, **taken, "done": done + batches}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
         """Go to the position of a state. A state from aggregate_state_dict, or from a run with a single worker, fits
@@ -336,8 +345,19 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
         """Return one state for any topology, merged from the states of all workers in order of global_worker_id."""
-        whole = {**self._fixed_order.aggregated(worker_states), **LoaderCounts.aggregated(worker_states)}
-        return {**whole, CHANGES: worker_states[0][CHANGES]} if CHANGES in worker_states[0] else whole
+        states = self._with_all_changes(worker_states)
+        whole = {**self._fixed_order.aggregated(states), **LoaderCounts.aggregated(states)}
+        return {**whole, CHANGES: states[0][CHANGES]} if CHANGES in states[0] else whole
+
+    def _with_all_changes(self, states: Sequence[Any]) -> Sequence[Any]:
+        if not any(CHANGES in state for state in states if isinstance(state, Mapping)):
+            return states
+        taken = []
+        for number, state in enumerate(states):
+            progress = self._fixed_order.read(state).progress
+            own = progress.turn(number % progress.topology.workers)
+            taken.append(self._fixed_order.taken(state, lambda first, own=own: own))  # type: ignore[misc]
+        return with_all_changes(states, taken)
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
         """Return this worker's part of an aggregated state. `strict` and errors: as in `load_state_dict`."""
@@ -352,12 +372,11 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
     def _check_order(self, state: Any, *, strict: bool) -> None:
         """Apply the changes of weights that a state lists, and check that the state belongs to the resulting order."""
         check_state(state)
-        if self._assigned or CHANGES in state:
-            self._adopt(state)
-        check_order(self._with_later_weights(state), self._order, strict=strict)
+        until = self._adopt(state) if self._assigned or CHANGES in state else None
+        check_order(self._with_later_weights(state, until), self._order, strict=strict)
 
-    def _with_later_weights(self, state: Any) -> Mapping[str, Any]:
-        return self._fixed_order.with_later_weights(state, self._order, self._identity.turn)
+    def _with_later_weights(self, state: Any, until: int | None = None) -> Mapping[str, Any]:
+        return self._fixed_order.with_later_weights(state, self._order, self._identity.turn, until)
 
     def _stages(self, epoch: int) -> Sequence[KeyStage]:
         """Return the stages of an epoch: its parts from one change of weights by an operator to the next."""
@@ -388,10 +407,11 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         weights: Mapping[str, Any],
         added: Mapping[str, str],
         retired: Sequence[str],
-    ) -> tuple[str, tuple[int, int], dict[str, int], dict[str, float], dict[str, float]]:
+    ) -> tuple[str, tuple[int, int], dict[str, int], dict[str, float], dict[str, float], dict[str, str]]:
         """Try a change of the mixture's weights that an operator orders. Do not use the loader afterwards. Return the
-        digest of the order with the change; the (epoch, position) at which it begins; and, by the sources' names, their
-        new weights as whole numbers, their shares before the change, and their shares after it.
+        digest of the order with the change; the (epoch, position) at which it begins; by the sources' names their new
+        weights as whole numbers, their shares before the change, and their shares after it; and the functions of all
+        sources that the code lacks, because the changes that added them may not apply to each later launch of the job.
 
         steps: number of global batches to the change, from `state` or, with `epochs`, from this epoch's beginning.
         epochs: number of epochs that the run has begun since `state`. state: aggregated state from which the run began;
@@ -409,13 +429,14 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             self._use(self._changes, epoch)
         position, before = new_position(begin, steps, self._batch), mixture_of(self.source)
         parts = new_parts(before, position, weights, added, retired)
+        functions = {**{name: fn for one in self._changes for name, fn in one.added.items() if name in parts}, **added}
         at = replace(self._begun, progress=OrderProgress(epoch, position, 0, self._topology())).state(self._order)
-        self._use([*self._changes, MixtureChange("", position, parts, added, epoch=epoch)], epoch)
+        self._use([*self._changes, MixtureChange("", position, parts, functions, epoch=epoch)], epoch)
         check_order(self._with_later_weights({**at, "others": {}}), self._order, strict=True)
         beside = max(before.names, key=parts.__getitem__)
         self._try_sources([*([beside] if added and parts[beside] else []), *added])
         was, now = shares_at(before, position), shares_at(mixture_of(self.source), position)
-        return digest_of(self._order), (epoch, position), parts, was, now
+        return digest_of(self._order), (epoch, position), parts, was, now, functions
 
     def _try_sources(self, names: Sequence[str]) -> None:
         """Make a batch from one sample of each named source, to find out whether the sources work."""
@@ -433,18 +454,28 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             source, self._present = changed(self._code, present, self._load_source), present
             self._read(source)
 
-    def _adopt(self, state: Mapping[str, Any]) -> None:
+    def _adopt(self, state: Mapping[str, Any]) -> int | None:
         """Apply the changes that a state lists, and those of the run that begin later. If the user's code already has
-        the weights of all changes before the state's position (in a Schedule), apply only the later ones."""
-        reached = self._fixed_order.reached(state, self._identity.turn) if self.source.endless else (0, 0)
-        changes = self._history = merged(listed(state), self._assigned, reached)
+        the weights of all changes before the state's position (in a Schedule), apply only the later ones.
+
+        Return the position from which the state's description lacks a change that applies, because the state was
+        advanced beyond a change that it does not know; None if it lacks none before the state's position."""
+        reached = taken = (0, 0)
+        if self.source.endless:
+            turn = self._identity.turn
+            reached, taken = self._fixed_order.reached(state, turn), self._fixed_order.taken(state, turn)
+        known = listed(state)
+        changes = self._history = merged(known, self._assigned, reached, taken)
+        keys = {change.key for change in known}
+        until = min((one.position for one in changes if one.begins < reached and one.key not in keys), default=None)
         later = still_to_come(changes, reached)
-        if later != changes:
+        if later != changes and until is None:
             with contextlib.suppress(InvalidArgumentError):  # raised if the code lacks a source of a change
                 self._use(later, reached[0])
                 if not differences(self._with_later_weights(state)["order"], self._order):
-                    return
+                    return None
         self._use(changes, reached[0])
+        return until
 
     @property
     def tally(self) -> Tally | None:

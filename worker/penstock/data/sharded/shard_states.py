@@ -6,7 +6,10 @@ A state contains:
 - for a finite source with unknown lengths, the lengths of the shards whose ends were found by reading;
 - for an endless source, the block size of its order (endless_order.py);
 - cursor states: for each shard that the worker reads, the index of a sample and the cursor's saved position before this
-  sample (shard_cursors.py). They only save a resume from reading the samples before it again.
+  sample (shard_cursors.py). They only save a resume from reading the samples before it again;
+- `taken`, if the state was advanced without its loader (`advance_state`): the number of batches at which the loader
+  returned it. It may lack changes of weights that were ordered since and begin at this position or later
+  (mixture_changes.py).
 
 A cursor state must not lie beyond the position of its state, because a cursor cannot go back. So an aggregated state
 takes, for each shard, the furthest cursor state of all workers that does not lie beyond the aggregated position.
@@ -38,6 +41,7 @@ from penstock.proto.errors import (
 from penstock.proto.state.envelope import damaged_state
 
 __all__ = [
+    "TAKEN",
     "FixedOrder",
     "ShardedPosition",
     "check_order",
@@ -49,6 +53,8 @@ __all__ = [
 
 NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a state."""
+TAKEN = "taken"
+"""Name of the entry of a state that was advanced: `done` of the state from which it was advanced."""
 KIND = ("a ShardLoader", "shards")
 """Arguments of `check_format` for states of a ShardLoader: the loader's name for errors, and the name of an entry that
 no other loader's states have."""
@@ -150,7 +156,7 @@ class FixedOrder:
             cursors = CursorStates(
                 *(dict(zip(state["shards"], state[name], strict=True)) for name in ("indices", "saved_positions"))
             )
-            numbers = [progress.start, *state["indices"]]
+            numbers = [progress.start, state.get(TAKEN, 0), *state["indices"]]
             endless_order = self._endless_order_of(state)
             ended = {} if endless_order is not None else dict(zip(state["ended"], state["lengths"], strict=True))
             numbers += [*ended.values(), *(self.source.num_shards - 1 - shard for shard in (*cursors.indices, *ended))]
@@ -186,12 +192,17 @@ class FixedOrder:
         ended = {shard: length for each in now for shard, length in each.ended.items()}
         whole = ShardedPosition(replace(newest, done=batches), CursorStates(), ended, now[0].endless_order)
         whole = replace(whole, cursors=self._furthest(whole, now))
+        taken = {}
+        if any(TAKEN in state for state in states):
+            known = [min(done, state.get(TAKEN, done)) for state, done in zip(states, dones, strict=True)]
+            turns = [newest.turn(number % workers) for number in range(len(states))]
+            taken[TAKEN] = max(turn.batch(done - 1) + 1 if done else 0 for turn, done in zip(turns, known, strict=True))
         others = {
             str(number): each.state({})
             for number, each in enumerate(positions)
             if each.progress != whole.progress.of_worker(number % workers)
         }
-        return {**whole.state(states[0]["order"]), "workers": len(states), "others": others}
+        return {**whole.state(states[0]["order"]), **taken, "workers": len(states), "others": others}
 
     def part(
         self, state: Mapping[str, Any], number: int, workers: int, topology: Topology
@@ -232,10 +243,13 @@ class FixedOrder:
             endless_order = self.endless_order(topology.batch)
         return replace(whole, progress=OrderProgress(epoch, start, 0, topology, first), endless_order=endless_order)
 
-    def with_later_weights(self, state: Mapping[str, Any], order: Mapping[str, Any], turn: TurnOf) -> Mapping[str, Any]:
+    def with_later_weights(
+        self, state: Mapping[str, Any], order: Mapping[str, Any], turn: TurnOf, until: int | None = None
+    ) -> Mapping[str, Any]:
         """Return a state of an endless source in the form in which it can be compared with `order`, the description of
         the order of the loader that resumes. Weights of mixtures that differ only after the state's position are
-        replaced by those of `order`; all other differences stay. See later_weights.py. `turn`: see `reached`."""
+        replaced by those of `order`; all other differences stay. See later_weights.py. `turn`: see `reached`. `until`:
+        compare only weights before this position; None: before the state's position."""
         check_format(state, *KIND)
         was = state["order"]
         if not self.source.endless or was.get("source") == order["source"] or "shards" not in was:
@@ -245,11 +259,22 @@ class FixedOrder:
         (_, position), endless_order = self.reached(state, turn), self.read(state).endless_order
         assert endless_order is not None
         inner = int(endless_order.counts(position).max()) * self.source.num_shards
+        position = position if until is None else min(position, until)
         try:
             source = with_later_weights(was["source"], order["source"], position, inner)
         except (AttributeError, KeyError, TypeError):
             return state
         return {**state, "order": {**was, "source": source}}
+
+    def taken(self, state: Mapping[str, Any], turn: TurnOf) -> tuple[int, int]:
+        """Return the epoch and position up to which a state of an endless source lists all changes of weights: what
+        `reached` returns, or returned before the state was advanced."""
+        if TAKEN not in state:
+            return self.reached(state, turn)
+        progress = replace(self.read(state).progress, done=state[TAKEN])
+        if "others" in state:
+            return progress.epoch, _after(progress, progress.done)
+        return progress.epoch, _reached(progress, turn(progress.first))
 
     def reached(self, state: Mapping[str, Any], turn: TurnOf) -> tuple[int, int]:
         """Return the epoch of a state of an endless source, and the first position in this epoch that no worker has
@@ -334,9 +359,9 @@ def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
                     "run saved, and give the loader the same batch size on each worker"
                 )
             raise StateMismatchError(
-                f"all workers must read samples in the same order, but worker {number} and worker 0 differ, so samples "
-                f"were lost and repeated. From worker 0 to worker {number}, {', '.join(found.values())}. Make the same "
-                "source on each worker, for example from a sorted list of files"
+                f"all workers must read samples in the same order, but worker {number} and worker 0 differ. From "
+                f"worker 0 to worker {number}, {', '.join(found.values())}. Make the same source on each worker, for "
+                "example from a sorted list of files"
             )
 
 

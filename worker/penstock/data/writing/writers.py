@@ -132,8 +132,6 @@ class Writer(ABC):
             digest_of(b"", algorithm)
         self.version: int | None = None
         """Number of the version that `close` has published, with append=True; None otherwise."""
-        self.notes: Mapping[str, Any] = {}
-        """Notes that are written into the index, see `write_index`."""
         self.remedy_of: Callable[[str], str] = lambda name: f"Correct the value, or give {name!r} another encoding"
         """Function from a column's name to the remedy in the error about a value that the column's encoding cannot
         store."""
@@ -206,7 +204,7 @@ class Writer(ABC):
         return self._shards if self._published is None else self._published
 
     def _write_index(self) -> None:
-        index = write_index(self._shards, self.notes)
+        index = write_index(self._shards)
         if self._uploads is not None:
             self._uploads.finish(index)
         if self._uploads is None or self._keeps:

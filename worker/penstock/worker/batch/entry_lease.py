@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from penstock.proto.batch.flatten import ALIGN, FlatBatch
-from penstock.proto.lane.endpoints import FreeEntry, Producer
+from penstock.proto.lane.producer import FreeEntry, Producer
 from penstock.proto.lane.ring import MIN_ENTRIES
 
 __all__ = ["NOWHERE", "VAIN_LIMIT", "WORTH_FROM", "EntryArena", "EntryLease"]

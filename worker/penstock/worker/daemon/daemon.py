@@ -32,20 +32,16 @@ from penstock.runtime.process.liveness_file import LivenessWriter
 from penstock.runtime.process.watch import Process, become_subreaper
 from penstock.worker.daemon.heartbeats import Heartbeats, fitted
 from penstock.worker.daemon.listeners import LaneListeners, slot_of
-from penstock.worker.daemon.worker_settings import DaemonSettings, groups_of_runners, own_name, user_of_runners
+from penstock.worker.daemon.worker_settings import DaemonSettings, own_name, user_of_runners
 from penstock.worker.helpers.blobs import Blobs
-from penstock.worker.helpers.helper_pool import HelperPool
-from penstock.worker.loader.crossing_kinds import more_careful
 from penstock.worker.processes.child_output import unblocked_logging
 from penstock.worker.processes.child_processes import ForkServer, end_orphans
-from penstock.worker.processes.control_groups import here
 from penstock.worker.processes.interpreters import StartedForkServer, missing_packages, working_directory
 from penstock.worker.processes.kept_fork_server import KeptForkServer
 from penstock.worker.processes.temporary_folders import TemporaryFolders
 from penstock.worker.processes.user_code import BY_VALUE, MAIN, check_allowed, check_plain
 from penstock.worker.resources.processor_time import cores
 from penstock.worker.resources.turn_queue import TurnQueue
-from penstock.worker.slots.loader_findings import LoaderFindings
 from penstock.worker.slots.slot import Slot
 from penstock.worker.slots.slot_interfaces import COORDINATOR_ERRORS, DaemonCounters, SlotKey, SnapshotQuota, key_of
 
@@ -83,13 +79,11 @@ class Daemon:
         self.name = settings.name or own_name()
         self.coordinator = AsyncCoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
         self.helper_turns = TurnQueue(max(HELPERS_AT_ONCE, cores()))
-        self.helpers = HelperPool(self.fork_server)
         self.blobs = Blobs(self._connect)
         self.runner_memory = settings.runner_memory
         self.starts = TurnQueue(settings.starts or cores())
         self.embedded = settings.embedded
         user = user_of_runners(settings)
-        self._groups = groups_of_runners(settings)
         self._tempdirs = TemporaryFolders(user)
         self._fork_server = KeptForkServer(
             self._tempdirs,
@@ -97,7 +91,6 @@ class Daemon:
             settings.start_timeout_s,
             sandboxed=not settings.no_sandbox,
             user=user,
-            groups=self._groups,
             started=fork_server,
         )
         self._heart = Heartbeats(
@@ -119,7 +112,6 @@ class Daemon:
         self._slots: dict[SlotKey, Slot] = {}
         self._unstarted: dict[SlotKey, coordinator_pb2.SlotReport] = {}
         """Reports of assigned slots that could not be started on this worker."""
-        self._findings: dict[tuple[str, int], LoaderFindings] = {}
         self._answered: set[str] = set()
         self._answering = 0
         """Number of requests for slots' states, from the coordinator, that are being answered now."""
@@ -243,8 +235,6 @@ class Daemon:
         self.blobs.close()
         await end_orphans()
         self._tempdirs.close()
-        if self._groups is not None:
-            self._groups.close(here()[1])
         await self.coordinator.close()
 
     async def _register(self, first: bool = False) -> None:
@@ -447,13 +437,8 @@ class Daemon:
         task.add_done_callback(self._ending.discard)
 
     def _drop_unused(self) -> None:
-        """Release what was kept for runs that have no slot on this worker any more: warm helper processes, large values
-        (blobs), and LoaderFindings. If no slot is left, let the fork server end after a delay, in case another run
-        starts soon."""
-        attempts = {_attempt_of(slot.assignment) for slot in self._slots.values()}
-        for attempt in [attempt for attempt in self._findings if attempt not in attempts]:
-            del self._findings[attempt]
-        self.helpers.forget(attempts)
+        """Release large values (blobs) that were kept for runs that have no slot on this worker any more. If no slot is
+        left, let the fork server end after a delay, in case another run starts soon."""
         needed = [slot.assignment for slot in self._slots.values()]
         self.blobs.keep({name for each in needed for name in (each.loader.arguments_blob, each.resume.blob)})
         self._fork_server.keep(needed=bool(self._slots))
@@ -497,26 +482,6 @@ class Daemon:
         """Return the daemon's fork server, from which all child processes are forked. Start one if none runs."""
         return await self._fork_server.get(main_script=bool(assignment.loader.main_path))
 
-    def findings(self, assignment: records_pb2.WorkerAssignment) -> LoaderFindings:
-        return self._findings.setdefault(_attempt_of(assignment), LoaderFindings())
-
-    def found_crossing(self, assignment: records_pb2.WorkerAssignment, crossing: str) -> None:
-        findings = self.findings(assignment)
-        findings.crossing = more_careful(findings.crossing, crossing)
-        self._send_findings(assignment)
-
-    def found_misleading(self, assignment: records_pb2.WorkerAssignment) -> None:
-        self.findings(assignment).misleads = True
-        self._send_findings(assignment)
-
-    def _send_findings(self, assignment: records_pb2.WorkerAssignment) -> None:
-        for slot in self._slots.values():
-            if _attempt_of(slot.assignment) == _attempt_of(assignment):
-                self._spawn(slot.learn_findings())
-
-    def slots_here(self) -> int:
-        return len(self._slots)
-
     def slot_changed(self) -> None:
         self._dirty.set()
 
@@ -556,10 +521,6 @@ class Daemon:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _attempt_of(assignment: records_pb2.WorkerAssignment) -> tuple[str, int]:
-    return assignment.run, assignment.attempt
 
 
 async def serve(

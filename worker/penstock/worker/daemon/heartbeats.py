@@ -57,7 +57,7 @@ def _cut(report: coordinator_pb2.SlotReport, share: int) -> coordinator_pb2.Slot
     if report.HasField("error"):
         short.error.CopyFrom(cut(report.error, most))
     if short.ByteSize() > share:
-        for name in ("not_restartable", "not_used", "advances_state"):
+        for name in ("not_restartable", "not_used", "no_length", "advances_state"):
             short.capabilities.ClearField(name)
     return short
 

@@ -38,8 +38,7 @@ from penstock.proto.errors import (
     malformed,
 )
 from penstock.proto.lane import tcp
-from penstock.proto.lane.endpoints import LANE_PROTOCOL, MAX_FRAME, check_peer
-from penstock.proto.lane.frames import CLOSE, ERROR, Frame, framed
+from penstock.proto.lane.frames import CLOSE, ERROR, LANE_PROTOCOL, MAX_FRAME, Frame, check_peer, framed
 from penstock.proto.lane.tls_socket import PEEKED, TlsSocket, accept_tls, looks_like_tls, when_readable
 from penstock.proto.rpc.addresses import refuse_unsafe
 from penstock.proto.rpc.channel import Tls, detail_of

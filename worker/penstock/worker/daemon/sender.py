@@ -43,7 +43,7 @@ from xxhash import xxh3_64
 from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError
 from penstock.proto.lane import tcp
 from penstock.proto.lane.compression import Packer, first_of
-from penstock.proto.lane.endpoints import Consumer
+from penstock.proto.lane.consumer import Consumer
 from penstock.proto.lane.frames import BATCH, Ack, Frame, read_ack
 from penstock.proto.v1 import lane_pb2
 
@@ -319,6 +319,8 @@ class Sender(threading.Thread):
                 released += sent.popleft()[1:]
             runner.delivered(ack.delivered)
             runner.release(released)
+        if ack.labelled:
+            runner.label_epoch(ack.labelled - 1, ack.label)
         if ack.open_epochs:
             runner.open_epochs(ack.open_epochs)
         if ack.wanted:
@@ -326,7 +328,7 @@ class Sender(threading.Thread):
         if ack.abandon_epoch:
             # The runner takes back all these entries itself, and continues after the last delivered batch.
             sent.clear()
-            runner.abandon(ack.abandon_epoch - 1)
+            runner.abandon(ack.abandon_epoch - 1, ack.delivered)
         if ack.close:
             runner.close()
         if runner.backlog > MAX_BACKLOG:

@@ -1,4 +1,4 @@
-"""Settings of a worker daemon, and two functions that return the user and the control groups of its runners."""
+"""Settings of a worker daemon, and the user of its runners."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from penstock.proto.errors import (
 )
 from penstock.proto.rpc.channel import Tls
 from penstock.worker.processes.child_processes import START_DEADLINE_S
-from penstock.worker.processes.control_groups import SPARE_BYTES, ControlGroups, here
 from penstock.worker.processes.runner_user import RunnerUser, find_user, sees_shared_memory
-from penstock.worker.slots.memory_watch import HARD_LIMIT
 
-__all__ = ["DaemonSettings", "groups_of_runners", "own_name", "user_of_runners"]
+__all__ = ["DaemonSettings", "own_name", "user_of_runners"]
 
 _log = logging.getLogger("penstock.worker")
 
@@ -51,13 +49,10 @@ class DaemonSettings:
     runner_user: str = ""
     """User that user code runs as, by name or number; "" = the daemon's own user. See runner_user.py."""
     runner_processes: int = 0
-    """Largest number of processes and threads of all runners together; 0 = no limit. Needs runner_user or control
-    groups."""
+    """Largest number of processes and threads of all runners together; 0 = no limit. Needs runner_user."""
     no_sandbox: bool = False
     """Flag that turns off the sandbox for runners (see sandbox.py). The sandbox hides other processes of the same user.
     """
-    no_groups: bool = False
-    """Flag that turns off control groups for runners; see control_groups.py."""
     tls: Tls | None = None
     """TLS files for connections to the coordinator, and for lanes from other hosts."""
     insecure: bool = False
@@ -81,7 +76,8 @@ def own_name() -> str:
 
 def user_of_runners(settings: DaemonSettings) -> RunnerUser | None:
     """Return the user that user code runs as; None for the daemon's own user. Log a warning if memory that several
-    processes of a runner share would be counted several times, once for each process, against `runner_memory`."""
+    processes of a runner share would be counted several times, once for each process, against `runner_memory`. Raise
+    InvalidArgumentError if `runner_processes` cannot be enforced."""
     if settings.runner_user:
         if settings.runner_memory and not sees_shared_memory():
             _log.warning(
@@ -90,24 +86,9 @@ def user_of_runners(settings: DaemonSettings) -> RunnerUser | None:
                 "CAP_SYS_PTRACE (docker run --cap-add SYS_PTRACE)"
             )
         return find_user(settings.runner_user, settings.runner_processes)
-    return None
-
-
-def groups_of_runners(settings: DaemonSettings) -> ControlGroups | None:
-    """Return the control groups for the daemon's child processes, None if they are turned off or not available on this
-    machine. Raise InvalidArgumentError if `runner_processes` then cannot be enforced."""
-    if settings.embedded or settings.no_groups:
-        groups, why_not = None, "they are turned off"
-    else:
-        most = settings.runner_memory and HARD_LIMIT * settings.runner_memory + SPARE_BYTES
-        own, ours = here()
-        groups, why_not = ControlGroups.take(own, ours, memory=most, processes=settings.runner_processes)
-    if groups is not None:
-        _log.info("each runner has a control group of its own")
-    elif settings.runner_processes and not settings.runner_user:
+    if settings.runner_processes:
         raise InvalidArgumentError(
             f"runner_processes={settings.runner_processes} needs runner_user, because the kernel counts processes by "
-            "user, and would count this worker and all other processes of its user. Set runner_user too. (Control "
-            f"groups would count only the runners, but cannot be used here: {why_not})"
+            "user, and would count this worker and all other processes of its user. Set runner_user too"
         )
-    return groups
+    return None

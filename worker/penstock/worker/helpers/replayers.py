@@ -16,7 +16,6 @@ from penstock.proto.errors import DeadlineError, WorkerLostError, error_named
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.end import describe_exit
 from penstock.worker.helpers.blobs import Blobs
-from penstock.worker.helpers.helper_pool import HelperPool, HelperProcess
 from penstock.worker.processes.child_processes import Child, ForkServer, about_slot
 from penstock.worker.processes.control_channel import ControlMessage
 from penstock.worker.processes.exit_causes import descriptors_closed
@@ -27,9 +26,6 @@ __all__ = ["DEADLINE_S", "ReplayHost", "run_task", "send_assignment"]
 
 DEADLINE_S = 120.0
 """Default for the largest number of seconds that a task may take."""
-ASKED_FOR = ("state", "aggregate", "advance", "mixture")
-"""Names of the tasks for whose result a training job waits (an operator for "mixture"). They run before tasks that only
-the daemon needs."""
 
 
 class ReplayHost(Protocol):
@@ -37,7 +33,6 @@ class ReplayHost(Protocol):
 
     helper_turns: TurnQueue
     """Queue that limits how many helper tasks run at the same time."""
-    helpers: HelperPool
     blobs: Blobs
 
     async def fork_server(self, assignment: records_pb2.WorkerAssignment) -> ForkServer: ...
@@ -69,57 +64,11 @@ async def run_task(
         InputFnError: user code closed the helper's control socket.
         PenstockError: the error with which the task failed.
     """
-    left_s = deadline_s  # time for work only, without waits for a turn and for a child
-    helpers, began = host.helpers, 0.0
-    with helpers.counted(assignment):
-        async with host.helper_turns.turn(urgent=task in ASKED_FOR):
-            helper = await helpers.take(assignment, progress_page)
-            if helper is not None:
-                began = time.monotonic()
-                message = await _by_helper(host, helper, assignment, name, points, task, left_s, fields)
-                if message is not None:
-                    return message
-                left_s = max(left_s - (time.monotonic() - began), 0.0)
-            message = await _by_child(host, assignment, name, progress_page, points, task, deadline_s, left_s, fields)
-            helpers.learn(assignment, message.fields.pop("modules", None))
-            if helper is not None and message.kind != "failed":
-                helpers.distrust(assignment, f"only a fresh process could do the task {task}")
+    async with host.helper_turns.turn(urgent=True):
+        message = await _by_child(host, assignment, name, progress_page, points, task, deadline_s, fields)
     if message.kind == "failed":
         raise error_named(**message.fields["error"])
     return message
-
-
-async def _by_helper(
-    host: ReplayHost,
-    helper: HelperProcess,
-    assignment: records_pb2.WorkerAssignment,
-    name: str,
-    points: list[bytes],
-    task: str,
-    left_s: float,
-    fields: dict[str, Any],
-) -> ControlMessage | None:
-    """Let a warm helper (a process that has imported the loader's modules) do the task, and return its answer. Return
-    None if the helper died or its answer does not count; a fresh child process must then do the task."""
-    assert helper.child is not None
-    answer, whole = helper.expect(), False
-    try:
-        await _ask(host, helper.child, assignment, points, task, fields)
-        either: set[asyncio.Future[Any]] = {answer, helper.child.exited}
-        await asyncio.wait(either, timeout=left_s, return_when="FIRST_COMPLETED")
-        if not answer.done():
-            if helper.child.exited.done():
-                return None
-            raise _late(f"the helper process of {name}", task, left_s, await helper.stack())
-        message = answer.result()
-        host.helpers.learn(assignment, message.fields.pop("modules", None))
-        whole = message.kind == "done" and message.fields.get("same") is not False
-        return message if whole else None
-    finally:
-        if whole:
-            host.helpers.give_back(assignment, helper)
-        else:
-            helper.end()
 
 
 async def _by_child(
@@ -130,12 +79,11 @@ async def _by_child(
     points: list[bytes],
     task: str,
     deadline_s: float,
-    left_s: float,
     fields: dict[str, Any],
 ) -> ControlMessage:
     """Let a fresh child process do the task, and return its answer. If the child is killed from outside, try once more
     with a second child."""
-    what = f"the helper process of {name}"
+    what, left_s = f"the helper process of {name}", deadline_s
     for last in (False, True):
         fork_server = await host.fork_server(assignment)
         answer: asyncio.Future[ControlMessage] = asyncio.get_running_loop().create_future()
@@ -171,7 +119,7 @@ async def _ask(
     await send_assignment(host.blobs, child, assignment)
     for point in points:
         await child.send("point", point)
-    await child.send(task, learn=True, **fields)
+    await child.send(task, **fields)
 
 
 async def send_assignment(blobs: Blobs, child: Child, assignment: records_pb2.WorkerAssignment) -> None:

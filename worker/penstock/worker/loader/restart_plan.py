@@ -12,12 +12,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
-__all__ = ["BEGINNING", "Leg", "Recovery", "RestartPoint", "Target", "first_fit", "plan_recovery", "route", "usable"]
+from penstock.proto.v1 import records_pb2
 
-BEGINNING: Final = None
-"""Entry of `Recovery.ways` that stands for the beginning of the stream: call input_fn again, and replay all batches."""
+__all__ = [
+    "NEAR",
+    "Leg",
+    "RestartPoint",
+    "Target",
+    "first_fit",
+    "is_compared",
+    "plan_recovery",
+    "replay_s",
+    "route",
+    "usable",
+    "worth_restoring",
+]
+
+NEAR: Final = 64
+"""Number of batches by which a snapshot lies far enough before a position. See `worth_restoring`."""
+REPLAY_S: Final = 2.0
+"""Default for the seconds of a pure loader's work up to which an epoch is made again from its beginning."""
 
 
 class RestartPoint(Protocol):
@@ -39,25 +55,7 @@ class RestartPoint(Protocol):
         """True if the restart point was taken at the beginning of an epoch, False if it was taken after a batch."""
 
 
-class _History(Protocol):
-    @property
-    def abandoned(self) -> tuple[tuple[int, int], ...]: ...
-    @property
-    def complete(self) -> bool: ...
-
-
-class _WithHistory(RestartPoint, Protocol):
-    """Restart point with a history: where its stream began, and which epochs the training loop abandoned. A replay must
-    abandon the same epochs."""
-
-    @property
-    def history(self) -> _History: ...
-    @property
-    def is_beginning(self) -> bool: ...
-
-
 Point = TypeVar("Point", bound=RestartPoint)
-PointWithHistory = TypeVar("PointWithHistory", bound=_WithHistory)
 W = TypeVar("W")
 
 
@@ -87,6 +85,8 @@ class Target:
     counted over all epochs."""
     digest: int = 0
     """Digest that batch `total` must have; 0 = any."""
+    chain: int = 0
+    """Hash that the epoch's batches up to `total` must have (proto/state/position.py, `linked`); 0 = any."""
 
     def with_abandoned(self, epochs: Iterable[tuple[int, int]]) -> Target:
         """Return a copy of the target that also names the abandoned `epochs` of a restart point's history, which
@@ -128,40 +128,56 @@ def usable(points: Iterable[Point], target: Target) -> list[Point]:
     ] or found
 
 
-@dataclass(frozen=True)
-class Recovery(Generic[PointWithHistory]):
-    """Plan by which a new runner brings its loader to a slot's position: the restart points to try."""
+def plan_recovery(points: Iterable[Point], target: Target) -> list[Point]:
+    """Return the restart points from which a slot's new runner may bring its loader to the position `target`, the best
+    first.
 
-    nearest: PointWithHistory
-    """Restart point nearest to the position among those that `ways` may hold. The new runner takes the history of the
-    stream from it, because no other of them has a longer one."""
-    ways: list[PointWithHistory | None]
-    """Restart points to try, at least one, the best first; BEGINNING = no restart point."""
-
-
-def plan_recovery(
-    points: Iterable[PointWithHistory], target: Target, *, counted: bool
-) -> Recovery[PointWithHistory] | None:
-    """Return the plan by which a slot's new runner brings its loader to the position `target`; None if none of the
-    restart points leads there.
-
-    The best way is the nearest restart point, if possible one before the last delivered batch, so that this batch is
-    made again and compared. Earlier restart points follow, because verification has compared only a few batches. The
-    beginning is last, if the stream can be replayed from there.
-
-    counted: True if the loader's own states lead to wrong batches. The beginning is then the only way, if the stream
-    can be replayed from there.
+    The best one is the nearest, if possible one before the last delivered batch, so that this batch is made again and
+    compared. Earlier restart points follow.
     """
     found = usable(points, target)
     before = [point for point in found if point.total < target.total] or found
-    if not before:
-        return None
-    order = sorted(before, key=lambda point: (point.epoch, point.total), reverse=True)
-    nearest = order[0]
-    ways: list[PointWithHistory | None] = [] if nearest.history.complete and counted else [*order]
-    if nearest.history.complete and not (ways and order[-1].is_beginning):
-        ways.append(BEGINNING)
-    return Recovery(nearest, ways)
+    return sorted(before, key=lambda point: (point.epoch, point.total), reverse=True)
+
+
+def replay_s(options: records_pb2.Options) -> float:
+    """Return the seconds of a pure loader's work up to which its epoch is made again from its beginning."""
+    return options.replay_s if options.HasField("replay_s") else REPLAY_S
+
+
+class _Timed(RestartPoint, Protocol):
+    @property
+    def spent_s(self) -> float: ...
+
+
+TimedPoint = TypeVar("TimedPoint", bound=_Timed)
+
+
+def worth_restoring(
+    points: Iterable[TimedPoint], total: int, spent_s: float | None, replay_s: float
+) -> TimedPoint | None:
+    """Return the snapshot of a pure loader to restore for a position in its epoch; None if the epoch is made again from
+    its beginning, because that is quick, or because no snapshot lies far enough back.
+
+    A snapshot is compared by the batches after it, so it must lie some way before the position: at least NEAR batches,
+    or `replay_s` seconds of the loader's work, and one batch.
+
+    Args:
+        points: restart points of the position's epoch.
+        total: number of the slot's batches up to the position.
+        spent_s: seconds that the loader has spent on the epoch up to the position; None = not known.
+        replay_s: seconds of work up to which the epoch is made again.
+    """
+    snapshots = [point for point in points if not point.is_epoch_start and point.total < total]
+    spent = max([point.spent_s for point in snapshots], default=0.0) if spent_s is None else spent_s
+    far = [point for point in snapshots if is_compared(point, total, spent, replay_s)]
+    return max(far, key=lambda point: point.total, default=None)
+
+
+def is_compared(point: _Timed, total: int, spent_s: float, replay_s: float) -> bool:
+    """Return whether the batches from a snapshot up to the slot's batch `total` are enough to compare it by. The
+    arguments are those of `worth_restoring`."""
+    return spent_s >= replay_s and (total - point.total >= NEAR or spent_s - point.spent_s >= replay_s)
 
 
 def first_fit(
@@ -188,4 +204,4 @@ def first_fit(
             if number == len(ways):
                 raise
             on_mismatch(error, ways[number])
-    raise ValueError("ways must hold at least one restart point or BEGINNING, got an empty sequence")
+    raise ValueError("ways must hold at least one restart point, got an empty sequence")

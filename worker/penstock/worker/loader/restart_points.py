@@ -1,7 +1,7 @@
 """Restart points: data from which a slot's loader is rebuilt in a fresh process at an earlier position, and their
 encoding.
 
-There are three kinds. Only the first needs no verification (see verification.py):
+There are three kinds:
 
     the beginning    call input_fn() again, seeded as when the slot's counts began. For a loader with four state
                      methods also the start of a launch: call input_fn(), and load the state from which the launch
@@ -19,7 +19,6 @@ from typing import Any, cast
 from penstock.proto.batch.digest import MASK
 from penstock.proto.errors import InputFnError, ReplayMismatchError, StateCorruptError
 from penstock.proto.state.codec import decode_state, encode_state
-from penstock.worker.loader.crossing_kinds import WAYS, more_careful
 
 __all__ = ["END", "UNFIT", "Launch", "RestartPoint", "StreamHistory", "StreamPosition"]
 
@@ -27,8 +26,7 @@ UNFIT = (ReplayMismatchError, InputFnError)
 """Errors that show that a restart point does not lead to the delivered batches: the restored loader made another batch,
 or raised. The next way to the position is then tried. If all ways fail, the user gets the error of the last one."""
 MOST_ABANDONED = 1024
-"""Largest number of abandoned epochs that a restart point records. A stream with more abandoned epochs cannot be
-replayed from the beginning."""
+"""Largest number of abandoned epochs that a restart point records, the newest ones."""
 
 
 class _End:
@@ -92,26 +90,21 @@ class Launch:
 
 @dataclass(frozen=True)
 class StreamHistory:
-    """History of a slot's stream that a replay from the beginning must repeat, up to a position."""
+    """History of a slot's stream in a launch, up to a position. A replay from the launch's start must repeat it."""
 
     launch: Launch = Launch()
     abandoned: tuple[tuple[int, int], ...] = ()
     """Epochs that the loop abandoned by `break`, oldest first, as (number of the epoch, number of the slot's last
     delivered batch in it, counted over all epochs)."""
-    complete: bool = False
-    """True if the stream can be replayed from the beginning: the run began without a state and with the present numbers
-    of boxes and workers, has resumed from no edited state, and `abandoned` lists all abandoned epochs."""
-    crossing: str = ""
-    """Way in which the loader enters the next epoch after a restore within an epoch: KEPT, FRESH or REPLAY; "" = not
-    known yet. See epoch_crossing.py."""
+    first: int = 0
+    """Digest of the run's first batch, in box 0 and slot 0 of a loader with four methods; 0 = not known, or the second
+    batch is the same."""
 
     def leaving(self, epoch: int, total: int) -> StreamHistory:
         """Return the history with one more abandoned epoch: the training loop abandoned `epoch` after the slot's batch
         `total`."""
         abandoned = (*(known for known in self.abandoned if known[0] < epoch), (epoch, total))
-        return replace(
-            self, abandoned=abandoned[-MOST_ABANDONED:], complete=self.complete and len(abandoned) <= MOST_ABANDONED
-        )
+        return replace(self, abandoned=abandoned[-MOST_ABANDONED:])
 
     def of(self, launch: Launch) -> StreamHistory:
         """Return the same history with another launch. The loader counts its steps, batches and samples from the
@@ -123,30 +116,18 @@ class StreamHistory:
         `abandoned`."""
         return replace(self, abandoned=tuple(known for known in self.abandoned if known[0] < epoch))
 
-    def knowing(self, crossing: str) -> StreamHistory:
-        """Return the history with the later in WAYS of two crossings (ways into the next epoch): its own, and
-        `crossing`, which was found at another position. A crossing that has proved wrong at one position must not be
-        used at any other."""
-        return replace(self, crossing=more_careful(self.crossing, crossing))
-
     def encode(self) -> dict[str, Any]:
         abandoned = [list(known) for known in self.abandoned]
-        return {
-            "launch": self.launch.encode(),
-            "abandoned": abandoned,
-            "complete": self.complete,
-            "crossing": self.crossing,
-        }
+        first = {"first": self.first} if self.first else {}
+        return {"launch": self.launch.encode(), "abandoned": abandoned, **first}
 
     @classmethod
     def decode(cls, value: dict[str, Any]) -> StreamHistory:
         abandoned = tuple((int(epoch), int(total)) for epoch, total in value["abandoned"])
-        if value["crossing"] not in WAYS:
-            raise ValueError(f"crossing must be one of {', '.join(map(repr, WAYS))}, got {value['crossing']!r:.40}")
         step, batches, samples, *known = value.get("launch", (0, 0, 0, None, None))
         worker, enters = (None if each is None else int(each) for each in known)
         launch = Launch(int(step), int(batches), int(samples), worker, enters)
-        return cls(launch, abandoned, value["complete"] is True, value["crossing"])
+        return cls(launch, abandoned, int(value.get("first", 0)))
 
 
 @dataclass(frozen=True)
@@ -163,6 +144,10 @@ class RestartPoint:
     """States of the random generators before the epoch began, that is before iter(); None for a snapshot."""
     digest: int = 0
     """Digest of the last batch before this position; 0 = not known."""
+    spent_s: float = 0.0
+    """Seconds that the loader has spent on the batches of this epoch up to this position."""
+    chain: int = 0
+    """Hash over the slot's batches of this epoch up to this position."""
     step: int = 0
     """Training step of the box (data-parallel rank) that `get_worker_state()` reported to the loader's state_dict(); 0
     if state_dict() did not ask for it."""
@@ -170,6 +155,8 @@ class RestartPoint:
     """Quarantined batches known when the restart point was taken, as (epoch, total, count): `count` batches are skipped
     after the slot's batch `total` in this epoch."""
     history: StreamHistory = StreamHistory()
+    seeds: tuple[int, ...] = ()
+    """Of a pure loader: hashes of the states in which input_fn left the generators that the loader holds."""
     replayed_from: RestartPoint | None = None
     """Earlier restart point from which this position is reached by a replay; None if the loader can be restored at this
     position without a replay."""
@@ -192,33 +179,28 @@ class RestartPoint:
         """True if the restart point was taken at the beginning of an epoch, False if it was taken after a batch."""
         return self.rng_before is not None
 
-    @property
-    def is_beginning(self) -> bool:
-        """True if this restart point is at the beginning of the slot's stream, before its first batch. If
-        `history.complete` is True, calling input_fn is enough to restore it."""
-        return self.is_epoch_start and self.position.total == self.position.epoch == 0
-
     def encode(self) -> bytes:
         """Return the restart point as bytes, in the format that docs/restarts.md describes."""
+        epoch_start: dict[str, Any] | None
         if self.replayed_from is not None:
-            epoch_start: dict[str, Any] | None = {
-                "at": self.replayed_from.position.as_list(),
-                "state": self.replayed_from.state,
-                "rng_before": self.replayed_from.rng_before,
-                "rng": self.replayed_from.rng,
-                "digest": self.replayed_from.digest,
-            }
+            epoch_start = self.replayed_from._as_start()
         else:
             epoch_start = None if self.rng_before is None else {"rng_before": self.rng_before}
         restart: dict[str, Any] = {
             "at": self.position.as_list(),
-            "rng": self.rng,
             "digest": self.digest,
             "epoch_start": epoch_start,
             "history": self.history.encode(),
         }
-        if self.skips:
-            restart["skips"] = [list(skip) for skip in self.skips]
+        skips = [list(skip) for skip in self.skips]
+        optional = {
+            "rng": self.rng,
+            "spent_s": self.spent_s,
+            "chain": self.chain,
+            "seeds": list(self.seeds),
+            "skips": skips,
+        }
+        restart |= {name: value for name, value in optional.items() if value}
         value = {"user": self.state, "restart": restart}
         launch = self.history.launch
         if launch.worker is not None:
@@ -229,13 +211,20 @@ class RestartPoint:
     def decode(cls, data: bytes) -> RestartPoint:
         return cls.of(cast(dict[str, Any], decode_state(data)))
 
+    def _as_start(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"at": self.position.as_list(), "state": self.state}
+        known = {"rng": self.rng, "digest": self.digest, "spent_s": self.spent_s, "chain": self.chain}
+        if self.rng_before is not None:
+            found["rng_before"] = self.rng_before
+        return found | {name: value for name, value in known.items() if value}
+
     @classmethod
     def taken(cls, data: bytes) -> RestartPoint:
         """Return the position that was encoded, with its state, even if the loader can get there only by a replay.
         (`of` returns the restart point from which that replay starts.)"""
         value = cast(dict[str, Any], decode_state(data))
         restart = value["restart"]
-        return cls(StreamPosition(*restart["at"]), value["user"], restart["rng"], digest=restart["digest"])
+        return cls(StreamPosition(*restart["at"]), value["user"], restart.get("rng", b""), digest=restart["digest"])
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> RestartPoint:
@@ -257,11 +246,10 @@ class RestartPoint:
         epoch_start = restart["epoch_start"]
         skips = tuple((epoch, total, count) for epoch, total, count in restart.get("skips", ()))
         history = StreamHistory.decode(restart["history"]) if "history" in restart else StreamHistory()
-        before = None if epoch_start is None else epoch_start["rng_before"]
-        if epoch_start is not None and "state" in epoch_start:
-            at, state, rng, digest = epoch_start["at"], epoch_start["state"], epoch_start["rng"], epoch_start["digest"]
-        else:
-            at, state, rng, digest = restart["at"], value["user"], restart["rng"], restart["digest"]
+        before = None if epoch_start is None else epoch_start.get("rng_before")
+        nested = epoch_start is not None and "state" in epoch_start
+        taken, state = (epoch_start, epoch_start["state"]) if nested else (restart, value["user"])
+        at, rng, digest = taken["at"], taken.get("rng", b""), taken.get("digest", 0)
         if not isinstance(rng, bytes) or not isinstance(before, bytes | None):
             raise TypeError(
                 f"rng must be bytes and rng_before bytes or None, got {type(rng).__name__} and {type(before).__name__}"
@@ -271,4 +259,9 @@ class RestartPoint:
                 f"position, digest and skipped batches of a restart point must be integers from 0 to {MASK}, got "
                 f"{at!r:.80}, {digest!r:.80} and {skips!r:.80}"
             )
-        return cls(StreamPosition(*at), state, rng, before, digest, skips=skips, history=history)
+        spent_s = float(taken.get("spent_s", 0.0))
+        hashed = int(taken.get("chain", 0))
+        seeds = tuple(int(seed) for seed in restart.get("seeds", ()))
+        return cls(
+            StreamPosition(*at), state, rng, before, digest, spent_s, hashed, skips=skips, history=history, seeds=seeds
+        )

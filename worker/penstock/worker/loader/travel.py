@@ -3,55 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from penstock.proto.errors import PenstockError, ReplayMismatchError
 from penstock.worker.loader.positioned_loader import PositionedLoader
-from penstock.worker.loader.restart_plan import Leg, Recovery, Target, first_fit, route
-from penstock.worker.loader.restart_points import UNFIT, RestartPoint, StreamHistory
+from penstock.worker.loader.restart_plan import Leg, Target, first_fit, route
+from penstock.worker.loader.restart_points import UNFIT, RestartPoint
 
-__all__ = ["begin", "catch_up", "leave", "recover", "replay", "restore", "travel"]
+__all__ = ["catch_up", "cause_of", "leave", "recover", "replay", "restore", "travel"]
 
 _log = logging.getLogger("penstock.worker")
 Go = Callable[[Leg], object]
 
 
-def recover(source: PositionedLoader, plan: Recovery[RestartPoint], target: Target, go: Go) -> RestartPoint:
-    """Bring the loader to the position `target` from the first restart point of the plan that leads there. Return this
-    restart point.
+def recover(source: PositionedLoader, points: Sequence[RestartPoint], target: Target, go: Go) -> RestartPoint:
+    """Bring the loader to the position `target` from the first restart point that leads there. Return this restart
+    point.
 
-    go: replays one leg (see restart_plan.py).
+    points: at least one, in the order in which they are tried. go: replays one leg (see restart_plan.py).
     """
-    beginning = plan.nearest
 
-    def take(point: RestartPoint | None) -> None:
-        nonlocal beginning
-        if point is not None:
-            restore(source, point, target, go)
-            return
-        history = plan.nearest.history
-        begin(source, history)
-        beginning = source.open_epoch()
-        travel(source, target.with_abandoned(history.abandoned), go)
-
-    def log_mismatch(mismatch: Exception, instead: RestartPoint | None) -> None:
+    def log_mismatch(mismatch: Exception, instead: RestartPoint) -> None:
         _log.warning("%s; an older state of the loader is tried instead", cast(PenstockError, mismatch).message)
 
-    return first_fit(plan.ways, take, UNFIT, log_mismatch) or beginning
+    # a state of a loader that vouches is right, or its difference is an error
+    ways = points[:1] if source.is_vouched else points
+    return first_fit(ways, lambda point: restore(source, point, target, go), UNFIT, log_mismatch)
 
 
 def restore(source: PositionedLoader, point: RestartPoint, target: Target, go: Go) -> None:
     """Restore a restart point, then replay to the position `target`. `go` replays one leg (see restart_plan.py)."""
     source.restore(point)
     travel(source, target.with_abandoned(point.history.abandoned), go)
-
-
-def begin(source: PositionedLoader, history: StreamHistory) -> None:
-    """Bring the loader to the beginning of its stream. `history` is the history of the stream that is already known,
-    for example the abandoned epochs that a replay must repeat."""
-    source.history = history
-    source.begin()
 
 
 def travel(source: PositionedLoader, target: Target, go: Go) -> None:
@@ -85,8 +69,18 @@ def replay(
     if before < leg.total and leg.digest and source.digest != leg.digest:
         raise ReplayMismatchError(
             f"{source.name}: in a replay from an earlier position, batch {leg.total} of the slot differs from the one "
-            "that was delivered. The loader is not deterministic: run penstock doctor"
+            f"that was delivered. {cause_of(source)}"
         )
+
+
+def cause_of(source: PositionedLoader) -> str:
+    """Return what may have caused a replay to make other batches, and the remedy, for an error."""
+    if not source.is_vouched:
+        return "The loader is not deterministic: run penstock doctor"
+    return (
+        f"The loader vouches for its states, but this one leads elsewhere: a {source.suspects}. The data or the code "
+        "has changed, or a state lacks what the batches depend on: run penstock doctor"
+    )
 
 
 def catch_up(source: PositionedLoader, epoch: int) -> None:
@@ -104,6 +98,4 @@ def leave(source: PositionedLoader, epoch: int, total: int) -> None:
     catch_up(source, epoch)
     if not source.is_open:
         source.open_epoch()
-    if not source.saves_state:
-        source.reseed("left", epoch, total)
     source.abandon_epoch(total)

@@ -27,9 +27,8 @@ from penstock.runtime.process.watch import Process
 from penstock.runtime.telemetry.logs import SubjectLogger
 from penstock.worker.processes.child_output import PAUSE_S, READ_BYTES, OutputLines
 from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, invalid_message
-from penstock.worker.processes.control_groups import ControlGroups, OutOfMemory, out_of_memory
 from penstock.worker.processes.interpreters import StartedForkServer, start_fork_server
-from penstock.worker.processes.orphans import GRACE_S, Orphans
+from penstock.worker.processes.orphans import Orphans
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.stack_dump import StackFile
@@ -68,9 +67,6 @@ ORPHANS_S = 4.0
 after a fork server has died and when the daemon ends."""
 KILL_S = 5.0
 """Seconds to wait until a killed process ends. A process that hangs in a driver or a file system does not end."""
-GROUP_S = GRACE_S + 1.0
-"""Seconds after a child's death until the remaining processes in its control group are killed; meanwhile these
-processes may clean up and end."""
 _FORK_SERVER_DIED = (
     "the process that starts this worker's runners (fork server) has died or does not answer; the worker starts "
     "another one"
@@ -86,13 +82,13 @@ def about_slot(assignment: records_pb2.WorkerAssignment) -> dict[str, str | int]
 
 
 def _refuse_descriptors(message: ControlMessage) -> None:
-    """Close the file descriptors that came with a child's message, and raise ProtocolError if there are any. A child
-    never has to send descriptors, and each one would cost the daemon a descriptor."""
+    """Close the file descriptors that came with a child's message, and raise ProtocolError if there are any, because
+    each one would cost the daemon a descriptor."""
     if message.fds:
         for fd in message.fds:
             os.close(fd)
         raise invalid_message(
-            f"a runner or helper process must not send file descriptors, got {len(message.fds)} with its message "
+            f"a runner or helper process must not send file descriptors there, got {len(message.fds)} with its message "
             f"{message.kind[:40]!r}"
         )
 
@@ -109,14 +105,8 @@ class Child:
         on_message: Callable[[ControlMessage], None],
         on_gone: Callable[[], None],
         about: Mapping[str, str | int] | None = None,
-        group: str = "",
     ) -> None:
         self.name = name
-        self.group = group
-        """Folder of the child's control group; "" = no group. See control_groups.py."""
-        self.out_of_memory = OutOfMemory.NO
-        """Kind of memory limit that was reached, if the kernel killed the child or one of its processes for lack of
-        memory; otherwise NO. Set when the child has exited."""
         self._logger = SubjectLogger(_log, **(about or {}))
         self._user_logger = SubjectLogger(_user_log, **(about or {}))
         self.pid = 0
@@ -137,6 +127,8 @@ class Child:
         self.unwanted = False
         """True once `kill` was called: the daemon itself ends the child, so its death by SIGKILL is no reason to try
         again."""
+        self.sends_descriptors = ""
+        """Kind of the only message with which the child may send descriptors; "" = none."""
         self._output = output
         self._lines = OutputLines(time.monotonic())
         os.set_blocking(output, False)
@@ -165,7 +157,8 @@ class Child:
         have written to the socket, and later messages would not be reliable."""
         try:
             while self._open and (message := self._channel.receive(wait=False)) is not None:
-                _refuse_descriptors(message)
+                if message.kind != self.sends_descriptors:
+                    _refuse_descriptors(message)
                 self._on_message(message)
         except LaneLostError:
             self._shut()
@@ -193,10 +186,22 @@ class Child:
                 await asyncio.shield(self.exited)
         self.kill()
 
-    async def stack(self) -> str:
-        """Return the present Python stacks of the child's threads, or one line that says why no stack is available;
-        "" if the child has ended or is not forked yet."""
-        return "" if self._process is None else await self.stacks.ask(self._process)
+    async def stack(self, pid: int = 0) -> str:
+        """Return the present Python stacks of the child's threads, or one line that says why there is none; ""
+        if the child has ended or is not forked yet.
+
+        pid: a descendant of the child whose stacks are wanted instead.
+        """
+        if self._process is None:
+            return ""
+        if pid in (0, self.pid):
+            return await self.stacks.ask(self._process)
+        try:
+            process = Process(pid)
+        except OSError:
+            return ""
+        with process:
+            return await self.stacks.ask(process)
 
     # ---- end of a child
 
@@ -253,7 +258,6 @@ class Child:
             self._process = None
         if not self.forked.done():
             self.forked.set_result(None)
-        self.out_of_memory = out_of_memory(self.group)
         self.last_stack = self.stacks.read()
         self.stacks.close()
         self.exited.set_result(status)
@@ -314,9 +318,8 @@ async def end_orphans(least_s: float = 0.0) -> None:
 class ForkServer:
     """Fork server (a fresh interpreter with torch imported, which forks runners), and the children that it forked."""
 
-    def __init__(self, tempdirs: TemporaryFolders, groups: ControlGroups | None = None) -> None:
+    def __init__(self, tempdirs: TemporaryFolders) -> None:
         self._tempdirs = tempdirs
-        self._groups = groups
         self._children: dict[int, Child] = {}
         self._next = 0
         loop = asyncio.get_running_loop()
@@ -425,10 +428,7 @@ class ForkServer:
         read, write = os.pipe()
         self._next += 1
         number, tempdir = self._next, self._tempdirs.make()
-        group = self._groups.make() if self._groups is not None else ""
-        child = Child(
-            ControlChannel(ours), read, name, on_message, lambda: self._forget(number, tempdir, group), about, group
-        )
+        child = Child(ControlChannel(ours), read, name, on_message, lambda: self._forget(number, tempdir), about)
         self._children[number] = child
         try:
             self._channel.send(
@@ -437,7 +437,6 @@ class ForkServer:
                 id=number,
                 role=role,
                 tempdir=tempdir,
-                group=group,
             )
         except OSError as error:
             child.gone(None)
@@ -469,11 +468,9 @@ class ForkServer:
         """True while the fork server's process exists."""
         return self._process is not None and not self._exited.done()
 
-    def _forget(self, number: int, tempdir: str, group: str) -> None:
+    def _forget(self, number: int, tempdir: str) -> None:
         self._children.pop(number, None)
         self._tempdirs.remove(tempdir)
-        if self._groups is not None and not self._groups.remove(group):
-            asyncio.get_running_loop().call_later(GROUP_S, self._groups.kill, group)
         if self.dead and not self._children:
             self.close()
 

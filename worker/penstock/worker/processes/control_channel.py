@@ -29,6 +29,7 @@ from penstock.runtime.process.titles import title_process
 
 __all__ = [
     "DESCRIPTORS_CLOSED",
+    "MAX_FDS",
     "ControlChannel",
     "ControlMessage",
     "DescriptorsClosedError",
@@ -109,6 +110,10 @@ class MessageInbox:
         while self._fds:
             os.close(self._fds.pop())
 
+    def unfinished(self) -> tuple[bytes, list[int]]:
+        """Return what has arrived of a message that is not complete: its bytes and descriptors."""
+        return bytes(self._buffer), list(self._fds)
+
     def take(self) -> ControlMessage | None:
         """Return the next message, None if it has not arrived completely. Raise ProtocolError if the message is invalid
         or too large."""
@@ -150,7 +155,7 @@ class ControlChannel:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         self.sock = sock
-        self._inbox = MessageInbox()
+        self.inbox = MessageInbox()
         self._inode = os.fstat(sock.fileno()).st_ino
 
     def fileno(self) -> int:
@@ -208,25 +213,16 @@ class ControlChannel:
         size = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))
         return int.from_bytes(size, sys.byteorder)
 
-    def hung_up(self) -> bool:
-        """Return True if the other end has closed its socket. Leave received data in the socket."""
-        try:
-            return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
     def close(self) -> None:
         """Close the socket, and the file descriptors of messages that `receive` has not returned."""
         self.sock.close()
-        self._inbox.close()
+        self.inbox.close()
 
     def receive(self, wait: bool = True) -> ControlMessage | None:
         """Return the next message. If no message has arrived, wait, or return None if `wait` is False. Raise
         LaneLostError if the process at the other end has ended, ProtocolError if the message is invalid, and
         DescriptorsClosedError if user code has closed the socket."""
-        while (message := self._inbox.take()) is None:
+        while (message := self.inbox.take()) is None:
             try:
                 data, fds = _receive(self.sock, 0 if wait else socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -239,8 +235,21 @@ class ControlChannel:
                     os.close(fd)
                 self._check_own()
                 raise LaneLostError("the process at the other end of the control socket has ended")
-            self._inbox.feed(data, fds)
+            self.inbox.feed(data, fds)
         return message
+
+    def peek(self) -> list[ControlMessage]:
+        """Return the messages that have arrived and that nobody has received yet, up to the first with descriptors.
+        They stay in the socket; the caller closes its copies of their descriptors."""
+        inbox, messages = MessageInbox(), []
+        try:
+            inbox.feed(*_receive(self.sock, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+            while (message := inbox.take()) is not None:
+                messages.append(message)
+        except (OSError, ProtocolError):  # nothing, or the rest of a message that another process has begun to receive
+            pass
+        inbox.close()
+        return messages
 
 
 def payload_of(message: ControlMessage) -> bytes:

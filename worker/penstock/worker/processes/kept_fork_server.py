@@ -8,7 +8,6 @@ import contextlib
 import logging
 
 from penstock.worker.processes.child_processes import END_S, KILL_S, ForkServer
-from penstock.worker.processes.control_groups import ControlGroups
 from penstock.worker.processes.interpreters import StartedForkServer
 from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.temporary_folders import TemporaryFolders
@@ -36,7 +35,6 @@ class KeptForkServer:
         deadline_s: largest number of seconds that a fork server may take to start; see ForkServer.start.
         sandboxed: True to sandbox runners; see sandbox.py.
         user: user of the runners; None: the daemon's own user. See runner_user.py.
-        groups: control groups of the runners; None: no groups. See control_groups.py.
         started: a fork server that was already started with these settings; None: one is started when it is needed.
     """
 
@@ -48,7 +46,6 @@ class KeptForkServer:
         *,
         sandboxed: bool,
         user: RunnerUser | None = None,
-        groups: ControlGroups | None = None,
         started: StartedForkServer | None = None,
     ) -> None:
         self._tempdirs = tempdirs
@@ -56,7 +53,6 @@ class KeptForkServer:
         self._deadline_s = deadline_s
         self._sandboxed = sandboxed
         self._user = user
-        self._groups = groups
         self._given_up: set[asyncio.Task[ForkServer]] = set()
         self._retiring: asyncio.TimerHandle | None = None
         self._current: asyncio.Task[ForkServer] | None = None
@@ -77,7 +73,7 @@ class KeptForkServer:
         return fork_server
 
     async def _start(self, started: StartedForkServer | None = None) -> ForkServer:
-        fork_server = ForkServer(self._tempdirs, self._groups)
+        fork_server = ForkServer(self._tempdirs)
         try:
             await fork_server.start(
                 sandboxed=self._sandboxed, user=self._user, deadline_s=self._deadline_s, started=started

@@ -20,7 +20,7 @@ from pathlib import Path
 from penstock.runtime.process.end import kill_child, reap_orphan
 from penstock.runtime.process.watch import stat_of
 
-__all__ = ["GRACE_S", "Orphans", "forget_shared_memory", "own_children"]
+__all__ = ["Orphans", "forget_shared_memory", "own_children"]
 
 GRACE_S = 3.5
 """Seconds that orphans which clean up (multiprocessing's resource tracker, torch's manager of shared memory) get before

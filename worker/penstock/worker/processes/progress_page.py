@@ -17,28 +17,29 @@ import struct
 import time
 from dataclasses import dataclass
 
+from penstock.proto.lane.frame_log import LOG_BYTES, FrameLog
+from penstock.proto.state.assignment import WorkerInfoAnswer
 from penstock.runtime.process.forks import silence, unshare
 
 __all__ = ["ENTRIES", "BatchRecord", "ProgressPage"]
 
 ENTRIES = 4096
 """Number of newest batches whose digests (hashes of their content) are kept."""
-EARLY = 256
-"""Number of first batches of a runner, also those of a replay, whose digests are kept for good, so that early snapshots
-of a fast runner can be verified."""
 ENDS = 1024
 """Number of newest epoch ends that the page holds."""
 _HEAD = struct.Struct("<QQQQQQdQd")  # total, epoch, delivered, ends, activity, looked, since, samples, worked_s
-_ENTRY = struct.Struct("<QQQQ")  # total, epoch, digest, samples
+_ENTRY = struct.Struct("<QQQQdQ")  # total, epoch, digest, samples, spent_s, chain
 _END = struct.Struct("<QQ")  # epoch, total
 _HERE = struct.Struct("<QQ")  # present epoch, batches skipped since the last batch
 _HERE_AT = 1024
 _COUNTS = struct.Struct("<QQQQ")  # total at the first position + 1, at the last position; made in between; replayed
 _COUNTS_AT = 2048
+_PROCESS = struct.Struct("<Q")  # process that runs user code; 0: the runner itself
+_PROCESS_AT = 3072
 _ENDS_AT = 4096
 _ENTRIES_AT = _ENDS_AT + ENDS * _END.size
-_EARLY_AT = _ENTRIES_AT + ENTRIES * _ENTRY.size
-_SIZE = _EARLY_AT + EARLY * _ENTRY.size
+_LOG_AT = _ENTRIES_AT + ENTRIES * _ENTRY.size
+_SIZE = _LOG_AT + LOG_BYTES
 
 IDLE = ("starting", "waiting", "sending")
 """Activities in which the runner does not work on a batch: the slot starts, waits for the training loop, or waits for a
@@ -60,6 +61,15 @@ class BatchRecord:
     epoch: int
     digest: int
     samples: int
+    spent_s: float = 0.0
+    """Seconds that the loader has spent on the batches of the epoch up to this one."""
+    chain: int = 0
+    """Hash over the slot's batches of the epoch up to this one."""
+
+    def chain_in(self, epoch: int) -> int:
+        """Return the hash over the slot's batches of epoch `epoch` up to this one: 0 if this batch is of an earlier
+        epoch."""
+        return self.chain if self.epoch == epoch else 0
 
 
 class ProgressPage:
@@ -69,12 +79,13 @@ class ProgressPage:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._map = mmap.mmap(fd, _SIZE)
-        self.total = self.epoch = self.delivered = self._ends = self._activity = self.looked = self.samples = 0
+        self.frame_log = FrameLog(self._map, _LOG_AT)
+        """Log of the frames that the runner's producer sends."""
+        self.total = self.epoch = self.delivered = self._ends = self._activity = self._reads = self.samples = 0
         self._since = 0.0
         self.worked_s = 0.0
         """Seconds that the runner has spent in finished activities that are not IDLE: on batches, but also on input_fn,
         states and replays. The present activity is not counted."""
-        self._recorded = 0
         self._first: int | None = None
         self._last = self._made = self._replayed = 0
         self._counted = 0, 0, 0
@@ -95,10 +106,21 @@ class ProgressPage:
 
     def close(self) -> None:
         """Unmap the page's memory and close its descriptor."""
+        self.frame_log.close()
         self._map.close()
         os.close(self.fd)
 
     # ---- the runner writes
+
+    def take_over(self) -> None:
+        """Continue to write the page after another process of the slot has written it."""
+        self.refresh()
+        first, self._last, self._made, self._replayed = _COUNTS.unpack_from(self._map, _COUNTS_AT)
+        self._first = first - 1 if first else None
+
+    def made_by(self, pid: int) -> None:
+        """Record the process that runs user code from now on; 0: the slot's own process."""
+        self._put(_PROCESS_AT, _PROCESS.pack(pid))
 
     def set_position(self, total: int, epoch: int, samples: int) -> None:
         """Record the position at which the runner starts, or to which it returns after an epoch that the loop abandoned
@@ -125,23 +147,22 @@ class ProgressPage:
         first = 0 if self._first is None else self._first + 1
         self._put(_COUNTS_AT, _COUNTS.pack(first, self._last, self._made, self._replayed))
 
-    def record(self, total: int, epoch: int, digest: int, samples: int, delivered: int) -> None:
+    def record(
+        self, total: int, epoch: int, digest: int, samples: int, delivered: int, spent_s: float = 0.0, chain: int = 0
+    ) -> None:
         """Record a batch that is sent to the training loop, and set the runner's position to this batch.
 
         total: number of the batch in its slot, from 1. samples: number of samples in the slot's batches up to this one.
         delivered: number of the slot's batches that the training loop has taken so far.
         """
-        self.note(total, epoch, digest, samples)
+        self.note(total, epoch, digest, samples, spent_s, chain)
         self.total, self.epoch, self.samples, self.delivered = total, epoch, samples, delivered
         self._write_head()
 
-    def note(self, total: int, epoch: int, digest: int, samples: int) -> None:
+    def note(self, total: int, epoch: int, digest: int, samples: int, spent_s: float = 0.0, chain: int = 0) -> None:
         """Record the digest of one batch, which is about to be sent or which a replay has made."""
-        entry = _ENTRY.pack(total, epoch, digest, samples)
+        entry = _ENTRY.pack(total, epoch, digest, samples, spent_s, chain)
         self._put(_ENTRIES_AT + total % ENTRIES * _ENTRY.size, entry)
-        if self._recorded < EARLY:
-            self._put(_EARLY_AT + total % EARLY * _ENTRY.size, entry)
-            self._recorded += 1
 
     def end(self, epoch: int, total: int) -> None:
         """Record that epoch `epoch` ended after the slot's batch number `total`, counted over all epochs."""
@@ -149,9 +170,11 @@ class ProgressPage:
         self._ends += 1
         self._write_head()
 
-    def cut(self, epoch: int, total: int) -> None:
-        """Record that the training loop abandoned epoch `epoch` (by `break`) after the slot's batch number `total`,
-        counted over all epochs. Drop the recorded ends of later epochs."""
+    def cut(self, epoch: int, total: int, samples: int) -> None:
+        """Return to the batch number `total`, counted over all epochs, after which the training loop abandoned epoch
+        `epoch` (by `break`). Drop the recorded ends of later epochs."""
+        self.here(epoch, 0)
+        self.set_position(total, epoch, samples)  # first: where the ends say so, no batch after them may still count
         kept = [(e, t) for e, t in self.ends().items() if e < epoch]
         self._ends = 0
         for end in [*kept, (epoch, total)]:
@@ -172,9 +195,10 @@ class ProgressPage:
         before that batch."""
         self._put(_HERE_AT, _HERE.pack(epoch, skipped))
 
-    def note_assignment_read(self) -> None:
-        """Record that user code has read its assignment."""
-        self.looked = 1
+    def note_reads(self, *, looked: bool, answer: WorkerInfoAnswer) -> None:
+        """Record what user code has read about its worker: whether it looked at its assignment, and what
+        get_worker_info() answers it."""
+        self._reads = looked | answer << 1
         self._write_head()
 
     def _write_head(self) -> None:
@@ -184,7 +208,7 @@ class ProgressPage:
             self.delivered,
             self._ends,
             self._activity,
-            self.looked,
+            self._reads,
             self._since,
             self.samples,
             self.worked_s,
@@ -217,11 +241,27 @@ class ProgressPage:
             self.delivered,
             self._ends,
             self._activity,
-            self.looked,
+            self._reads,
             self._since,
             self.samples,
             self.worked_s,
         ) = _HEAD.unpack_from(self._map)
+
+    @property
+    def process(self) -> int:
+        """Process id of the child of the runner that runs user code now; 0: the runner itself. Check that it is a
+        descendant of the runner before it is used."""
+        return int(_PROCESS.unpack_from(self._map, _PROCESS_AT)[0])
+
+    @property
+    def looked(self) -> bool:
+        """True if user code has looked at its assignment. Known after the first batch."""
+        return bool(self._reads & 1)
+
+    @property
+    def worker_info(self) -> WorkerInfoAnswer:
+        """Answer of torch's get_worker_info() to user code. Known after the first batch."""
+        return WorkerInfoAnswer(self._reads >> 1 & 3)
 
     @property
     def activity(self) -> tuple[str, float]:
@@ -252,11 +292,22 @@ class ProgressPage:
     def entry(self, total: int) -> BatchRecord | None:
         """Return the record of the slot's batch number `total`, counted over all epochs; None if the page does not hold
         it, because the batch is not made yet, too old, or was made before this runner's start."""
-        for start, count in ((_ENTRIES_AT, ENTRIES), (_EARLY_AT, EARLY)):
-            entry = BatchRecord(*_ENTRY.unpack_from(self._map, start + total % count * _ENTRY.size))
-            if entry.total == total and total:
-                return entry
-        return None
+        entry = BatchRecord(*_ENTRY.unpack_from(self._map, _ENTRIES_AT + total % ENTRIES * _ENTRY.size))
+        return entry if entry.total == total and total else None
+
+    def firsts(self) -> list[tuple[int, int, int]]:
+        """Return the first batches of epochs that the page holds, from the first batch on that is not known to be
+        delivered: the epoch's number, the slot's batches before it, the epoch's chain after the batch; oldest first.
+        The runner's own first batch is among them, also if it began within an epoch."""
+        found: list[tuple[int, int, int]] = []
+        oldest = max(self.delivered, self.total - ENTRIES + 1, 0)
+        before = self.entry(oldest)
+        for total in range(oldest + 1, self.total + 1):
+            entry = self.entry(total)
+            if entry is not None and (before is None or before.epoch != entry.epoch):
+                found.append((entry.epoch, total - 1, entry.chain))
+            before = entry
+        return found
 
     def ends(self) -> dict[int, int]:
         """Return the newest epoch ends as a dict: number of the epoch -> number of the slot's last batch in it, counted

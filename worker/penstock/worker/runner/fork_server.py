@@ -38,7 +38,6 @@ from penstock.runtime.process.end import has_ended, kill_child, reap
 from penstock.runtime.process.spawn import fork
 from penstock.runtime.process.titles import name_process
 from penstock.runtime.process.watch import Process, become_subreaper, die_with_parent
-from penstock.worker.processes import control_groups
 from penstock.worker.processes.control_channel import (
     DESCRIPTORS_CLOSED,
     ControlChannel,
@@ -71,7 +70,7 @@ def main() -> None:
 
         # modules that children need, loaded once
         from penstock import data  # noqa: F401
-        from penstock.worker.runner import helper_process, replayer, runner  # noqa: F401
+        from penstock.worker.runner import replayer, runner  # noqa: F401
     torch.set_num_threads(1)
     deaths, wake = os.pipe()
     for fd in (deaths, wake):
@@ -198,20 +197,16 @@ def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel
     os.dup2(output, 2)
     os.close(output)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    if message.fields["group"]:
-        control_groups.enter(message.fields["group"])
     _drop_privileges(message.fields["tempdir"])
     die_with_parent(parent)  # again, because a change of user undoes it
     from penstock.worker.processes.progress_page import ProgressPage
-    from penstock.worker.runner import helper_process, replayer, runner
+    from penstock.worker.runner import replayer, runner
 
     channel, role = ControlChannel(socket.socket(fileno=control)), message.fields["role"]
     name_process("penstock replay" if role == "task" else f"penstock {role}")
     try:
         if role == "runner":
             runner.run_slot(channel, ProgressPage(progress_page))
-        elif role == "helper":
-            helper_process.run_helper(channel)
         else:
             replayer.run_task(channel)
     except DescriptorsClosedError:

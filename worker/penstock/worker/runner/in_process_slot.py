@@ -3,26 +3,26 @@ thread that takes its batches.
 
 The code that starts the loader, returns to an earlier position and recovers is that of a runner (worker/loader). A
 state is made as in a helper process (replayer.py). A batch is made only when it is requested, so the loader is never
-ahead of the training loop. Ring, sockets, snapshots and their verification are not needed.
+ahead of the training loop. Ring, sockets and snapshots are not needed.
 
-A saved state holds the loader's state at the start of the launch, which needs no verification, and the number of
-batches since. Loaders that declare exact states are saved at their position. If the loader's own states are aggregated,
-a second loader is brought to the step by replay, and its state is saved.
+A saved state holds the loader's state at the start of the launch, and the number of batches since. Loaders that declare
+exact states are saved at their position. If the loader's own states are aggregated, a second loader is brought to the
+step by replay, and its state is saved.
 """
 
 from __future__ import annotations
 
 from bdb import BdbQuit
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from penstock.proto.batch.digest import DigestCover, batch_digest, cover_of, rows_digest, rows_in
+from penstock.proto.batch.digest import DigestCover, batch_digest, cover_of, plan_digest, rows_digests, rows_in
 from penstock.proto.batch.flatten import ALIGN, Flattener, Structure
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import (
@@ -33,18 +33,26 @@ from penstock.proto.errors import (
     UnsupportedStateError,
 )
 from penstock.proto.lane.producer import check_size
-from penstock.proto.state import assignment as assignments
 from penstock.proto.state.codec import decode_state
+from penstock.proto.state.envelope import with_bytes
+from penstock.proto.state.position import linked
 from penstock.proto.v1 import records_pb2
-from penstock.worker.loader.restart_plan import Leg, Target, plan_recovery
-from penstock.worker.loader.restart_points import END, RestartPoint, StreamPosition
-from penstock.worker.loader.restorable_loader import RestorableLoader
-from penstock.worker.loader.start import start
+from penstock.worker.loader.epoch_goal import EpochGoal, reach
+from penstock.worker.loader.positioned_loader import PositionedLoader
+from penstock.worker.loader.restart_plan import Leg, Target, first_fit, plan_recovery
+from penstock.worker.loader.restart_points import END, UNFIT, RestartPoint, StreamPosition
+from penstock.worker.loader.start import compare_record, start
 from penstock.worker.loader.travel import catch_up, leave, recover, replay
+from penstock.worker.processes.progress_page import BatchRecord
 from penstock.worker.runner.replayer import state_at
 from penstock.worker.user_loader.shared_process import ProcessGlobals
+from penstock.worker.user_loader.worker_info import describe_reads
 
 __all__ = ["InProcessSlot", "MadeBatch", "SlotState"]
+
+_KEPT_SNAPSHOTS = 16
+_SNAPSHOT_EVERY = 16
+"""Number of batches of an epoch from one snapshot to the next."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,8 @@ class MadeBatch:
     """Offset of the batch in `memory`, in bytes."""
     nbytes: int
     digest: int
+    link: int
+    """What the chain of the epoch's batches links (`linked`)."""
     samples: int
     counts: bytes
     """Counts (of samples per source) that this batch has changed, encoded as in a BATCH frame."""
@@ -77,16 +87,14 @@ class SlotState:
     """Digest (hash) of the batch after the position; 0 = not known."""
     next_epoch: bool = False
     """True if the batch after the position belongs to the next epoch."""
+    chain: int = 0
+    """Hash over the slot's batches of the epoch up to the position."""
 
 
 @dataclass(frozen=True)
-class _BatchRecord:
-    """Facts about one batch that the loader has made."""
-
-    epoch: int
-    digest: int
-    samples: int
-    """Number of samples in all the slot's batches up to this batch, inclusive."""
+class _BatchRecord(BatchRecord):
+    link: int = 0
+    """What the chain of the epoch's batches links for this batch (`linked`)."""
 
 
 @contextmanager
@@ -118,16 +126,20 @@ class InProcessSlot:
         options = assignment.loader.options
         self._cover, self._most = cover_of(options), options.max_batch_bytes
         self._flattener = Flattener(strict=options.strict_structure)
-        self._take = ReplayDigest(self._flattener, cover=self._cover).take
+        self._replay_digest = ReplayDigest(self._flattener, cover=self._cover)
         self._globals = ProcessGlobals()
         self._start_data: bytes | None = None
         """Encoded restart point from which this launch's stream starts; None before the start, or if the loader's state
         cannot be taken or encoded."""
+        self._snapshots: deque[tuple[StreamPosition, bytes]] = deque(maxlen=_KEPT_SNAPSHOTS)
+        """Newest snapshots of a loader that vouches for its states, from which a resume makes the last batch again."""
         self._unsaved: Exception | None = None
+        self._epoch_start = StreamPosition(0, 0, 0, 0)
+        """Position at which this launch has begun the present epoch, which is within it after a resume."""
         self._abandoned: dict[int, int] = {}
         self._log: OrderedDict[int, _BatchRecord] = OrderedDict()
         self._noted = noted
-        self._source: RestorableLoader | None = None
+        self._source: PositionedLoader | None = None
         self._lost = False
         """True if the loader is gone, and must be made again and brought to its position before the next use."""
         self.capabilities = records_pb2.LoaderCapabilities(length=-1)
@@ -140,11 +152,13 @@ class InProcessSlot:
         if self._source is not None:
             return
         with self._globals.in_place(), _reraise_interrupts():
+            resume: Any = decode_state(self._resume) if self._resume else None
+            compare_record(self._unbuilt(), resume)
             source = self._built()
-            resume = decode_state(self._resume) if self._resume else None
-            start(source, resume, partial(self._keep, source), partial(self._go, source))  # type: ignore[arg-type]
+            start(source, resume, partial(self._keep, source), partial(self._go, source))
             self._source, self.capabilities = source, source.capabilities
-            self.capabilities.looked_at_assignment = assignments.looked_at()
+            self._epoch_start = source.position.copy()
+            describe_reads(self.capabilities)
 
     def next(self, step: int, epoch: int, total: int) -> MadeBatch | None:
         """Return the slot's next batch, which has the number `total + 1`, for training step `step` of the box; None at
@@ -164,31 +178,55 @@ class InProcessSlot:
             with self._globals.in_place(), _reraise_interrupts():
                 if not source.is_open:
                     source.open_epoch(step=step)
+                    self._epoch_start = source.position.copy()
+                self._take_snapshot(source, step)
                 batch = source.next()
                 made = None if batch is END else self._made(batch, source.changed_counts())
-                self.capabilities.looked_at_assignment |= assignments.looked_at()
+                describe_reads(self.capabilities)
         except (KeyboardInterrupt, BdbQuit):
             self.lose()
             raise
         if made is not None:
-            source.digest = made.digest
+            source.digest, source.chain = made.digest, linked(source.chain, made.link)
             source.position.samples += made.samples
-            self._note(source)
+            self._note(source, made.link)
         return made
+
+    def _take_snapshot(self, source: PositionedLoader, step: int) -> None:
+        """Keep a snapshot before the next batch, if one is due: by the number of batches, because replicas of a state
+        that several processes make must be equal. A failure shows at the next save."""
+        if source.is_vouched and not source.is_ahead and source.position.delivered % _SNAPSHOT_EVERY == 0:
+            with suppress(PenstockError):
+                point = source.snapshot(step)
+                self._snapshots.append((point.position, point.encode()))
+
+    def _earlier(self, epoch: int, total: int) -> bytes | None:
+        """Return the newest snapshot of an epoch before its batch `total`."""
+        found = [data for at, data in self._snapshots if at.epoch == epoch and at.total < total]
+        return found[-1] if found else None
 
     def leave(self, epoch: int, total: int) -> None:
         """Abandon epoch `epoch`, because the loop ended by `break` after the slot's batch `total`. The loader may
         already have reached the epoch's end."""
         source = self._ready()
         position = source.position
+        noted = self._log.get(total)
+        if source.is_pure:
+            source.abort()
+            samples = position.samples if noted is None else noted.samples
+            source.position = StreamPosition(epoch + 1, 0, total, samples)
+            return
         with self._globals.in_place():
-            if not source.saves_state:  # the loader's position cannot be restored
-                position.epoch, position.total = epoch, total
-            elif source.is_ahead or (position.epoch, position.total) != (epoch, total):
-                noted = self._log.get(total)
-                self._recover(source, Target(epoch, total, self._abandoned, noted.digest if noted is not None else 0))
+            if source.is_ahead or (position.epoch, position.total) != (epoch, total):
+                self._recover(source, self._target(epoch, total))
             leave(source, epoch, total)
         self._abandoned[epoch] = total
+
+    def label_epoch(self, epoch: int, label: int) -> None:
+        """Give a label to an epoch: what user code of a pure loader sees as its number."""
+        self._assignment.start.labels.add(epoch=epoch, label=label)
+        if self._source is not None:
+            self._source.learn_labels({epoch: label})
 
     def lose(self) -> None:
         """Treat the loader as lost, as if its worker had died. The next call makes the loader again and restores its
@@ -213,40 +251,45 @@ class InProcessSlot:
         with self._globals.in_place():
             return source.aggregate(states)
 
-    def _built(self) -> RestorableLoader:
-        source = RestorableLoader(self._assignment, load=lambda spec: self._make)
+    def _unbuilt(self) -> PositionedLoader:
+        return PositionedLoader(self._assignment, load=lambda spec: self._make)
+
+    def _built(self) -> PositionedLoader:
+        source = self._unbuilt()
         source.build()
         return source
 
-    def _ready(self) -> RestorableLoader:
+    def _ready(self) -> PositionedLoader:
         if self._source is None:
             self.prepare()
         assert self._source is not None
         position = self._source.position
         return self._rebuilt(position.epoch, position.total) if self._lost else self._source
 
-    def _rebuilt(self, epoch: int, total: int) -> RestorableLoader:
+    def _rebuilt(self, epoch: int, total: int) -> PositionedLoader:
         """Replace the loader by a new one at the position after the slot's batch `total` in epoch `epoch`, as a
         replacement runner would. Return the new loader."""
         if self._source is not None:
             self._source.drop()
-        self._globals, noted = ProcessGlobals(), self._log.get(total)
+        self._globals = ProcessGlobals()
         with self._globals.in_place():
             source = self._built()
             if self._resume and source.by_own_methods:
                 source.learn_resume(decode_state(self._resume))  # type: ignore[arg-type]
-            self._recover(source, Target(epoch, total, self._abandoned, noted.digest if noted is not None else 0))
+            self._recover(source, self._target(epoch, total))
         self._source, self.capabilities, self._lost = source, source.capabilities, False
         return source
 
-    def _recover(self, source: RestorableLoader, target: Target) -> None:
-        """Bring the loader to the position `target` by a replay from the start of the stream."""
-        plan = (
-            None
-            if self._start_data is None
-            else plan_recovery([RestartPoint.decode(self._start_data)], target, counted=False)
-        )
-        if plan is None:
+    def _recover(self, source: PositionedLoader, target: Target) -> None:
+        """Bring the loader to the position `target` by a replay from the start of the stream, or of the epoch."""
+        if source.is_pure:
+            goal = self._goal(target)
+            first_fit(
+                goal.ways, lambda way: reach(source, goal, way, partial(self._go, source)), UNFIT, source.log_unfit
+            )
+            return
+        plan = [] if self._start_data is None else plan_recovery([RestartPoint.decode(self._start_data)], target)
+        if not plan:
             why = "the restart point at the start of this launch does not lead there"
             if self._unsaved is not None:
                 why = f"the state of its loader could not be kept when this launch began: {self._unsaved}"
@@ -257,7 +300,23 @@ class InProcessSlot:
         recover(source, plan, target, partial(self._go, source))
         catch_up(source, target.epoch)
 
-    def _keep(self, source: RestorableLoader, point: RestartPoint, begins: bool) -> None:
+    def _target(self, epoch: int, total: int) -> Target:
+        noted = self._log.get(total)
+        digest, chain = (0, 0) if noted is None else (noted.digest, noted.chain_in(epoch))
+        return Target(epoch, total, self._abandoned, digest, chain)
+
+    def _goal(self, target: Target) -> EpochGoal:
+        """Return the position `target` of a pure loader, with the ways that lead there."""
+        start, epoch = self._epoch_start, target.epoch
+        if start.epoch != epoch:  # nothing of this epoch was made
+            return EpochGoal.beginning(epoch, target.total, start.samples)
+        points = [EpochGoal.beginning(epoch, start.began, start.samples).ways[0]]
+        if self._start_data is not None:
+            points.append(RestartPoint.decode(self._start_data))
+        goal = EpochGoal.within(epoch, target.total, start.began, points, target.chain, replay_s=0.0)
+        return replace(goal, seeds=())  # in one process input_fn may return a dataset that has drawn before
+
+    def _keep(self, source: PositionedLoader, point: RestartPoint, begins: bool) -> None:
         """Keep the restart point if this launch of the job begins there (`begins`). Ignore any later restart point,
         which only a runner in a process of its own needs."""
         if not begins:
@@ -269,11 +328,12 @@ class InProcessSlot:
             except UnsupportedStateError as error:
                 self._unsaved = error
 
-    def _go(self, source: RestorableLoader, leg: Leg) -> None:
+    def _go(self, source: PositionedLoader, leg: Leg) -> None:
         def seen(batch: Any) -> None:
-            source.digest, samples = self._take(batch)
+            source.digest, samples = self._replay_digest.take(batch)
+            source.chain = linked(source.chain, self._replay_digest.link)
             source.position.samples += samples
-            self._note(source)
+            self._note(source, self._replay_digest.link)
 
         replay(source, leg, seen)
 
@@ -285,14 +345,17 @@ class InProcessSlot:
         offset = -memory.ctypes.data % ALIGN
         flat.write_to(memory.ctypes.data + offset)
         if self._cover == DigestCover.ROWS:
-            digest = rows_digest(structure, shapes, memory, offset, nbytes)
+            seed = plan_digest(structure, nbytes, shapes)[0]
+            digest, link = rows_digests(seed, structure, shapes, memory, offset, nbytes)
         else:
-            digest = batch_digest(structure.key, memory, offset, nbytes, shapes, self._cover == DigestCover.FULL)
-        return MadeBatch(structure, shapes, memory, offset, nbytes, digest, rows_in(structure, shapes), counts)
+            digest = link = batch_digest(structure, memory, offset, nbytes, shapes, self._cover == DigestCover.FULL)
+        return MadeBatch(structure, shapes, memory, offset, nbytes, digest, link, rows_in(structure, shapes), counts)
 
-    def _note(self, source: RestorableLoader) -> None:
+    def _note(self, source: PositionedLoader, link: int) -> None:
         position, log = source.position, self._log
-        log[position.total] = _BatchRecord(position.epoch, source.digest, position.samples)
+        log[position.total] = _BatchRecord(
+            *(position.total, position.epoch, source.digest, position.samples, source.spent_s, source.chain, link)
+        )
         if len(log) > self._noted:
             log.popitem(last=False)
 
@@ -314,11 +377,18 @@ class InProcessSlot:
             )
         position, exact = source.position, self.capabilities.exact_states
         is_here = (position.epoch, position.total) == (epoch, total) and source.is_open and not source.is_ahead
-        if exact and is_here and not source.is_untouched:
+        if exact and is_here:
+            earlier = self._earlier(epoch, total)
             with self._globals.in_place():
-                return self._answer(source.snapshot(step).encode(), epoch, total)
+                data = source.snapshot(step).encode()
+            if earlier is not None:
+                data = with_bytes(data, "earlier", earlier) if self.capabilities.state_methods == 4 else earlier
+            return self._answer(data, epoch, total)
         if self.capabilities.state_methods == 4:
             return self._replayed(epoch, delivered, total, step)
+        if source.is_pure:
+            goal = self._goal(Target(epoch, total))
+            return self._answer(source.marked(goal.ways[0]).encode(), epoch, total)
         noted, began = self._log.get(total), RestartPoint.decode(self._start_data)
         if began.epoch == epoch:
             return self._answer(self._start_data, epoch, total)
@@ -332,16 +402,18 @@ class InProcessSlot:
         at, following = self._log.get(total), self._log.get(total + 1)
         if at is None:  # no batch was made since the start of the launch
             position = RestartPoint.taken(data)
-            at = _BatchRecord(epoch, position.digest, position.position.samples)
+            at = _BatchRecord(total, epoch, position.digest, position.position.samples)
         if following is None:
-            return SlotState(data, at.samples, at.digest)
-        return SlotState(data, at.samples, at.digest, following.digest, following.epoch > epoch)
+            return SlotState(data, at.samples, at.digest, chain=at.chain_in(epoch))
+        return SlotState(data, at.samples, at.digest, following.link, following.epoch > epoch, at.chain_in(epoch))
 
     def _replayed(self, epoch: int, delivered: int, total: int, step: int) -> SlotState:
         """Return the slot's part of a state, taken from a second loader that replays the batches up to the position, as
         in a helper process."""
         assert self._start_data is not None
-        point = RestartPoint.decode(self._start_data)
+        point = RestartPoint.decode(self._earlier(epoch, total) or self._start_data)
+        if self._ready().is_pure:
+            point = self._goal(Target(epoch, total)).ways[-1]
         fields = {
             "epoch": epoch,
             "delivered": delivered,
@@ -366,5 +438,10 @@ class InProcessSlot:
                 "batch than before. The loader is not deterministic: run penstock doctor"
             )
         return SlotState(
-            data, result["samples"], result["digest"], result["following"], result["over"] and result["following"] > 0
+            data,
+            result["samples"],
+            result["digest"],
+            result["following"],
+            result["over"] and result["following"] > 0,
+            result["chain"],
         )

@@ -1,1 +1,1 @@
-"""Slots on a worker: their runners, their restart points and the verification of these, answers and reports."""
+"""Slots on a worker: their runners, their restart points, answers and reports."""

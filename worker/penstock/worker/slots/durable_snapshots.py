@@ -58,7 +58,7 @@ class DurableSnapshots:
         below: the restart point must lie before the slot's batch of this number; None: anywhere.
         """
         slot = self._slot
-        return [point for point in slot.store if slot.usable(point) and (below is None or point.total < below)][-1:]
+        return [point for point in slot.store if below is None or point.total < below][-1:]
 
     async def prepare_migration(self) -> None:
         """Make durable the restart point from which the slot's next worker must replay the fewest batches: the newest

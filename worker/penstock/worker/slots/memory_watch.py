@@ -8,13 +8,11 @@ import contextlib
 import time
 
 from penstock.proto.v1 import coordinator_pb2
-from penstock.worker.processes.control_groups import OutOfMemory
 from penstock.worker.resources.memory_use import held_by
 from penstock.worker.slots.durable_snapshots import DurableSnapshots
 from penstock.worker.slots.slot_interfaces import SlotContext
-from penstock.worker.slots.verification import RestartPointVerifier
 
-__all__ = ["HARD_LIMIT", "MemoryWatch", "killed_for_memory"]
+__all__ = ["MemoryWatch"]
 
 MEMORY_S = 1.0
 """Seconds between two measurements of a runner's memory."""
@@ -25,14 +23,14 @@ HARD_LIMIT = 2
 """Multiple of the memory limit above which a runner is killed at once."""
 SAVED_LOOK_S = 0.05
 """Seconds between two checks whether a runner that is about to be replaced has made progress that can be saved: a
-verified snapshot, and a batch after it that the training loop has taken."""
+snapshot, and a batch after it that the training loop has taken."""
 
 
 class MemoryWatch:
     """Watch over the memory of one slot's runner."""
 
-    def __init__(self, slot: SlotContext, verifier: RestartPointVerifier, durable: DurableSnapshots) -> None:
-        self._slot, self._verifier, self._durable = slot, verifier, durable
+    def __init__(self, slot: SlotContext, durable: DurableSnapshots) -> None:
+        self._slot, self._durable = slot, durable
 
     async def run(self, pid: int, limit: int) -> None:
         """Measure the memory of the runner and its descendants until the slot ends. If it exceeds the limit, save the
@@ -73,43 +71,19 @@ class MemoryWatch:
         """Make this runner's progress durable (kept by the coordinator) before the runner is replaced. Otherwise the
         next runner would replay the same batches, and use the same amount of memory.
 
-        Wait until one of the runner's own snapshots is verified and the training loop has taken one more batch. Return
-        at once if the loader is not saved.
+        Wait until the training loop has taken a batch after one of the runner's own snapshots. Return at once if there
+        is none.
         """
         slot = self._slot
         await slot.begun.wait()
         while own := [
-            point
-            for point in slot.store
-            if not (point.epoch_start or point.refuted) and point.position not in slot.from_before
+            point.total for point in slot.store if not point.epoch_start and point.position not in slot.from_before
         ]:
-            usable = [point.total for point in own if slot.usable(point)]
             slot.progress_page.refresh()
-            if usable and usable[0] < slot.progress_page.delivered:
-                break
-            if not usable and not self._verifier.hurry():
+            if own[0] < slot.progress_page.delivered:
                 break
             await asyncio.sleep(SAVED_LOOK_S)
         await self._durable.prepare_migration()
-
-
-def killed_for_memory(slot: SlotContext, whose: OutOfMemory, *, young: bool) -> None:
-    """Report the slot lost after the kernel killed a process of its runner for lack of memory. Its progress
-    is not saved.
-
-    whose: the limit that was reached. OWN is that of the runner's control group, a little above HARD_LIMIT times the
-    memory limit. young: True if the runner had sent its first batch, and not made its second. With OWN such a runner is
-    replaced, and the loss does not count against the batch that it was making.
-    """
-    at = f"was killed by the kernel after batch {slot.progress_page.total}, because"
-    if whose is OutOfMemory.OWN:
-        slot.recycle = slot.outgrown = young
-        limit = _mib(slot.host.runner_memory)
-        slot.lose(
-            f"{at} it used far more memory than allowed, above the limit of {limit} (penstock worker --runner-memory)"
-        )
-    else:
-        slot.lose(f"{at} its machine, container or systemd unit had no memory left. Run fewer slots there")
 
 
 def _looked_at(pid: int, limit: int) -> tuple[int, float]:

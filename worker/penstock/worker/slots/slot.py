@@ -2,9 +2,8 @@
 
 A slot is a logical worker of a run with a position in the data; a child process, the runner, runs its loader. A Slot
 object exists for one generation of the slot: it ends when the runner dies or the slot moves to another worker. The
-daemon never runs user code; tasks that need user code (verifying a snapshot, a state between snapshots) go to helper
-processes. slot_states.py answers state requests, verification.py verifies restart points, memory_watch.py watches
-memory.
+daemon never runs user code; tasks that need user code (a state between snapshots) go to helper processes.
+slot_states.py answers state requests, memory_watch.py watches memory.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from typing import Any
 
 from penstock.proto.errors import (
@@ -26,6 +25,7 @@ from penstock.proto.errors import (
 )
 from penstock.proto.rpc.channel import detail_of
 from penstock.proto.rpc.wire_errors import cut
+from penstock.proto.state.assignment import WORKER_INFO_TEXTS
 from penstock.proto.state.position import EPOCHS_AHEAD
 from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
@@ -33,21 +33,20 @@ from penstock.runtime.telemetry.logs import SubjectLogger
 from penstock.worker.helpers.replayers import DEADLINE_S, run_task, send_assignment
 from penstock.worker.processes.child_processes import Child, about_slot
 from penstock.worker.processes.control_channel import ControlMessage, counts, invalid_message
-from penstock.worker.processes.control_groups import OutOfMemory
 from penstock.worker.processes.exit_causes import descriptors_closed, how_it_ended
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.stack_dump import state_of
+from penstock.worker.resources.memory_use import family
 from penstock.worker.resources.processor_time import NOTHING, used_by
 from penstock.worker.resources.rates import BatchRates
 from penstock.worker.resources.turn_queue import QueueTurn
 from penstock.worker.slots.durable_snapshots import DurableSnapshots
-from penstock.worker.slots.loader_findings import LoaderFindings
-from penstock.worker.slots.memory_watch import MemoryWatch, killed_for_memory
+from penstock.worker.slots.finished_batches import FinishedBatches
+from penstock.worker.slots.memory_watch import MemoryWatch
 from penstock.worker.slots.slot_interfaces import COORDINATOR_ERRORS, SlotHost, key_of
 from penstock.worker.slots.slot_states import SlotStates
 from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
 from penstock.worker.slots.stall_watch import LOOKS, Stall, hang_s
-from penstock.worker.slots.verification import RestartPointVerifier
 from penstock.worker.slots.waiting_lane import WaitingLane
 
 __all__ = ["Slot"]
@@ -61,7 +60,10 @@ MAX_REPORT_BYTES = 8 << 10
 MAX_UNSAVED_TEXT = 1000
 """Largest length, in characters, of a text sent to the training job that says why the loader's states are not used."""
 LOOK_S = 0.02
-"""Seconds between two checks whether the runner has received a connection that was sent to it."""
+"""Seconds between two checks whether the runner has received a connection that was sent to it, or whether it has got
+far enough for a migration."""
+FRESH_S = 0.3
+"""Longest time to wait for a snapshot that a migration's target starts from. An older one will do."""
 STAGE_S = 1.5
 """Seconds between two checks of the stage of a slot's start, such as INPUT_FN. A new stage is reported to the
 coordinator."""
@@ -95,14 +97,13 @@ class Slot:
         self.name = f"{assignment.run} box {assignment.box} slot {assignment.slot}"
         self.log = SubjectLogger(_log, **about_slot(assignment), worker=host.name)
         self.host = host
-        self.store = SlotSnapshots(self.usable)
-        self.verifier = RestartPointVerifier(self)
+        self.store = SlotSnapshots()
         self.abandoned: dict[int, int] = {}
         """Epochs that the training loop abandoned, as the runner reported: number of the epoch -> number of the slot's
         last batch in it, counted over all epochs."""
         self.from_before: set[tuple[int, int, int, bool, int]] = set()
         """Positions (`StoredSnapshot.position`) of the restart points that earlier runners of the slot made."""
-        self.states = SlotStates(self, self.verifier)
+        self.states = SlotStates(self)
         self.durable = DurableSnapshots(self)
         self._child: Child | None = None
         self._stall = Stall(since=time.monotonic())
@@ -118,6 +119,9 @@ class Slot:
         self._stopping = False
         self.attached = False
         self._waiting_lane = WaitingLane(self.name)
+        self._finished = FinishedBatches(self.progress_page.frame_log)
+        self._passing: tuple[asyncio.Task[None], socket.socket] | None = None
+        """Task that passes the newest connection to the runner, with the connection."""
         self._lane_unread = False
         """True if a lane's connection was sent to the runner, which may not have received the connection yet."""
         self.begun = asyncio.Event()
@@ -128,6 +132,9 @@ class Slot:
         self._rates = BatchRates(time.monotonic())
         self._migration_task: asyncio.Task[None] | None = None
         self._migration_ready = False
+        self._prepared_total = 0
+        """Number of the slot's last batch that the runner has made as a migration's target."""
+        self._departure: asyncio.Task[None] | None = None
         point = assignment.start.slots
         self._first_total = point[assignment.slot].total if len(point) > assignment.slot else 0
 
@@ -145,20 +152,15 @@ class Slot:
             await self._start()
             assert self._child is not None
             self.spawn(self.durable.keep_up())
-            self.spawn(self.verifier.run())
             self.spawn(self._watch())
             if self.host.runner_memory:
-                watch = MemoryWatch(self, self.verifier, self.durable)
+                watch = MemoryWatch(self, self.durable)
                 self.spawn(watch.run(self._child.pid, self.host.runner_memory))
             status = await asyncio.shield(self._child.exited)
             if not self._stopping and self.phase != coordinator_pb2.FAILED:
                 closed = descriptors_closed(status, self.name)
                 if closed is not None:
                     self.fail(detail_of(closed), lost=False)
-                elif self._child.out_of_memory is not OutOfMemory.NO:
-                    self.progress_page.refresh()
-                    young = self.begun.is_set() and self.progress_page.total <= self._first_total + 1
-                    killed_for_memory(self, self._child.out_of_memory, young=young)
                 else:
                     self.lose(how_it_ended(status, self.progress_page), self._child.last_stack)
         except asyncio.CancelledError:
@@ -185,6 +187,7 @@ class Slot:
         except BaseException:
             turn.end()
             raise
+        child.sends_descriptors = "rings"
         child.exited.add_done_callback(lambda _: turn.end())
         self.spawn(turn.end_when_idle(child.pid))
         await send_assignment(host.blobs, child, a)
@@ -193,7 +196,6 @@ class Slot:
             await child.send("resume", fds=[await host.blobs.descriptor(a.resume.blob)])
         if begins:
             await child.send("begins")
-        await self._send_findings(child)
         await child.send("go")
 
     async def _report_start_stages(self) -> None:
@@ -222,6 +224,9 @@ class Slot:
             coordinator_pb2.GetSnapshotsRequest(run=run, attempt=attempt, box=box, slot=slot, generation=generation)
         )
         known = {(point.epoch, point.total) for point in self.store}
+        firsts = [[first.epoch, first.began, first.digest] for header, _ in kept for first in header.firsts]
+        if firsts:
+            await child.send("firsts", firsts=firsts)
         for header, data in kept:
             if (header.epoch, header.total) in known or not header.size:
                 continue
@@ -236,7 +241,6 @@ class Slot:
                 data,
                 durable=True,
                 inherited=True,
-                verified=True,
             )
             self.from_before.add(point.position)
             self.store.add(point, 0)
@@ -246,21 +250,60 @@ class Slot:
         """Begin or stop preparing a move of the slot to another worker, as the coordinator's newest assignment of the
         slot says."""
         if not assignment.prepare_migration:  # a later migration makes its own restart points durable
-            self._migration_task, self._migration_ready = None, False
+            self._migration_task, self._departure, self._migration_ready = None, None, False
+            self._prepared_total = 0
+        elif self._migration_task is None and assignment.is_target:
+            self._migration_task = self.spawn(self._prepare_as_target(assignment))
         elif self._migration_task is None:
             self._migration_task = self.spawn(self._prepare_migration())
+        elif assignment.migration_total and not assignment.is_target and self._departure is None:
+            self._departure = self.spawn(self._await_delivery(assignment.migration_total))
 
     async def _prepare_migration(self) -> None:
+        await self._take_snapshot()
         await self.durable.prepare_migration()
         if self._migration_task is asyncio.current_task():
             self._migration_ready = True
             self.host.slot_changed()
+
+    async def _take_snapshot(self) -> None:
+        """Let the runner take a snapshot after its next batch, and wait FRESH_S seconds at most."""
+        saves = self.capabilities.state_methods and not by_own_methods(self.capabilities)
+        if self._child is None or not saves or self.unsaved is not None:
+            return
+        newest, until = self._newest_total, time.monotonic() + FRESH_S
+        await self._child.send("snapshot")
+        while self._newest_total == newest and time.monotonic() < until:
+            await asyncio.sleep(LOOK_S)
+
+    @property
+    def _newest_total(self) -> int:
+        return max((point.total for point in self.store), default=-1)
+
+    async def _await_delivery(self, total: int) -> None:
+        """Report as soon as the training loop has taken the batch up to which the migration's target has replayed."""
+        while self._departure is asyncio.current_task():
+            self.progress_page.refresh()
+            if self.progress_page.delivered >= total:
+                self.host.slot_changed()
+                return
+            await asyncio.sleep(LOOK_S)
+
+    async def _prepare_as_target(self, assignment: records_pb2.WorkerAssignment) -> None:
+        await self.ready.wait()
+        assert self._child is not None
+        with contextlib.suppress(*COORDINATOR_ERRORS):
+            await self._fetch_restart_points(self._child)
+        total, loop_waits = assignment.migration_total, assignment.loop_waits
+        labels = {str(known.epoch): known.label for known in assignment.migration_labels}
+        await self._child.send("prepare", total=total, loop_waits=loop_waits, labels=labels)
 
     async def stop(self) -> None:
         """End the runner and all tasks of the slot."""
         self._stopping = True
         self._end_turn()
         self._waiting_lane.end()
+        self._drop_passing()
         under_way = [*self._tasks, *([self._life] if self._life is not None else [])]
         for task in under_way:
             task.cancel()
@@ -274,6 +317,7 @@ class Slot:
                     "%s: process %d was killed, and has not ended after %g s; it may wait for a driver or file system",
                     *(self.name, self._child.pid, KILL_S),
                 )
+        self._finished.close()
         self.progress_page.close()
 
     def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
@@ -284,6 +328,7 @@ class Slot:
         self.phase, self.error, self.lost = coordinator_pb2.FAILED, error, lost
         self._end_turn()
         self._waiting_lane.end()
+        self._drop_passing()
         self.host.counters.losses += lost
         self._log_failure(error.message, error.remote_traceback if lost else "")
         if self._child is not None:
@@ -327,12 +372,19 @@ class Slot:
             if lasts < after or self._child is None or self.phase == coordinator_pb2.FAILED:
                 self._report_stall("", "")
             elif not self._doing:
-                state = state_of(self._child.pid)
+                state = state_of(self._working)
                 stopped = state in ("T", "t")
                 if stopped or not self._stall.idle:
                     doing = self._stall.text(now, time.time())
-                    stack = await self._child.stack()
+                    stack = await self._child.stack(self._working)
                     self._report_stall(f"stopped by a signal (state {state}), {doing}" if stopped else doing, stack)
+
+    @property
+    def _working(self) -> int:
+        """Process id of the process that runs user code: the runner, or its child that makes the present epoch."""
+        assert self._child is not None
+        runner, child = self._child.pid, self.progress_page.process
+        return child if child and child in family(runner) else runner
 
     def _report_stall(self, doing: str, stack: str) -> None:
         if doing:
@@ -350,9 +402,9 @@ class Slot:
         run, attempt, box, slot, generation = key_of(self.assignment)
         self._stage_reported = self.start_stage
         position = self._turn.position if self._turn is not None else 0
-        self.capabilities.not_used = self.findings.not_used[:MAX_UNSAVED_TEXT]
         # Not known before the first batch is sent: True avoids a warning until then.
-        self.capabilities.looked_at_assignment = bool(self.progress_page.looked) or not self.begun.is_set()
+        self.capabilities.looked_at_assignment = self.progress_page.looked or not self.begun.is_set()
+        self.capabilities.worker_info = records_pb2.WorkerInfo.ValueType(self.progress_page.worker_info)
         return coordinator_pb2.SlotReport(
             run=run,
             attempt=attempt,
@@ -363,12 +415,13 @@ class Slot:
             capabilities=self.capabilities,
             error=self.error,
             lost=self.lost,
-            produced=self.progress_page.total,
+            produced=self._prepared_total or self.progress_page.total,
             delivered=self.progress_page.delivered,
             batches_per_s=self._rates.batches_per_s,
             batch_s=self._rates.batch_s,
             batch_cpu_s=self._rates.batch_cpu_s,
             batch_delay_s=self._rates.batch_delay_s,
+            worked_s=self.progress_page.working_s,
             migrated=self._migration_ready,
             doing=self._doing,
             stack=self._stack,
@@ -378,29 +431,38 @@ class Slot:
             start_queue_position=position,
             start_queue_length=len(self.host.starts) if position else 0,
             start_stage=self._stage_reported,
+            firsts=self._firsts(),
         )
+
+    def _firsts(self) -> Iterator[records_pb2.FirstBatch]:
+        """Yield the first batches of epochs that the runner has made, for the slot's next runner, if it is known that
+        there is one. A loader of which no second instance may be made is not compared."""
+        leaves = self.phase == coordinator_pb2.FAILED and (self.lost or self.recycle)
+        if (leaves or self._migration_ready) and self.is_savable:
+            for epoch, began, digest in self.progress_page.firsts()[-EPOCHS_AHEAD - 1 :]:
+                yield records_pb2.FirstBatch(epoch=epoch, began=began, digest=digest)
 
     # ---- messages of the runner
 
     def _on_message(self, message: ControlMessage) -> None:
+        if message.kind == "rings":
+            self._finished.learn_rings(message)
+            return
         if self._stopping:
             return
         fields = message.fields
+        if message.kind == "structure":
+            self._finished.learn_structure(message)
+            return
         if message.kind == "point":
             epoch, delivered, total, samples, step = counts(message, "epoch", "delivered", "total", "samples", "step")
             point = StoredSnapshot(epoch, delivered, total, samples, bool(fields["epoch_start"]), step, message.payload)
-            point.verified = point.start = bool(fields["start"])
             again = any(kept.begins and (kept.epoch, kept.total) == (epoch, total) for kept in self.store)
-            point.wanted, point.begins = bool(fields["wanted"]), bool(fields["begins"]) or again
+            point.begins = bool(fields["begins"]) or again
+            point.spent_s = float(fields["spent_s"])
             self.host.counters.snapshots += 1
             self.store.add(point, *self._oldest_wanted())
             return  # snapshots do not change the report, and a heartbeat for each would cost four times the snapshot
-        if message.kind == "generators":
-            total, generators = counts(message, "total", "hash")
-            for point in self.store:
-                if point.total == total - 1:
-                    point.generators = generators
-            return
         if message.kind == "ready":
             if len(message.payload) > MAX_REPORT_BYTES:
                 raise invalid_message(
@@ -411,9 +473,17 @@ class Slot:
             self.spawn(self._become_ready())
         elif message.kind == "unsaved":
             self.unsaved = cut(records_pb2.ErrorDetail(**fields["error"]))
-            self.log.warning("%s: the loader's state cannot be saved: %.4000s", self.name, self.unsaved.message)
+            self.log.warning("%s: no snapshot of the loader is taken: %.4000s", self.name, self.unsaved.message)
+        elif message.kind == "unfit":
+            self.capabilities.not_used = str(fields["what"])[:MAX_UNSAVED_TEXT]
         elif message.kind == "begun":
+            self.progress_page.refresh()
+            if answer := self.progress_page.worker_info:
+                self.log.info("%s: %s", self.name, WORKER_INFO_TEXTS[answer])
             self.begun.set()
+        elif message.kind == "prepared":
+            (self._prepared_total,) = counts(message, "total")
+            self._migration_ready = True
         elif message.kind == "left":
             epoch, total = counts(message, "epoch", "total")
             self.store.forget_after(epoch, total)
@@ -437,7 +507,7 @@ class Slot:
         """Make the first restart point durable (kept by the coordinator), and only then let training jobs fetch
         batches, so that every delivered batch can be made again."""
         for point in list(self.store):
-            if not point.durable and point.verified:
+            if not point.durable:
                 await self.durable.make(point)
             refused = self.durable.refused
             if refused and not self.assignment.recovery:  # a recovery has an older snapshot of the slot
@@ -451,22 +521,26 @@ class Slot:
     # ---- lanes
 
     async def attach(self, sock: socket.socket, hello: lane_pb2.Hello, deadline_s: float) -> None:
-        """Pass a training job's connection to the runner. Close the connection if the runner is not ready in
-        `deadline_s` seconds.
+        """Send the finished batches over a training job's connection, and pass it to the runner, in the background.
+        Close the connection if the runner is not ready in `deadline_s` seconds.
 
         Raises:
             SupersededError: a newer connection has arrived, or the slot has ended.
+            LaneLostError: the training job is gone.
         """
         try:
-            await self._waiting_lane.wait(lambda: self._until_attachable(deadline_s))
+            await self._waiting_lane.wait(lambda: self._until_ready(deadline_s))
         except TimeoutError:
             sock.close()
             return
         assert self._child is not None
-        self.attached = self._lane_unread = True
-        await self._child.send("attach", hello.SerializeToString(), [sock.detach()])
+        self._drop_passing()
+        self._child.drain()  # of new rings and structures
+        served = self._finished.send(sock, hello)
+        self.attached = True
+        self._passing = self.spawn(self._pass_on(self._child, sock, hello, served)), sock
 
-    async def _until_attachable(self, deadline_s: float) -> None:
+    async def _until_ready(self, deadline_s: float) -> None:
         async with asyncio.timeout(deadline_s):  # not wait_for, which may lose a cancellation
             await self.ready.wait()
         assert self._child is not None
@@ -474,20 +548,23 @@ class Slot:
             with contextlib.suppress(*COORDINATOR_ERRORS):  # on an error, start from the snapshots fetched before
                 async with asyncio.timeout(deadline_s):
                     await self._fetch_restart_points(self._child)
-        while self._lane_unread and self._child.reads_late:  # user code may keep the runner busy for any time
+
+    async def _pass_on(self, child: Child, sock: socket.socket, hello: lane_pb2.Hello, served: dict[str, Any]) -> None:
+        """Pass a connection to the runner, once it has received the one before."""
+        while self._lane_unread and child.reads_late:  # user code may keep the runner busy for any time
             await asyncio.sleep(LOOK_S)
-        self._lane_unread = False
+        self._lane_unread, self._passing = True, None
+        await child.send("attach", hello.SerializeToString(), [sock.detach()], **served)
+
+    def _drop_passing(self) -> None:
+        """Close a connection that was not passed to the runner yet."""
+        if self._passing is not None:
+            task, sock = self._passing
+            self._passing = None
+            task.cancel()
+            sock.close()
 
     # ---- durable snapshots
-
-    def usable(self, point: StoredSnapshot) -> bool:
-        """Return True if a loader may be restored from this restart point: it was verified, or needs no
-        verification."""
-        return (
-            (point.verified and (point.start or not self.findings.misleads))
-            or not self.is_savable
-            or (self.capabilities.exact_states and not (point.refuted or self.findings.inexact))
-        )
 
     @property
     def is_savable(self) -> bool:
@@ -495,11 +572,6 @@ class Slot:
         `replay=True` was given. A second instance of any other loader may take data from the stream, for example from a
         queue."""
         return self.capabilities.state_methods > 0 or self.assignment.loader.options.replay_without_state
-
-    @property
-    def findings(self) -> LoaderFindings:
-        """Findings about the run's loader, from verifications on this worker; shared by its slots of the run."""
-        return self.host.findings(self.assignment)
 
     def _oldest_wanted(self) -> tuple[int, int]:
         """Return the earliest position of the slot for which a state may still be requested: the number of batches over
@@ -561,17 +633,6 @@ class Slot:
         return await run_task(
             self.host, self.assignment, self.name, self.progress_page, points, task, deadline_s, **fields
         )
-
-    async def learn_findings(self) -> None:
-        """Tell the runner what this worker has found out about its loader."""
-        if self._child is not None:
-            await self._send_findings(self._child)
-
-    async def _send_findings(self, child: Child) -> None:
-        if self.findings.crossing:
-            await child.send("crossing", crossing=self.findings.crossing)
-        if self.findings.misleads:
-            await child.send("misleads")
 
     def spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(_logged(work, self))

@@ -15,8 +15,7 @@ from penstock.worker.helpers.replayers import DEADLINE_S, ReplayHost
 from penstock.worker.processes.control_channel import ControlMessage
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.resources.turn_queue import TurnQueue
-from penstock.worker.slots.loader_findings import LoaderFindings
-from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
+from penstock.worker.slots.snapshots import SlotSnapshots
 
 __all__ = ["COORDINATOR_ERRORS", "DaemonCounters", "SlotContext", "SlotHost", "SlotKey", "SnapshotQuota", "key_of"]
 
@@ -80,16 +79,11 @@ class SlotHost(ReplayHost, Protocol):
     embedded: bool
     """True if the daemon is a child of the training job (embedded mode)."""
 
-    def findings(self, assignment: records_pb2.WorkerAssignment) -> LoaderFindings: ...
-    def found_crossing(self, assignment: records_pb2.WorkerAssignment, crossing: str) -> None: ...
-    def found_misleading(self, assignment: records_pb2.WorkerAssignment) -> None: ...
-    def slots_here(self) -> int: ...
     def slot_changed(self) -> None: ...
 
 
 class SlotContext(Protocol):
-    """Interface of a slot for its parts: durable_snapshots.py, memory_watch.py, slot_states.py and
-    verification.py."""
+    """Interface of a slot for its parts: durable_snapshots.py, memory_watch.py and slot_states.py."""
 
     name: str
     log: SubjectLogger
@@ -116,15 +110,9 @@ class SlotContext(Protocol):
     @property
     def host(self) -> SlotHost: ...
     @property
-    def findings(self) -> LoaderFindings: ...
-    @property
     def is_savable(self) -> bool: ...
     @property
     def runner_gone(self) -> bool: ...
-
-    def usable(self, point: StoredSnapshot) -> bool:
-        """Return True if a loader may be restored from this restart point: it was verified, or needs no
-        verification."""
 
     def step_of(self, total: int) -> int:
         """Return the training step in which the box (data-parallel rank) got the slot's batch `total`, provided that

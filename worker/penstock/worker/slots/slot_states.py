@@ -10,12 +10,15 @@ from collections.abc import Callable
 
 from penstock.proto.errors import DeadlineError, NotRestartableError, PenstockError, StateUnavailableError
 from penstock.proto.rpc.channel import detail_of, error_of
+from penstock.proto.state.envelope import with_bytes
+from penstock.proto.state.position import link_between
+from penstock.proto.state.restartable import is_pure, is_vouched
 from penstock.proto.v1 import coordinator_pb2
 from penstock.worker.helpers.replayers import DEADLINE_S
+from penstock.worker.loader.restart_plan import replay_s
 from penstock.worker.processes.progress_page import ENTRIES, BatchRecord
 from penstock.worker.slots.slot_interfaces import SlotContext
 from penstock.worker.slots.snapshots import StoredSnapshot
-from penstock.worker.slots.verification import RestartPointVerifier
 
 __all__ = ["POLL_S", "SlotStates"]
 
@@ -27,6 +30,9 @@ more rarely, because hundreds of requests would otherwise keep the event loop bu
 NEXT_S = 0.5
 """Longest time in seconds that a request waits for the batch after the requested state, if only that batch can verify a
 resume from the state (`_needs_next`). The batch's digest is saved with the state."""
+END_S = 10.0
+"""Longest time in seconds that a request waits for what follows the requested state, if some box's loop has reached the
+end of its epoch there. A runner may have to be started first, and user code may be slow to end an epoch."""
 CHEAP_S = 5.0
 """Largest working time of a runner, in seconds, for which a replay of all its batches counts as cheap."""
 HELPER_SHARE = 0.7
@@ -65,8 +71,8 @@ def _abandoned(request: coordinator_pb2.StateRequest) -> dict[int, int]:
 class SlotStates:
     """Answers to the coordinator's requests for one slot's state at a step, which a checkpoint needs."""
 
-    def __init__(self, slot: SlotContext, verifier: RestartPointVerifier) -> None:
-        self._slot, self._verifier = slot, verifier
+    def __init__(self, slot: SlotContext) -> None:
+        self._slot = slot
 
     async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
         """Answer a request for the slot's state at a position: wait until the runner has reached the position, and
@@ -112,8 +118,11 @@ class SlotStates:
             return b""
         entry = self._slot.progress_page.entry(total)
         if entry is not None:
-            answer.samples_streamed, answer.digest = entry.samples, entry.digest
-        if self._slot.unsaved is not None and not self._slot.capabilities.state_methods == 0:
+            answer.samples_streamed, answer.digest, answer.chain = entry.samples, entry.digest, entry.chain_in(epoch)
+        # A pure loader is saved by the number of its batches, with or without a snapshot.
+        if self._slot.unsaved is not None and (
+            self._slot.capabilities.state_methods == 4 or not is_pure(self._slot.capabilities)
+        ):
             raise error_of(self._slot.unsaved)
         await self._note_next(request, answer, until)
         slot, aggregated = self._slot, self._slot.capabilities.state_methods == 4
@@ -121,16 +130,19 @@ class SlotStates:
         # state and the number of batches since. That state must be of this epoch, because the loop may have abandoned
         # an epoch in between without this worker knowing.
         point = (
-            slot.store.exactly(epoch, delivered, total, request.step)
-            if aggregated
-            else await self._nearest(request, until)
+            slot.store.exactly(epoch, delivered, total, request.step) if aggregated else self._nearest(request, entry)
         )
         lacks = point is not None and (self._lacks(point, request) or self._lacks_next(request, answer))
-        if point is not None and point.epoch == epoch and not lacks:
+        pure = is_pure(slot.capabilities)
+        begins = pure and not delivered
+        compares = pure or is_vouched(slot.capabilities)
+        lacks = lacks or (compares and delivered > 0 and entry is None)  # what is resumed must be compared
+        if point is not None and (point.epoch == epoch or begins) and not lacks:
             if entry is None and point.total == total:
                 answer.samples_streamed = point.samples
-            return point.data
-        return await self._advance(request, answer, until) or await self._materialise(request, answer, until)
+            return self._comparable(point.data, request)
+        data = await self._advance(request, answer, until) or await self._materialise(request, answer, until)
+        return self._comparable(data, request)
 
     def _late(self, request: coordinator_pb2.StateRequest) -> DeadlineError:
         page, who = self._slot.progress_page, f"{self._slot.name} on worker {self._slot.host.name}"
@@ -149,18 +161,39 @@ class SlotStates:
             "again, or raise timeout_s"
         )
 
-    async def _nearest(self, request: coordinator_pb2.StateRequest, until: float) -> StoredSnapshot | None:
-        """Return the usable restart point nearest before the requested position. If the position's epoch has no usable
-        restart point, first try to verify one of that epoch."""
-        store, abandoned = self._slot.store, _abandoned(request)
-        point = store.nearest(request.epoch, request.position.total, abandoned=abandoned)
-        if point is not None and point.epoch == request.epoch:
-            return point
-        inside = [kept for kept in store if kept.epoch == request.epoch and kept.total <= request.position.total]
-        for candidate in (*inside[-1:], *inside[:1]):
-            if not candidate.refuted and await self._verifier.verify_now(candidate, _share(until)):
-                return candidate
-        return point
+    def _nearest(self, request: coordinator_pb2.StateRequest, entry: BatchRecord | None) -> StoredSnapshot | None:
+        """Return the restart point that is saved for the requested position, or from which a replay reaches it."""
+        slot, position = self._slot, request.position
+        if not is_pure(slot.capabilities):
+            return self._earlier(request) or slot.store.nearest(
+                request.epoch, position.total, abandoned=_abandoned(request)
+            )
+        began = position.total - position.delivered
+        spent_s = None if entry is None else entry.spent_s
+        limit_s = replay_s(slot.assignment.loader.options)
+        return slot.store.within(request.epoch, position.total, began, spent_s, limit_s)
+
+    def _earlier(self, request: coordinator_pb2.StateRequest) -> StoredSnapshot | None:
+        """Return the newest restart point before the last batch up to the position, if the loader vouches for its
+        states: a resume makes that batch again, and compares it. None if there is none in the position's epoch."""
+        slot, position = self._slot, request.position
+        if not (is_vouched(slot.capabilities) and position.delivered):
+            return None
+        point = slot.store.nearest(request.epoch, position.total, abandoned=_abandoned(request), below=position.total)
+        return point if point is not None and point.epoch == request.epoch else None
+
+    def _comparable(self, data: bytes, request: coordinator_pb2.StateRequest) -> bytes:
+        """Return the slot's state of exactly the requested position, with an earlier one, from which a resume makes the
+        last batch again, as its entry `earlier`; b"": with none. The earlier one must be this runner's own if the
+        mixture has changed: another run does not learn the change from an older state."""
+        slot = self._slot
+        if not data or not is_vouched(slot.capabilities) or slot.capabilities.state_methods != 4:
+            return data
+        point = self._earlier(request)
+        if not slot.assignment.mixture_changes:
+            return data if point is None else with_bytes(data, "earlier", point.data)
+        own = point is not None and not (point.inherited or point.begins or point.position in slot.from_before)
+        return with_bytes(data, "earlier", point.data if point is not None and own else b"")
 
     async def _note_next(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
@@ -168,21 +201,36 @@ class SlotStates:
         """Put the digest of the batch after the requested position into the answer, because a resumed loader must
         continue with that batch.
 
-        For a loader whose state only that batch can verify (`_needs_next`), wait up to NEXT_S seconds for the batch.
+        For a loader whose state only that batch can verify (`_needs_next`), wait up to NEXT_S seconds for the batch;
+        for any other, where the loop of some box has reached the end of an epoch, up to END_S for the end of this
+        slot's, or for a further batch.
         """
         slot, total = self._slot, request.position.total
-        patience = min(until, time.monotonic() + (NEXT_S if self._needs_next and not self._waits_for_loop else 0.0))
+        waits_s = NEXT_S if self._needs_next and not self._waits_for_loop else 0.0
+        patience = min(until, time.monotonic() + (END_S if request.at_end else waits_s))
         while True:
             slot.progress_page.refresh()
-            over = answer.next_epoch = slot.progress_page.ends().get(request.epoch) == total
+            over = slot.progress_page.ends().get(request.epoch) == total
+            over = answer.next_epoch = over and slot.abandoned.get(request.epoch) != total
             following = slot.progress_page.entry(total + 1)
             if following is not None and following.epoch == request.epoch + over:
-                answer.next_digest = following.digest
+                answer.next_digest = self._link(following)
                 return
-            waits = request.epoch in slot.progress_page.ends() and slot.progress_page.activity[0] == "waiting"
-            if time.monotonic() >= patience or waits:
+            ended = request.epoch in slot.progress_page.ends()
+            idle = ended and (slot.progress_page.activity[0] == "waiting" or not self._needs_next)
+            if time.monotonic() >= patience or idle:
                 return
             await asyncio.sleep(POLL_S)
+
+    def _link(self, batch: BatchRecord) -> int:
+        """Return what the chain of the epoch links for a batch: its digest, which covers all values, unless it is a sum
+        over rows. 0 = not known."""
+        if not self._slot.assignment.loader.options.row_digest:
+            return batch.digest
+        before = self._slot.progress_page.entry(batch.total - 1)
+        if before is not None:
+            return link_between(before.chain_in(batch.epoch), batch.chain)
+        return 0 if batch.total > 1 else batch.chain
 
     @property
     def _needs_next(self) -> bool:
@@ -196,7 +244,7 @@ class SlotStates:
 
         If the position is the end of an epoch, there may be no next batch. Then return True only if a replay is cheap,
         or if the next turn is not slot 0's: only that batch then shows which slot becomes worker 0 on a resume
-        (resume_plan.py).
+        (start.py).
         """
         if not self._needs_next or answer.next_digest:
             return False
@@ -215,19 +263,28 @@ class SlotStates:
         """Return True if this restart point alone cannot answer the request, so that a helper process must replay. Only
         a restart point that an earlier runner made can lack something: this worker does not know which batches were
         skipped since, or their digests, and the state may be older than a change of the mixture."""
+        if self._may_lack_a_change(point):
+            return True
         if not point.inherited:
             return False
-        if self._slot.assignment.skips or self._slot.assignment.mixture_changes:
+        if self._slot.assignment.skips:
             return True
         start, after = self._start(request), request.digests_after
         return self._waits_for_loop and start is not None and start.total <= after < request.position.total
+
+    def _may_lack_a_change(self, point: StoredSnapshot) -> bool:
+        """Return True if the state may be older than a change of the mixture: an earlier runner made it, also if this
+        runner started from it, and so sent it again as a restart point of its own."""
+        if not self._slot.assignment.mixture_changes:
+            return False
+        return point.inherited or (point.position in self._slot.from_before and not point.begins)
 
     def _start(self, request: coordinator_pb2.StateRequest) -> StoredSnapshot | None:
         """Return the restart point from which the requested state is replayed: the nearest one, or an earlier one in
         the same epoch if the replay must also make batches whose digests are requested."""
         store, abandoned = self._slot.store, _abandoned(request)
-        point = store.nearest(request.epoch, request.position.total, abandoned=abandoned)
-        if point is not None and self._waits_for_loop:
+        point = self._nearest(request, self._slot.progress_page.entry(request.position.total))
+        if point is not None and self._waits_for_loop and request.digests_after < request.position.total:
             before = store.nearest(point.epoch, request.digests_after, abandoned=abandoned)
             if before is not None and before.epoch == point.epoch:
                 return before
@@ -255,8 +312,6 @@ class SlotStates:
         where = f"{self._slot.assignment.loader.input_fn} ({self._slot.name})"
         if self._slot.capabilities.not_restartable:
             raise NotRestartableError(f"{where} cannot be saved: {self._slot.capabilities.not_restartable}")
-        if self._slot.findings.unrepeatable is not None:
-            raise self._slot.findings.unrepeatable
         if not self._slot.is_savable:
             raise NotRestartableError(
                 f"{where} returned a loader without state_dict and load_state_dict, whose state cannot be saved. Give "
@@ -268,31 +323,32 @@ class SlotStates:
         position's epoch or the previous one ended at another batch than the request assumes; the answer then names that
         batch."""
         epoch, total = request.epoch, request.position.total
-        began = total - request.position.delivered
+        began, page = total - request.position.delivered, self._slot.progress_page
+        named = _abandoned(request).get(epoch - 1) == began
         while True:
-            self._slot.progress_page.refresh()
-            ends = self._slot.progress_page.ends()
-            end = ends.get(epoch - 1, began)
-            # With more batches than the request assumed, the loop abandoned that epoch, and the runner, which was
-            # ahead, has not received the message yet. If the request is wrong instead, another slot has fewer batches
-            # and reports that. The end of an epoch is final once the next epoch has begun.
-            abandoned = end > began and self._slot.progress_page.begun < epoch
-            if end != began and not abandoned:
-                answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, end
-                return False
-            if abandoned:
-                if self._slot.phase == coordinator_pb2.FAILED:
-                    raise self._runner_failed(f"epoch {epoch}")
-                await _pauses.next()
-                continue
-            if ends.get(epoch, total) < total:
-                answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, ends[epoch]
-                return False
+            page.refresh()
             if self._waits_for_loop:
                 # The loop may be waiting for this state. A delivered batch was made once, so a replay can make it
                 # again.
                 return True
-            if self._slot.progress_page.total >= total:
+            ends, reached = page.ends(), max(page.epoch, page.begun)
+            end = ends.get(epoch - 1)
+            # Without an end, or with more batches than the request assumes, the runner may be ahead of the loop, which
+            # has abandoned that epoch. Unless the coordinator names the epoch as abandoned, the request may be wrong
+            # instead: another slot has fewer batches then, and reports that, and the end is final once this runner has
+            # begun the next epoch.
+            if reached < epoch if end is None else end > began and (named or reached < epoch):
+                if self._slot.phase == coordinator_pb2.FAILED:
+                    raise self._runner_failed(f"epoch {epoch}")
+                await _pauses.next()
+                continue
+            if end not in (None, began):
+                answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, end
+                return False
+            if ends.get(epoch, total) < total:
+                answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, ends[epoch]
+                return False
+            if page.total >= total:
                 self._slot.drain()  # the runner sent its snapshots before the progress page showed the batch
                 return True
             if self._slot.phase == coordinator_pb2.FAILED:
@@ -340,7 +396,7 @@ class SlotStates:
             return b""
         if point.total - point.delivered != total - request.position.delivered or point.step or slot.assignment.skips:
             return b""
-        if point.inherited and slot.assignment.mixture_changes:  # its state may be older than a change
+        if self._may_lack_a_change(point):
             return b""
         done = await slot.helper(
             [point.data],
@@ -351,6 +407,7 @@ class SlotStates:
             total=total,
             samples=entry.samples,
             digest=entry.digest,
+            chain=entry.chain_in(request.epoch),
         )
         return done.payload
 
@@ -359,39 +416,51 @@ class SlotStates:
     ) -> bytes:
         epoch, total = request.epoch, request.position.total
         point = self._start(request)
-        if point is None:
+        pure = is_pure(self._slot.capabilities)
+        if point is None and not pure:
             raise StateUnavailableError(
                 f"{self._slot.name}: the state of step {request.step} is no longer available, because all snapshots "
                 f"before batch {total} have been dropped. Save at a later step, or raise retention_steps"
             )
         digests = {
             str(count): entry.digest
-            for count in range(point.total + 1, total + 1)
+            for count in range((total - request.position.delivered if point is None else point.total) + 1, total + 1)
             if (entry := self._slot.progress_page.entry(count)) is not None
         }
         done = await self._slot.helper(
-            [point.data],
+            [] if point is None else [point.data],
             "state",
             _share(until),
             epoch=epoch,
             delivered=request.position.delivered,
             total=total,
+            samples=self._samples_before(total - request.position.delivered),
             step=request.step,
             digests=digests,
             left={str(epoch): there for epoch, there in _abandoned(request).items()},
             abandoned_from=request.abandoned_from,
+            labels={str(known.epoch): known.label for known in request.labels},
             following=self._lacks_next(request, answer),
         )
         if "elsewhere" in done.fields:
+            assert point is not None
             await self._begun(request, point)
             return await self._state(request, answer, until)
         if done.fields["ended"]:
             answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, done.fields["total"]
             return b""
         answer.samples_streamed, answer.digest = done.fields["samples"], done.fields["digest"]
+        answer.chain = done.fields["chain"]
         if done.fields["following"]:
             answer.next_digest, answer.next_epoch = done.fields["following"], done.fields["over"]
         seen = done.fields["replayed"]
         replayed = {count: BatchRecord(count, *at) for count, at in enumerate(seen, total + 1 - len(seen))}
         answer.digests.extend(self._digests(request, replayed.get))
         return done.payload
+
+    def _samples_before(self, total: int) -> int:
+        """Return the number of samples in the slot's first `total` batches."""
+        entry = self._slot.progress_page.entry(total)
+        if entry is not None:
+            return entry.samples
+        return next((kept.samples for kept in reversed(self._slot.store) if kept.total <= total), 0)

@@ -2,27 +2,27 @@
 
 A state may be requested at any step of the retention window (the newest `retention_steps` training steps). So the
 newest usable restart point at or before the window's oldest step is kept, and all later ones while memory suffices.
-When memory is short, every second snapshot that is not verified is dropped. A state between two remaining snapshots
+When memory is short, every second snapshot is dropped. A state between two remaining snapshots
 then takes a longer replay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from penstock.proto.state import position
-from penstock.worker.loader.restart_plan import Target, usable
+from penstock.worker.loader.restart_plan import NEAR, Target, usable, worth_restoring
 
 __all__ = ["SlotSnapshots", "StoredSnapshot"]
 
 MAX_BYTES = 64 << 20
-"""Total size of a slot's restart points above which snapshots that are not verified are dropped, in bytes."""
+"""Total size of a slot's restart points above which snapshots are dropped, in bytes."""
 MAX_COUNT = 1024
-"""Number of a slot's restart points above which snapshots that are not verified are dropped."""
+"""Number of a slot's restart points above which snapshots are dropped."""
 MOST = 16
-"""Multiple of MAX_BYTES and MAX_COUNT above which epoch starts and verified snapshots are dropped too, because user
+"""Multiple of MAX_BYTES and MAX_COUNT above which epoch starts are dropped too, because user
 code may open epochs without end."""
 
 
@@ -46,29 +46,11 @@ class StoredSnapshot:
     durable: bool = False
     inherited: bool = False
     """True if an earlier runner of the slot made this restart point."""
-    verified: bool = False
-    """True if this restart point leads to the delivered batches, as a verification has shown, or needs no verification.
-    See verification.py."""
-    refuted: bool = False
-    """True if this restart point does not lead to the delivered batches, or if its verifications gave no result."""
-    lapses: int = 0
-    """Number of verifications of this restart point that ended without a result, for example because the helper process
-    died."""
-    generators: int = 0
-    """Hash that the random generators must have after the first batch that follows this restart point; 0 if not known.
-    A verification compares it."""
-    start: bool = False
-    """True if the runner's stream begins at this restart point."""
     begins: bool = False
     """True if this launch of the job began at this restart point. Each runner of the slot can then make the restart
     point again without its data."""
-    compared: int = 0
-    """Number of batches that the verification of this restart point has compared."""
-    crossed: bool = False
-    """True if a verification of this restart point had a result. The restart point is then not used again to find the
-    loader's crossing (its way into the next epoch)."""
-    wanted: bool = False
-    """True if this snapshot was taken because a checkpoint at its step was announced."""
+    spent_s: float = 0.0
+    """Seconds that the loader has spent on the batches of this epoch up to this restart point."""
 
     @property
     def began(self) -> int:
@@ -89,14 +71,9 @@ class StoredSnapshot:
 class SlotSnapshots:
     """Restart points of one generation of a slot, in the order in which they were taken."""
 
-    def __init__(self, usable: Callable[[StoredSnapshot], bool] = lambda kept: kept.verified) -> None:
-        """Start empty.
-
-        usable: returns True if a loader may be restored from the restart point.
-        """
+    def __init__(self) -> None:
         self._kept: list[StoredSnapshot] = []
         self._bytes = 0
-        self._usable = usable
 
     def __iter__(self) -> Iterator[StoredSnapshot]:
         return iter(self._kept)
@@ -115,12 +92,13 @@ class SlotSnapshots:
         """
         self._keep_only([*(kept for kept in self._kept if kept.position != point.position), point])
         before = [kept for kept in self._kept if kept.total <= oldest_wanted and kept.epoch <= oldest_epoch]
-        usable = [kept for kept in before if self._usable(kept)]
-        history = {id(kept) for kept in before} - {id(kept) for kept in (*before[-1:], *usable[-1:])}
-        self._keep_only([kept for kept in self._kept if id(kept) not in history])
+        starts = [kept for kept in before if kept.epoch_start]
+        far = [kept for kept in before if kept.total <= oldest_wanted - NEAR]
+        needed = {id(kept) for kept in (*before[-1:], *starts[-1:], *far[-1:])}
+        self._keep_only([kept for kept in self._kept if kept not in before or id(kept) in needed])
         for share, last in ((1, False), (MOST, True)):
             if self._bytes > share * MAX_BYTES or len(self._kept) > share * MAX_COUNT:
-                inner = [kept for kept in self._kept[1:-1] if last or not (kept.epoch_start or kept.verified)]
+                inner = [kept for kept in self._kept[1:-1] if last or not kept.epoch_start]
                 dropped = {id(kept) for kept in inner[::2]}
                 self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
 
@@ -140,17 +118,28 @@ class SlotSnapshots:
         return None
 
     def nearest(
-        self, epoch: int, total: int, *, abandoned: Mapping[int, int] = MappingProxyType({})
+        self, epoch: int, total: int, *, abandoned: Mapping[int, int] = MappingProxyType({}), below: int = position.MOST
     ) -> StoredSnapshot | None:
-        """Return the restart point from which the replay to the position is shortest, among those from which a loader
-        may be restored; None if no such point leads there. A runner chooses by the same function, `usable` in
-        restart_plan.py.
+        """Return the restart point from which the replay to the position is shortest; None if none leads there. A
+        runner chooses by the same function, `usable` in restart_plan.py.
 
         epoch, total: the position: number of the epoch, and number of the slot's batches over all epochs. abandoned:
         abandoned epochs, as number of the epoch -> number of the slot's last batch in it, counted over all epochs.
+        below: the restart point must lie before the slot's batch of this number.
         """
-        found = usable((kept for kept in self._kept if self._usable(kept)), Target(epoch, total, abandoned))
+        found = usable([kept for kept in self._kept if kept.total < below], Target(epoch, total, abandoned))
         return max(found, key=lambda kept: (kept.epoch, kept.total, kept.epoch_start), default=None)
+
+    def within(
+        self, epoch: int, total: int, began: int, spent_s: float | None, replay_s: float
+    ) -> StoredSnapshot | None:
+        """Return the restart point of a pure loader for a position in an epoch: a snapshot that is worth restoring, or
+        the epoch's beginning; None if neither is kept. The arguments are those of `worth_restoring`."""
+        inside = [kept for kept in self._kept if kept.epoch == epoch and began <= kept.total <= total]
+        beginning = next((kept for kept in inside if kept.total == began), None)
+        if beginning is None and total == began and self._kept:
+            return self._kept[-1]  # the beginning of an epoch needs no data
+        return worth_restoring(inside, total, spent_s, replay_s) or beginning
 
     def _keep_only(self, kept: list[StoredSnapshot]) -> None:
         self._kept = kept

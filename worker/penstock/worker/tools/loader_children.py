@@ -4,11 +4,9 @@ messages with these children.
 This module must not import torch, because the command line imports this module.
 """
 
-from penstock.worker.processes import control_groups
 from penstock.worker.processes.child_processes import START_DEADLINE_S
 from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, plain_detail
 from penstock.worker.processes.interpreters import child_environment, interpreter
-from penstock.worker.processes.runner_user import find_user
 from penstock.worker.processes.user_code import MAIN, load_input_fn
 
 __all__ = [
@@ -17,8 +15,6 @@ __all__ = [
     "ControlChannel",
     "ControlMessage",
     "child_environment",
-    "control_groups",
-    "find_user",
     "interpreter",
     "load_input_fn",
     "plain_detail",

@@ -56,12 +56,12 @@ def plan_change(loader: Any, trial: coordinator_pb2.MixtureTrial, resume: Mappin
         raise InvalidArgumentError("--weights must name each source once, got one of them twice. Leave one out")
     added = {one.source: one.function for one in trial.added}
     state = None if resume is None else resume["aggregated"]
-    order, (epoch, position), parts, was, now = plan(
+    order, (epoch, position), parts, was, now, functions = plan(
         trial.steps, trial.epochs, state, weights, added, list(trial.retired)
     )
     found = coordinator_pb2.MixturePlan(order=order)
     found.change.epoch, found.change.position = epoch, position
-    found.change.added.extend(trial.added)
+    found.change.added.extend(records_pb2.AddedSource(source=name, function=fn) for name, fn in functions.items())
     found.change.weights.extend(records_pb2.MixtureWeight(source=name, parts=part) for name, part in parts.items())
     for name in parts:
         found.shares.add(source=name, was=was.get(name, 0.0), now=now[name])

@@ -1,43 +1,106 @@
-"""States of the random generators that a loader draws from, as bytes: the process's own generators (Python, numpy,
-torch), and those that the loader got as `generator=`."""
+"""Random generators that a user's loader draws from, and the beginning of an epoch: what they are seeded with.
+
+There are three kinds. The generators of the process (Python, numpy, torch) are seeded by (seed, box, slot, epoch).
+Those that the loader, its dataset, samplers and collate_fn hold keep the state that input_fn left in epoch 0; in a
+later epoch they are seeded by (a hash of that state, epoch). Those among the globals of the modules that define these
+are seeded by (seed, box, slot, epoch), because other code may have drawn from them before.
+"""
 
 from __future__ import annotations
 
 import struct
+import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
-import torch
+from penstock.proto.state.found_generators import capture, find_generators, initial_seed, reseed, restore
+from penstock.proto.state.generators import capture_rng, derive_seed, restore_rng, seed_rng
 
-from penstock.proto.state.generators import capture_rng, restore_rng
+__all__ = ["LoaderGenerators", "parts_of", "process_generators", "set_epoch"]
 
-__all__ = ["captured", "given_to", "restore"]
-
-_COUNT = struct.Struct("<I")
-
-
-def given_to(loader: Any) -> list[torch.Generator]:
-    """Return the random generators that a torch loader or its samplers got as `generator=`, each once."""
-    holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
-    holders.append(getattr(holders[-1], "sampler", None))
-    found = {id(g): g for h in holders if isinstance(g := getattr(h, "generator", None), torch.Generator)}
-    return list(found.values())
+_SIZE = struct.Struct("<I")
 
 
-def captured(loader: Any) -> bytes:
-    """Return the states of the process's random generators and of the loader's own (`given_to`), as bytes."""
-    states = [generator.get_state().numpy().tobytes() for generator in given_to(loader)]
-    return b"".join([_COUNT.pack(len(states)), *(_COUNT.pack(len(s)) + s for s in states), capture_rng()])
+def parts_of(loader: Any) -> list[Any]:
+    """Return the loader, and the objects of which a torch loader is made: samplers, dataset and collate_fn."""
+    parts = [loader]
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for part in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if part is not None:
+            parts.append(part)
+    for name in ("dataset", "collate_fn"):
+        part = getattr(loader, name, None)
+        if part is not None:
+            parts.append(part)
+    return parts
 
 
-def restore(loader: Any, data: bytes) -> None:
-    """Set the random generators of the process and of the loader to the states that `captured` returned."""
-    (count,) = _COUNT.unpack_from(data)
-    at = _COUNT.size
-    states = []
-    for _ in range(count):
-        (size,) = _COUNT.unpack_from(data, at)
-        states.append(data[at + _COUNT.size : at + _COUNT.size + size])
-        at += _COUNT.size + size
-    for generator, state in zip(given_to(loader), states, strict=False):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    restore_rng(data[at:])
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Call set_epoch(epoch), once each, of the loader, its samplers and its dataset, where they have such a method."""
+    called = set()
+    for part in parts_of(loader):
+        method = getattr(part, "set_epoch", None)
+        if callable(method) and id(part) not in called:
+            called.add(id(part))
+            method(epoch)
+
+
+def _modules(parts: list[Any], input_fn: Callable[..., Any] | None) -> list[ModuleType]:
+    """Return the modules that define input_fn and the parts of the loader, each once."""
+    names = [getattr(part, "__module__", None) or type(part).__module__ for part in (input_fn, *parts)]
+    return [sys.modules[name] for name in dict.fromkeys(names) if isinstance(name, str) and name in sys.modules]
+
+
+class LoaderGenerators:
+    """Generators that one loader draws from. Make this object right after input_fn has made the loader."""
+
+    def __init__(self, loader: Any, input_fn: Callable[..., Any] | None) -> None:
+        parts = parts_of(loader)
+        found = find_generators(parts, _modules(parts, input_fn))
+        self._own = [generator for generator in found if not generator.in_module]
+        self._seeds = [initial_seed(generator) for generator in self._own]
+        self._of_modules = [generator for generator in found if generator.in_module]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the generators that the loader and its modules hold, for messages."""
+        return [generator.path for generator in (*self._own, *self._of_modules)]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Hashes of the states in which input_fn left the generators that the loader holds."""
+        return tuple(self._seeds)
+
+    def others_than(self, seeds: tuple[int, ...]) -> list[str]:
+        """Return the names of the generators that input_fn had left in other states when their `seeds` were these."""
+        if len(seeds) != len(self._seeds):
+            return [generator.path for generator in self._own]
+        return [found.path for found, was, now in zip(self._own, seeds, self._seeds, strict=True) if was != now]
+
+    def begin(self, seed: int, box: int, slot: int, epoch: int, *path: int) -> None:
+        """Seed all generators for the beginning of an epoch. `path`: further numbers that the seeds depend on."""
+        seed_rng(derive_seed(seed, "epoch", box, slot, epoch, *path))
+        if epoch or path:
+            for generator, initial in zip(self._own, self._seeds, strict=True):
+                reseed(generator, derive_seed(initial, "epoch", epoch, *path))
+        for number, generator in enumerate(self._of_modules):
+            reseed(generator, derive_seed(seed, "module", box, slot, epoch, number, *path))
+
+    def capture(self) -> bytes:
+        """Return the states of all generators."""
+        held = capture([*self._own, *self._of_modules])
+        return _SIZE.pack(len(held)) + held + capture_rng()
+
+    def restore(self, data: bytes) -> None:
+        """Set all generators to the states that `capture` returned."""
+        (size,) = _SIZE.unpack_from(data)
+        end = _SIZE.size + size
+        if size:
+            restore([*self._own, *self._of_modules], data[_SIZE.size : end])
+        restore_rng(data[end:])
+
+
+def process_generators() -> bytes:
+    """Return the states of the process's generators alone, for `LoaderGenerators.restore`."""
+    return _SIZE.pack(0) + capture_rng()

@@ -22,16 +22,17 @@ class FirstBatch:
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
+        self._no_length: Exception | None = None
         try:
             self._length = len(loader)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            self._length = -1
+        except Exception as error:
+            self._length, self._no_length = -1, error.with_traceback(None)
         self._loader: Iterable[Any] | None = loader
         self._batches: list[Any] = []
 
     def __len__(self) -> int:
-        if self._length < 0:
-            raise TypeError(f"the loader that input_fn returned has no len(), so {type(self).__name__} has none")
+        if self._no_length is not None:
+            raise self._no_length
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
@@ -41,5 +42,5 @@ class FirstBatch:
                 break
             self._loader = None
         for batch in self._batches:
-            return repeat(batch) if self._length < 0 else repeat(batch, self._length)
+            return repeat(batch) if self._no_length is not None else repeat(batch, self._length)
         return iter(())

@@ -1,5 +1,10 @@
-"""Replacement of torch's get_worker_info() in a process that runs a user's loader: the result's `id` is the worker's
-index in the run, so datasets that shard by get_worker_info() work unchanged.
+"""Replacement of torch's get_worker_info() in a process that runs a user's loader. Its answer depends on what the
+loader has read of its assignment (`Reads` in proto/state/assignment.py), so that no loader divides its samples twice:
+
+    nothing                     the worker's number in the run: datasets that shard by get_worker_info() alone work
+                                unchanged
+    its box, or their number    the worker's number in its box: datasets that were split by box first
+    the worker's own number     None, as in a worker of cstorch
 
 In the worker processes of a torch DataLoader, torch's own answer is returned, and the call does not count as a read of
 the assignment. Calls by torch's default_collate do not count either, and return None. Otherwise default_collate would
@@ -11,19 +16,19 @@ to be saved if the answer is not None (litData's StreamingDataLoader). Their sta
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch.utils.data
 from torch.utils.data._utils import worker as torch_worker
 
 from penstock.proto.state import assignment as assignments
+from penstock.proto.state.assignment import WorkerInfoAnswer
 from penstock.proto.state.generators import derive_seed
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["Answers", "as_main_process", "exchange", "offer_worker_info"]
+__all__ = ["Answers", "as_main_process", "describe_reads", "exchange", "offer_worker_info", "uncounted"]
 
 T = TypeVar("T")
 
@@ -35,7 +40,7 @@ class Answers:
 
     def __init__(self) -> None:
         self.seed = 0
-        self.infos: dict[int, torch_worker.WorkerInfo] = {}
+        self.infos: dict[WorkerInfoAnswer, torch_worker.WorkerInfo] = {}
         self.given = 0
         """Number of calls of get_worker_info() so far whose result named the worker."""
         self.hidden = False
@@ -46,8 +51,6 @@ class Answers:
 
 _current: Answers | None = None
 """What get_worker_info() returns to the worker whose code runs now; None = torch's own answer is returned."""
-_offered = 0
-"""Process id of the process in which get_worker_info() is replaced; 0 = none."""
 
 
 def exchange(answers: Answers | None) -> Answers | None:
@@ -59,41 +62,72 @@ def exchange(answers: Answers | None) -> Answers | None:
 
 
 def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
-    """Replace get_worker_info() in this process, so that its result names the worker for which the loader was made."""
-    global _current, _offered
+    """Let get_worker_info() name the worker for which the loader was made, in this process. The code of torch's
+    function is replaced, because user code may have imported the function before."""
+    global _current
     if _current is None:
         _current = Answers()
     _current.seed = derive_seed(a.seed, "torch", a.box, a.slot)
     _current.infos.clear()
-    own, theirs = os.getpid(), torch_worker.get_worker_info
-    if _offered == own:
-        return
-    _offered = own
+    torch_worker.get_worker_info.__code__ = _forward.__code__
+    torch_worker.get_worker_info.__defaults__ = (_answer,)
 
-    def get_worker_info() -> torch_worker.WorkerInfo | None:
-        answers = _current
-        if answers is None or os.getpid() != own or answers.hidden or assignments.stands_aside():
-            return theirs()
-        if sys._getframe(1).f_globals.get("__name__") == _TORCH_COLLATE:
-            return None
-        answers.given += 1
-        position = assignments.current_assignment()
-        number = position.global_worker_id
-        if number not in answers.infos:
-            dataset: Any = None  # not known yet: user code makes it later
-            answers.infos[number] = torch_worker.WorkerInfo(
-                id=number, num_workers=position.total_num_workers, seed=answers.seed, dataset=dataset
-            )
-        return answers.infos[number]
 
-    torch_worker.get_worker_info = get_worker_info
-    torch.utils.data.get_worker_info = get_worker_info
+def _forward(answer: Callable[[], torch_worker.WorkerInfo | None]) -> torch_worker.WorkerInfo | None:
+    return answer()
+
+
+def _answer() -> torch_worker.WorkerInfo | None:
+    answers, own_worker = _current, torch_worker._worker_info
+    if own_worker is not None or answers is None or answers.hidden or assignments.stands_aside():
+        return own_worker
+    caller = sys._getframe(2)
+    if caller.f_globals.get("__name__") == _TORCH_COLLATE:
+        return None
+    answer = assignments.reads().ask(caller)
+    place = assignments.process_assignment()
+    if answer is WorkerInfoAnswer.NONE:
+        return None
+    answers.given += 1
+    if answer not in answers.infos:
+        of_box = answer is WorkerInfoAnswer.OF_BOX
+        dataset: Any = None  # not known yet: user code makes it later
+        answers.infos[answer] = torch_worker.WorkerInfo(
+            id=place.slot if of_box else place.global_worker_id,
+            num_workers=place.num_workers_per_box if of_box else place.total_num_workers,
+            seed=answers.seed,
+            dataset=dataset,
+        )
+    return answers.infos[answer]
+
+
+def describe_reads(capabilities: records_pb2.LoaderCapabilities) -> None:
+    """Set the fields of `capabilities` that tell what user code has read about its worker."""
+    capabilities.looked_at_assignment |= assignments.looked_at()
+    capabilities.worker_info = records_pb2.WorkerInfo.ValueType(assignments.reads().answer)
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Context in which the loader saves or loads a state. What it reads there about its worker changes no answer of
+    get_worker_info()."""
+    reads = assignments.reads()
+    before, reads.paused = reads.paused, True
+    try:
+        yield
+    finally:
+        reads.paused = before
 
 
 def as_main_process(method: Callable[[], T]) -> T:
     """Call a state method of the loader, and return its result. If the method calls get_worker_info() and raises, call
     the method again while get_worker_info() returns None, as in a main process. If that succeeds, get_worker_info()
     returns None in all later calls of state methods."""
+    with uncounted():
+        return _as_main_process(method)
+
+
+def _as_main_process(method: Callable[[], T]) -> T:
     answers = _current if _current is not None else Answers()
     if not answers.refused:
         before = answers.given

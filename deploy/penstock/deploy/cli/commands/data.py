@@ -1,4 +1,4 @@
-"""Commands `penstock data index`, `inspect`, `verify`, `convert` and `plan`."""
+"""Commands `penstock data index`, `inspect`, `verify` and `convert`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from penstock.deploy.console.common_options import Group, subcommands
 from penstock.deploy.console.exit_codes import guarded
 from penstock.deploy.console.option_values import listed, pairs_of
 from penstock.deploy.console.options import AsJson, Debug
-from penstock.proto.errors import InvalidArgumentError
 
 __all__ = ["data"]
 
@@ -30,7 +29,6 @@ def _data() -> None:
       penstock data inspect /data/web          what is in it
       penstock data verify /data/web           read all of it
       penstock data convert /data/web s3://bucket/web --to mds
-      penstock data plan /data/web --batch 512 --boxes 8 --nodes 2
     """
 
 
@@ -111,7 +109,7 @@ def data_verify(folder: Folder, as_json: AsJson = False, debug: Debug = False) -
 def data_convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or URL of a dataset with an index.")],
     dest: Annotated[
-        str, typer.Argument(metavar="DEST", help="Folder or URL for the result; empty, or from a killed run.")
+        str, typer.Argument(metavar="DEST", help="Folder or URL for the result; empty, or with finished parts.")
     ],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="Format of the result: mds or parquet.")],
     columns: Annotated[
@@ -150,7 +148,7 @@ def data_convert(
     """Convert a dataset of any readable format to MDS or Parquet. Samples keep their numbers and their order.
 
     A state that was saved with the source can be resumed with the result. If the command is killed, run it again: it
-    continues where it stopped. The result is read back and compared with the source.
+    skips the parts that are finished. The result is read back and compared with the source.
 
     \b
     Examples:
@@ -173,77 +171,3 @@ def data_convert(
         keep_order=not own_order,
         verify=not unverified,
     )
-
-
-@data.command("plan")
-@guarded
-def data_plan(
-    folder: Folder,
-    batch: Annotated[
-        int, typer.Option("--batch", metavar="N", min=1, help="Global batch size: rows of a step, over all boxes.")
-    ],
-    boxes: Annotated[int, typer.Option("--boxes", metavar="N", min=1, help="Boxes (data-parallel ranks).")] = 1,
-    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Machines with a cache of their own.")] = 1,
-    workers: Annotated[int, typer.Option("--workers", metavar="N", min=1, help="Workers of each box.")] = 1,
-    epochs: Annotated[int, typer.Option("--epochs", metavar="N", min=1, max=100, help="Number of epochs.")] = 1,
-    shuffle: Annotated[bool, typer.Option("--shuffle", help="Order of the samples: shuffled. The default.")] = False,
-    in_order: Annotated[bool, typer.Option("--in-order", help="Order of the samples: not shuffled.")] = False,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the shuffle.")] = 0,
-    shuffle_block: Annotated[
-        str,
-        typer.Option("--shuffle-block", metavar="SAMPLES", help="shuffle_block of StreamingLoader; all: no blocks."),
-    ] = "262144",
-    partitions: Annotated[
-        int,
-        typer.Option(
-            "--partitions", metavar="N", min=1, help="partitions of StreamingLoader: the largest number of boxes."
-        ),
-    ] = 1,
-    predownload: Annotated[
-        str | None,
-        typer.Option("--predownload", metavar="SAMPLES", help="Samples fetched ahead of need. Default: two blocks."),
-    ] = None,
-    cache_limit: Annotated[
-        str | None, typer.Option("--cache-limit", metavar="BYTES", help="Size of each node's cache, such as 100gb.")
-    ] = None,
-    bandwidth: Annotated[
-        str | None, typer.Option("--bandwidth", metavar="BYTES", help="Bytes a second of each node, such as 500mb.")
-    ] = None,
-    step_s: Annotated[
-        float,
-        typer.Option(
-            "--step-seconds", metavar="S", min=0.0, help="Seconds of a training step, without waits for data."
-        ),
-    ] = 0.0,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Compute how many shards and bytes each node of a run will download, before the first batch and in each epoch, and
-    the disk space that it needs. Nothing is downloaded; a folder with only the index is enough.
-
-    \b
-    Examples:
-      penstock data plan /data/web --batch 512 --boxes 8 --nodes 2 --workers 4
-      penstock data plan /data/web --batch 512 --cache-limit 100gb --bandwidth 500mb --step-seconds 0.4
-    """
-    from penstock.data.arguments import byte_count, sample_count
-    from penstock.deploy.datasets.dataset_folders import show_plan
-
-    block = None if shuffle_block == "all" else sample_count("--shuffle-block", shuffle_block)
-    ahead = sample_count("--predownload", predownload)
-    if nodes > boxes:
-        raise InvalidArgumentError(
-            f"--nodes must be at most the number of boxes, which is {boxes}, got {nodes}. Set --boxes too"
-        )
-    if shuffle and in_order:
-        raise InvalidArgumentError("one of --shuffle and --in-order must be given, got both. Leave one out")
-    limit, rate = byte_count("--cache-limit", cache_limit), byte_count("--bandwidth", bandwidth)
-    order = {
-        "shuffle": not in_order,
-        "seed": seed,
-        "shuffle_block": block,
-        "partitions": partitions,
-        "predownload": ahead,
-    }
-    run = {"nodes": nodes, "workers": workers, "epochs": epochs, "cache_limit": limit, "bandwidth": rate}
-    show_plan(folder, batch, boxes, order, as_json, step_s=step_s, **run)

@@ -10,9 +10,8 @@ import typer
 
 from penstock.deploy.console.common_options import Group, subcommands
 from penstock.deploy.console.coordinator_options import Peer
-from penstock.deploy.console.daemon_settings import TlsSettings
 from penstock.deploy.console.exit_codes import guarded
-from penstock.deploy.console.options import LARGEST_SEED, AsJson, Debug, Flags, TokenFile
+from penstock.deploy.console.options import LARGEST_SEED, AsJson, Debug
 
 __all__ = ["doctor"]
 
@@ -44,10 +43,6 @@ def _has_target(args: list[str]) -> bool:
 
 doctor = subcommands(_DefaultsByTarget)
 
-InputFn = Annotated[
-    str | None, typer.Option("--input-fn", metavar="MODULE:NAME", help="input_fn of the job: check that it may run.")
-]
-
 
 @doctor.callback()
 def _doctor() -> None:
@@ -77,52 +72,25 @@ def doctor_machine(
             help="Slots of a worker here. Default: the setting, else the number of cores.",
         ),
     ] = None,
-    input_fn: InputFn = None,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option("--allow", metavar="PREFIX", help="Allowed module prefix of a worker here; repeatable."),
-    ] = None,
-    listen: Annotated[
-        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Address of a coordinator here.")
-    ] = None,
-    state_dir: Annotated[
-        Path | None, typer.Option("--state-dir", metavar="DIR", help="State directory of a coordinator here.")
-    ] = None,
-    deadline: Annotated[
-        float, typer.Option("--deadline", metavar="SECONDS", min=1, help="Limit for importing the loader's module.")
-    ] = 60.0,
-    token_file: TokenFile = None,
-    *,
-    tls: Annotated[Flags, TlsSettings],
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> int:
-    """Check this machine: versions, kernel, limits, clock, disk, ports, TLS, token, settings.
+    """Check this machine: kernel, sandbox, memory, open files.
 
-    Checks whether the machine has what a worker needs with the effective settings (`penstock config` shows them), by
-    default with a slot for each core. With a state directory, also checks what a coordinator needs. With --input-fn,
-    imports its module in a separate process. Starts no daemon and leaves no file behind. Exit code 32 if there is a
-    problem; 0 if there are only warnings.
+    Checks what a start of a daemon does not say by itself: whether the machine has what a worker needs, by default with
+    a slot for each core. Starts no daemon and leaves no file behind. Exit code 32 if there is a problem; 0 if there are
+    only warnings.
 
     \b
     Examples:
       penstock doctor machine
-      penstock doctor machine --slots 32 --input-fn mypackage.data:train_input --allow mypackage
-      penstock doctor machine --state-dir /var/lib/penstock --listen 0.0.0.0:7070
+      penstock doctor machine --slots 32
       penstock doctor machine --json | jq '.findings[] | select(.level != "ok")'
     """
     from penstock.deploy.doctor.findings import show_findings
-    from penstock.deploy.doctor.machine_check import MachineRequest, check_machine
+    from penstock.deploy.doctor.machine_check import check_machine
 
-    flags = {
-        "slots": slots,
-        "allow": ",".join(allow) if allow else None,
-        "listen": listen,
-        "state_dir": state_dir,
-        **tls,
-    }
-    request = MachineRequest(flags, token_file, input_fn, deadline)
-    return show_findings("This machine", list(check_machine(request)), as_json)
+    return show_findings("This machine", list(check_machine(slots)), as_json)
 
 
 @doctor.command("cluster")
@@ -132,16 +100,19 @@ def doctor_cluster(
     workers: Annotated[
         int | None, typer.Option("--workers", metavar="W", min=1, help="Workers of each of its boxes.")
     ] = None,
-    input_fn: InputFn = None,
+    input_fn: Annotated[
+        str | None,
+        typer.Option("--input-fn", metavar="MODULE:NAME", help="input_fn of the job: check that it may run."),
+    ] = None,
     *,
     peer: Peer,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> int:
-    """Check a cluster from here: can its coordinator and every worker's lanes be reached?
+    """Check a cluster from here: can every worker's lanes be reached?
 
-    Run this command where the training job runs. Checks the coordinator's name, connection, TLS, token, version and
-    clock. Connects to the lanes (batch streams) of each worker. With --boxes and --workers, checks that the job finds
+    Run this command where the training job runs. Checks the coordinator's clock, and each worker. Connects to the lanes
+    (batch streams) of each worker. With --boxes and --workers, checks that the job finds
     enough free slots; with --input-fn, counts only slots of workers that may run it. Exit code 32 if there is a
     problem; 0 if there are only warnings. Needs a token of the role admin.
 
@@ -153,8 +124,9 @@ def doctor_cluster(
     from penstock.deploy.doctor.cluster_check import JobRequirements, check_cluster
     from penstock.deploy.doctor.findings import show_findings
 
-    found = check_cluster(peer.address, peer.tls, peer.token, JobRequirements(boxes, workers, input_fn))
-    return show_findings(f"Cluster of {peer.address}", list(found), as_json)
+    with peer.client() as client:
+        found = list(check_cluster(client, peer.address, peer.tls(), JobRequirements(boxes, workers, input_fn)))
+    return show_findings(f"Cluster of {peer.address}", found, as_json)
 
 
 @doctor.command("loader")

@@ -10,12 +10,17 @@ import typer
 from penstock.deploy.cli.completion import run_names
 from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.console.options import LARGEST, LARGEST_BOX, AsJson, Debug
-from penstock.proto.errors import InvalidArgumentError
 
 __all__ = ["replay"]
 
 
 def replay(
+    step: Annotated[
+        int,
+        typer.Option(
+            "--step", metavar="S", min=1, max=LARGEST, help="Step of the box at which the batch was delivered."
+        ),
+    ],
     run: Annotated[
         str | None,
         typer.Argument(
@@ -23,20 +28,6 @@ def replay(
             help="JOB/ORDINAL; JOB is JOB/0. Omit it to use a --checkpoint alone.",
             autocompletion=run_names,
         ),
-    ] = None,
-    step: Annotated[
-        int | None,
-        typer.Option(
-            "--step", metavar="S", min=1, max=LARGEST, help="Step of the box at which the batch was delivered."
-        ),
-    ] = None,
-    loss: Annotated[
-        Path | None,
-        typer.Option("--loss", metavar="FILE", help="Loss log, JSON lines or CSV; replay its largest spikes."),
-    ] = None,
-    spikes: Annotated[
-        int | None,
-        typer.Option("--spikes", metavar="N", min=1, max=1000, help="With --loss: number of spikes. Default: 5."),
     ] = None,
     box: Annotated[
         int, typer.Option("--box", metavar="B", min=0, max=LARGEST_BOX, help="Box (data-parallel rank).")
@@ -98,24 +89,11 @@ def replay(
       penstock replay myjob --step 1234 --allow mypackage
       penstock replay myjob --step 1234 --box 3 --row 2 --out spike.pt --allow mypackage
       penstock replay --checkpoint ckpt.pt --step 1300 --allow mypackage          without a coordinator
-      penstock replay myjob --loss losses.jsonl --spikes 5 --allow mypackage      what was in the spikes?
     """
     from penstock.deploy.replay.replay_batch import ReplayRequest
     from penstock.deploy.replay.replay_report import show_replay
 
-    if (step is None) == (loss is None):
-        given = "neither" if step is None else "both"
-        raise InvalidArgumentError(
-            f"one of --step and --loss must be given, got {given}. Give --step S, or --loss FILE to replay loss spikes"
-        )
-    if spikes is not None and loss is None:
-        raise InvalidArgumentError(f"--spikes needs --loss, got --spikes {spikes} with --step. Leave out --spikes")
     request = ReplayRequest(
-        run, step or 1, box, row, out, attempt, state_dir, checkpoint or (), args, kwargs, allow or (), script, timeout
+        run, step, box, row, out, attempt, state_dir, checkpoint or (), args, kwargs, allow or (), script, timeout
     )
-    if loss is not None:
-        from penstock.deploy.replay.spike_report import SPIKES, show_spikes
-
-        show_spikes(request, loss, spikes or SPIKES, peer, as_json)
-        return
     show_replay(request, peer, as_json)

@@ -8,6 +8,7 @@ import typer
 
 from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.console.options import AsJson, Debug
+from penstock.proto.errors import InvalidArgumentError
 
 __all__ = ["status"]
 
@@ -15,19 +16,34 @@ __all__ = ["status"]
 def status(
     peer: Peer,
     show_all: Annotated[bool, typer.Option("--all", help="Also show each run that has ended.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="On a terminal: a screen, refreshed each second, until Ctrl-C.")
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Show runs, boxes, slots and workers: rates, and which box waits for which worker.
 
-    Runs with a live training job come first. Runs that have ended are counted in one line.
+    Runs with a live training job come first. Runs that have ended are counted in one line. The screen of --watch has
+    the most important on top: the bottleneck in one sentence, the slots that boxes wait for, faults. If the coordinator
+    stops answering, it waits.
 
     \b
     Examples:
       penstock status
+      penstock status --watch
       penstock status --coordinator head:7070 --token-file ~/penstock/token
       penstock status --json | jq '.workers[] | select(.live | not) | .worker'
     """
+    if watch:
+        from penstock.deploy.operations.watch_status import watch_status
+
+        if show_all or as_json:
+            raise InvalidArgumentError(
+                f"--watch must be given alone, got {'--all' if show_all else '--json'} too. Leave one out"
+            )
+        watch_status(peer)
+        return
     from penstock.deploy.operations.show_status import show_status
 
     show_status(peer, show_all=show_all, as_json=as_json)

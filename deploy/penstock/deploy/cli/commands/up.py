@@ -19,16 +19,13 @@ def up(
     tls: Annotated[Flags, TlsSettings],
     detach: Annotated[
         bool,
-        typer.Option(
-            "--detach", help="Local: return once the fleet is ready, and leave it running, as other engines do."
-        ),
+        typer.Option("--detach", help="Local: return once the fleet is ready, and leave it running, as Ray does."),
     ] = False,
-    render: Annotated[bool, typer.Option("--render", help="Slurm, Kubernetes: only print the submission.")] = False,
     token_file: TokenFile = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Start a coordinator and workers, and keep them running: here, or on Ray, Slurm or Kubernetes.
+    """Start a coordinator and workers, and keep them running: here, or on Ray.
 
     Once all are ready, prints the environment variables that a training job needs to find the fleet. To set them in
     this shell: eval "$(penstock up --detach --allow mypackage)". In the foreground Ctrl-C ends the fleet; otherwise
@@ -40,13 +37,11 @@ def up(
       penstock up --allow mypackage                             here, until Ctrl-C
       eval "$(penstock up --detach --allow mypackage)"          here, in the background
       penstock up --engine ray --workers 8 --allow mypackage --insecure
-      penstock up --engine slurm --workers 8 --allow mypackage --dir /shared/penstock --insecure
-      penstock up --engine kubernetes --image registry/penstock:1 --allow mypackage --insecure --render
     """
     quiet_grpc()
     from penstock.deploy.engines.up_down import run_up
 
-    run_up(flags, tls, token_file, detach=detach, render=render, as_json=as_json, debug=debug)
+    run_up(flags, tls, token_file, detach=detach, as_json=as_json, debug=debug)
 
 
 def down(

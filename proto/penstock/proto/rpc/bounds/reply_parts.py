@@ -1,22 +1,15 @@
-"""Assembly of replies that arrive in parts, with limits on the memory of such replies.
-
-A compromised coordinator must not fill the memory of workers and training jobs. So the number of values in a reply is
-limited, and so are the bytes of each value. All replies that a process receives at a time must fit into half of its
-free memory; the other half is for the copy that joins the parts of a value.
-"""
+"""Assembly of replies that arrive in parts. The number of values in a reply is limited, and so are the bytes of each
+value."""
 
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from penstock.proto.errors import ProtocolError, StateCorruptError, malformed
+from penstock.proto.errors import StateCorruptError, malformed
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.runtime.process.free_memory import free_memory
 
 __all__ = [
     "VALUE_MAX",
@@ -26,7 +19,6 @@ __all__ = [
     "StateParts",
     "ValueParts",
     "blob_name",
-    "receiving",
 ]
 
 VALUE_MAX = 900_000_000
@@ -41,8 +33,6 @@ SNAPSHOTS_MAX = 65_536
 HISTORIES_MAX = 1024
 """Largest number of histories of a box in one reply: one for each attempt that the coordinator keeps. A coordinator
 keeps far fewer: the open attempt and 16 earlier ones."""
-CHECK_EVERY = 64 << 20
-"""Number of bytes received between two checks of the free memory."""
 
 _Header = TypeVar("_Header", pb.SnapshotHeader, pb.WorkerRecord)
 
@@ -50,57 +40,6 @@ _Header = TypeVar("_Header", pb.SnapshotHeader, pb.WorkerRecord)
 def blob_name(data: bytes) -> str:
     """Return the name under which the coordinator stores these bytes as a blob: their SHA-256 digest."""
     return hashlib.sha256(data).hexdigest()
-
-
-class _Received:
-    """Counter of the bytes of all replies that this process is receiving now."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._bytes = 0
-        self._check_at = CHECK_EVERY
-
-    def add(self, method: str, size: int) -> None:
-        with self._lock:
-            self._bytes += size
-            held, due = self._bytes, self._bytes >= self._check_at
-            if due:
-                self._check_at = held + CHECK_EVERY
-        if due and held > (free := free_memory()):
-            raise ProtocolError(
-                f"{method}: all replies that this process receives must fit into half of its free memory, got "
-                f"{held} bytes with {free} free. Give the process more memory"
-            )
-
-    def remove(self, size: int) -> None:
-        with self._lock:
-            self._bytes -= size
-            self._check_at = min(self._check_at, self._bytes + CHECK_EVERY)
-
-
-_received = _Received()
-
-
-@contextmanager
-def receiving(method: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that must be called with the size in bytes of each part of a reply.
-
-    The function raises ProtocolError if all replies that this process receives do not fit into memory, or if a part is
-    empty. (A peer could send empty parts without end.)
-    """
-    size = 0
-
-    def count(part_size: int) -> None:
-        nonlocal size
-        if not part_size:
-            raise malformed(f"{method}: a part of a reply must not be empty")
-        size += part_size
-        _received.add(method, part_size)
-
-    try:
-        yield count
-    finally:
-        _received.remove(size)
 
 
 class ValueParts:
@@ -208,6 +147,9 @@ class StateParts:
     """Receiver of a run's state: a record and data for each worker, and a position for each box."""
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self._records: _Values[pb.WorkerRecord] = _Values("FetchState", RECORDS_MAX, lambda record: record.state_bytes)
         self.positions: dict[int, records_pb2.BoxPosition] = {}
         """Box -> position of the box at the state's step."""
@@ -215,7 +157,9 @@ class StateParts:
     def add(self, part: pb.StatePart) -> None:
         for one in part.parts:
             self.add(one)
-        if part.parts:
+        if part.anew:
+            self._begin()
+        if part.parts or part.anew:
             return
         if part.HasField("record") and part.HasField("position"):
             self.positions[part.record.box] = part.position

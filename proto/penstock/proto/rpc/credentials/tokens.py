@@ -25,7 +25,7 @@ from penstock.proto.errors import AuthenticationError, InvalidArgumentError, Pen
 from penstock.proto.rpc.credentials.roles import ROLES, Role
 from penstock.runtime.config.settings_file import token_file_of_settings
 
-__all__ = ["Tokens", "admin_tokens", "check_token", "read_again", "read_token", "read_tokens", "tokens_given"]
+__all__ = ["Tokens", "admin_tokens", "check_token", "read_again", "read_token", "read_tokens"]
 
 _log = logging.getLogger("penstock.tokens")
 
@@ -190,11 +190,6 @@ def _parsed(text: str, source: str) -> Tokens:
         return Tokens(text)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{source}: {error.message}") from None
-
-
-def tokens_given(file: str | os.PathLike[str] | None = None) -> bool:
-    """Return whether a token was given in any of the sources that `read_token` lists, even if it cannot be used."""
-    return bool(os.environ.get("PENSTOCK_TOKEN")) or _file(file) is not None
 
 
 def _file(given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:

@@ -1,0 +1,86 @@
+"""Restart of all slots of a run from a state within its launch, for loaders with four methods.
+
+Such a loader can be started only from an aggregated state, so a slot that moves replays from where its launch began.
+If that takes longer than ALONE_S, all slots of the run start anew from the newest saved state instead, as in cstorch.
+All of them, because get_worker_state() counts from the state from which the loader started: the counts of different
+states must never be aggregated together.
+
+The training process of box 0 sends the states that it has saved, for all boxes (`note_offer`). A state is used if slot
+0 of each box is next, because then each slot keeps its worker number. The newest one waits in the memory of the
+coordinator, which gets it again after its restart. Where the slots start now is in the openings of the boxes, and so in
+the journal.
+
+If the loader makes other batches from that state than were delivered, its methods are not exact, and all slots go back
+to where the launch began. These functions decide; ClusterState restarts the slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Slot, Worker
+from penstock.appliance.storage.snapshot_index import SnapshotIndex
+from penstock.proto.errors import SAME_RELEASE, InvalidArgumentError
+from penstock.proto.rpc.bounds.message_bounds import owned
+from penstock.proto.state.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+ALONE_S = 30.0
+"""Seconds of a runner's work up to which a slot that moves replays alone, unless the job sets `replay_s`."""
+_INEXACT = ("ReplayMismatchError", "StateMismatchError")
+
+
+def note_offer(snapshot_index: SnapshotIndex, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
+    """Record a saved state that the training process of box 0 has uploaded, if the run's slots may restart from it.
+    Raises InvalidArgumentError for positions that are not of all boxes at one step."""
+    if not request.restarts:
+        return
+    positions = [Position.received(owned(restart.start), InvalidArgumentError) for restart in request.restarts]
+    fits = {(at.step, len(at.total)) for at in positions} == {(positions[0].step, attempt.num_workers)}
+    if box.number or len(positions) != attempt.num_boxes or not fits:
+        raise InvalidArgumentError(
+            f"the states from which a run restarts must be of all its {attempt.num_boxes} boxes with "
+            f"{attempt.num_workers} workers at one step, and come from box 0, got {len(positions)} from box "
+            f"{box.number}. {SAME_RELEASE}"
+        )
+    in_turn = all(len(at.live) == attempt.num_workers and at.live[at.cursor] == 0 for at in positions)
+    stored = all(snapshot_index.has_blob(restart.resume.blob) for restart in request.restarts)
+    newer = positions[0].step > max(box.launch_step, attempt.offered_step)
+    if in_turn and stored and newer and not attempt.restarts_refuted:
+        replaced = attempt.blobs
+        attempt.offered = [owned(restart) for restart in request.restarts]
+        attempt.name_blobs()
+        snapshot_index.release_blobs(replaced - attempt.blobs)
+
+
+def alone_s(box: Box) -> float:
+    """Return the seconds of a runner's work up to which a slot of the box that moves replays alone."""
+    options = box.opening.loader.options
+    return options.replay_s if options.HasField("replay_s") else ALONE_S
+
+
+def is_due(attempt: Attempt, box: Box, slot: Slot) -> bool:
+    """Return whether all slots of the run restart if this one moves: its replay alone would take long, and all boxes
+    have passed a newer state, at which none of them abandoned an epoch."""
+    if not attempt.offered or slot.worked_s <= alone_s(box) or attempt.offered_step in attempt.abandoned_after:
+        return False
+    return all(
+        other.presence is BoxPresence.LIVE
+        and other.step >= attempt.offered_step
+        and all(each.phase != pb.FAILED for each in other.slots)
+        for other in attempt.boxes.values()
+    )
+
+
+def fits_elsewhere(workers: Mapping[str, Worker], attempt: Attempt) -> bool:
+    """Return whether the run's slots on draining workers all fit on other workers."""
+    slots = (slot for box in attempt.boxes.values() for slot in box.slots)
+    homes = (workers.get(slot.worker) for slot in slots)
+    leaving = sum(home is not None and home.draining for home in homes)
+    return sum(worker.free for worker in workers.values()) >= leaving
+
+
+def is_refuted(box: Box, slot: Slot, error: records_pb2.ErrorDetail) -> bool:
+    """Return whether a runner failed because the loader does not continue exactly from the state of a restart."""
+    return box.opening.HasField("restart") and (error.name in _INEXACT or slot.phase != pb.READY)

@@ -1,0 +1,34 @@
+"""Command `penstock dashboard`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.options import AsJson, Debug
+
+__all__ = ["dashboard"]
+
+
+def dashboard(
+    peer: Peer,
+    browser: Annotated[bool, typer.Option("--open", help="Also open the URL in a browser.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Print the URL of the dashboard: runs, their rates and waits, and the workers that hold them up, in a browser.
+
+    An embedded run (`Appliance()` without an address) starts its dashboard now, on this machine only. Every user of
+    this machine can then read it, until the run ends.
+
+    \b
+    Examples:
+      penstock dashboard                  of the run or the fleet that runs here
+      penstock dashboard --job lm --open
+      penstock dashboard --coordinator head:7070
+    """
+    from penstock.deploy.operations.show_dashboard import show_dashboard
+
+    show_dashboard(peer, browser=browser, as_json=as_json)

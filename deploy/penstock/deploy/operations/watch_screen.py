@@ -1,0 +1,141 @@
+"""Screen of `penstock status --watch`: tables drawn by rich on a terminal.
+
+A fleet has more slots than a terminal has lines. So each table is sorted by importance, for example slots by how long
+boxes wait for them, and is cut at the end of the screen. The sentence that names the bottleneck is never cut. This
+module chooses the rows itself, because rich squeezes or wraps rows that do not fit.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.deploy.console.tables import Table, drawn
+from penstock.runtime.telemetry.cluster_columns import BOXES, EVENTS, SLOTS, WORKERS, Columns, cells
+from penstock.runtime.telemetry.cluster_view import ClusterView, RunView
+from penstock.runtime.telemetry.logs import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.segment import Segment
+    from rich.table import Table as RichTable
+
+__all__ = ["Screen"]
+
+LEAST_ROWS = 3
+"""Number of rows that every table gets before a table gets more."""
+WIDEST = 1000
+"""Width in characters at which a table is drawn. It is then cut at the right edge of the screen, because the first
+columns matter most."""
+STYLES = {"": "", "info": "cyan", "warn": "yellow", "bad": "red"}
+
+
+@dataclass(frozen=True)
+class Section:
+    """Table of the screen, with its rows sorted by importance."""
+
+    columns: Columns[Any]
+    headings: Sequence[str]
+    rows: Sequence[Any]
+    """Rows of the table: objects for its cells, each with an `alarm` that decides the row's color."""
+
+    def table(self, count: int) -> RichTable:
+        """Return the table with its header and its first `count` rows."""
+        *others, last = self.headings
+        shown, more = self.rows[:count], len(self.rows) - count
+        heads = (*others, f"{last.rstrip('>')} ({more} more)" if more else last)
+        table = Table("", heads, cells(self.columns, self.headings, shown))
+        styles = [STYLES[view.alarm] for view in shown]
+        return drawn(table, styles, no_wrap=True, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+
+
+@dataclass(frozen=True)
+class Screen:
+    """Whole screen, which rich draws so that it fits the height and the width of the terminal."""
+
+    found: ClusterView
+    away: str = ""
+    """Reason why the shown state is out of date; "" if it is current."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        """Yield the lines of the screen."""
+        from rich.segment import Segment
+        from rich.text import Text
+
+        width, height = options.max_width, options.height or console.height
+        parts: list[Any] = [Text(line, style) for style, line in self._head(width, height)]
+        sections = [section for section in _sections(self.found) if section.rows]
+        counts = fit([len(section.rows) for section in sections], height - len(parts))
+        for section, count in zip(sections, counts, strict=True):
+            if count:
+                parts += [Text(""), section.table(count)]
+        wide = options.update(width=WIDEST, height=None)
+        lines = [line for one in parts for line in console.render_lines(one, wide, pad=False)]
+        for line in lines[:height]:
+            yield from Segment.adjust_line_length(line, width, pad=False)
+            yield Segment.line()
+
+    def _head(self, width: int, height: int) -> list[tuple[str, str]]:
+        """Return the first lines of the screen, each with its style: the coordinator, `away`, figures and bottleneck of
+        each open run, and the number of ended runs. If many runs are open, only the first ones are shown, so that lines
+        are left for the tables."""
+        coordinator, runs = self.found.coordinator, self.found.open_runs
+        about = coordinator.about + (f"  dashboard {coordinator.dashboard}" if coordinator.dashboard else "")
+        lines = [("bold reverse", about.ljust(width))]
+        if self.away:
+            lines.append(("bold red", printable(self.away)))
+        for run in runs[: max(1, (height - len(lines)) // 4)]:
+            lines.append(("bold", _figures(run)))
+            style = STYLES[run.finding.alarm] or "green"
+            text = textwrap.wrap(printable(run.finding.text), max(20, width - 4), max_lines=3)
+            lines += [(style, f"  {line}") for line in text]
+        if self.found.ended or not runs:
+            ended = f"{self.found.ended} (`penstock status --all`)." if self.found.ended else ""
+            lines.append(("dim" if runs else "", ended if runs else f"No run is open. {ended}".rstrip()))
+        return lines
+
+
+def fit(rows: Sequence[int], height: int) -> list[int]:
+    """Return how many rows of each table are shown in `height` lines. `rows`: number of rows that each table has; the
+    first tables matter most. Each table takes two more lines: its header and a blank line."""
+    counts = [0] * len(rows)
+    for index, count in enumerate(rows):
+        least = min(count, LEAST_ROWS)
+        if height >= least + 2:
+            counts[index] = least
+            height -= least + 2
+    for index, count in enumerate(rows):
+        if counts[index]:
+            more = min(count - counts[index], height)
+            counts[index] += more
+            height -= more
+    return counts
+
+
+def _sections(found: ClusterView) -> list[Section]:
+    boxes = [box for run in found.open_runs for box in run.boxes]
+    slots = [slot for box in boxes for slot in box.slots]
+    return [
+        Section(
+            SLOTS,
+            ("slot", "waited for>", "queued>", "batches/s>", "worker", "phase", "restarts>", "saved>", "note"),
+            sorted(slots, key=lambda slot: slot.urgency, reverse=True),
+        ),
+        Section(EVENTS, tuple(EVENTS), sorted(found.events, key=lambda event: (event.fault, event.at), reverse=True)),
+        Section(
+            BOXES,
+            ("box", "state", "step>", "epoch>", "steps/s>", "waits>", "waits for"),
+            sorted(boxes, key=lambda box: -box.wait_share),
+        ),
+        Section(
+            WORKERS,
+            ("worker", "state", "slots used>", "batches/s>", "waited for>", "heard of>"),
+            sorted(found.workers, key=lambda worker: -worker.wait_share),
+        ),
+    ]
+
+
+def _figures(run: RunView) -> str:
+    return printable("  ".join((run.run, *run.figures)))

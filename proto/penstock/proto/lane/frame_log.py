@@ -1,0 +1,79 @@
+"""Frame log: the newest frames of a slot's producer in shared memory, for a process that serves a new consumer while
+the producer's process is in user code.
+
+The producer's process writes, any process may read at any time, and nobody waits. A reader copies a frame first, and
+then looks at what the writer has claimed meanwhile: what lies further back than the log is long may be overwritten.
+User code in the writer's process can write anything here, so readers check every number.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+
+from penstock.proto.lane.frames import MAX_PACKET
+
+__all__ = ["LOG_BYTES", "FrameLog"]
+
+_FRAMES = 256
+_AREA = 256 << 10
+"""Bytes for frames: of the frames of a full ring, which has at most 32 entries, each may have 8 KiB."""
+_COUNT, _CLAIMED, _PLACES = 0, 1, 8
+"""Indices among the numbers of the log: of its frames; of the bytes of all frames, with the one that is being written;
+and of the places of the newest frames. A place has two numbers: the bytes of all frames before this one, and its size.
+"""
+_NUMBERS = _PLACES + 2 * _FRAMES
+_AREA_AT = _NUMBERS * 8
+LOG_BYTES = _AREA_AT + _AREA
+"""Size of a log in bytes."""
+
+
+class FrameLog:
+    """Log of frames in the bytes of `memory` from `offset` on. Frames are numbered from 0."""
+
+    def __init__(self, memory: mmap.mmap, offset: int) -> None:
+        self._memory = memory
+        # A number is written at once. Struct.pack_into writes zeros first, and a slice takes twice the time.
+        self._numbers = memoryview(memory)[offset : offset + _AREA_AT].cast("Q")
+        self._area = offset + _AREA_AT
+        self.resume()
+
+    def close(self) -> None:
+        """Let go of the memory, which can be closed only then."""
+        self._numbers.release()
+
+    def resume(self) -> None:
+        """Continue to write after another process has written."""
+        self.frames = self._numbers[_COUNT]
+        """Number of frames so far."""
+        self._claimed = self._numbers[_CLAIMED]
+
+    def add(self, message: bytes) -> int:
+        """Write a frame, preceded by its length. Return its number."""
+        numbers, number, size = self._numbers, self.frames, len(message)
+        begin = self._claimed
+        if begin % _AREA + size > _AREA:
+            begin += _AREA - begin % _AREA
+        # The order is what readers rely on.
+        self._claimed = numbers[_CLAIMED] = begin + size
+        start = self._area + begin % _AREA
+        self._memory[start : start + size] = message
+        place = _PLACES + number % _FRAMES * 2
+        numbers[place] = begin
+        numbers[place + 1] = size
+        self.frames = numbers[_COUNT] = number + 1
+        return number
+
+    def newest_first(self) -> Iterator[tuple[int, bytes]]:
+        """Return the frames with their numbers, newest first, up to the oldest that is still whole."""
+        numbers = self._numbers
+        for number in range(numbers[_COUNT] - 1, -1, -1):
+            place = _PLACES + number % _FRAMES * 2
+            begin, size = numbers[place], numbers[place + 1]
+            if size > MAX_PACKET or begin % _AREA + size > _AREA:
+                return
+            start = self._area + begin % _AREA
+            message = self._memory[start : start + size]
+            if numbers[_CLAIMED] > begin + _AREA or numbers[_COUNT] - number >= _FRAMES:
+                return
+            yield number, message

@@ -1,0 +1,44 @@
+"""Labels of epochs: the numbers that user code sees.
+
+Everything in Penstock counts epochs by their ordinals in the run. The training loop may give an epoch another number
+before it opens it (`DataLoader.set_epoch`); later epochs count on from there. A pure loader makes the epoch of this
+label. Labels are a dict: ordinal of an epoch -> its label, in rising order; an epoch that is not in it counts on from
+the last one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["MOST_LABELS", "label_of", "labels_in", "put_label", "to_messages"]
+
+MOST_LABELS = 64
+"""Number of newest labels that are kept. Older epochs are not made again."""
+
+
+def label_of(labels: Mapping[int, int], epoch: int) -> int:
+    """Return the label of an epoch; without labels that is its ordinal."""
+    before = max((known for known in labels if known <= epoch), default=-1)
+    return epoch if before < 0 else labels[before] + epoch - before
+
+
+def put_label(labels: dict[int, int], epoch: int, label: int) -> None:
+    """Give a label to an epoch, and forget the oldest of too many."""
+    labels[epoch] = label
+    while len(labels) > MOST_LABELS:
+        del labels[min(labels)]
+
+
+def labels_in(messages: Iterable[records_pb2.EpochLabel], last: int | None = None) -> dict[int, int]:
+    """Return the labels in messages, up to that of epoch `last`; None: all."""
+    found: dict[int, int] = {}
+    for message in messages:
+        if last is None or message.epoch <= last:
+            put_label(found, message.epoch, message.label)
+    return found
+
+
+def to_messages(labels: Mapping[int, int]) -> list[records_pb2.EpochLabel]:
+    return [records_pb2.EpochLabel(epoch=epoch, label=label) for epoch, label in sorted(labels.items())]

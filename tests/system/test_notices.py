@@ -1,0 +1,70 @@
+"""Each epoch of a pure loader begins with what input_fn left. Who may mean something else is told so, once."""
+
+from __future__ import annotations
+
+import logging
+from itertools import islice
+
+import notices
+import pytest
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+
+
+def lines(caplog: pytest.LogCaptureFixture, of: str) -> list[str]:
+    return [record.message for record in caplog.records if of in record.message]
+
+
+def test_a_loader_that_keeps_its_place_is_told(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Appliance(num_workers_per_box=2, seed=7, timeout_s=60) as appliance:
+        loader = DataLoader(notices.places)
+        first = list(DataExecutor(loader, appliance=appliance))
+        assert list(DataExecutor(loader, appliance=appliance)) == first == [n // 2 + 1 for n in range(12)]
+        for _ in range(2):
+            next(iter(DataExecutor(loader, appliance=appliance)))
+            assert len(list(islice(DataExecutor(loader, appliance=appliance), 3))) == 3
+    assert len(lines(caplog, "has state methods and no set_epoch")) == 1
+    assert len(lines(caplog, "sets exact_states = True")) == 1
+    said = capfd.readouterr().err
+    assert said.count("Places.place changed during epoch 0") == 1
+    assert said.count("epochs 0 and 1 have equal batches") == 1
+
+
+def test_a_loader_that_is_told_its_epoch_is_not(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Appliance(num_workers_per_box=1, seed=7, timeout_s=60) as appliance:
+        loader = DataLoader(notices.told)
+        assert list(DataExecutor(loader, 12, appliance=appliance))[6] == 101
+    assert not lines(caplog, "has state methods and no set_epoch")
+    assert "have equal batches" not in capfd.readouterr().err
+
+
+def test_epochs_of_a_trainer_continue_after_a_resume(appliance: Appliance, caplog: pytest.LogCaptureFixture) -> None:
+    """As Accelerate and the Trainer do: set_epoch() before each loop, also of the epoch that goes on."""
+    caplog.set_level(logging.WARNING, "penstock.client")
+    loader, taken = DataLoader(notices.told), []
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        for batch in DataExecutor(loader, appliance=appliance):
+            taken.append(batch)
+            if len(taken) == 15:
+                state = loader.state_dict()
+    loader.close()
+    resumed = DataLoader(notices.told)
+    rest: list[int] = []
+    resumed.load_state_dict(state)
+    for epoch in range(1, 3):
+        resumed.set_epoch(epoch)
+        rest += DataExecutor(resumed, appliance=appliance)
+    assert taken[15:] == rest
+    assert not lines(caplog, "has no effect")
+    resumed.close()
+    other = DataLoader(notices.told)
+    other.load_state_dict(state)
+    other.set_epoch(7)
+    rest = list(DataExecutor(other, appliance=appliance))
+    assert rest == taken[15 : 15 + len(rest)]
+    assert len(lines(caplog, "set_epoch(7) has no effect: the loop is in epoch")) == 1

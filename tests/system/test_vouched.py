@@ -1,0 +1,94 @@
+"""A loader that vouches for its states makes the last delivered batch again on every resume, and a difference is an
+error: with other data of the same length, with other code, and with a generator that its states lack. The loaders are
+slow, so no batch is ahead of the loop that a resume could compare instead."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import pytest
+import vouched
+from chains import plain
+from neighbours import beside
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.data import MDSWriter
+from penstock.proto.errors import ReplayMismatchError
+from penstock.proto.state.codec import decode_state, encode_state
+
+STEP = 7
+
+
+def folder(path: Any, shift: int) -> str:
+    with MDSWriter(out=str(path), columns={"n": "int"}, size_limit=2000) as writer:
+        for number in range(600):
+            writer.write({"n": number + shift})
+    return str(path)
+
+
+def saved_at(appliance: Appliance, *loader: Any) -> Any:
+    data = DataLoader(*loader)
+    for _ in islice(DataExecutor(data, STEP, appliance=appliance), STEP):
+        pass
+    return decode_state(encode_state(data.state_dict()))
+
+
+def resumed(appliance: Appliance, state: Any, *loader: Any, strict: bool = True, steps: int = 2) -> list[Any]:
+    data = DataLoader(*loader)
+    data.load_state_dict(state, strict=strict)
+    return [plain(batch) for batch in DataExecutor(data, steps, appliance=appliance)]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 0], ids=["same", "other", "in the process"])
+@pytest.mark.parametrize("kind", ["mapped", "streaming", "sharded", "Own"])
+def test_other_data_are_an_error(appliance: Appliance, kind: str, workers: int, tmp_path: Any) -> None:
+    if kind == "Own" and workers == 3:
+        pytest.skip("two methods have one topology")
+    make = getattr(vouched, kind)
+    ours: Any = (make, folder(tmp_path / "a", 0)) if kind == "streaming" else (make,)
+    others: Any = (make, folder(tmp_path / "b", 1000)) if kind == "streaming" else (make, 1000)
+    here = beside(appliance, num_workers_per_box=workers or 2) if workers else Appliance(num_workers_per_box=0, seed=7)
+    with here, beside(appliance, num_workers_per_box=2) as usual:
+        before = here if not workers else usual
+        state = saved_at(before, *ours)
+        assert len(resumed(here, state, *ours)) == 2
+        with pytest.raises(ReplayMismatchError, match=r"MapLoader over Images|StreamingLoader|ShardLoader|Own"):
+            resumed(here, state, *others)
+        assert len(resumed(here, state, *others, strict=False)) == 2
+
+
+def test_generator_of_the_dataset_depends_on_the_position_alone(appliance: Appliance) -> None:
+    """On any topology, and whatever state input_fn left it in."""
+    with beside(appliance, num_workers_per_box=2) as usual, beside(appliance, num_workers_per_box=3) as other:
+        data = DataLoader(vouched.seeded)
+        whole = [plain(batch) for batch in DataExecutor(data, STEP + 4, appliance=usual)]
+        state = data.state_at(STEP)
+        for here in (usual, other):
+            assert resumed(here, state, vouched.seeded, True, 5, steps=4) == whole[STEP:]
+
+
+def test_generator_that_a_state_lacks_is_named(appliance: Appliance) -> None:
+    with beside(appliance, num_workers_per_box=2) as here:
+        state = saved_at(here, vouched.Drawing)
+        with pytest.raises(ReplayMismatchError, match=r"Drawing, which holds the random generators Drawing\.rng"):
+            resumed(here, state, vouched.Drawing)
+
+
+def test_generators_that_a_loader_does_not_seed_are_saved(appliance: Appliance) -> None:
+    """Also at a step without a snapshot."""
+    with beside(appliance, num_workers_per_box=2) as here:
+        data = DataLoader(vouched.unseeded)
+        whole = [plain(batch) for batch in DataExecutor(data, STEP + 4, appliance=here)]
+        assert resumed(here, data.state_at(STEP), vouched.unseeded, steps=4) == whole[STEP:]
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_generator_of_a_pure_loader_that_is_seeded_from_entropy(appliance: Appliance, step: int) -> None:
+    """At the beginning of an epoch, too, there is a name for it and not another stream."""
+    with beside(appliance, num_workers_per_box=2, replay=True) as here:
+        data = DataLoader(vouched.entropic)
+        assert len(list(DataExecutor(data, 4, appliance=here))) == 4
+        state = data.state_at(step)
+        with pytest.raises(ReplayMismatchError, match=r"input_fn has left Drawn\.rng in another state"):
+            resumed(here, state, vouched.entropic)

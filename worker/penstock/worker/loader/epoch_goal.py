@@ -1,0 +1,176 @@
+"""Position within an epoch that a pure loader must reach before its first new batch: at a resume, and when its runner
+is replaced.
+
+Each way leads through one epoch only: from a snapshot of that epoch, or from its beginning, which needs no data. What
+is made again is compared with what was delivered. A way that leads to other batches is given up for the next one; the
+beginning is the last, so if it is wrong too, the loader is not deterministic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.proto.batch.digest import cover_of
+from penstock.proto.batch.replay_digest import ReplayDigest
+from penstock.proto.errors import ReplayMismatchError
+from penstock.proto.v1 import records_pb2
+from penstock.worker.loader.positioned_loader import PositionedLoader
+from penstock.worker.loader.restart_plan import REPLAY_S, Leg, worth_restoring
+from penstock.worker.loader.restart_points import END, RestartPoint, StreamPosition
+
+__all__ = ["EpochGoal", "begin", "finish", "reach"]
+
+
+@dataclass(frozen=True)
+class EpochGoal:
+    """Position in an epoch: after the slot's batch `total`, counted over all epochs."""
+
+    epoch: int
+    total: int
+    ways: tuple[RestartPoint, ...]
+    """Restart points to try, the best first. The last one is the beginning of the epoch, or the state with which the
+    launch began within it."""
+    chain: int = 0
+    """Hash that the epoch's batches up to this position must have (proto/state/position.py, `linked`); 0 = any."""
+    next_digest: int = 0
+    """Digest that the next batch of the epoch must have; 0 = any."""
+    ends: bool = False
+    """True if the epoch ends at this position."""
+    prepares: bool = False
+    """True if the position is one that the training loop has passed or is about to pass, while another runner serves
+    it. The loop's Hello then names the position to go on to."""
+    seeds: tuple[int, ...] = ()
+    """Hashes of the states in which input_fn must leave the generators that the loader holds; none = any."""
+
+    @classmethod
+    def beginning(cls, epoch: int, total: int, samples: int) -> EpochGoal:
+        """Return the beginning of an epoch. total, samples: numbers of the slot's batches and samples before it."""
+        return cls(epoch, total, (RestartPoint(StreamPosition(epoch, 0, total, samples), None, b"", b""),))
+
+    @classmethod
+    def within(
+        cls,
+        epoch: int,
+        total: int,
+        began: int,
+        points: Iterable[RestartPoint],
+        chain: int = 0,
+        *,
+        replay_s: float,
+    ) -> EpochGoal:
+        """Return a position within an epoch that began after the slot's batch `began`. Of `points`, the best one of
+        that epoch is used (`worth_restoring`)."""
+        kept = sorted(points, key=lambda point: (point.epoch, point.total))
+        samples = next((point.position.samples for point in reversed(kept) if point.total <= began), 0)
+        inside = [point for point in kept if point.epoch == epoch and began <= point.total <= total]
+        # a state that came from another topology is the only beginning of its epoch
+        beginning = [point for point in inside if point.total == began and not point.is_epoch_start][-1:]
+        snapshot = worth_restoring(inside, total, None, replay_s)
+        ways = [] if snapshot is None or snapshot.total == began else [snapshot]
+        ways += beginning or cls.beginning(epoch, began, samples).ways
+        skips = tuple({skip for point in inside for skip in point.skips})  # also those that were learned later
+        seeds = next((point.seeds for point in reversed(kept) if point.seeds), ())
+        return cls(epoch, total, tuple(replace(way, skips=skips) for way in ways), chain, seeds=seeds)
+
+    @classmethod
+    def prepared(
+        cls, points: Iterable[RestartPoint], total: int, *, loop_waits: bool, replay_s: float
+    ) -> EpochGoal | None:
+        """Return the position up to which a migration's target replays while the old runner serves; None if no restart
+        point leads there.
+
+        A loop that waits for each batch is never caught up with by a replay from far back, because that makes no more
+        batches a second than the old runner. So the target then restores the newest snapshot of all and keeps close
+        behind the loop until the snapshot has been compared, unless `replay_s` forbids that for long.
+
+        total: number of the slot's batches that the loop has taken at least.
+        """
+        kept = sorted(points, key=lambda point: (point.epoch, point.total))
+        newest = next((point for point in reversed(kept) if point.total <= total), None)
+        if newest is None:
+            return None
+        epoch, began = newest.epoch, newest.began
+        goal = cls.within(epoch, total, began, kept, replay_s=math.inf if loop_waits else replay_s)
+        if loop_waits:
+            inside = [point for point in kept if (point.epoch, point.began) == (epoch, began) and point.total > began]
+            inside = [point for point in inside if replay_s - point.spent_s <= REPLAY_S]
+            ways = tuple(replace(point, skips=goal.ways[-1].skips) for point in inside[-1:])
+            goal = replace(
+                goal, total=max(total, *(way.total for way in ways)) if ways else total, ways=ways + goal.ways
+            )
+        return replace(goal, prepares=True)
+
+    @classmethod
+    def saved(cls, assignment: records_pb2.WorkerAssignment, part: dict[str, Any]) -> EpochGoal:
+        """Return the position of a saved state. `part`: the slot's part of the decoded state."""
+        start, slot = assignment.start, assignment.start.slots[assignment.slot]
+        point, over = RestartPoint.of(part), assignment.slot not in start.live
+        origin = point.epoch == start.epoch and not point.is_epoch_start
+        ends = bool(part.get("next_epoch"))
+        if over or not (slot.delivered or origin):
+            goal = replace(cls.beginning(start.epoch + over, slot.total, part.get("samples", 0)), seeds=point.seeds)
+            return goal if over or ends else replace(goal, next_digest=part.get("next_digest", 0))
+        began = slot.total - slot.delivered
+        # the save has chosen its snapshot
+        goal = cls.within(start.epoch, slot.total, began, [point], part["chain"], replay_s=0.0)
+        if began < point.total == slot.total and not point.is_epoch_start:  # the next batch shows whether it is right
+            goal = replace(goal, ways=(point, *goal.ways))
+        return replace(goal, next_digest=0 if ends else part.get("next_digest", 0), ends=ends)
+
+
+def reach(source: PositionedLoader, goal: EpochGoal, way: RestartPoint, go: Callable[[Leg], object]) -> None:
+    """Bring the loader to the goal by one of its ways.
+
+    go: replays one leg (restart_plan.py).
+
+    Raises ReplayMismatchError if the way leads to other batches.
+    """
+    begin(source, goal, way)
+    finish(source, goal, way, go)
+
+
+def begin(source: PositionedLoader, goal: EpochGoal, way: RestartPoint) -> None:
+    """Bring the loader to the restart point with which one of the goal's ways begins."""
+    source.restore(way)
+    source.require_seeds(goal.seeds)
+
+
+def finish(source: PositionedLoader, goal: EpochGoal, way: RestartPoint, go: Callable[[Leg], object]) -> None:
+    """Bring the loader from anywhere on one of the goal's ways to the goal; see `reach`."""
+    go(Leg(goal.epoch, goal.total))
+    if goal.chain and source.chain and source.chain != goal.chain:
+        raise ReplayMismatchError(
+            f"{source.name}: {_taken(way)}, the loader has not made the batches up to number {goal.total} of the slot "
+            f"that were delivered. {_cause(way)}: run penstock doctor"
+        )
+    if goal.ends or goal.next_digest:
+        _compare_next(source, goal, way)
+
+
+def _compare_next(source: PositionedLoader, goal: EpochGoal, way: RestartPoint) -> None:
+    batch = source.peek()
+    link_of = ReplayDigest(cover=cover_of(source.assignment.loader.options)).link_of
+    if batch is END if goal.ends else batch is not END and link_of(batch) == goal.next_digest:
+        return
+    how = (
+        "ends its epoch instead of yielding the batch"
+        if batch is END
+        else f"yields another batch than {'the end of the epoch' if goal.ends else 'the batch'}"
+    )
+    raise ReplayMismatchError(
+        f"{source.name}: {_taken(way)}, the loader {how} that followed batch {goal.total} of the slot when the state "
+        f"was saved. {_cause(way)}: run penstock doctor. If you changed data or code on purpose, start a new run"
+    )
+
+
+def _taken(way: RestartPoint) -> str:
+    return "made again from the beginning of its epoch" if way.is_epoch_start else "restored from its state"
+
+
+def _cause(way: RestartPoint) -> str:
+    if way.is_epoch_start:
+        return "The data or the code has changed, or the loader is not deterministic"
+    return "Its state_dict() must describe the position after the last batch that it has yielded"

@@ -1,0 +1,195 @@
+"""Epoch process: a child of a slot's process, which makes one epoch of a pure loader and ends.
+
+The slot's process imports the user's modules and calls input_fn once. It never iterates, so each child begins with what
+input_fn left: globals, remembered values, counters and generators of user code. At the end of its epoch the child hands
+over what belongs to the slot: a record of plain values, and descriptors. Lane, ring and generation stay with the slot.
+
+A child that dies without a record is a lost runner: the slot's process then ends in the same way, so that the daemon
+sees how. Unless the loop has abandoned the child's epoch: nothing more is wanted of it, so the slot's process kills a
+child that stays in user code, and lets the training job connect again.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import faulthandler
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, cast
+
+from penstock.proto.lane.producer import Producer
+from penstock.proto.state.codec import decode_state, encode_state
+from penstock.runtime.process.end import kill_child, reap
+from penstock.runtime.process.spawn import fork
+from penstock.runtime.process.titles import name_process, title_process
+from penstock.runtime.process.watch import Process, become_subreaper, wait_for_any
+from penstock.worker.processes.control_channel import DESCRIPTORS_CLOSED, DescriptorsClosedError
+from penstock.worker.processes.orphans import Orphans, forget_shared_memory
+
+__all__ = ["LEAVE_S", "Outcome", "die_like", "run_epoch"]
+
+LEAVE_S = 0.5
+"""Seconds that a child gets to leave the user's next() after the loop has abandoned its epoch, and, after its record,
+to close the user's iterator and to end. Then it is killed."""
+_ORPHANS_S = 0.01
+_MOST_FDS = 250
+"""Most descriptors in one message; the kernel allows 253."""
+_LOOK_S = 0.25
+"""Seconds between two looks whether a child has read that the loop has abandoned its epoch."""
+_DESCRIPTORS, _RECORD, _LANE = b"d", b"r", b"l"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a child has handed over."""
+
+    record: dict[str, Any]
+    fds: list[int]
+
+
+def run_epoch(
+    title: str,
+    work: Callable[[Callable[[int], None]], Outcome],
+    leave: Callable[[], None],
+    started: Callable[[int], None],
+    lane: Producer,
+    unread: Callable[[], bool],
+) -> Outcome | None:
+    """Fork a child that calls `work`, hands over its outcome, and calls `leave`. Return the outcome. Return None if the
+    loop has abandoned an epoch, and the child was killed because it stayed in user code. If the child hands over
+    nothing for another reason, end this process as the child did.
+
+    title: what `ps` shows of the child. work: gets a function to which it must pass the descriptor of each new
+    connection of the lane. started: called in this process with the child's process id. lane: keeps a
+    descriptor of the connection. unread: returns True if the child has not read that the loop has abandoned an epoch.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = fork(partial(_child, ours, theirs, title, work, leave))
+    theirs.close()
+    with ours, Process(pid) as child:
+        started(pid)
+        outcome = _received(ours, child, lane, unread)
+        left = outcome is None and unread()
+        if left:
+            child.kill()
+        elif outcome is None:
+            child.wait()
+        elif not child.wait(LEAVE_S):
+            child.kill()
+    status = reap(pid)
+    forget_shared_memory([pid])
+    _end_orphans()
+    if outcome is None and not left:
+        die_like(status)
+    return outcome
+
+
+def _child(
+    ours: socket.socket,
+    theirs: socket.socket,
+    title: str,
+    work: Callable[[Callable[[int], None]], Outcome],
+    leave: Callable[[], None],
+) -> int:
+    ours.close()
+    become_subreaper()
+    name_process("penstock epoch")
+    title_process(title)
+    try:
+        outcome = work(partial(_show_lane, theirs))
+    except DescriptorsClosedError:
+        return DESCRIPTORS_CLOSED
+    _hand_over(outcome, theirs)
+    leave()
+    return 0
+
+
+def _show_lane(theirs: socket.socket, fd: int) -> None:
+    socket.send_fds(theirs, [_LANE], [fd])
+
+
+def _hand_over(outcome: Outcome, theirs: socket.socket) -> None:
+    """Send the descriptors, and then the record, so that what arrived is complete when the record has arrived."""
+    memory = os.memfd_create("penstock-handover", os.MFD_CLOEXEC)
+    with open(memory, "wb") as file:
+        file.write(encode_state(outcome.record))
+        file.flush()
+        for start in range(0, len(outcome.fds), _MOST_FDS):
+            socket.send_fds(theirs, [_DESCRIPTORS], outcome.fds[start : start + _MOST_FDS])
+        socket.send_fds(theirs, [_RECORD], [memory])
+
+
+def _received(ours: socket.socket, child: Process, lane: Producer, unread: Callable[[], bool]) -> Outcome | None:
+    """Wait for what the child hands over, and return it; None if the child ends before it has sent all of it, or if it
+    has not read for LEAVE_S that the loop has abandoned an epoch: then it is in user code."""
+    fds: list[int] = []
+    until = 0.0
+    """Time at which a break that was seen must have been read; 0 if none was seen."""
+    while True:
+        if not wait_for_any([ours.fileno(), child.fileno()], _LOOK_S):
+            if not unread():
+                until = 0.0
+            elif not until:
+                until = time.monotonic() + LEAVE_S
+            elif time.monotonic() > until:
+                return None
+            continue
+        data, found = _receive(ours)
+        if data == _LANE:
+            lane.keep_watching(socket.socket(fileno=found[0]))
+            continue
+        if data == _RECORD:
+            with open(found[0], "rb") as file:
+                file.seek(0)
+                return Outcome(cast(dict[str, Any], decode_state(file.read())), fds)
+        if not data:
+            for fd in fds:
+                os.close(fd)
+            return None
+        fds += found
+
+
+def _receive(ours: socket.socket) -> tuple[bytes, list[int]]:
+    """Receive one message with its descriptors; b"" if the child has ended without one."""
+    fds = array.array("i")
+    try:
+        space = socket.CMSG_SPACE(_MOST_FDS * fds.itemsize)
+        data, ancillary, _, _ = ours.recvmsg(16, space, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+    except OSError:
+        return b"", []
+    for _, _, raw in ancillary:
+        fds.frombytes(raw)
+    return data, list(fds)
+
+
+def _end_orphans() -> None:
+    """Kill what the child's user code has left: its processes are children of this process now."""
+    orphans, until = Orphans(), time.monotonic() + LEAVE_S
+    while orphans.end(()) and time.monotonic() < until:
+        time.sleep(_ORPHANS_S)
+
+
+def die_like(status: int) -> NoReturn:
+    """End this process as a child with this exit status ended; a negative one is minus the number of a signal."""
+    if status < 0:
+        faulthandler.disable()  # the child has written its stack
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(-status, signal.SIG_DFL)
+        signal.raise_signal(-status)
+        time.sleep(LEAVE_S)
+    os._exit(max(status, 0))
+
+
+def end_child(pid: int) -> None:
+    """Kill a child of this process, and reap it."""
+    kill_child(pid)
+    reap(pid)

@@ -1,0 +1,453 @@
+"""Streaming of a slot's batches: what a runner does whatever the kind of its loader.
+
+    next(loader) -> flatten into a ring entry -> digest -> snapshot, if due -> progress page -> frame to the consumer
+
+While it streams, the process polls its two sockets, the lane's and the daemon's, only between two batches, and only if
+the ring is half full, the batch was slow, or the last poll was long ago. It also polls after each replayed batch, and
+whenever it waits for something.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from penstock.proto.batch.digest import DigestCover, cover_of, plan_digest, region_digest, rows_digests, rows_in
+from penstock.proto.batch.flatten import FlatBatch, Flattener, Structure
+from penstock.proto.batch.replay_digest import ReplayDigest
+from penstock.proto.errors import ReplayMismatchError, UnsupportedStateError
+from penstock.proto.lane.frames import KNOWN_STRUCTURES, LONG_SHAPES, unread_break
+from penstock.proto.lane.producer import FreeEntry, Producer
+from penstock.proto.lane.ring import ring_bytes
+from penstock.proto.state import assignment as assignments
+from penstock.proto.state.position import linked
+from penstock.proto.state.snapshot_cadence import SnapshotCadence
+from penstock.proto.v1 import lane_pb2, records_pb2
+from penstock.runtime.process import forks
+from penstock.worker.batch.building import lend
+from penstock.worker.batch.entry_lease import EntryLease
+from penstock.worker.batch.stacking import Builder
+from penstock.worker.loader.positioned_loader import PositionedLoader
+from penstock.worker.loader.restart_plan import Leg
+from penstock.worker.loader.restart_points import END, RestartPoint, StreamPosition
+from penstock.worker.loader.travel import replay
+from penstock.worker.processes.control_channel import MAX_FDS, ControlChannel, ControlMessage, counts, plain_detail
+from penstock.worker.processes.progress_page import ProgressPage
+
+__all__ = ["SlotStream", "StopError"]
+
+_log = logging.getLogger("penstock.worker")
+
+SLOW_BATCH_S = 0.001
+"""Seconds after which a batch counts as slow. After a slow batch the sockets are polled at once, which takes 2 us."""
+POLL_EVERY_S = 0.1
+"""Largest number of seconds between two polls of the sockets while batches are fast."""
+
+
+class StopError(Exception):
+    """Exception that ends a slot's work in this process: the daemon has asked for it, or the slot has failed."""
+
+
+class SlotStream:
+    """Slot's loader with its two sockets, its ring and its progress page, in the process that runs the loader."""
+
+    def __init__(
+        self, assignment: records_pb2.WorkerAssignment, channel: ControlChannel, progress_page: ProgressPage
+    ) -> None:
+        options = assignment.loader.options
+        self.assignment = assignment
+        self.producer = Producer(
+            options.max_batch_bytes, ring_bytes(assignment.num_workers_per_box), log=progress_page.frame_log
+        )
+        self.source = PositionedLoader(assignment, self.doing, progress_page.here)
+        self.channel = channel
+        self.page = progress_page
+        self.hello: lane_pb2.Hello | None = None
+        """Hello of the newest connection; None before the first."""
+        self.points: list[RestartPoint] = []
+        """Restart points of the slot's previous runner that the daemon has sent."""
+        self.on_point: Callable[[StreamPosition, bytes], None] = lambda position, data: None
+        """Called with each restart point that is sent to the daemon: its position, and the encoded restart point."""
+        self.on_lane: Callable[[int], None] = lambda fd: None
+        """Called with the descriptor of each new connection of the lane."""
+        self.on_prepare: Callable[[int, bool], None] = lambda total, loop_waits: self.prepared(0)
+        """Called when this runner is a migration's target, and all that it starts from has arrived: with the number of
+        the slot's batches that the training loop has taken, and whether the loop waits for each batch."""
+        self._flattener = Flattener(strict=options.strict_structure)
+        self._cover = cover_of(assignment.loader.options)
+        self._lease = EntryLease(self.producer, self._wait_in_user_code)
+        self._interrupt: Exception | None = None  # error raised while user code waited for a ring entry
+        self._numbers: OrderedDict[int, tuple[int, Structure]] = OrderedDict()
+        self._cadence = SnapshotCadence()
+        self._answers = True
+        """True if a snapshot is taken at each announced checkpoint step."""
+        self._begun = False
+        self._last_look = 0.0
+        self._poll = select.poll()
+        self._poll.register(channel.fileno(), select.POLLIN)
+        self._polled = (-1, 0)  # the consumer's socket and its polled events
+        point = assignment.start
+        turns = list(point.live) or list(range(assignment.num_workers_per_box))
+        ahead = (turns.index(assignment.slot) - point.cursor) % len(turns) if assignment.slot in turns else 0
+        own = point.slots[assignment.slot].total if len(point.slots) > assignment.slot else 0
+        self._first_total, self._first_step, self._stride = own, point.step + ahead + 1, len(turns)
+
+    def space_snapshots(self, every_s: float) -> None:
+        """Take snapshots at this interval, in seconds, or more rarely. A pure loader needs no state at an announced
+        step, unless its states are aggregated."""
+        self._cadence = SnapshotCadence(every_s)
+        self._answers = self.source.capabilities.state_methods == 4
+
+    def host_user_code(self) -> None:
+        """Prepare this process for user code that runs from now on until the process ends: children that it forks are
+        disconnected, and it may build batches in the ring."""
+        forks.host_user_code()
+        for own in (self.channel, self.page, self.producer):
+            forks.keep(own)
+        lend(Builder(self._lease))
+
+    # ---- streaming
+
+    def stream_epoch(self) -> None:
+        """Stream batches of the open epoch until it ends, or until the training loop abandons an epoch."""
+        source, producer, progress_page, flatten = (
+            self.source,
+            self.producer,
+            self.page,
+            self._flattener.flatten,
+        )
+        position = source.position
+        clock, cover = time.monotonic, self._cover
+        self.doing("next")
+        progress_page.here(position.epoch, 0)
+        while True:
+            started = clock()
+            batch = self._next()
+            # the loop abandoned the epoch while user code waited for an entry: nothing more of the epoch may be sent
+            if producer.abandoned:
+                return
+            if batch is END:
+                self.release_lease()
+                ended = position.epoch - 1
+                progress_page.end(ended, position.total)  # first: a state that the loop requests then has the end
+                producer.end(ended, position.total)
+                return
+            flat = flatten(batch)
+            del batch
+            entry = self._reserve(flat)
+            if entry is None:
+                return
+            ring, offset = entry.ring, entry.offset
+            flat.write_to(ring.address + offset)
+            structure, nbytes, shapes = flat.structure, flat.nbytes, flat.shapes
+            seed, dims, sampling = plan_digest(structure, nbytes, shapes)
+            if cover == DigestCover.ROWS:
+                digest, link = rows_digests(seed, structure, shapes, ring.view, offset, nbytes)
+            else:
+                sampling = None if cover == DigestCover.FULL else sampling
+                digest = link = region_digest(seed, ring.view, offset, nbytes, sampling)
+            source.digest = digest
+            position.samples += rows_in(structure, shapes)
+            known = self._numbers.get(id(structure))
+            number = self._learn(structure) if known is None else known[0]
+            del flat
+            total = position.total
+            now = clock()
+            source.spent_s += now - started
+            chain = source.chain = linked(source.chain, link)
+            if (total in producer.wanted and self._answers) or self._cadence.due(now):
+                self._snapshot()
+                self.doing("next")
+            progress_page.record(
+                total, position.epoch, digest, position.samples, producer.delivered, source.spent_s, chain
+            )
+            counts = source.changed_counts()
+            if producer.rings_changed:
+                self._send_rings()
+            producer.publish(entry, total, position.epoch, number, nbytes, dims, digest, cover=cover, counts=counts)
+            if not self._begun:
+                self._begun = True
+                progress_page.note_reads(looked=assignments.looked_at(), answer=assignments.reads().answer)
+                self.channel.send("begun")
+            if (
+                (producer.free_entries * 2 <= producer.ring_entries and not producer.blocked)
+                or now - started > SLOW_BATCH_S
+                or now - self._last_look > POLL_EVERY_S
+            ):
+                self._last_look = now
+                self._poll_now()
+                if producer.abandoned:
+                    return
+
+    def _next(self) -> Any:
+        """Return the loader's next batch, or END. User code may build the batch in a ring entry."""
+        self._lease.offered = True
+        try:
+            return self.source.next()
+        finally:
+            self._lease.offered = False
+            if self._interrupt is not None:
+                raise self._interrupt
+
+    def _learn(self, structure: Structure) -> int:
+        """Give a new batch structure a number, announce it to the training job, and return the number. The structure is
+        kept alive, because it is found by its id()."""
+        data = structure.to_bytes()
+        known = [number for number, other in self.producer.known_structures.items() if other == data]
+        if not known:
+            self.producer.numbered += 1
+            self.channel.send("structure", data, number=self.producer.numbered)
+        number = known[0] if known else self.producer.numbered
+        self._numbers[id(structure)] = number, structure
+        if len(self._numbers) > KNOWN_STRUCTURES:
+            self._numbers.popitem(last=False)
+        self.producer.know_structure(number, data)
+        return number
+
+    def _send_rings(self) -> None:
+        """Send the rings to the daemon, which serves new connections while this process is in user code."""
+        self.producer.rings_changed = False
+        rings = list(self.producer.rings.items())[-MAX_FDS:]
+        numbers = [[ring_id, ring.entry_bytes, ring.entries] for ring_id, ring in rings]
+        self.channel.send("rings", fds=[ring.fd for _, ring in rings], rings=numbers)
+
+    def _reserve(self, flat: FlatBatch) -> FreeEntry | None:
+        """Wait for a free ring entry, and return it; None if the training loop abandons the epoch during the wait."""
+        producer = self.producer
+        need = flat.nbytes + (8 * len(flat.shapes) if len(flat.shapes) > LONG_SHAPES else 0)
+        entry = self._lease.take(flat, need) or producer.reserve(need)
+        if entry is not None:
+            return entry
+        self.doing("sending")
+        while entry is None:
+            self.serve(None)
+            if producer.abandoned:
+                return None
+            entry = producer.reserve(need)
+        self.doing("next")
+        return entry
+
+    def _wait_in_user_code(self) -> bool:
+        """Wait for a free ring entry while user code builds a batch. Return False if the training loop has abandoned
+        the epoch, or after an error. The error is raised later, when user code has returned, because user code could
+        catch an exception."""
+        if self._interrupt is None and not self.producer.abandoned:
+            self.doing("sending")
+            try:
+                self.serve(None)
+            except Exception as error:
+                self._interrupt = error
+            self.doing("next")
+        return self._interrupt is None and not self.producer.abandoned
+
+    def seek(self, leg: Leg) -> None:
+        """Replay one leg of a plan. Compare each batch with the one that this runner has made before, if it has."""
+        replay(self.source, leg, self._compared(), self.open_epoch)
+
+    def follow(self, is_enough: Callable[[], bool]) -> bool:
+        """Replay batches of the open epoch, as `seek` does, until `is_enough`. Return False if the epoch ends first."""
+        seen = self._compared()
+        self.doing("replay")
+        while not is_enough():
+            batch = self.source.next()
+            if batch is END:
+                return False
+            seen(batch)
+        return True
+
+    def _compared(self) -> Callable[[Any], None]:
+        source, replay_digest = self.source, ReplayDigest(self._flattener, cover=self._cover)
+        started = time.monotonic()
+
+        def seen(batch: Any) -> None:
+            nonlocal started
+            source.digest, samples = replay_digest.take(batch)
+            source.chain = linked(source.chain, replay_digest.link)
+            now = time.monotonic()
+            source.spent_s += now - started
+            position = source.position
+            position.samples += samples
+            known = self.page.entry(position.total) if self._begun else None
+            if known is not None and known.epoch == position.epoch and known.digest != source.digest:
+                raise ReplayMismatchError(
+                    f"{source.name}: replayed batch {position.total} of epoch {position.epoch} differs from the one "
+                    "that was made before. The loader is not deterministic: run penstock doctor"
+                )
+            self.page.note(
+                position.total, position.epoch, source.digest, position.samples, source.spent_s, source.chain
+            )
+            self.page.replayed()
+            self._poll_now()
+            started = time.monotonic()
+
+        return seen
+
+    def open_epoch(self) -> None:
+        """Open the loader's next epoch, and keep the epoch's start as a restart point."""
+        source = self.source
+        self.keep(source.open_epoch(step=self.step_of(source.position.total)))
+
+    def release_lease(self) -> None:
+        """Return the ring entry that was leased to user code, at the end of an epoch."""
+        self._lease.release()
+
+    # ---- snapshots
+
+    def _snapshot(self) -> None:
+        """Take a snapshot of the loader at its present position, and send the snapshot to the daemon. If that fails,
+        report the error and take no more snapshots; the stream continues, and the next save raises the error."""
+        source, producer = self.source, self.producer
+        total = source.position.total
+        steps = producer.wanted.pop(total, None)
+        if not source.saves_state or self._cadence.stopped:
+            self._cadence.stopped = True
+            return
+        with self._cadence.timed():
+            for step in steps or [self.step_of(total)]:
+                try:
+                    point = source.snapshot(step)
+                    data = point.encode()
+                except Exception as error:
+                    self._cadence.stopped = True
+                    self.channel.send("unsaved", error=plain_detail(error))
+                    return
+                self._send_restart_point(point, data, epoch_start=False)
+                if not point.step:
+                    break  # state_dict() did not read the step, so the state is the same for all requested steps
+
+    def step_of(self, total: int) -> int:
+        """Return the training step of the slot's batch `total`, provided that all slots of the box have batches."""
+        return self._first_step + (total - self._first_total - 1) * self._stride
+
+    def keep(self, point: RestartPoint, start: bool = False, *, epoch_start: bool = True, begins: bool = False) -> None:
+        """Encode and keep a restart point, and send it to the daemon.
+
+        start: True if this runner's stream starts there. begins: True if this launch of the job begins there too.
+        """
+        error = self.source.unsaved
+        if error is None:
+            try:
+                data = self.source.marked(point, whole_history=start).encode()
+                self._send_restart_point(point, data, epoch_start=epoch_start, begins=begins and start)
+                return
+            except UnsupportedStateError as refused:
+                error = refused
+        self._cadence.stopped = True
+        self.channel.send("unsaved", error=plain_detail(error))
+
+    def _send_restart_point(self, point: RestartPoint, data: bytes, *, epoch_start: bool, begins: bool = False) -> None:
+        position = point.position
+        self.on_point(position, data)
+        self.channel.send(
+            "point",
+            data,
+            epoch=position.epoch,
+            delivered=position.delivered,
+            total=position.total,
+            samples=position.samples,
+            epoch_start=epoch_start,
+            spent_s=point.spent_s,
+            step=point.step,
+            begins=begins,
+        )
+
+    # ---- the two sockets
+
+    def serve(self, timeout_s: float | None) -> None:
+        """Wait for a message of the daemon or the training job, at most `timeout_s` seconds (None = without limit), and
+        handle all messages that have arrived."""
+        producer, poll = self.producer, self._poll
+        producer.flush()
+        consumer = producer.fileno(), select.POLLIN | (select.POLLOUT if producer.blocked else 0)
+        if consumer != self._polled:
+            if self._polled[0] >= 0:
+                poll.unregister(self._polled[0])
+            if consumer[0] >= 0:
+                poll.register(*consumer)
+            self._polled = consumer
+        for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000):
+            if fd == self.channel.fileno():
+                self._listen()
+            else:
+                producer.flush()
+                producer.take_acks()
+
+    def _poll_now(self) -> None:
+        self.serve(0)
+
+    def _listen(self) -> None:
+        while (message := self.channel.receive(wait=False)) is not None:
+            self.handle(message)
+
+    def handle(self, message: ControlMessage) -> None:
+        if message.kind == "stop":
+            raise StopError
+        if message.kind == "point":
+            self.points.append(RestartPoint.decode(message.payload))
+        elif message.kind == "firsts":
+            self.source.learn_firsts(message.fields["firsts"])
+        elif message.kind == "snapshot":
+            self._cadence.hasten()
+        elif message.kind == "prepare":
+            (total,) = counts(message, "total")
+            self.source.learn_labels({int(epoch): label for epoch, label in message.fields["labels"].items()})
+            self.on_prepare(total, bool(message.fields["loop_waits"]))
+        elif message.kind == "attach":
+            hello = lane_pb2.Hello.FromString(message.payload)
+            self.hello = hello
+            fields = message.fields
+            self.producer.attach(socket.socket(fileno=message.fds[0]), hello, fields["served"], fields["rings"])
+            if self.producer.attached:
+                self.on_lane(self.producer.fileno())
+
+    def prepared(self, total: int) -> None:
+        """Tell the daemon that this runner has made the slot's batches up to number `total`, for a migration."""
+        self.channel.send("prepared", total=total)
+
+    def has_unread_break(self, epoch: int | None = None) -> bool:
+        """Return True if the process that has the lane has not read that the training loop has abandoned an epoch, or
+        that it is not in epoch `epoch`, if given. It may not even have received the connection."""
+        found = False
+        for message in self.channel.peek():
+            if message.kind == "attach" and message.fds:
+                hello = lane_pb2.Hello.FromString(message.payload)
+                with socket.socket(fileno=message.fds.pop()) as lane:
+                    left = hello.abandon_epoch > 0 and hello.abandons > self.producer.abandons
+                    found = found or left or epoch not in (None, hello.epoch) or unread_break(lane)
+            for fd in message.fds:
+                os.close(fd)
+        return found or self.producer.has_unread_break()
+
+    def begin_anew(self) -> None:
+        """Continue without what a process has made that was killed because it did not leave an abandoned epoch. The
+        training job connects again, because the connection has seen numbers of structures that are unknown here."""
+        self.producer.begin_anew(self.page.total)
+        self._listen()
+        self.producer.take_acks()
+        self.producer.detach()
+
+    def left(self, epoch: int, total: int, samples: int) -> None:
+        """Record, and tell the daemon, that the training loop has abandoned an epoch after the slot's batch `total`."""
+        self.release_lease()
+        self.page.cut(epoch, total, samples)
+        self.channel.send("left", epoch=epoch, total=total)
+
+    def fail(self, error: Exception) -> None:
+        """Send the error with which the input has failed to the training job, and report it to the daemon. Then only
+        serve the two sockets, until the daemon ends the slot by StopError."""
+        position = self.source.position
+        detail = plain_detail(error)
+        self.producer.fail(position.epoch, position.total, records_pb2.ErrorDetail(**detail))
+        self.channel.send("broken", error=detail)
+        self.doing("waiting")
+        while True:
+            self.serve(None)
+
+    def doing(self, activity: str) -> None:
+        self.page.doing(activity, self.producer.delivered)

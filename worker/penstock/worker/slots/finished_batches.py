@@ -1,0 +1,132 @@
+"""The finished batches of a slot, which the daemon sends to a new consumer itself: the slot's runner may be inside the
+user's next() for minutes, and takes the connection over only after that.
+
+The runner writes each frame that it sends into a log in shared memory, and tells the daemon of new rings and
+structures. So the daemon knows all that a consumer needs, without an answer of the runner. It decides nothing: acks
+wait in the socket, and the runner sends what is missing once it has the connection. That is everything if the daemon is
+not sure: if the consumer has abandoned an epoch since, or if the log no longer reaches back to its first batch.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+from penstock.proto.errors import LaneLostError, ProtocolError
+from penstock.proto.lane.frame_log import FrameLog
+from penstock.proto.lane.frames import BATCH, HEAD, RING, Frame, forget_oldest, framed, read_frame, structure_frames
+from penstock.proto.lane.outbox import Outbox
+from penstock.proto.v1 import lane_pb2
+from penstock.worker.processes.control_channel import ControlMessage, counts, invalid_message
+
+__all__ = ["FinishedBatches"]
+
+_MOST_BYTES = 96 << 10
+"""Most bytes that are sent to a new consumer. They fit into the buffer of its socket, which has 208 KiB by default, so
+that the daemon need not wait. The runner sends the rest."""
+
+
+class FinishedBatches:
+    """What a slot's runner has sent, as far as the daemon knows it. log: the runner's frames."""
+
+    def __init__(self, log: FrameLog) -> None:
+        self._log = log
+        self._rings: dict[int, tuple[bytes, int]] = {}
+        """Ring id -> its RING frame, preceded by its length, and the ring's descriptor."""
+        self._structures: dict[int, bytes] = {}
+
+    def close(self) -> None:
+        """Close the rings' descriptors."""
+        for _, fd in self._rings.values():
+            os.close(fd)
+        self._rings.clear()
+
+    def learn_rings(self, message: ControlMessage) -> None:
+        """Take over the rings that the runner has now, in place of all earlier ones."""
+        self.close()
+        numbers = message.fields.get("rings")
+        fds = list(message.fds)
+        if type(numbers) is not list or len(numbers) != len(fds) or not all(map(_is_ring, numbers)):
+            for fd in fds:
+                os.close(fd)
+            raise invalid_message(f"the rings of a runner must be given by three numbers each, got {numbers!r:.200}")
+        for (ring, entry_bytes, entries), fd in zip(numbers, fds, strict=True):
+            frame = Frame(RING, ring=ring, entry=entries, nbytes=entry_bytes)
+            self._rings[ring] = framed(frame.encode()), fd
+
+    def learn_structure(self, message: ControlMessage) -> None:
+        (number,) = counts(message, "number")
+        self._structures[number] = message.payload
+        forget_oldest(self._structures)
+
+    def send(self, sock: socket.socket, hello: lane_pb2.Hello) -> dict[str, Any]:
+        """Send the finished batches that the consumer has not got, without waiting. Return what the runner must know of
+        it, as fields of a message. Raises LaneLostError if the consumer is gone."""
+        served = 0
+        outbox = Outbox()
+        for message, fd in self._rings.values():
+            outbox.add(message)
+            outbox.add(fd)
+        announced: set[int] = set()
+        size = 0
+        for number, message, frame in self._undelivered(hello):
+            parts = [message]
+            if frame.kind == BATCH and frame.structure not in announced:
+                data = self._structures.get(frame.structure)
+                if data is None:
+                    break
+                parts = [*structure_frames(frame.structure, data), message]
+                announced.add(frame.structure)
+            size += sum(map(len, parts))
+            if size > _MOST_BYTES or (frame.kind == BATCH and frame.ring not in self._rings):
+                break
+            for part in parts:
+                outbox.add(part)
+            served = number + 1
+        if not served:
+            return {"served": 0, "rings": []}
+        self._flush(outbox, sock)
+        return {"served": served, "rings": list(self._rings)}
+
+    def _flush(self, outbox: Outbox, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        try:
+            outbox.flush(sock)
+        except OSError as error:
+            raise LaneLostError(f"the connection was lost before the finished batches were sent: {error}") from error
+        if outbox:
+            raise LaneLostError("the connection's buffer is too small for the finished batches")
+
+    def _undelivered(self, hello: lane_pb2.Hello) -> list[tuple[int, bytes, Frame]]:
+        """Return the frames that the consumer needs, in order; [] if that is not certain. An END frame right after the
+        last delivered batch is needed too."""
+        delivered = max(1, hello.next_total) - 1
+        found: list[tuple[int, bytes, Frame]] = []
+        oldest = -1
+        for oldest, message in self._log.newest_first():
+            try:
+                frame = read_frame(memoryview(message), HEAD.size, len(message))
+            except ProtocolError:
+                return []
+            if frame.abandons > hello.abandons:
+                return []
+            is_over = frame.total <= delivered if frame.kind == BATCH else frame.total < delivered
+            if is_over or frame.abandons < hello.abandons:
+                oldest = 0
+                break
+            found.append((oldest, message, frame))
+        found.reverse()
+        totals = [frame.total for _, _, frame in found if frame.kind == BATCH]
+        whole = oldest == 0 and totals == list(range(delivered + 1, delivered + 1 + len(totals)))
+        return found if whole else []
+
+
+def _is_ring(numbers: Any) -> bool:
+    return (
+        type(numbers) is list
+        and len(numbers) == 3
+        and all(type(number) is int and 0 < number < 1 << 32 for number in numbers[::2])
+        and type(numbers[1]) is int
+        and 0 < numbers[1] < 1 << 62
+    )
