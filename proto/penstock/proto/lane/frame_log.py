@@ -1,9 +1,12 @@
 """Frame log: the newest frames of a slot's producer in shared memory, for a process that serves a new consumer while
 the producer's process is in user code.
 
-The producer's process writes, any process may read at any time, and nobody waits. A reader copies a frame first, and
+The producer's process writes, any process may read at any time, and no reader waits. A reader copies a frame first, and
 then looks at what the writer has claimed meanwhile: what lies further back than the log is long may be overwritten.
 User code in the writer's process can write anything here, so readers check every number.
+
+The process that serves a consumer announces it before it reads the log, and the writer looks for announcements after
+each frame. So a frame is either read for the consumer, or the writer knows that a consumer comes, and waits for it.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ __all__ = ["LOG_BYTES", "FrameLog"]
 _FRAMES = 256
 _AREA = 256 << 10
 """Bytes for frames: of the frames of a full ring, which has at most 32 entries, each may have 8 KiB."""
-_COUNT, _CLAIMED, _PLACES = 0, 1, 8
+_COUNT, _CLAIMED, _ANNOUNCED, _PASSED_ON, _PLACES = 0, 1, 2, 3, 8
 """Indices among the numbers of the log: of its frames; of the bytes of all frames, with the one that is being written;
-and of the places of the newest frames. A place has two numbers: the bytes of all frames before this one, and its size.
+of the consumers that were announced, and of those that are passed on or gone; and of the places of the newest frames. A
+place has two numbers: the bytes of all frames before this one, and its size.
 """
 _NUMBERS = _PLACES + 2 * _FRAMES
 _AREA_AT = _NUMBERS * 8
@@ -63,6 +67,25 @@ class FrameLog:
         numbers[place + 1] = size
         self.frames = numbers[_COUNT] = number + 1
         return number
+
+    @property
+    def announced(self) -> int:
+        """Number of consumers that were announced so far, from 1."""
+        return self._numbers[_ANNOUNCED]
+
+    @property
+    def passed_on(self) -> int:
+        """Number of the newest consumer that the writer need not wait for: it was passed on to the writer, or is
+        gone."""
+        return self._numbers[_PASSED_ON]
+
+    def announce(self, consumer: int) -> None:
+        """Tell the writer that consumer number `consumer` comes."""
+        self._numbers[_ANNOUNCED] = consumer
+
+    def pass_on(self, consumer: int) -> None:
+        """Tell the writer that the consumers up to this number are passed on, or gone."""
+        self._numbers[_PASSED_ON] = consumer
 
     def newest_first(self) -> Iterator[tuple[int, bytes]]:
         """Return the frames with their numbers, newest first, up to the oldest that is still whole."""

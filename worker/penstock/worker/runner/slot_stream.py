@@ -48,6 +48,8 @@ SLOW_BATCH_S = 0.001
 """Seconds after which a batch counts as slow. After a slow batch the sockets are polled at once, which takes 2 us."""
 POLL_EVERY_S = 0.1
 """Largest number of seconds between two polls of the sockets while batches are fast."""
+COMING_S = 0.005
+"""Seconds between two looks whether an announced consumer is still to come."""
 
 
 class StopError(Exception):
@@ -89,6 +91,8 @@ class SlotStream:
         """True if a snapshot is taken at each announced checkpoint step."""
         self._begun = False
         self._last_look = 0.0
+        self._taken = 0
+        """Number of the newest consumer that was waited for."""
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
         self._polled = (-1, 0)  # the consumer's socket and its polled events
@@ -123,7 +127,7 @@ class SlotStream:
             self._flattener.flatten,
         )
         position = source.position
-        clock, cover = time.monotonic, self._cover
+        clock, cover, log = time.monotonic, self._cover, progress_page.frame_log
         self.doing("next")
         progress_page.here(position.epoch, 0)
         while True:
@@ -179,11 +183,21 @@ class SlotStream:
                 (producer.free_entries * 2 <= producer.ring_entries and not producer.blocked)
                 or now - started > SLOW_BATCH_S
                 or now - self._last_look > POLL_EVERY_S
+                or log.announced != self._taken
             ):
                 self._last_look = now
+                self._take_consumer()
                 self._poll_now()
                 if producer.abandoned:
                     return
+
+    def _take_consumer(self) -> None:
+        """Wait for a consumer that the daemon has announced: it sends the frames up to now, and may have read the log
+        before the last of them."""
+        log, taken = self.page.frame_log, self.page.frame_log.announced
+        while log.passed_on < taken:
+            self.serve(COMING_S)
+        self._taken = taken
 
     def _next(self) -> Any:
         """Return the loader's next batch, or END. User code may build the batch in a ring entry."""

@@ -5,6 +5,9 @@ The runner writes each frame that it sends into a log in shared memory, and tell
 structures. So the daemon knows all that a consumer needs, without an answer of the runner. It decides nothing: acks
 wait in the socket, and the runner sends what is missing once it has the connection. That is everything if the daemon is
 not sure: if the consumer has abandoned an epoch since, or if the log no longer reaches back to its first batch.
+
+A batch that is finished after the daemon has read the log waits for the runner. So the daemon announces the consumer
+first, and a runner that finds the announcement does not return into user code until it has the connection.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class FinishedBatches:
         self._rings: dict[int, tuple[bytes, int]] = {}
         """Ring id -> its RING frame, preceded by its length, and the ring's descriptor."""
         self._structures: dict[int, bytes] = {}
+        self._announced = self._passed_on = 0
 
     def close(self) -> None:
         """Close the rings' descriptors."""
@@ -59,6 +63,19 @@ class FinishedBatches:
         (number,) = counts(message, "number")
         self._structures[number] = message.payload
         forget_oldest(self._structures)
+
+    def announce(self) -> int:
+        """Tell the runner that a consumer comes. Return the consumer's number. What the runner has told the daemon is
+        to be read after this, and then `send` called."""
+        self._announced += 1
+        self._log.announce(self._announced)
+        return self._announced
+
+    def pass_on(self, consumer: int) -> None:
+        """Tell the runner that it need not wait for consumers up to this number: they are passed on, or gone."""
+        if consumer > self._passed_on:
+            self._passed_on = consumer
+            self._log.pass_on(consumer)
 
     def send(self, sock: socket.socket, hello: lane_pb2.Hello) -> dict[str, Any]:
         """Send the finished batches that the consumer has not got, without waiting. Return what the runner must know of

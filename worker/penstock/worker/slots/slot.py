@@ -120,7 +120,7 @@ class Slot:
         self.attached = False
         self._waiting_lane = WaitingLane(self.name)
         self._finished = FinishedBatches(self.progress_page.frame_log)
-        self._passing: tuple[asyncio.Task[None], socket.socket] | None = None
+        self._passing: tuple[asyncio.Task[None], socket.socket, int] | None = None
         """Task that passes the newest connection to the runner, with the connection."""
         self._lane_unread = False
         """True if a lane's connection was sent to the runner, which may not have received the connection yet."""
@@ -535,10 +535,15 @@ class Slot:
             return
         assert self._child is not None
         self._drop_passing()
-        self._child.drain()  # of new rings and structures
-        served = self._finished.send(sock, hello)
+        consumer = self._finished.announce()
+        try:
+            self._child.drain()  # of new rings and structures
+            served = self._finished.send(sock, hello)
+        except BaseException:
+            self._finished.pass_on(consumer)
+            raise
         self.attached = True
-        self._passing = self.spawn(self._pass_on(self._child, sock, hello, served)), sock
+        self._passing = self.spawn(self._pass_on(self._child, sock, hello, served, consumer)), sock, consumer
 
     async def _until_ready(self, deadline_s: float) -> None:
         async with asyncio.timeout(deadline_s):  # not wait_for, which may lose a cancellation
@@ -549,20 +554,26 @@ class Slot:
                 async with asyncio.timeout(deadline_s):
                     await self._fetch_restart_points(self._child)
 
-    async def _pass_on(self, child: Child, sock: socket.socket, hello: lane_pb2.Hello, served: dict[str, Any]) -> None:
+    async def _pass_on(
+        self, child: Child, sock: socket.socket, hello: lane_pb2.Hello, served: dict[str, Any], consumer: int
+    ) -> None:
         """Pass a connection to the runner, once it has received the one before."""
         while self._lane_unread and child.reads_late:  # user code may keep the runner busy for any time
             await asyncio.sleep(LOOK_S)
         self._lane_unread, self._passing = True, None
-        await child.send("attach", hello.SerializeToString(), [sock.detach()], **served)
+        try:
+            await child.send("attach", hello.SerializeToString(), [sock.detach()], **served)
+        finally:
+            self._finished.pass_on(consumer)
 
     def _drop_passing(self) -> None:
         """Close a connection that was not passed to the runner yet."""
         if self._passing is not None:
-            task, sock = self._passing
+            task, sock, consumer = self._passing
             self._passing = None
             task.cancel()
             sock.close()
+            self._finished.pass_on(consumer)
 
     # ---- durable snapshots
 
