@@ -244,7 +244,7 @@ def leaks(mib: int, at_once: int = 0, batches: int = 60, state_s: float = 0.0, v
 
 class BadInScratch(streams.Counter):
     """Streams well; restored beside the stream, it goes wrong. `how`: or a folder, with a file for each time it is
-    killed then. Its states are aggregated, so one between two snapshots is made beside the stream."""
+    killed then, or waits to be killed. Its states are aggregated, so one between two snapshots is made beside the stream."""
 
     loads_own_state = exact_states = True
 
@@ -257,6 +257,9 @@ class BadInScratch(streams.Counter):
         if self.how == "hang":
             waits_for_ever()
         for path in Path(self.how).glob("kill *"):
+            if path.name == "kill me":
+                path.rename(path.with_name(f"waits {os.getpid()}"))
+                waits_for_ever()
             path.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         if self.how == "die":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import census
 import torch
 from family import has_ring
 
@@ -101,24 +102,21 @@ def _kill_one(number: int) -> None:
 
 
 def runners() -> set[int]:
-    """Runners below this process that have sent something: children of a fork server, child of a daemon, child of ours.
-    Helpers have no ring, and neither has a runner that was killed a moment ago."""
-    parents, leaders = {}, set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            pid = int(entry.name)
-            parents[pid] = int(stat[1])
-            if stat[2] == entry.name:
-                leaders.add(pid)
-    below = {pid for pid in leaders if parents.get(parents.get(parents.get(pid, 0), 0), 0) == os.getpid()}
-    return {pid for pid in below if has_ring(pid)}
+    """Runners below this process that have sent something: children of a fork server. Helpers have no ring, and neither
+    has a runner that was killed a moment ago."""
+    below = census.descendants(os.getpid())
+    return {runner for pid in below if _is_fork_server(pid) for runner in census.children(pid) if has_ring(runner)}
+
+
+def _is_fork_server(pid: int) -> bool:
+    try:
+        return b"fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def kill_runners(before: set[int]) -> None:
     """Kill all runners but those that were there before."""
     for pid in runners() - before:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # one that has just ended
+            os.kill(pid, signal.SIGKILL)

@@ -67,16 +67,27 @@ class Training:
         """State of box 0 at the end."""
         self.states: dict[int, Any] = {}
         """States of box 0 that were saved on the way, by step."""
+        self.error: BaseException | None = None
+        """Error that a box has raised."""
         self._allowed = 0
         self._moved = threading.Condition()
 
     def go(self, step: int) -> None:
-        """Let all boxes take the batches up to this step, and wait until they have."""
+        """Let all boxes take the batches up to this step, and wait until they have. Raises the error of a box."""
         with self._moved:
             self._allowed = step
             self._moved.notify_all()
-            here = self._moved.wait_for(lambda: all(max(rows, default=0) >= step for rows in self.rows), DEADLINE_S)
+            here = self._moved.wait_for(
+                lambda: self.error is not None or all(max(rows, default=0) >= step for rows in self.rows), DEADLINE_S
+            )
+            if self.error is not None:
+                raise self.error
             assert here, f"the boxes are at {[max(rows, default=0) for rows in self.rows]}, not {step}"
+
+    def failed(self, error: BaseException) -> None:
+        with self._moved:
+            self.error = error
+            self._moved.notify_all()
 
     def let(self, step: int) -> None:
         """Let all boxes go on up to this step, without a wait."""
@@ -123,6 +134,13 @@ def training(
     made = Training(boxes, steps, settings.get("pace_s", 0))
 
     def one(box: int) -> None:
+        try:
+            run(box)
+        except BaseException as error:
+            made.failed(error)
+            raise
+
+    def run(box: int) -> None:
         loader = DataLoader(mixed.train, keys="key" if settings.get("keys") else None)
         if state is not None:
             loader.load_state_dict(state)

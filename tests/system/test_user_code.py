@@ -13,6 +13,7 @@ import subprocess
 import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -417,6 +418,33 @@ def test_killed_helper_process_is_replaced_once(cluster: Cluster, tmp_path: Path
                 state = loader.state_dict()
         assert got == [*range(1, 61)] * 3
         assert not list(tmp_path.glob("kill *")), "no helper process was needed"
+        again = DataLoader(hazards.bad_in_scratch, str(tmp_path), 60)
+        again.load_state_dict(state)
+        rest = [plain(batch) for batch in DataExecutor(again, num_steps=29, appliance=appliance)]
+    assert rest == list(range(32, 61))
+
+
+@pytest.mark.filterwarnings("ignore:.*was recovered")
+def test_a_fork_server_that_dies_fails_no_save(cluster: Cluster, tmp_path: Path) -> None:
+    """Its runners die with it, and the helper process that makes the state."""
+
+    def kill_fork_server() -> None:
+        until(lambda: list(tmp_path.glob("waits *")), 20, "no helper process was needed")
+        helper = next(tmp_path.glob("waits *")).name.split()[1]
+        os.kill(int(Path(f"/proc/{helper}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+
+    with at(cluster) as appliance, ThreadPoolExecutor(1) as pool:
+        loader = DataLoader(hazards.bad_in_scratch, str(tmp_path), 60)
+        executor = DataExecutor(loader, num_steps=180, appliance=appliance)
+        got = []
+        for batch in executor:
+            got.append(plain(batch))
+            if executor.step == 151:  # no snapshot was taken just there
+                (tmp_path / "kill me").touch()
+                killed = pool.submit(kill_fork_server)
+                state = loader.state_dict()
+                killed.result()
+        assert got == [*range(1, 61)] * 3
         again = DataLoader(hazards.bad_in_scratch, str(tmp_path), 60)
         again.load_state_dict(state)
         rest = [plain(batch) for batch in DataExecutor(again, num_steps=29, appliance=appliance)]

@@ -11,11 +11,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from census import alive
 from coroutines import in_loop
+from waiting import until
 
-from penstock.proto.errors import WorkerLostError
+from penstock.proto.errors import InputFnNotFoundError, WorkerLostError
+from penstock.proto.v1 import records_pb2
+from penstock.worker.helpers.replayers import run_task
 from penstock.worker.processes import child_processes, kept_fork_server
 from penstock.worker.processes.child_processes import Child, ForkServer
 from penstock.worker.processes.control_channel import ControlChannel
@@ -124,6 +130,29 @@ def test_kept_fork_server_is_replaced_and_retired(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(kept_fork_server, "IDLE_S", 0.05)
     asyncio.run(asyncio.wait_for(body(), 100))
+
+
+@in_loop
+async def test_a_task_is_done_by_the_next_fork_server() -> None:
+    folders = TemporaryFolders()
+    kept = KeptForkServer(folders, TurnQueue(1), 60.0, sandboxed=True)
+
+    async def get(_: records_pb2.WorkerAssignment) -> ForkServer:
+        return await kept.get()
+
+    fork_server = await kept.get()
+    os.kill(fork_server.pid, signal.SIGKILL)
+    until(lambda: not alive([fork_server.pid]))  # the event loop, and so the daemon, does not see it meanwhile
+    host: Any = SimpleNamespace(helper_turns=TurnQueue(1), fork_server=get, blobs=None)
+    page = ProgressPage.create()
+    assignment = records_pb2.WorkerAssignment(run="job/0", num_boxes=1, num_workers_per_box=1)
+    assignment.loader.input_fn = "no_such_module:loader"
+    with pytest.raises(InputFnNotFoundError, match="no_such_module"):  # so a helper process has tried it
+        await run_task(host, assignment, "slot 0", page, [], "state")
+    assert await kept.get() is not fork_server
+    await kept.close()
+    page.close()
+    folders.close()
 
 
 def test_close_gives_up_on_a_fork_server_that_cannot_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:

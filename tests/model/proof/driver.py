@@ -274,7 +274,8 @@ class History:
         self._workers = 0
         self._saves: Counter[tuple[int, int]] = Counter()
         """(launch, step) -> boxes that have written their state of this step."""
-        self._marks: dict[int, float] = {}
+        self._marks: dict[tuple[int, int], tuple[int, float]] = {}
+        """Worker and epoch -> step of the first batch, and the mark of the loader that made it."""
         self._mends: list[tuple[float, Callable[[], object], str]] = []
         self._began = time.monotonic()
 
@@ -406,16 +407,23 @@ class History:
                     f"\n    got      {said['brief']}"
                 )
             return
+        hidden = self.plan.arguments.get("hidden")
         for before in self.got[:number]:
-            if step in before[box] and before[box][step]["content"] != said["content"]:
+            if step not in before[box] or (hidden and before[box][step]["mark"] != said["mark"]):
+                continue
+            if before[box][step]["content"] != said["content"]:
                 raise DifferenceError(
                     f"launch {number}, box {box}, step {step} is another batch than in an earlier launch"
                 )
-        worker, mark = said["mark"]
-        if self._marks.setdefault(worker, mark) != mark:
+        worker, epoch, mark = said["mark"]
+        # Where no generator shows the entropy, an epoch whose first batch nobody has made may begin with another one.
+        place = int(worker), int(epoch) if hidden else 0
+        began, known = self._marks.get(place, (step, mark))
+        if known != mark and (step > began or not hidden):
             raise DifferenceError(
                 f"launch {number}, box {box}, step {step}: worker {worker} goes on with a loader that was seeded anew"
             )
+        self._marks[place] = min(began, step), mark
 
     # ---- faults
 

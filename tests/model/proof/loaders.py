@@ -59,7 +59,8 @@ class Noisy(Numbers):
         self.mark = float(np.random.default_rng().random()) if marked else 0.0
 
     def drawn(self) -> list[float]:
-        return [*super().drawn(), float(self.rng.random()), self.other.random(), self.mark]
+        drawn = [*super().drawn(), float(self.rng.random()), self.other.random()]
+        return [*drawn, current_assignment().epoch, self.mark] if self.mark else drawn
 
 
 @mutable

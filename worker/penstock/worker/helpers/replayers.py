@@ -48,8 +48,8 @@ async def run_task(
     deadline_s: float = DEADLINE_S,
     **fields: Any,
 ) -> ControlMessage:
-    """Let a helper process do `task` with the slot's loader, and return the helper's answer. If the helper is killed
-    from outside (SIGKILL), another helper does the task.
+    """Let a helper process do `task` with the slot's loader, and return the helper's answer. If the helper or its fork
+    server is killed from outside (SIGKILL), another helper does the task.
 
     Args:
         host: the daemon.
@@ -81,13 +81,19 @@ async def _by_child(
     deadline_s: float,
     fields: dict[str, Any],
 ) -> ControlMessage:
-    """Let a fresh child process do the task, and return its answer. If the child is killed from outside, try once more
-    with a second child."""
+    """Let a fresh child process do the task, and return its answer. If the child or its fork server is killed from
+    outside, try once more with a second child."""
     what, left_s = f"the helper process of {name}", deadline_s
     for last in (False, True):
         fork_server = await host.fork_server(assignment)
         answer: asyncio.Future[ControlMessage] = asyncio.get_running_loop().create_future()
-        child = await fork_server.fork("task", f"{name} {task}", progress_page, _first(answer), about_slot(assignment))
+        about = about_slot(assignment)
+        try:
+            child = await fork_server.fork("task", f"{name} {task}", progress_page, _first(answer), about)
+        except WorkerLostError:
+            if last:
+                raise
+            continue
         try:
             await _ask(host, child, assignment, points, task, fields)
             either: set[asyncio.Future[Any]] = {answer, child.exited}

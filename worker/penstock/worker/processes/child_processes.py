@@ -175,6 +175,9 @@ class Child:
     def kill(self) -> None:
         """Kill the child if it still runs. The fork server then kills the processes that the child had started."""
         self.unwanted = True
+        self.kill_process()
+
+    def kill_process(self) -> None:
         if self._process is not None:
             self._process.kill()
 
@@ -439,6 +442,7 @@ class ForkServer:
                 tempdir=tempdir,
             )
         except OSError as error:
+            self.dead = True
             child.gone(None)
             raise WorkerLostError(_FORK_SERVER_DIED) from error
         finally:
@@ -525,6 +529,6 @@ class ForkServer:
                 WorkerLostError("the Python interpreter for runners died while it started; see the worker's log")
             )
         for child in list(self._children.values()):
-            child.kill()  # the kernel kills it with its fork server
+            child.kill_process()  # the kernel kills it with its fork server
             child.gone(-int(signal.SIGKILL))
         self._ending = asyncio.ensure_future(end_orphans(ORPHANS_LEAST_S))
