@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from chains import kill_runners, runners
 from neighbours import beside
 from proof import cases
 from proxy import proxied_lanes
 from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto.errors import ReplayMismatchError
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +29,7 @@ def appliance() -> Iterator[Appliance]:
 
 
 def job(appliance: Appliance, **settings: Any) -> Appliance:
-    return beside(appliance, num_workers_per_box=1, replay=True, **settings)
+    return beside(appliance, **{"num_workers_per_box": 1, "replay": True, **settings})
 
 
 def epochs_of_text(appliance: Appliance, resume_at: int | None) -> list[list[int]]:
@@ -150,3 +153,22 @@ def test_a_new_connection_does_not_wait_for_a_later_batch(
         got += batches
         assert sum(proxy.connections for proxy in proxies()) >= 2
     assert torch.cat(got).tolist() == list(range(48))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of a lost worker
+def test_a_save_says_that_the_input_has_failed(appliance: Appliance) -> None:
+    """It does not wait for batches that the runner will not make. The other worker's batch is the loop's next one."""
+    before = runners()
+    with job(appliance, num_workers_per_box=2, timeout_s=40) as own:
+        loader = DataLoader(cases.unseeded)
+        executor = DataExecutor(loader, 400, 1, appliance=own)
+        with pytest.raises(ReplayMismatchError, match=r"Unseeded\.rng"):
+            for _ in executor:
+                if executor.step == 2:
+                    others = {pid for pid in runners() if b"slot 0" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+                    kill_runners(before | others)
+                if executor.step > 1:
+                    time.sleep(0.7)
+                if executor.step == 3:
+                    loader.state_dict()
+        assert executor.step == 3

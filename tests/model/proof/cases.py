@@ -97,3 +97,21 @@ class Held(Dataset[Any]):
 
 def held(folder: str) -> Any:
     return DataLoader(Held(24, folder), batch_size=8)
+
+
+class Unseeded(Dataset[Any]):
+    """Draws that no other process makes again."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng()
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.002)
+        return torch.tensor([index, self.rng.random()])
+
+
+def unseeded() -> Any:
+    return DataLoader(Unseeded(), 1)

@@ -114,6 +114,7 @@ class Slot:
         too much before its second batch."""
         self._making: records_pb2.Skip | None = None
         self.unsaved: records_pb2.ErrorDetail | None = None
+        self.broken: records_pb2.ErrorDetail | None = None
         self.ready = asyncio.Event()
         self._turn: QueueTurn | None = None
         self._stopping = False
@@ -491,7 +492,8 @@ class Slot:
         elif message.kind == "wants_resume":
             self.spawn(self._send_resume())
         elif message.kind == "broken":
-            self._log_failure(fields["error"]["message"])
+            self.broken = cut(records_pb2.ErrorDetail(**fields["error"]))
+            self._log_failure(self.broken.message)
         elif message.kind == "failed":
             self.fail(cut(records_pb2.ErrorDetail(**fields["error"])), lost=False)
         self.host.slot_changed()

@@ -99,6 +99,8 @@ class SlotContext(Protocol):
     from_before: set[tuple[int, int, int, bool, int]]
     """Positions (`StoredSnapshot.position`) of the restart points that earlier runners of the slot made."""
     unsaved: records_pb2.ErrorDetail | None
+    broken: records_pb2.ErrorDetail | None
+    """Error with which the input has failed. The runner still serves the batches before it."""
     ready: asyncio.Event
     begun: asyncio.Event
     attached: bool

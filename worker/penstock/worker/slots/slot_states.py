@@ -338,8 +338,7 @@ class SlotStates:
             # instead: another slot has fewer batches then, and reports that, and the end is final once this runner has
             # begun the next epoch.
             if reached < epoch if end is None else end > began and (named or reached < epoch):
-                if self._slot.phase == coordinator_pb2.FAILED:
-                    raise self._runner_failed(f"epoch {epoch}")
+                self._require_runner(f"epoch {epoch}")
                 await _pauses.next()
                 continue
             if end not in (None, began):
@@ -351,15 +350,20 @@ class SlotStates:
             if page.total >= total:
                 self._slot.drain()  # the runner sent its snapshots before the progress page showed the batch
                 return True
-            if self._slot.phase == coordinator_pb2.FAILED:
-                raise self._runner_failed(f"batch {total}")
+            self._require_runner(f"batch {total}")
             await _pauses.next()
 
-    def _runner_failed(self, before: str) -> StateUnavailableError:
-        return StateUnavailableError(
-            f"{self._slot.name}: the state cannot be saved, because the worker's process for this slot failed before "
-            f"{before}. The training loop raises its error: correct the cause, and resume from an earlier state"
-        )
+    def _require_runner(self, for_what: str) -> None:
+        """Raise an error if the runner makes no more batches. Whoever saves would wait for them until its deadline, and
+        a loop that saves does not take the batch with which it would get the error."""
+        if self._slot.broken is not None:
+            raise error_of(self._slot.broken)
+        if self._slot.phase == coordinator_pb2.FAILED:
+            raise StateUnavailableError(
+                f"{self._slot.name}: the state cannot be saved, because the worker's process for this slot failed "
+                f"before {for_what}. The training loop raises its error: correct the cause, and resume from an earlier "
+                "state"
+            )
 
     async def _begun(self, request: coordinator_pb2.StateRequest, tried: StoredSnapshot) -> None:
         """Wait until the runner has begun the requested epoch, after an abandoned one, and has taken a restart point
@@ -370,8 +374,7 @@ class SlotStates:
         slot, epoch, position = self._slot, request.epoch, request.position
         waits = not (self._waits_for_loop or position.delivered)
         while waits and slot.progress_page.begun < epoch:
-            if slot.phase == coordinator_pb2.FAILED:
-                raise self._runner_failed(f"epoch {epoch}")
+            self._require_runner(f"epoch {epoch}")
             await _pauses.next()
         slot.drain()
         if not waits or self._start(request) is tried:
