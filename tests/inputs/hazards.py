@@ -244,7 +244,8 @@ def leaks(mib: int, at_once: int = 0, batches: int = 60, state_s: float = 0.0, v
 
 class BadInScratch(streams.Counter):
     """Streams well; restored beside the stream, it goes wrong. `how`: or a folder, with a file for each time it is
-    killed then, or waits to be killed. Its states are aggregated, so one between two snapshots is made beside the stream."""
+    killed then, or waits to be killed. Its states are aggregated, so one between two snapshots is made beside the
+    stream."""
 
     loads_own_state = exact_states = True
 
