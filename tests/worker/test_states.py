@@ -42,7 +42,8 @@ def progress_page() -> Iterator[ProgressPage]:
 def states_of(progress_page: ProgressPage, **fields: Any) -> SlotStates:
     fields = {"assignment": records_pb2.WorkerAssignment(), "attached": True, "phase": pb.READY} | fields
     fields |= {"is_savable": True}
-    slot = cast(Slot, SimpleNamespace(progress_page=progress_page, name="box 0 slot 1", drain=lambda: None, **fields))
+    fields = {"progress_page": progress_page, "name": "box 0 slot 1", "drain": lambda: None, "broken": None, **fields}
+    slot = cast(Slot, SimpleNamespace(**fields))
     return SlotStates(slot)
 
 
