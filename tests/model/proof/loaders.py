@@ -60,7 +60,7 @@ class Noisy(Numbers):
 
     def drawn(self) -> list[float]:
         drawn = [*super().drawn(), float(self.rng.random()), self.other.random()]
-        return [*drawn, current_assignment().epoch, self.mark] if self.mark else drawn
+        return [*drawn, self.mark, current_assignment().epoch] if self.mark else drawn
 
 
 @mutable

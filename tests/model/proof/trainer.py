@@ -92,7 +92,7 @@ def _train(plan: Plan, options: dict[str, Any]) -> None:
         for step, batch, at in steps:
             said = {"step": step, "content": fingerprint(batch), "brief": brief(batch)}
             if not kind.is_function:
-                said["mark"] = [float(batch["label"][at]) for at in (0, -2, -1)]
+                said["mark"] = [float(batch["label"][at]) for at in (0, -1, -2)]
             del batch
             _say(said)
             if step in launch.saves:
