@@ -20,6 +20,6 @@ def main() -> None:
     parser.add_argument("--ready-fd", type=int)
     given = parser.parse_args()
     pairs = [each.split("=") for each in os.environ["LIMITS"].split(",")]
-    changed: dict[str, Any] = {name: int(value) for name, value in pairs}
+    changed: dict[str, Any] = {name: float(value) if "." in value else int(value) for name, value in pairs}
     limits = replace(Limits(), **changed)
     asyncio.run(serve(given.listen, given.state_dir, read_tokens(), ready=announcer(given.ready_fd), limits=limits))

@@ -33,7 +33,7 @@ from penstock.proto.rpc.calls import CoordinatorClient
 __all__ = ["AFTER", "DifferenceError", "History", "Outcome", "World", "reference"]
 
 DAEMONS = 3
-SLOTS = 6
+SLOTS = 4
 """Slots of each daemon: two of them have room for a job."""
 AFTER = 12
 """Steps that a launch which is killed would make beyond its end."""
@@ -74,7 +74,7 @@ class World:
     def running(cls) -> Iterator[World]:
         with tempfile.TemporaryDirectory(prefix="penstock-proof-") as name:
             folder = Path(name)
-            limits = "balance_after_s=1,balance_every_s=1,left_alone_s=1"
+            limits = "balance_after_s=0.3,balance_every_s=0.3,left_alone_s=0.3"
             cluster = LoggedCluster(folder / "state", "limited_coordinator", LIMITS=limits)
             try:
                 yield cls(cluster, folder)
@@ -417,13 +417,13 @@ class History:
                 )
         worker, epoch, mark = said["mark"]
         # Where no generator shows the entropy, an epoch whose first batch nobody has made may begin with another one.
-        place = int(worker), int(epoch) if hidden else 0
-        began, known = self._marks.get(place, (step, mark))
+        maker = int(worker), int(epoch) if hidden else 0
+        began, known = self._marks.get(maker, (step, mark))
         if known != mark and (step > began or not hidden):
             raise DifferenceError(
                 f"launch {number}, box {box}, step {step}: worker {worker} goes on with a loader that was seeded anew"
             )
-        self._marks[place] = min(began, step), mark
+        self._marks[maker] = min(began, step), mark
 
     # ---- faults
 
