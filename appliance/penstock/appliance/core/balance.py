@@ -1,28 +1,21 @@
-"""Balance: decides from measurements which slots should move to another worker.
+"""Balance: decides from measurements which slots should move to another worker. A move costs the start of a runner and
+a short replay, so a slot moves for two reasons only.
 
-A move costs the start of a runner on the new worker and a short replay. So a slot moves for two reasons only.
-
-Stragglers. A training loop takes the batches of its box's slots in turn, so one slow slot holds up the loop, however
-fast the other slots are. bottleneck.py finds such a slot in one of two ways. Either the loop waits for the slot while
-the other slots have batches ready and take less time for each batch, or the slot's batches are ready but arrive late. A
-slot that costs the loop a tenth of its time moves to a worker where it was not a straggler before, and where no slot of
-its run is one now. A worker on another machine is preferred, because the usual cause is the machine, its other load, or
-its network. The cause may also be the slot's own data. So the wait before the next move of the same straggler doubles
-each time, and the number of its moves is limited.
+Stragglers. A loop takes its slots' batches in turn, so one slow slot holds it up; bottleneck.py finds such a slot. One
+that costs the loop a tenth of its time moves to a worker where it was not a straggler before, and where no slot of its
+run is one now, if possible on another machine: its load or network is the usual cause. The cause may also be the slot's
+own data. So the wait doubles with each move of the same straggler, and the number of its moves is limited.
 
 Load. For example after workers have joined, slots move from the fullest worker to the emptiest, as long as the loads of
 the two, with the slot counted at both, differ by at least a quarter of a worker's capacity. A slot that runs on its
 box's own host stays there, because a batch costs only one memcpy there. A slot does not move to a worker that
-stragglers of the same run were moved away from: that worker is empty because it is slow, and the slot would have to
-leave it again.
+stragglers of the same run were moved away from.
 
-A slot is not moved if its loader would have to replay the whole epoch, or for longer than `replay_s` seconds from where
-its launch began, or if no snapshot holds its random state. In these cases the replay would hold up the loop for longer
-than the move gains.
+A slot stays if its loader would replay the whole epoch, or for longer than `replay_s` seconds, or if no snapshot holds
+its random state: the replay would hold up the loop for longer than the move gains.
 
-The check of thousands of slots takes tens of milliseconds, so it is done in slices. The cluster state may change
-between two slices, so only the lists of boxes and workers that are still to be checked are kept from one slice to the
-next.
+The check of thousands of slots takes tens of milliseconds, so it is done in slices. The cluster may change between two
+slices, so only the lists of boxes and workers that are still to be checked are kept.
 
 Pure: the cluster state is read, never changed.
 """

@@ -13,19 +13,17 @@ began after total - delivered batches of the slot, and did not end before batch 
 box, the plan has the right start of the epoch, with all slots live, and includes the end of every slot that has ended
 in it. The rest is arithmetic.
 
-Whether a loop will abandon an epoch by `break` is unknown until it does. Usually all boxes do so after the same step,
-but one of them reports it first. So if a box abandoned an epoch, the query waits for every box that has not yet
-reported a position beyond that step. This wait ends, because the box's loop is not inside a collective that waits for
-the caller.
+Usually all boxes abandon an epoch by `break` after the same step, but one of them reports it first. So the query then
+waits for every box that has not yet reported a position beyond that step. This wait ends, because the box's loop is not
+inside a collective that waits for the caller.
 
-If a slot is being recovered, the query waits until the slot's new worker is ready, and then asks that worker. If the
-training process of a box has stopped reporting, the query waits for it while another box of the run reports: a process
-that was only stopped comes back, and a save that failed at once would end a training whose processes all live. A box
-whose epoch is over, and whose loop has not begun another one, answers with its state after its last step.
+If a slot is being recovered, the query waits until its new worker is ready. If the training process of a box has
+stopped reporting, the query waits while another box of the run reports: a process that was only stopped comes back. A
+box whose epoch is over, and whose loop has not begun another one, answers with its state after its last step.
 
-The record of a box depends on this box alone. So boxes are collected in their order, with a limited number of slots at
-a time. The records of a complete box may be sent and dropped before the last boxes are begun. So the state of a large
-fleet need not be in memory as a whole. An error may therefore come after the records of some boxes.
+The record of a box depends on this box alone. So boxes are collected in order, a limited number of slots at a time, and
+the records of a complete box may be sent and dropped before the last boxes are begun. An error may therefore come after
+the records of some boxes.
 """
 
 from __future__ import annotations

@@ -6,21 +6,18 @@ batch ahead of the loop.
     batch n is used by the loop                  next() returns the copies,           │
                                                  the loop's stream waits for the event┘
 
-A frame is the message that announces a batch in the ring. Before `next` returns a batch to the loop, it starts the copy
-of the batch after that one (**stages** it) if the frame has arrived already. So the device copies while the loop
-computes. `next` never waits for the frame of a batch to stage. One batch ahead is enough: a copy that takes no longer
-than a step is hidden behind one step. A copy that takes longer limits the rate of the loop, however many copies are
-started ahead. Further batches ahead would only take device memory.
+Before `next` returns a batch to the loop, it starts the copy of the batch after that one (**stages** it) if its frame,
+the message that announces it, has arrived. So the device copies while the loop computes. `next` never waits for the
+frame of a batch to stage. More than one batch ahead would only take device memory: a copy that takes longer than a step
+limits the loop's rate, however many are started.
 
-**A staged batch is not delivered.** Position, digests, acks (messages to the worker about delivered batches) and saved
-states ignore it. If the loop abandons the epoch, the reader waits for the batch's copy before it drops the batch,
-because the producer reuses the entry as soon as it receives the message. If the batch's runner is replaced, the new
-runner sends the batch again. Only the frame of the batch that is due next is ever staged. Any other frame, or an error,
-stays with the consumer that read it, until the ordered reader handles it.
+**A staged batch is not delivered.** Position, digests, acks and saved states ignore it. If the loop abandons the epoch,
+the reader waits for the batch's copy before it drops the batch, because the producer then reuses the entry. If the
+batch's runner is replaced, the new one sends the batch again. Only the frame that is due next is ever staged.
 
-**A ring entry is released by the event of its copy**, once the batch is delivered. The loop has no views of the entry,
-so the end of a view cannot release it. Events are queried whenever the reader is called. They are also queried while it
-waits for a batch, because the producer of that batch may wait for a free entry.
+**A ring entry is released by the event of its copy**, once the batch is delivered: the loop has no views of the entry.
+Events are queried whenever the reader is called, and while it waits for a batch, because the producer may wait for a
+free entry.
 """
 
 from __future__ import annotations

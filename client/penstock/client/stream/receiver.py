@@ -1,36 +1,28 @@
 """The receiver: a process that receives batches over TCP into a ring on this host, for a training job with workers on
 other hosts.
 
-The receiver is a process, because a thread of the training process would share the interpreter lock with the loop. It
-imports neither torch nor numpy: `receiver_process.Receiver` starts this file by its path, because `python -m` would
-import penstock.client, and with that torch.
+It is a process, because a thread would share the interpreter lock with the loop. It imports neither torch nor numpy:
+`receiver_process.Receiver` starts this file by its path, because `python -m` would import penstock.client.
 
-The consumer of a lane, its end in the training process, connects to the receiver as to a daemon on its own host. Its
-first message, the Hello, names the address of the worker's daemon (`target`). For the consumer the receiver is a
-producer like any other, with two differences: each batch is received from TCP straight into a ring entry, and the
-consumer's acks (delivered batches and released entries) are forwarded to the sender, the worker's thread at the other
-end. Each lane is a state machine, and one thread serves all lanes. No code waits for a single socket. A receiver that
-waited for the network without reading from its consumer would not forward the consumer's acks, and then both sides
-would wait forever.
+The consumer of a lane connects to it as to a daemon on its own host, and its Hello names the address of the worker's
+daemon (`target`). For the consumer the receiver is a producer like any other, but each batch is received from TCP
+straight into a ring entry, and acks are forwarded to the sender, the worker's thread at the other end. Each lane is a
+state machine, and one thread serves all. No code waits for a single socket: a receiver that did not read from its
+consumer would not forward the acks that the sender waits for.
 
-The ring is the flow control: without a free entry the receiver does not read from TCP until the consumer releases an
-entry. Small batches are copied out of the receive buffer, and one receive gets many of them. A large batch is received
-into its entry, and the bytes after it are received into the buffer in the same call. A compressed batch comes in
-pieces: each is received into a buffer of the lane, and unpacked into the entry while the next is on its way.
+The ring is the flow control: without a free entry nothing is read from TCP. Small batches are copied out of the receive
+buffer, and one receive gets many of them. A large batch is received into its entry, and the bytes after it into the
+buffer in the same call. A compressed batch comes in pieces, each unpacked while the next is on its way. Frames are
+verified by the checksum in them, payloads by the one after them (penstock.proto.lane.tcp), summed piece by piece while
+in the processor's cache. A difference is an ERROR frame to the consumer, which reconnects and gets the data again.
 
-Arrived data are verified: frames by the checksum in them, payloads by the checksum after them
-(penstock.proto.lane.tcp). Each piece of a payload is summed right after its arrival, while it is in the processor's
-cache. A difference is an ERROR frame to the consumer, which reconnects and gets the data again.
-
-With TLS a receive returns at most 16 KiB, and epoll does not report the bytes that TLS has already read. So a lane that
-has not read all of these bytes when the next lane is served enters itself in `ReceiverLoop.again`. An invalid
-certificate of the worker, or the worker's refusal of this end's certificate, is an error and not a lost connection,
-because a retry would not help.
+With TLS a receive returns at most 16 KiB, and epoll does not report the bytes that TLS has already read: a lane that
+has such bytes left enters itself in `ReceiverLoop.again`. An invalid certificate of the worker, or the worker's refusal
+of this end's certificate, is an error and not a lost connection, because a retry would not help.
 
 Ends. If the TCP connection is lost or refused, complete batches are forwarded, then the consumer's socket ends, and the
 consumer reconnects. Only an error from the daemon, or an invalid stream, reaches the consumer as an ERROR frame. If the
-consumer is gone, its last acks are sent, then the TCP connection is closed. The process ends with the process of
-`--parent-pid`.
+consumer is gone, its last acks are sent, then TCP is closed. The process ends with the process of `--parent-pid`.
 """
 
 from __future__ import annotations

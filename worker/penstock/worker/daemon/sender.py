@@ -1,29 +1,21 @@
-"""Sender of batches over TCP: reads a runner's ring (shared memory), and sends its batches to a box (a data-parallel
-rank) on another host.
+"""Sender of batches over TCP: reads a runner's ring (shared memory), and sends its batches to a box on another host.
 
-The daemon runs one sender thread for each TCP lane. The runner treats the sender as any other consumer, so it works as
-for a consumer on its own host, and spends no processor time on sending. The sender forwards the runner's frames to the
-receiver on the other host. After each BATCH frame it sends the batch's bytes (the payload), straight from the ring, or
-compressed if the consumer requested that. Batches that the runner had produced before it died are still sent.
+The daemon runs one sender thread for each TCP lane. The runner treats the sender as any other consumer. The sender
+forwards the runner's frames to the receiver on the other host, and after each BATCH frame the batch's bytes (the
+payload), straight from the ring, or compressed if the consumer requested that.
 
-The sender polls both sockets, and each write takes as much as the socket accepts. So a socket that is not ready never
-holds up the other one. Outgoing data waits in the queue `_out`, in order; many small buffers are sent in one call. The
-ring bounds the number of batches in `_out`, because each of these batches holds a ring entry (compressed batches are
-copies, smaller than their entries). Frames without a payload hold no entry. MAX_OUT bounds their number, in case a
-runner sends too many.
+No socket that is not ready holds up the other one: both are polled, and outgoing data waits in `_out`, in order. The
+ring bounds the batches there; MAX_OUT bounds the frames without a payload, in case a runner sends too many. The
+checksum behind a payload (penstock.proto.lane.tcp) is computed a piece at a time, right before the piece is sent, so
+that the kernel finds the piece in the processor's cache.
 
-The checksum behind a payload (penstock.proto.lane.tcp) is computed a piece at a time, right before the piece is sent,
-so that the kernel finds the piece in the processor's cache.
+A ring entry is released when its batch was delivered to the remote loop, not when it was sent. So after a broken
+connection the next lane sends the batches again, and nothing is computed again. The receiver has a ring of its own;
+acks that free entries of that ring are not sent to this host.
 
-A ring entry is released to the runner when its batch was delivered to the remote training loop, not when it was sent.
-So a broken TCP connection costs no computation: the sender ends, the runner keeps the batches that were not delivered,
-and the next lane sends these batches again. The receiver has a ring of its own; acks that free entries of that ring are
-not sent to this host.
-
-When the runner has ended, the sender sends all batches that the runner had produced, and closes the TCP connection for
-sending. It then receives the last acks until the receiver closes the connection: closing sooner would destroy data that
-are still on their way. When the TCP connection is lost, the sender closes its socket to the runner without a CLOSE
-message. A CLOSE from either side is passed on.
+When the runner has ended, the sender sends all that it had produced, closes TCP for sending, and receives the last acks
+until the receiver closes: closing sooner would destroy data that are still on their way. When TCP is lost, the sender
+closes its socket to the runner without a CLOSE message. A CLOSE from either side is passed on.
 """
 
 from __future__ import annotations

@@ -192,8 +192,7 @@ class SlotStream:
                     return
 
     def _take_consumer(self) -> None:
-        """Wait for a consumer that the daemon has announced: it sends the frames up to now, and may have read the log
-        before the last of them."""
+        """Wait for a consumer that the daemon has announced: it may have read the log before the last frames of now."""
         log, taken = self.page.frame_log, self.page.frame_log.announced
         while log.passed_on < taken:
             self.serve(COMING_S)

@@ -12,18 +12,16 @@ To resume, the iterable is made again, the snapshot is loaded, and the samples f
 read again and dropped. Without a snapshot, all samples before the position are read again. Three rules make this
 reliable:
 
-- **The snapshot lies strictly before the position.** So at least one sample is read again, and compared
-  (sample_digest.py). Some iterables resume at a wrong sample, because they count after their `yield`, or read ahead.
-  The comparison detects this. The iterable is then read again from its beginning, with a warning, and an error is
-  raised only if the samples differ again. Two snapshots are kept, because the newest may lie at the position itself.
+- **The snapshot lies strictly before the position.** So at least one sample is read again, and compared: some iterables
+  count after their `yield`, or read ahead. After a difference the iterable is read again from its beginning, with a
+  warning; only another one is an error. Two snapshots are kept, because the newest may lie at the position itself.
 - **A state is encoded at once**, because it may change while its loader advances (torchdata's do).
 - **Random generators are set in a fixed order of steps**: seed them, make the iterable, load its state, set the
   generators back to their state after making the iterable, call `iter`, and set them to the state at the snapshot. With
   any other order a shuffled loader yields other batches.
 
-Snapshots are taken after a number of samples or seconds, but less often if they would take more than 1% of the time
-(snapshot_cadence.py). A saved position is as exact with an old snapshot as with a new one. No snapshot is taken after
-the last sample, because there the state of some loaders already belongs to their next epoch.
+Snapshots are taken by snapshot_cadence.py; a saved position is as exact with an old one. None is taken after the last
+sample, because there the state of some loaders already belongs to their next epoch.
 """
 
 from __future__ import annotations
