@@ -51,6 +51,17 @@ def test_the_reference_has_every_public_name(module: str) -> None:
     assert {name.rpartition(".")[2] for name in shown if name.rpartition(".")[0] == module} == exported(module)
 
 
+def test_the_tests_that_pages_name_are_there() -> None:
+    """A page that promises behaviour names the test of it. `test_x.py::test_y`, `test_y` or `test_y[case]`."""
+    files = list((REPO / "tests").rglob("test_*.py"))
+    there = {name for path in files for name in [path.stem, *re.findall(r"def (test_\w+)", path.read_text())]}
+    pages = [*(REPO / "docs").glob("*.md"), REPO / "README.md", REPO / "CONTRIBUTING.md"]
+    named = {
+        name for page in pages for name in re.findall(r"`(?:[\w/.]*[/:])?(test_\w+)(?:\[[^`]*)?`", page.read_text())
+    }
+    assert sorted(named - there) == []
+
+
 def exported(module: str) -> set[str]:
     """Its __all__, read and not imported: a framework takes seconds of a core."""
     spec = importlib.util.find_spec(module)
