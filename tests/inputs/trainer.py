@@ -20,12 +20,11 @@ import mixed
 import streams
 import torch
 import traps
-from proxy import Proxy
+from proxy import Proxy, dial_through
 from xxhash import xxh3_64_intdigest
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.stream.open_run import OpenRun
-from penstock.proto.v1 import coordinator_pb2 as pb
 
 
 def main() -> None:
@@ -70,15 +69,7 @@ def main() -> None:
 
 def put_proxies_between() -> None:
     proxies: dict[str, Proxy] = {}
-    dial = OpenRun.dial
-
-    def through(self: OpenRun, view: pb.SlotView, hello: Any) -> Any:
-        if view.tcp_address not in proxies:
-            proxies[view.tcp_address] = Proxy(view.tcp_address)
-        other = pb.SlotView()
-        other.CopyFrom(view)
-        other.tcp_address = proxies[view.tcp_address].address
-        return dial(self, other, hello)
+    OpenRun.dial = dial_through(proxies)  # type: ignore[method-assign]
 
     def cut(number: int, frame: object) -> None:
         for proxy in list(proxies.values()):
@@ -92,7 +83,6 @@ def put_proxies_between() -> None:
         for proxy in list(proxies.values()):
             proxy.heal()
 
-    OpenRun.dial = through  # type: ignore[method-assign]
     signal.signal(signal.SIGUSR1, cut)
     signal.signal(signal.SIGUSR2, silence)
     signal.signal(signal.SIGRTMIN, heal)

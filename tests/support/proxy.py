@@ -21,7 +21,7 @@ import pytest
 from penstock.client.stream.open_run import OpenRun
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-__all__ = ["Proxy", "proxied_lanes"]
+__all__ = ["Proxy", "dial_through", "proxied_lanes"]
 
 PIECE = 1 << 16
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with RST
@@ -148,10 +148,8 @@ class Proxy:
         self.close()
 
 
-@contextlib.contextmanager
-def proxied_lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Proxy]]]:
-    """Route TCP lanes that this process opens through proxies, one for each worker. Yields what returns them."""
-    proxies: dict[str, Proxy] = {}
+def dial_through(proxies: dict[str, Proxy]) -> Any:
+    """Return what opens TCP lanes in place of OpenRun.dial: through proxies, one for each worker, by its address."""
     dial = OpenRun.dial
 
     def through(self: OpenRun, view: pb.SlotView, hello: Any) -> Any:
@@ -162,7 +160,14 @@ def proxied_lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list
         other.tcp_address = proxies[view.tcp_address].address
         return dial(self, other, hello)
 
-    monkeypatch.setattr(OpenRun, "dial", through)
+    return through
+
+
+@contextlib.contextmanager
+def proxied_lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Proxy]]]:
+    """Route TCP lanes that this process opens through proxies, one for each worker. Yields what returns them."""
+    proxies: dict[str, Proxy] = {}
+    monkeypatch.setattr(OpenRun, "dial", dial_through(proxies))
     yield lambda: list(proxies.values())
     for proxy in proxies.values():
         proxy.close()
