@@ -199,7 +199,7 @@ bench: $(STAMP) ## measure the whole path beside its peers, 10 minutes; BENCH_AR
 
 bench-peers: $(PEER_NAMES:%=$(PEERS)/%/.setup-done) ## make the peers' environments, 5 GB below PEERS
 
-gpu: $(STAMP) ## all checks that need a CUDA device, 10 minutes; writes docs/gpu.md
+gpu: $(STAMP) ## all checks that need a CUDA device, 10 minutes; writes benchmarks/gpu.md
 	$(BIN)/python -m benchmarks.gpu
 
 storm: $(STAMP) ## many jobs opened at the same moment on two daemons: all of them must run; JOBS=50, or BOXES=200 of one job that save at once

@@ -2,7 +2,7 @@
 disk, and how much memory it takes.
 
     python -m benchmarks.checkpoint [--rounds 5] [--saves 3] [--mib 1024] [--quick] [--json FILE]
-        [--write docs/benchmarks.md] [--folder DIR]
+        [--write benchmarks/README.md] [--folder DIR]
 
 It compares Penstock's AsyncCheckpointer with torch's own methods to save, and with a floor, the least that any method
 must do. Each compared method is a mode. In each round each mode runs once, which is called its turn, in a process of

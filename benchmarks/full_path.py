@@ -1,10 +1,10 @@
 """Speed of Penstock's whole public path, from a loader in a worker to the training loop, compared with other libraries
 (peers) in one run on one machine.
 
-    python -m benchmarks.full_path [--suite path|snapshots|slots|slow|all] [--quick] [--write docs/benchmarks.md]
+    python -m benchmarks.full_path [--suite path|snapshots|slots|slow|all] [--quick] [--write benchmarks/README.md]
 
 Each compared way to deliver batches is a mode. All modes have the same work and take turns within each round; medians
-and ratios are reported. docs/benchmarks.md has the method, the set-up of the peers and the limits of the figures. The
+and ratios are reported. benchmarks/README.md has the method, the set-up of the peers and the limits of the figures. The
 results go to a folder (--out): results.json with all data of every round, results.md with the tables, results.png, and
 the output of each player.
 

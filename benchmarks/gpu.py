@@ -1,4 +1,4 @@
-"""All checks that need a CUDA device, and their figures in docs/gpu.md: what `make gpu` runs.
+"""All checks that need a CUDA device, and their figures in benchmarks/gpu.md: what `make gpu` runs.
 
     python -m benchmarks.gpu [--quick] [--device cpu] [--page FILE]
 
@@ -34,25 +34,10 @@ HEAD = """# On a GPU
 `make gpu` runs every check that needs a CUDA device and writes this page. A figure is comparable only with the others
 of its run.
 """
-NOT_RUN = """
-**Not run yet**: no GPU was at hand. Until the tables are here, no figure about GPUs is claimed, and the targets are
-only aims:
-
-- batches to the device: at least 0.9 of a plain copy of page-locked memory, from 1 MiB on;
-- a training step of a ViT-B/16: at most 1.01 of one on data that stays on the device;
-- staging of a checkpoint: at least 0.9 of a plain copy to page-locked memory.
-
-What is tested without a GPU: the order of copies, events and page-locks, by a CUDA runtime that records its calls
-(tests/client/test_device.py, tests/checkpoint/test_cuda_staging.py), and the whole path on torch's CPU backend
-([device.md](../benchmarks/device.md)).
-"""
 
 
-def page(results: dict[str, Any] | None) -> str:
-    """Return the text of docs/gpu.md. `results`: what `measure` returned; None for a page which says that nothing has
-    been run."""
-    if results is None:
-        return HEAD + NOT_RUN
+def page(results: dict[str, Any]) -> str:
+    """Return the text of benchmarks/gpu.md, of what `measure` returned."""
     step, staging = results["step"], results["staging"]
     rows = "\n".join(
         f"| {_size(row)} | {row['way']} | {row['batches_per_s']:,.0f} | {row['gb_per_s']:.2f} "
@@ -136,7 +121,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="small sizes and one round: a try of the program")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu.md", help="file to write")
+    parser.add_argument("--page", type=Path, default=ROOT / "benchmarks" / "gpu.md", help="file to write")
     options = parser.parse_args(given)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():

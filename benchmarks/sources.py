@@ -1,7 +1,7 @@
 """Speed of Penstock's sources compared with torch's DataLoader and torchdata's StatefulDataLoader: reading, seeking
 (resuming in the middle of an epoch), saving.
 
-    python -m benchmarks.sources [--rounds 5] [--quick] [--json FILE] [--write docs/benchmarks.md]
+    python -m benchmarks.sources [--rounds 5] [--quick] [--json FILE] [--write benchmarks/README.md]
 
 One process, one run, the same data in memory; in each round each reader has one turn, and medians are reported. Ratios
 are of these medians. The peers are set up as their documentation recommends. IBM's rescalable layers are not a package

@@ -12,7 +12,7 @@ from benchmarks.fleet_load import Fleet, percentile, spread
 from benchmarks.fleet_report import BEGIN, END, FULL, TARGETS, judge, markdown
 from benchmarks.report import between
 
-DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "benchmarks.md"
+DOCUMENT = Path(__file__).parent.parent.parent / "benchmarks" / "README.md"
 DEADLINE_S = 60.0
 
 

@@ -10,12 +10,6 @@ from benchmarks import gpu, gpu_staging, gpu_step
 from benchmarks.modes import ROOT
 
 
-def test_page_is_what_the_program_writes() -> None:
-    text = (ROOT / "docs" / "gpu.md").read_text()
-    assert text.startswith(gpu.HEAD)
-    assert text == gpu.page(None) or "## Staging of a checkpoint" in text
-
-
 def test_step_and_staging_on_the_cpu_backend(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     step = gpu_step.measure_steps(gpu_step.SMALL, cpu, 1, 1)

@@ -14,7 +14,7 @@ from benchmarks.report import BEGIN, END, between, markdown
 from benchmarks.suites import Plan, turns
 from benchmarks.targets import TARGETS, judge
 
-DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "benchmarks.md"
+DOCUMENT = Path(__file__).parent.parent.parent / "benchmarks" / "README.md"
 
 
 def record(batches: int, span_s: float = 1.0, **cpu_s: float) -> dict[str, Any]:

@@ -484,6 +484,6 @@ def test_depth_is_capped(name: str) -> None:
 
 
 def test_page_and_json_know_every_tag() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "grpc.md").read_text()
+    page = (Path(__file__).parents[2] / "examples" / "state_over_grpc" / "envelope.md").read_text()
     named = set(re.findall(r'`\["([\w.]+)"', page))
     assert named == state._UNPACK.keys() == state_json._TAGGED.keys()

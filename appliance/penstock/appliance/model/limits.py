@@ -62,7 +62,7 @@ class Limits:
     """Heartbeat interval in a small fleet. The figures in `penstock status` are at most this old."""
     heartbeats_per_s: float = 2000.0
     """Largest number of heartbeats per second of the whole fleet: above 2,000 workers the heartbeat interval and the
-    lease grow. docs/benchmarks.md has the cost of a call."""
+    lease grow. benchmarks/README.md has the cost of a call."""
     watches_per_s: float = 200.0
     """Largest rate of WatchRun calls of all boxes: above 200 boxes their interval grows, above 660 their lease."""
     shrinks_after_s: float = 60.0
@@ -136,7 +136,7 @@ class Limits:
     snapshots_least_per_s: float = 50.0
     """Number of snapshots per second that is always allowed, however many heartbeats the coordinator receives."""
     calls_per_s: float = 2600.0
-    """Number of calls per second that a coordinator can answer promptly on one core: see docs/benchmarks.md."""
+    """Number of calls per second that a coordinator can answer promptly on one core: see benchmarks/README.md."""
     snapshot_slot_bytes_per_s: float = 4 * MIB
     snapshot_every_s: float = 1.0
     """Shortest interval between snapshots of one slot, however small the fleet."""

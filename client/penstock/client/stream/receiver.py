@@ -82,7 +82,7 @@ AHEAD = 4 << 10
 copied quickly."""
 WAKE_AT = 512 << 10
 """Number of bytes of a large payload that must have arrived before they are received. Without this limit one call gets
-160 KiB of 8 MiB, and the wake-ups cost sender and receiver a tenth of their time (docs/benchmarks.md)."""
+160 KiB of 8 MiB, and the wake-ups cost sender and receiver a tenth of their time (benchmarks/README.md)."""
 READS_A_TURN = 32
 """Largest number of receive calls for one lane before the other lanes are served."""
 PACKED_AHEAD = 32 << 10
