@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import gpu, gpu_staging, gpu_step
-from benchmarks.modes import ROOT
 
 
 def test_step_and_staging_on_the_cpu_backend(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from documented import REPO, Block, blocks
+from documented import REPO, blocks
 from neighbours import beside
 
 from penstock.client import Appliance
@@ -23,7 +23,7 @@ ENERGON, TF_DATA = "from_energon", "from_tf_data"
 NOTE = "run by tests/integrations/test_from_pages.py"
 BLOCKS = [
     block
-    for page in (STATEFUL, STREAMING, ENERGON, TF_DATA)
+    for page in sorted([STATEFUL, STREAMING, ENERGON, TF_DATA])
     for block in blocks(REPO / f"docs/{page}.md")
     if block.note == NOTE
 ]
