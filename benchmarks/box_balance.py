@@ -26,7 +26,7 @@ import numpy.typing as npt
 from benchmarks import machine
 
 from penstock.data import Balance, MapLoader
-from penstock.data.ordering.balancing.row_assignment import assign_to_boxes, assign_to_steps
+from penstock.data.ordering.balance import assign_to_boxes, assign_to_steps
 
 __all__ = ["main"]
 

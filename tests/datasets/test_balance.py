@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.data import Balance, MapLoader, StreamingDataset, StreamingLoader
-from penstock.data.ordering.balancing import balanced_order
-from penstock.data.ordering.balancing.row_assignment import assign_to_boxes, assign_to_steps
+from penstock.data.ordering import balance as balance_module
+from penstock.data.ordering.balance import assign_to_boxes, assign_to_steps
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
 from penstock.worker.batch.building import collate
 
@@ -223,7 +223,7 @@ def test_bad_costs_name_the_remedy(balance: Any, words: str) -> None:
 
 
 def test_batches_larger_than_a_window_are_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(balanced_order, "WINDOW_LIMIT", 8)
+    monkeypatch.setattr(balance_module, "WINDOW_LIMIT", 8)
     assert len(list(loader(1))) == len(list(loader(None)))
     with pytest.raises(InvalidArgumentError, match="over_steps must be at most 1 with 16 rows"):
         loader(2)

@@ -18,7 +18,7 @@ from format_folders import indexed
 from penstock.data import LogicalShards, MegatronDocuments, ShardLoader, StreamingDataset, megatron_blend
 from penstock.data.formats.megatron import token_index
 from penstock.data.formats.megatron.token_documents import index_megatron
-from penstock.data.sharded.blends.megatron_blend import MegatronPart
+from penstock.data.sharded.megatron_blend import MegatronPart
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, StateMismatchError
 
 DATA = Path(__file__).parents[1] / "data" / "megatron"

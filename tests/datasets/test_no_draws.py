@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 from penstock.data import LogicalShards, MapLoader, MDSWriter, ShardLoader, StreamingDataset, VideoClip
 from penstock.data.formats.media import clips
 from penstock.data.loading import map_reading
-from penstock.data.loading.no_draws import draws_nothing
+from penstock.data.loading.keyed_random import draws_nothing
 
 
 def tensors() -> Any:

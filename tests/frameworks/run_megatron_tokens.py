@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.data import MegatronDocuments, megatron_blend
-from penstock.data.sharded.blends.megatron_blend import MegatronPart
+from penstock.data.sharded.megatron_blend import MegatronPart
 
 indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
 

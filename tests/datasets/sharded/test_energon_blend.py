@@ -13,7 +13,7 @@ from archives import archive
 from shard_server import ShardServer
 
 from penstock.data import LogicalShards, MapLoader, Mixture, ShardLoader, energon_blend, energon_concat, index_folder
-from penstock.data.sharded.blends.energon_plan import BlendPlan, read_plan
+from penstock.data.sharded.energon_blend import BlendPlan, read_plan
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 OLD = "splits: {train: {datasets: [{weight: 2, path: ../a, subflavor: x}, {path: b, split_part: val}]}}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,7 +26,8 @@ from penstock.data import (
     Repeated,
     WindowShuffled,
 )
-from penstock.data.sharded.protocol import PositionOf, SavedPosition
+from penstock.data.sharded.layers.layer import Layer
+from penstock.data.sharded.protocol import Cursor, PositionOf, SavedPosition
 from penstock.data.sharded.shard_loader import ShardLoader
 from penstock.data.sharded.shard_states import differences
 from penstock.proto.errors import (
@@ -487,3 +488,45 @@ def test_advance_state_needs_lengths_and_no_draws() -> None:
     ):
         assert loader_of(source).advance_state is None
     assert loader_of(Repeated(Filtered(numbers, bool, random=True))).advance_state is not None
+
+
+class Doubled(Layer):
+    """Layer of a user that yields what its source yields, unchanged."""
+
+    def open(self, *args: Any) -> Cursor:
+        return self.source.open(*args)
+
+    def lengths(self, epoch: int) -> Sequence[int] | None:
+        return self.source.lengths(epoch)
+
+
+class Keyed(Doubled):
+    keyed = True
+
+
+class Inheriting(Keyed):
+    pass
+
+
+class Random(Doubled):
+    @property
+    def keyed(self) -> bool:
+        return bool(self.source.num_shards == 4)
+
+
+class Widened(Chunked):
+    """A user's layer that may draw where ours does not."""
+
+
+def test_a_users_layer_says_itself_that_it_is_keyed() -> None:
+    numbers = LogicalShards([range(90)], shards=4)
+    keyed: tuple[Any, ...] = (Keyed(numbers), Random(numbers), Keyed(Repeated(Keyed(numbers))))
+    for source in keyed:
+        loader = loader_of(source)
+        assert loader.draws_nothing
+        assert loader.advance_state is not None
+    below = Keyed(Mapped(numbers, str))
+    for source in (Doubled(numbers), Inheriting(numbers), Random(Listed(UNEQUAL)), below, Widened(numbers, length=4)):
+        loader = loader_of(source)
+        assert not loader.draws_nothing
+        assert loader.advance_state is None

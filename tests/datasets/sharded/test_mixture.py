@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.data import LogicalShards, Mixture, Repeated, Schedule, ShardedSource, WindowShuffled
-from penstock.data.sharded.layers import mixture, mixture_shares
+from penstock.data.sharded.layers import mixture, mixture_order
 from penstock.data.sharded.layers.mixture import Stop
-from penstock.data.sharded.layers.mixture_shares import MAX_PARTS, MixtureShares, parts_of, shares_of
+from penstock.data.sharded.layers.mixture_order import MixtureShares, shares_of
+from penstock.data.sharded.layers.mixture_schedule import MAX_PARTS, parts_of
 from penstock.data.sharded.protocol import Cursor, PositionOf
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
 from penstock.proto.state.generators import derive_seed
@@ -96,7 +97,7 @@ def worst(parts: Sequence[int], order: Any) -> Fraction:
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any), st.integers(0, 3))
 def test_shares_are_exact_to_one_sample(parts: list[int], block: int) -> None:
-    order = shares_of(tuple(parts)).many(np.arange((block + 2) * mixture_shares.POSITIONS))
+    order = shares_of(tuple(parts)).many(np.arange((block + 2) * mixture_order.POSITIONS))
     assert worst(parts, order) < 1
 
 
@@ -107,7 +108,7 @@ def test_shares_are_exact_to_one_sample(parts: list[int], block: int) -> None:
 )
 def test_shares_of_harder_weights(weights: list[float]) -> None:
     parts = parts_of(weights)
-    assert worst(parts, shares_of(parts).many(np.arange(sum(parts) + mixture_shares.POSITIONS))) < 1
+    assert worst(parts, shares_of(parts).many(np.arange(sum(parts) + mixture_order.POSITIONS))) < 1
 
 
 def test_one_position_or_many() -> None:

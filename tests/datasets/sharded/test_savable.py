@@ -25,7 +25,7 @@ from opaque_streams import Counter, CountsLate, drawing, rows_of
 from penstock.data import Savable
 from penstock.data.sharded.protocol import SavedPosition
 from penstock.data.sharded.sources import opaque
-from penstock.data.sharded.sources.sample_digest import SampleDigests
+from penstock.data.sharded.sources.opaque import SampleDigests
 from penstock.proto.errors import (
     DatasetError,
     InvalidArgumentError,

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.data.sharded.rows.endless_order import EndlessOrder
-from penstock.data.sharded.rows.round_robin import RoundRobin
+from penstock.data.sharded.shard_orders import EndlessOrder, RoundRobin
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 9), st.just(0)), min_size=1, max_size=9)
 
@@ -122,7 +121,7 @@ def test_own_shards_are_those_of_the_workers_rows(
 def test_dividing_workers_share_no_shard(
     boxes: int, workers: int, batch: int, partitions: int, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.data.sharded.rows.endless_order.POSITIONS_PER_CALL", 5)
+    monkeypatch.setattr("penstock.data.sharded.shard_orders.POSITIONS_PER_CALL", 5)
     endless_order = EndlessOrder(36, partitions, 12)
     readers: dict[int, set[tuple[int, int]]] = defaultdict(set)
     for box in range(boxes):

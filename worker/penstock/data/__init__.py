@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from penstock.data.loading.counting import Counts
     from penstock.data.loading.map_loader import MapLoader
     from penstock.data.loading.streaming_loader import StreamingLoader
-    from penstock.data.ordering.balancing.balanced_order import Balance
-    from penstock.data.sharded.blends.energon_blend import energon_blend, energon_concat
-    from penstock.data.sharded.blends.megatron_blend import megatron_blend
-    from penstock.data.sharded.documents.packed_rows import collate_packed
+    from penstock.data.ordering.balance import Balance
+    from penstock.data.sharded.energon_blend import energon_blend, energon_concat
     from penstock.data.sharded.layers.chunked import Chunked
     from penstock.data.sharded.layers.mapped import Filtered, Mapped, SkipSample
     from penstock.data.sharded.layers.mixture import Mixture
     from penstock.data.sharded.layers.mixture_schedule import Ramp, Schedule
     from penstock.data.sharded.layers.packed import Packed
+    from penstock.data.sharded.layers.packed_rows import collate_packed
     from penstock.data.sharded.layers.repeated import Repeated
     from penstock.data.sharded.layers.windows import Grouped, WindowShuffled
+    from penstock.data.sharded.megatron_blend import megatron_blend
     from penstock.data.sharded.protocol import Cursor, ShardedSource
     from penstock.data.sharded.shard_loader import ShardLoader
     from penstock.data.sharded.sources.lines import LineFile
@@ -87,7 +87,7 @@ __all__ = [
 
 _MODULES = {
     "AudioClip": "formats.media.clips",
-    "Balance": "ordering.balancing.balanced_order",
+    "Balance": "ordering.balance",
     "CSVWriter": "writing.text_writers",
     "Chunked": "sharded.layers.chunked",
     "Converted": "converting.convert",
@@ -120,13 +120,13 @@ _MODULES = {
     "VideoClip": "formats.media.clips",
     "WindowShuffled": "sharded.layers.windows",
     "XSVWriter": "writing.text_writers",
-    "collate_packed": "sharded.documents.packed_rows",
+    "collate_packed": "sharded.layers.packed_rows",
     "convert_dataset": "converting.convert",
-    "energon_blend": "sharded.blends.energon_blend",
-    "energon_concat": "sharded.blends.energon_blend",
+    "energon_blend": "sharded.energon_blend",
+    "energon_concat": "sharded.energon_blend",
     "index_folder": "writing.index_folder",
     "index_parquet": "writing.index_parquet",
-    "megatron_blend": "sharded.blends.megatron_blend",
+    "megatron_blend": "sharded.megatron_blend",
     "merge_index": "writing.merge_index",
 }
 """Public name -> module, relative to this package, in which it is defined."""

@@ -12,18 +12,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 from xxhash import xxh3_64_intdigest
 
 from penstock.data.ordering.permutation import mix
 from penstock.proto.state.found_generators import capture, defining_modules, find_generators, reseed, restore
 from penstock.proto.state.generators import capture_rng, restore_rng
 
-__all__ = ["Generators", "Seeds", "seed_generators", "seeded", "seeds_of"]
+__all__ = ["CONTAINERS", "Generators", "Seeds", "draws_nothing", "seed_generators", "seeded", "seeds_of"]
+
 
 _PYTHON, _OTHERS = 0, 1
 """Constants from which seeds are computed, so that Python's generator and the other two get different seeds."""
@@ -94,3 +96,26 @@ def seeded(make: Callable[[], T], key: int, *position: int) -> T:
         return make()
     finally:
         restore_rng(before)
+
+
+CONTAINERS = (list, tuple, range, np.ndarray, np.memmap, torch.Tensor)
+"""Types whose items are read without calling user code."""
+
+
+def draws_nothing(dataset: Any) -> bool:
+    """Return True if no user code runs when samples of a dataset are read."""
+    kind = type(dataset)
+    if kind in CONTAINERS:
+        return True
+    if kind is TensorDataset:
+        return all(map(draws_nothing, dataset.tensors))
+    if kind is Subset:
+        return draws_nothing(dataset.indices) and draws_nothing(dataset.dataset)
+    if kind is ConcatDataset:
+        return all(map(draws_nothing, dataset.datasets))
+    if kind is StackDataset:
+        parts = dataset.datasets
+        return type(parts) in (dict, tuple) and all(
+            map(draws_nothing, parts.values() if isinstance(parts, dict) else parts)
+        )
+    return False

@@ -14,11 +14,11 @@ from penstock.data.batch_columns import columns_match_samples
 from penstock.data.loading.collating import checked_collate, may_draw
 from penstock.data.loading.counting import Counts, LoaderCounts
 from penstock.data.loading.fetching import ReadAhead, check_threads, in_processes, in_threads
+from penstock.data.loading.keyed_random import draws_nothing
 from penstock.data.loading.map_reading import MapReader
-from penstock.data.loading.no_draws import draws_nothing
 from penstock.data.loading.position_loader import Fetcher, PositionLoader, balanced_order, check_settings
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
-from penstock.data.ordering.balancing.balanced_order import Balance
+from penstock.data.ordering.balance import Balance
 from penstock.data.ordering.epoch_plan import BatchPlan, SampleOrder, WorkerBatches
 from penstock.data.ordering.partition import Tail
 from penstock.data.ordering.permutation import Ints

@@ -22,7 +22,7 @@ from penstock.data.loading.counting import LoaderCounts, skipped_rows
 from penstock.data.loading.map_reading import MapReader
 from penstock.data.loading.restore_keys import PositionKeys, checked_name, with_keys
 from penstock.data.loading.worker_identity import WorkerIdentity
-from penstock.data.ordering.balancing.balanced_order import Balance, Balanced, Imbalance
+from penstock.data.ordering.balance import Balance, Balanced, Imbalance
 from penstock.data.ordering.epoch_plan import BatchPlan, EpochPlan, EpochRemainder, SampleOrder, WorkerBatches
 from penstock.data.ordering.order_states import (
     OrderProgress,

@@ -21,7 +21,7 @@ from penstock.data.loading.map_reading import MapReader
 from penstock.data.loading.position_loader import Fetcher, PositionLoader, balanced_order, check_settings
 from penstock.data.loading.upcoming_shards import ReadingRate, UpcomingShards
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
-from penstock.data.ordering.balancing.balanced_order import Balance
+from penstock.data.ordering.balance import Balance
 from penstock.data.ordering.epoch_plan import BatchPlan, EpochRemainder, WorkerBatches
 from penstock.data.ordering.order_states import (
     VERSIONS,
@@ -386,15 +386,7 @@ class StreamingLoader(PositionLoader):
 
     def _add_needs(self, shards: list[Ints], needed_at: list[Ints], epoch: int, positions: Ints, shift: int) -> None:
         """Append to `shards` the units (row groups or shards) that positions of an epoch need, and to `needed_at` the
-        position at which each is needed.
-
-        Args:
-            shards, needed_at: lists to which arrays are appended.
-            epoch: number of the epoch.
-            positions: positions in the epoch. If they have gaps, because only some were examined, the other units of
-                the same shuffle blocks are appended too. They count as needed after a quarter of the positions.
-            shift: number that is added to each position, to count from the beginning of an earlier epoch.
-        """
+        position at which each is needed."""
         if not len(positions):
             return
         shards.append(self.dataset.units_of(self._shards.ids(epoch, positions)))

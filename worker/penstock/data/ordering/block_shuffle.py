@@ -3,44 +3,155 @@
     index in a partition -> index in the sequence -> permuted within its block -> part -> shard and sample
 
 - A *part* is a shard, or a piece of a shard. All parts of the epoch, in a random order, form one *sequence* of samples.
-- The sequence is cut into equal *partitions*, and a partition into *blocks*. A block is a few neighbouring parts; at
-  the border of a partition it may have only a piece of a part. Samples are permuted only within their block.
+- The sequence is cut into equal *partitions*, and a partition into *blocks*: a few neighbouring parts, at the border of
+  a partition perhaps only pieces of them. Samples are permuted only within their block.
 
-So only the shards of one block are needed to find the sample at a position. One number is kept in memory for each
-part, the index in the sequence at which it begins: 4 MiB for a million shards of fewer than 2^32 samples together.
+So only the shards of one block are needed to find the sample at a position. One number is kept in memory for each part:
+4 MiB for a million shards of fewer than 2^32 samples together.
 
 Files that themselves consist of blocks, such as the row groups of Parquet, add a level. Each row group is then a shard
-here. The parts of one file stay neighbours in the sequence, and are called a *file run*. The file runs are permuted,
-and a block of the sequence is a few neighbouring file runs, so only a few files are needed at a time. Within the block
-the parts are permuted; samples are permuted only within groups of parts that fit in memory (nested_blocks.py). If each
-shard is a file, each part is a file run of its own. The *rank* of a file run is its place after the permutation.
+here. The parts of one file stay neighbours in the sequence, as a *file run*; the file runs are permuted, and a block of
+the sequence is a few of them, so only a few files are needed at a time. Within the block the parts are permuted, and
+samples only within groups of parts that fit in memory (NestedBlocks). The *rank* of a file run is its place after the
+permutation.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.data.ordering.computed_columns import Consecutive
-from penstock.data.ordering.nested_blocks import NestedBlocks
 from penstock.data.ordering.permutation import Ints, Words, mix, permuted
-from penstock.data.ordering.shard_selection import ShardParts
 
-__all__ = ["Blocks", "PartSequence"]
+__all__ = ["Blocks", "Consecutive", "NestedBlocks", "PartSequence", "Zeros"]
+
 
 RANKS = 1 << 16
 """Number of file runs whose places in the sequence are computed at a time, which limits the memory needed."""
 Blocks = list[tuple[int, Ints]]
-"""Blocks (samples that are permuted together) in which some requested positions lie. Each block is given as (index of
-the first requested position that lies in it, numbers of its shards)."""
+"""For each block: (index of the first requested position that lies in it, numbers of its shards)."""
+
+
+@dataclass(frozen=True)
+class Consecutive:
+    """The numbers `first`, `first` + 1, ...: an array that takes no memory, for orders of a million shards."""
+
+    first: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, at: Ints) -> Ints:
+        return at + self.first
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Ints:
+        return np.arange(self.first, self.first + self.count)
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """Array of `count` zeros that takes no memory."""
+
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, at: Ints) -> Ints:
+        return np.zeros_like(at)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Ints:
+        return np.zeros(self.count, np.int64)
+
+
+@dataclass(frozen=True)
+class ShardParts:
+    """Parts that an epoch takes: whole shards, and pieces of shards; arrays with one entry for each part."""
+
+    shard: Ints | Consecutive
+    count: Ints
+    first: Ints | Zeros
+    """Index, in the shard's shuffled order, at which the part begins; 0 for a whole shard."""
+    key: Words | Zeros
+    """Key of a permutation of the shard's samples, of which the part is a piece; not used for a whole shard."""
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    @staticmethod
+    def joined(parts: list[ShardParts]) -> ShardParts:
+        if len(parts) == 1:
+            return parts[0]
+        return ShardParts(
+            np.concatenate([np.asarray(part.shard) for part in parts]),
+            np.concatenate([part.count for part in parts]),
+            np.concatenate([np.asarray(part.first) for part in parts]),
+            np.concatenate([np.asarray(part.key).astype(np.uint64) for part in parts]),
+        )
+
+
+def parts_of(
+    sizes: Ints,
+    share: int,
+    first_shard: int,
+    *,
+    epoch: int,
+    key: int,
+    shuffle: bool,
+    files: Ints | None = None,
+) -> ShardParts:
+    """Return the parts that an epoch takes from a stream.
+
+    An epoch that takes q L + r samples (r < L) from a stream of L samples takes every shard q times, and r samples
+    more, which begin where those of the epoch before ended. So these do not repeat before the whole stream was read: if
+    an epoch takes a tenth of the stream, every sample is seen once in ten epochs. The shards that an epoch takes from
+    one file (see `ShardedOrder`) stay neighbours.
+    """
+    count, total = len(sizes), int(sizes.sum())
+    times, rest = divmod(share, total) if total else (0, 0)
+    if (times, rest) == (1, 0):
+        return ShardParts(Consecutive(first_shard, count), sizes, Zeros(count), Zeros(count))
+    whole = np.tile(np.arange(first_shard, first_shard + count), times)
+    parts = [ShardParts(whole, np.tile(sizes, times), np.zeros(len(whole), np.int64), np.zeros(len(whole), np.uint64))]
+    repeat, at = divmod(epoch * rest, total) if total else (0, 0)
+    while rest:
+        taken = min(rest, total - at)
+        parts.append(
+            _piece(sizes, at, at + taken, first_shard, key=int(mix(key, repeat)), shuffle=shuffle, files=files)
+        )
+        rest, repeat, at = rest - taken, repeat + 1, 0
+    return ShardParts.joined(parts)
+
+
+def _piece(
+    sizes: Ints, start: int, stop: int, first_shard: int, *, key: int, shuffle: bool, files: Ints | None
+) -> ShardParts:
+    """Return the parts with the samples `start` to `stop` - 1 of one repeat of the stream, whose shards `key`
+    orders."""
+    order = np.arange(len(sizes))
+    if shuffle and files is None:
+        order = permuted(order, len(sizes), np.uint64(key))
+    elif shuffle and files is not None:
+        _, number = np.unique(files, return_inverse=True)
+        ranks = permuted(np.arange(number[-1] + 1), int(number[-1]) + 1, np.uint64(key))
+        order = np.argsort(ranks[number], kind="stable")
+    ends = np.cumsum(sizes[order])
+    begins = ends - sizes[order]
+    inside = np.flatnonzero((ends > start) & (begins < stop))
+    shard, begin, end = order[inside], begins[inside], ends[inside]
+    first = np.maximum(begin, start) - begin
+    keys = mix(key, shard + 1)
+    return ShardParts(shard + first_shard, np.minimum(end, stop) - begin - first, first, keys)
 
 
 class PartSequence:
-    """Shuffled sequence of the samples of an epoch's parts (shards or pieces of shards). The words part, block,
-    partition, file run and rank are explained at the head of this module."""
+    """Shuffled sequence of the samples of an epoch's parts. The words are explained at the head of this module."""
 
     def __init__(
         self,
@@ -55,19 +166,11 @@ class PartSequence:
         files: Ints | None = None,
         inner: int | None = None,
     ) -> None:
-        """
-        Args:
-            parts: the parts, in the order before they are permuted.
-            sizes: number of samples in each shard.
-            starts: number of the first sample of each shard, then the number of all samples.
-            key: key of the epoch's permutations, 64 bits.
-            shuffle: False: the samples come in the order of `parts`.
-            block: approximate number of samples that are permuted together; None: all samples of a partition.
-            partitions: number of equal partitions into which the sequence is cut.
-            files: for each shard, the number of the file in which it is a block; None: each shard is a file.
-            inner: approximate number of samples that are permuted together in files with blocks; None: all samples of
-                a block.
-        """
+        """Args: | parts: the parts, in the order before they are permuted. | sizes: number of samples in each shard. |
+        starts: number of the first sample of each shard, then the number of all samples. | block: approximate number of
+        samples that are permuted together; None: all samples of a partition. | files: for each shard, the number of the
+        file in which it is a block; None: each shard is a file. | inner: approximate number of samples that are
+        permuted together in files with blocks; None: all of a block."""
         self._parts, self._sizes, self._starts = parts, sizes, starts
         self._key, self._shuffle, self._partitions, self._inner = key, shuffle, partitions, inner
         self._part_bounds = starts if parts.count is sizes else _sums(parts.count)
@@ -77,18 +180,16 @@ class PartSequence:
         self._known: OrderedDict[int, NestedBlocks] = OrderedDict()
         self._length = int(self._part_bounds[-1])
         self._bounds = self._run_bounds(parts.count if files is None else np.diff(self._part_bounds[self._runs]))
-        """For each file run, in the order of their ranks (places after the permutation), the index in the sequence at
-        which it begins; then the length of the sequence. Shape (file runs + 1,)."""
+        """By rank of a file run: the index in the sequence at which it begins; then the length. Shape (file runs +
+        1,)."""
         mean = self._length / max(1, self._count)
         self._block = self._count if block is None else max(1, min(self._count, round(block / max(1.0, mean))))
         partition = np.arange(partitions + 1)
         self._partition_starts = partition * (self._length // partitions)
         self._partition_starts += np.minimum(partition, self._length % partitions)
-        """Index in the sequence at which each partition begins. If the sequence cannot be divided evenly, the first
-        partitions have one sample more."""
+        """Index in the sequence at which each partition begins. The first partitions may have one sample more."""
         self._first = self._rank(self._partition_starts[:-1])
-        """For each partition, the rank (place after the permutation) of the file run in which it begins; shape
-        (partitions,)."""
+        """For each partition, the rank of the file run in which it begins."""
 
     @property
     def _count(self) -> int:
@@ -96,8 +197,8 @@ class PartSequence:
         return len(self._runs) - 1
 
     def ids(self, positions: Ints) -> Ints:
-        """Return the numbers of the samples at these positions. Positions are counted from 0 through the partitions in
-        turn: with C partitions, position p is sample p div C of partition p mod C."""
+        """Return the numbers of the samples at these positions. With C partitions, position p is sample p div C of
+        partition p mod C."""
         at = self._at(positions)
         if self._shuffle:
             low, high, keys = self._blocks(at, positions % self._partitions)
@@ -135,9 +236,8 @@ class PartSequence:
         return found
 
     def _windows(self, low: Ints, high: Ints, keys: Words) -> list[tuple[Ints, NestedBlocks]]:
-        """Group some indexes of the sequence by the blocks in which they lie. Return, for each block, the places of its
-        indexes in the arguments, and the order of the samples within the block. `low`, `high`, `keys`: for each index,
-        the beginning, the end and the key of its block, as `_blocks` returns them."""
+        """Group indexes of the sequence by block. Return, for each block, the places of its indexes in the arguments,
+        and the order within the block. `low`, `high`, `keys`: what `_blocks` returns for the indexes."""
         found = []
         for begin in np.unique(low).tolist():
             chosen = np.flatnonzero(low == begin)
@@ -163,9 +263,8 @@ class PartSequence:
         return at
 
     def _blocks(self, at: Ints, partition: Ints) -> tuple[Ints, Ints, Words]:
-        """Return three arrays that describe, for each index `at` of the sequence, the block that contains it: the index
-        at which the block begins, the index at which it ends, and the key of its permutation. `partition`: for each
-        index, the number of its partition."""
+        """Return, for each index `at` of the sequence, the beginning, the end and the key of its block. `partition`:
+        number of its partition."""
         first = self._first[partition]
         number = (self._rank(at) - first) // self._block
         low = np.maximum(self._bounds[first + number * self._block], self._partition_starts[partition])
@@ -174,13 +273,11 @@ class PartSequence:
         return low, high, mix(self._key, partition, number)
 
     def _rank(self, at: Ints) -> Ints:
-        """Return, for each index `at` of the sequence, the rank (place after the permutation) of the file run that
-        contains it."""
+        """Return the rank of the file run that contains each index of the sequence."""
         return np.searchsorted(self._bounds, at.astype(self._bounds.dtype), side="right") - 1
 
     def _run_bounds(self, samples: Ints) -> npt.NDArray[Any]:
-        """Return the value of `_bounds`, computed for RANKS file runs at a time, so that little memory is needed.
-        `samples`: number of samples in each file run."""
+        """Return the value of `_bounds`, computed for RANKS file runs at a time, so that little memory is needed."""
         bounds = np.zeros(self._count + 1, np.uint32 if self._length < 1 << 32 else np.int64)
         total = 0
         for begin in range(0, self._count, RANKS):
@@ -190,12 +287,10 @@ class PartSequence:
         return bounds
 
     def _run_at(self, ranks: Ints) -> Ints:
-        """Return, for each rank (place after the permutation), the number of the file run that has it."""
         return permuted(ranks, self._count, np.uint64(self._key)) if self._shuffle else ranks
 
     def _part_of(self, at: Ints) -> tuple[Ints, Ints]:
-        """Return, for each index `at` of the sequence, the number of the part that contains it, and the offset from the
-        part's first sample."""
+        """Return the number of the part that contains each index of the sequence, and the offset in it."""
         rank = self._rank(at)
         run = self._run_at(rank)
         first = self._runs[run]
@@ -207,8 +302,7 @@ class PartSequence:
         return part, among - self._part_bounds[part]
 
     def _parts_of(self, first: int, last: int) -> tuple[Ints, Ints]:
-        """Return the numbers of the parts in the file runs with ranks `first` to `last`, and the index in the sequence
-        at which each part begins."""
+        """Return the numbers of the parts in these file runs, and the index in the sequence at which each begins."""
         runs = self._run_at(np.arange(first, last + 1))
         begins, counts = self._runs[runs], self._runs[runs + 1] - self._runs[runs]
         parts = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
@@ -221,9 +315,7 @@ def _sums(counts: Ints) -> Ints:
 
 
 def _runs(shards: Ints | Consecutive, files: Ints | None) -> Ints | Consecutive:
-    """Return the number of the first part of each file run (neighbouring parts of one file), then the number of parts.
-    `shards`: for each part, the number of its shard. `files`: for each shard, the number of its file; None if each
-    shard is a file."""
+    """Return the number of the first part of each file run, then the number of parts."""
     if files is None or not len(shards):
         return Consecutive(0, len(shards) + 1)
     shards = np.asarray(shards)
@@ -231,3 +323,51 @@ def _runs(shards: Ints | Consecutive, files: Ints | None) -> Ints | Consecutive:
     # the second condition holds where an epoch repeats a file
     new = (file[1:] != file[:-1]) | (shards[1:] <= shards[:-1])
     return np.concatenate([np.zeros(1, np.int64), np.flatnonzero(new) + 1, np.full(1, len(shards), np.int64)])
+
+
+_PIECES, _SAMPLES = 1, 2
+"""Constants mixed into the key, so that pieces and samples are permuted differently."""
+
+
+class NestedBlocks:
+    """Shuffle of one range of a sequence: its pieces (whole blocks of files, or the parts of blocks in the range) are
+    permuted, then samples within groups of pieces that are neighbours after this. A block is decoded as a whole, and
+    only one group's blocks are needed in memory, so shuffled reading decodes each block once."""
+
+    def __init__(self, begins: Ints, ends: Ints, *, key: int, block: int | None) -> None:
+        """`begins`, `ends`: index in the sequence at which each piece begins and ends, ascending and without gaps."""
+        count = len(begins)
+        self._low = int(begins[0])
+        pieces = permuted(np.arange(count), count, mix(key, _PIECES))
+        sizes = (ends - begins)[pieces]
+        self._begins: Ints = begins[pieces]
+        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        """Number of samples before each piece in permuted order; then of all. Shape (pieces + 1,)."""
+        mean = int(self._bounds[-1]) / count
+        together = count if block is None else max(1, min(count, round(block / mean)))
+        firsts = np.append(np.arange(0, count, together), count)
+        self._firsts: Ints = firsts
+        """First piece, in permuted order, of each group whose samples are permuted together; then the number of
+        pieces."""
+        self._group_bounds: Ints = self._bounds[firsts]
+        self._key = int(mix(key, _SAMPLES))
+
+    def indexes(self, at: Ints) -> Ints:
+        """Return the index that the sample at each index `at` of the sequence had before the permutation."""
+        inside = at - self._low
+        group = self._group(inside)
+        low = self._group_bounds[group]
+        inside = low + permuted(inside - low, self._group_bounds[group + 1] - low, mix(self._key, group))
+        piece = np.searchsorted(self._bounds, inside, side="right") - 1
+        found: Ints = self._begins[piece] + inside - self._bounds[piece]
+        return found
+
+    def blocks(self, at: Ints) -> Iterator[tuple[int, Ints]]:
+        """Yield (place, begins) for each group of pieces whose samples are at the indexes `at`: the place in `at` of
+        the first such index, and the indexes at which the group's pieces begin."""
+        groups, firsts = np.unique(self._group(at - self._low), return_index=True)
+        for group, first in zip(groups.tolist(), firsts.tolist(), strict=True):
+            yield first, self._begins[self._firsts[group] : self._firsts[group + 1]]
+
+    def _group(self, inside: Ints) -> Ints:
+        return np.searchsorted(self._group_bounds, inside, side="right") - 1

@@ -22,43 +22,40 @@ from penstock.data.ordering.skips import KeptPositions, Ranges
 __all__ = ["Assign", "BatchPlan", "EpochPlan", "EpochRemainder", "SampleOrder", "WorkerBatches"]
 
 ORDERED_AT_ONCE = 2048
-"""Largest number of rows whose samples are looked up in one call; a single batch may have more. In calls of this size a
-row takes 0.1 us; in calls of 64 rows it takes 2 us."""
+"""Largest number of rows whose samples are looked up in one call: a row takes 0.1 us then, and 2 us in calls of 64
+rows."""
 
 
 Assign = Callable[[Ints, int, int], tuple[Sequence[Ints], float]]
-"""Function that assigns a step's rows to boxes: (samples of a global batch, number of boxes, number of the step) ->
-(the rows of each box, cost of the most expensive box divided by the mean over all boxes)."""
+"""(samples of a global batch, number of boxes, number of the step) -> (the rows of each box, cost of the most expensive
+box divided by the mean over all boxes)."""
 
 
 class SampleOrder(Protocol):
     """Order of a dataset's samples: a function from epoch and position to sample."""
 
     def __len__(self) -> int:
-        """Return the number of samples in an epoch."""
+        """Number of samples in an epoch."""
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
         """Return the numbers of the samples at these positions of an epoch. `positions`: numbers in [0, len(self))."""
 
 
 class BatchPlan(NamedTuple):
-    """Plan of one batch of a box (data-parallel rank): the samples of its rows, and their positions in the order."""
+    """Plan of one batch of a box: the samples of its rows, and their positions in the order."""
 
     epoch: int
-    """Number of the epoch."""
     positions: Ints
     """Positions of the batch's rows in the epoch; negative positions belong to earlier epochs."""
     ids: Ints
-    """Numbers of the samples in the batch's rows, in the order of the rows."""
     empty: bool = False
-    """True if the box has no row in this batch. The plan then contains one row of another box: a batch of 0 rows is
-    made with the dtypes and shapes of this row's tensors."""
+    """True if the box has no row in this batch. The plan then has one row of another box: a batch of 0 rows is made
+    with the dtypes and shapes of this row's tensors."""
     imbalance: float | None = None
     """Cost of the step's most expensive box, divided by the mean of all boxes; None: not measured."""
 
     def position_of(self, row: int, length: int) -> tuple[int, int]:
-        """Return (epoch, position in this epoch) of row number `row` of the batch. `length`: number of samples in an
-        epoch."""
+        """Return (epoch, position in this epoch) of a row. `length`: number of samples in an epoch."""
         epochs, position = divmod(int(self.positions[row]), length)
         return self.epoch + epochs, position
 
@@ -71,7 +68,6 @@ class EpochRemainder:
         self.kept = KeptPositions(epochs.skip, epoch * epochs.length)
         self._partition = Partition(self.kept.rank(epochs.length), self.kept.rank(start), batch, boxes, epochs.tail)
         self.batches = self._partition.batches
-        """Number of batches that each box gets of this rest of the epoch."""
 
     def position(self, batches: int) -> int:
         """Return the position in the epoch after the last sample of the first `batches` batches."""
@@ -92,7 +88,6 @@ class EpochRemainder:
         """Return (epoch, start) of the beginning of the next epoch that has a batch."""
         length, skip = self.epochs.length, self.epochs.skip
         number = self.epoch * length + self.position(self.batches)
-        """Number of the next sample, counted over all epochs of the run."""
         epoch = self.epoch + 1
         while True:
             start = number - epoch * length if self.epochs.tail == "carry" else 0
@@ -106,15 +101,13 @@ class EpochRemainder:
         return EpochRemainder(self.epochs, epoch, start, self._partition.batch, self.boxes)
 
     def positions(self, number: int, box: int) -> Ints:
-        """Return the positions, in the epoch, of a box's rows in global batch `number`."""
         return self.kept.positions(self._partition.rows(number, box))
 
     def all_positions(self, number: int) -> Ints:
-        """Return the positions, in the epoch, of the rows of all boxes in global batch `number`."""
         return self.kept.positions(self._partition.rows(number, boxes=1))
 
     def kept_ranges(self, number: int) -> list[tuple[int, int]]:
-        """Return the positions of all rows of global batch `number` as ranges (first, end) of consecutive positions."""
+        """Return the positions of all rows of a global batch as ranges (first, end)."""
         rows = np.sort(self.all_positions(number))
         if not len(rows):
             return []
@@ -123,17 +116,16 @@ class EpochRemainder:
         return [(int(rows[first]), int(rows[end]) + 1) for first, end in zip(firsts, ends, strict=True)]
 
     def skipped_ranges(self, number: int) -> list[tuple[int, int]]:
-        """Return the ranges (first, end) of skipped positions of this epoch that lie between the last row of batch
-        `number` - 1 and the last row of batch `number`."""
+        """Return the skipped ranges (first, end) between the last row of batch `number` - 1 and that of batch
+        `number`."""
         begin, end = max(0, self.position(number)), self.position(number + 1)
         offset = self.epoch * self.epochs.length
         found = [(max(first - offset, begin), min(last - offset, end)) for first, last in self.epochs.skip]
         return [(first, last) for first, last in found if first < last]
 
     def near(self, box: int | None, begin: int, count: int, *, run: int, runs: int) -> Ints:
-        """Choose some of the `count` positions that follow position `begin` of this epoch, as a sample of them. At most
-        `runs` groups of `run` neighbouring positions are taken, at even distances. `box`: number of the box whose
-        positions are returned; None: those of all boxes."""
+        """Choose some of the `count` positions after `begin`: at most `runs` groups of `run` neighbours, at even
+        distances. `box`: whose positions; None: those of all boxes."""
         partition = self._partition
         first = max(self.kept.rank(begin), self.kept.rank(0))
         end = min(partition.length, first + count)
@@ -148,7 +140,6 @@ class EpochPlan:
     """Settings that are the same in all epochs of a loader: length, tail and skipped ranges."""
 
     length: int
-    """Number of samples in an epoch."""
     tail: Tail
     skip: Ranges = ()
 
@@ -156,9 +147,8 @@ class EpochPlan:
         return EpochRemainder(self, epoch, start, batch, boxes)
 
     def begin(self, epoch: int, batch: int, position: tuple[int, int]) -> int:
-        """Return the `start` of the first batch of an epoch. With tail="carry" the batch may begin in the epoch before,
-        so that its `start` is negative; otherwise it is 0. `position`: (epoch, start) of any later batch, which lies a
-        whole number of batches after the first one."""
+        """Return the `start` of the first batch of an epoch: negative if it begins in the epoch before, with
+        tail="carry". `position`: (epoch, start) of any later batch."""
         if self.tail != "carry":
             return 0
         kept = KeptPositions(self.skip, epoch * self.length)
@@ -179,17 +169,14 @@ class WorkerBatches:
     turn: WorkerTurn
     box: int
     assign: Assign | None = None
-    """Function that assigns the rows of a global batch to the boxes; None: box b of N takes the rows b, b + N, b + 2N,
-    ..."""
+    """None: box b of N takes the rows b, b + N, b + 2N, ..."""
 
     def ended(self, done: int) -> bool:
-        """Return True if the worker has no further batch in this epoch after its first `done` batches."""
         return self.turn.batch(done) >= self.remainder.batches
 
     def plans(self, done: int) -> list[BatchPlan]:
-        """Return the plans of some of the worker's batches that follow its first `done` batches: as many as one look-up
-        of samples serves (ORDERED_AT_ONCE), or one batch if `assign` is given. The list is empty if the worker has no
-        further batch in this epoch."""
+        """Return the plans of some of the batches after the first `done`: as many as one look-up of samples serves
+        (ORDERED_AT_ONCE), or one batch with `assign`; none at the epoch's end."""
         remainder, first = self.remainder, self.turn.batch(done)
         if self.ended(done):
             return []
@@ -208,7 +195,6 @@ class WorkerBatches:
         return [*plans[:-1], plans[-1]._replace(empty=empty)]
 
     def _assigned(self, number: int, assign: Assign) -> BatchPlan:
-        """Return the plan of batch `number`. The function `assign` chooses the rows that this box gets."""
         positions = self.remainder.all_positions(number)
         ids = self._ids(positions)
         # the number of the step follows from the position, so that it is the same after any resume
@@ -219,7 +205,6 @@ class WorkerBatches:
         return BatchPlan(self.remainder.epoch, positions[own], ids[own], empty, imbalance)
 
     def all_plans(self, done: int) -> Iterator[BatchPlan]:
-        """Yield the plans of all batches of the worker that follow its first `done` batches."""
         while found := self.plans(done):
             yield from found
             done += len(found)

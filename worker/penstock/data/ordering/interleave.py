@@ -1,18 +1,16 @@
 """Interleaving of several sequences, so that every prefix of the result has each sequence's share: a function from
 position to (sequence, unit). A unit is one element of a sequence: a sample, a batch or a group of samples.
 
-The sequences are the leaves of a binary tree, a Huffman tree ("A Method for the Construction of Minimum-Redundancy
-Codes", 1952): the two smallest trees are joined repeatedly. If an inner node has n units and its left child has l, then
-x l/n of the node's first x units, rounded half up, belong to the left child. So a look-up takes one exact integer
-division on each level, and each sequence has had all of its units at the end.
+The sequences are the leaves of a Huffman tree ("A Method for the Construction of Minimum-Redundancy Codes", 1952). If
+an inner node has n units and its left child has l, then x l/n of the node's first x units, rounded half up, belong to
+the left child: one exact integer division on each level.
 
 The deviation of a sequence from its share: rounding costs 1/2 on each level, and the parent's deviation is scaled by
 the child's share of the parent. So at depth d it is at most 1/2 (1 + w/p1 + w/p2 + ... ), with w for the sequence's
 units and p1, p2 ... for its ancestors' below the root. In Huffman's tree p1 >= w, p2 >= p1 + w, and so on: they grow at
-least like Fibonacci's numbers, whose reciprocals 1 + 1/2 + 1/3 + 1/5 + ... sum up to 2.36. So **every prefix deviates
-by less than 1.68 units**, for any number of sequences; for two by at most 1/2. (The common method places unit j of n at
-(j + 1/2)/n, and deviates by half of the number of sequences: with one sequence of 50% and fifty of 1%, the first 25
-units all belong to the first sequence.)
+least like Fibonacci's numbers, whose reciprocals sum up to 2.36. So **every prefix deviates by less than 1.68 units**,
+for any number of sequences; for two by at most 1/2. (To place unit j of n at (j + 1/2)/n deviates by half of the number
+of sequences.)
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["MAX_DEVIATION", "Interleaving"]
 
 MAX_DEVIATION = 1.68
-"""Exclusive upper bound of the difference, in any prefix of an interleaving, between the units that a sequence has had
-and its exact share of the prefix."""
+"""Exclusive upper bound of the difference, in any prefix, between a sequence's units and its exact share."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,7 @@ class _Inner:
     units: int
 
     def left_of(self, units: Ints) -> Ints:
-        """Return how many of the node's first x = `units` units belong to its left child: floor(x l / n + 1/2), where
-        the left child has l of the node's n units."""
+        """Return how many of the node's first x = `units` units belong to its left child: floor(x l / n + 1/2)."""
         n, part = self.units, self.left.units
         found: Ints = np.floor(units * (part / n) + 0.5).astype(np.int64)
         # A float has 53 bits, so for n < 2^48 the quotient is off by less than one. The division's remainder is small:
@@ -59,8 +55,7 @@ class _Inner:
 
 
 class Interleaving:
-    """Interleaving of sequences, made from each sequence's number of units. The numbers must sum up to less than
-    2^48."""
+    """The numbers of units must sum up to less than 2^48."""
 
     def __init__(self, units: Sequence[int]) -> None:
         order = count()
@@ -73,11 +68,10 @@ class Interleaving:
             heapq.heappush(nodes, (less + more, next(order), _Inner(large, small, less + more)))
         self._root = nodes[0][2] if nodes else None
         self.units = self._root.units if self._root is not None else 0
-        """Number of units (elements) of all sequences together."""
 
     def split(self, positions: Ints) -> Iterator[tuple[int, Ints, Ints]]:
         """Yield, for each sequence that has units at these positions: (number of the sequence, indexes of its positions
-        in `positions`, numbers of its units there). For example, a position may hold unit 5 of sequence 2."""
+        in `positions`, numbers of its units there)."""
         if self._root is not None and len(positions):
             yield from _split(self._root, np.arange(len(positions)), positions)
 

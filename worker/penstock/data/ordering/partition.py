@@ -1,8 +1,8 @@
-"""Partition of an epoch into batches, and of each batch into the rows of each box (data-parallel rank).
+"""Partition of an epoch into batches, and of each batch into the rows of each box.
 
-Global batch j is the next B samples in the epoch's order, in rows 0 to B - 1. Box b of N takes its rows b, b + N, b +
-2N ..., so the order of all rows is the same for any number of boxes. The workers of a box make its batches in turn. All
-boxes have the same number of batches, so that a training loop ends on all boxes at the same step.
+Global batch j is the next B samples in the epoch's order. Box b of N takes its rows b, b + N, b + 2N ..., so the order
+of all rows is the same for any number of boxes. The workers of a box make its batches in turn. All boxes have the same
+number of batches, so that a training loop ends on all boxes at the same step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["APART", "Partition", "Tail", "WorkerTurn"]
 
 Tail = Literal["emit", "pad", "drop", "carry"]
 APART: Literal["emit apart"] = "emit apart"
-"""Value of the setting `tail` for an order of batches instead of samples: each "row" is itself a batch. An incomplete
-last group of rows is emitted as with tail="emit", but its rows are never added to the group before."""
+"""Value of `tail` for an order whose "rows" are batches: an incomplete last group is emitted, and its rows are never
+added to the group before."""
 
 
 @dataclass(frozen=True)
 class WorkerTurn:
-    """Share of one worker in the batches of its box, which has `of` workers: the worker makes the box's batches
-    `number`, `number` + `of`, `number` + 2 `of`, and so on."""
+    """Share of one worker in the batches of its box: it makes the batches `number`, `number` + `of`, `number` + 2 `of`,
+    ..."""
 
     number: int
     of: int
@@ -36,21 +36,19 @@ class WorkerTurn:
         return max(0, -(-(batches - self.number) // self.of))
 
     def batch(self, done: int) -> int:
-        """Return the number of the batch that this worker makes after its first `done` batches. Batches are counted
-        from 0 over all workers of the box: worker 1 of 3 makes the batches 1, 4, 7, ..."""
+        """Return the number, over all workers of the box, of the batch that this worker makes after its first
+        `done`."""
         return self.number + done * self.of
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Rest of an epoch, from position `start` (an index in the epoch's order) on, in global batches of `batch` samples
-    for `boxes` boxes.
+    """Rest of an epoch, from position `start` on, in global batches of `batch` samples for `boxes` boxes.
 
     The setting `tail` decides what becomes of an incomplete last batch:
 
-    - "emit": it is a batch like the others, so no sample is repeated or lost. But if it has fewer rows than there are
-      boxes, its rows are added to the batch before. If there is no batch before, the last boxes get a batch without
-      rows: the epoch has too few samples, or too few are left after a resume on more boxes.
+    - "emit": it is a batch like the others. But if it has fewer rows than there are boxes, its rows are added to the
+      batch before. If there is none before, the last boxes get a batch without rows.
     - "pad": it is filled with samples from the epoch's beginning.
     - "drop": it is left out.
     - "carry": its samples are the first ones of the next epoch, whose `start` is then negative.
@@ -64,7 +62,6 @@ class Partition:
 
     @cached_property
     def batches(self) -> int:
-        """Number of batches that each box gets of this rest of the epoch."""
         whole, rest = divmod(self.length - self.start, self.batch)
         if rest == 0 or self.tail in ("drop", "carry") or (self.tail == "emit" and rest < self.boxes and whole):
             return whole
@@ -77,8 +74,8 @@ class Partition:
         return self.start + min(batches, self.batches) * self.batch
 
     def rows(self, number: int, box: int = 0, boxes: int | None = None) -> Ints:
-        """Return the positions, in the epoch's order, of a box's rows in global batch `number`; with boxes=1, the
-        positions of all rows. With tail="emit" only box 0 is sure to have a row in the last batch."""
+        """Return the positions of a box's rows in global batch `number`; with boxes=1, of all rows. With tail="emit"
+        only box 0 is sure to have a row in the last batch."""
         begin = self.start + number * self.batch
         size = self.batch
         if number == self.batches - 1 and self.tail in ("emit", APART):

@@ -1,10 +1,9 @@
 """Keyed permutations, computed for each element and not stored.
 
-A shuffled epoch of 10^9 samples is a function from position to sample. A Feistel network over b bits is a bijection for
+A shuffled epoch of 10^9 samples is a function from position to sample: a Feistel network over b bits, a bijection for
 any round function. b is the smallest number of bits that can represent n values, and at least 6. A result of n or more
 is permuted again until it falls below n (cycle-walking: J. Black and P. Rogaway, "Ciphers with Arbitrary Finite
-Domains", 2002). From n = 33 on, less than two permutations are needed on average. Each element has its own key and its
-own n, so one call can draw a batch from many shuffled blocks.
+Domains", 2002). Each element has its own key and its own n, so one call can draw a batch from many shuffled blocks.
 
 Saved states are positions in this order, so the arithmetic must never change; a test compares it with recorded values.
 """
@@ -21,8 +20,7 @@ Words = npt.NDArray[np.uint64]
 
 ROUNDS = 8
 MIN_BITS = 6
-"""Smallest width of the Feistel network, in bits. If its halves had only one or two bits, there would be too few
-permutations to choose from."""
+"""Smallest width of the Feistel network, in bits; with fewer there would be too few permutations to choose from."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -37,8 +35,8 @@ def _scrambled(words: Words) -> Words:
 
 
 def mix(key: int, *parts: npt.ArrayLike) -> Words:
-    """Return a key of 64 bits for each element of `parts` (integers or arrays of integers, broadcast to one shape),
-    derived from `key`. Different parts give different keys."""
+    """Return a key of 64 bits for each element of `parts` (integers or arrays, broadcast to one shape), derived from
+    `key`."""
     with np.errstate(over="ignore"):
         words = _scrambled(np.asarray(key & (2**64 - 1), np.uint64) + _GOLDEN)
         for part in parts:
@@ -47,13 +45,8 @@ def mix(key: int, *parts: npt.ArrayLike) -> Words:
 
 
 def permuted(positions: npt.ArrayLike, count: npt.ArrayLike, keys: npt.ArrayLike) -> Ints:
-    """Return the image of each position under the permutation of [0, count) that its key selects.
-
-    Args:
-        positions: integers in [0, count), of any shape.
-        count: number of values that are permuted, for each position; at least 1 and below 2^62; broadcast.
-        keys: keys of 64 bits, see `mix`; broadcast.
-    """
+    """Return the image of each position under the permutation of [0, count) that its key selects. All arguments are
+    broadcast; `count` is below 2^62, `keys` have 64 bits (see `mix`)."""
     at, size, key = np.broadcast_arrays(
         np.asarray(positions).astype(np.uint64), np.asarray(count).astype(np.uint64), np.asarray(keys).astype(np.uint64)
     )
@@ -69,7 +62,6 @@ def permuted(positions: npt.ArrayLike, count: npt.ArrayLike, keys: npt.ArrayLike
 
 
 def _bits(size: Words) -> Words:
-    """Return the number of bits that can represent `size` different values, at least MIN_BITS."""
     _, exponent = np.frexp((size - _ONE).astype(np.float64))
     exponent = exponent.astype(np.uint64)
     # A float of 53 bits may have been rounded up to the next power of two. One bit too many would still be correct, but

@@ -3,15 +3,13 @@ and workers.
 
     position -> stream, and position in its sequence -> partition -> shuffled block -> shard and sample
 
-- **Parts.** An epoch is a permuted sequence of whole shards. If it takes only a share of a stream, or repeats a part of
-  it, the sequence also has pieces of shards (shard_selection.py).
+- **Parts.** An epoch is a permuted sequence of whole shards; if it takes only a share of a stream, or repeats a part of
+  it, also of pieces of shards.
 - **Partitions.** The sequence is cut into C equal partitions, and position p takes the next sample of partition p mod
-  C. Rows go to boxes in turn, so if the number of boxes divides C, each box reads its own partitions and so its own
-  shards. The order itself does not depend on the number of boxes.
-- **Blocks.** A few neighbouring parts of a partition form a block, and samples are permuted only within their block.
-  That gives locality: only the shards of a few blocks are needed at a time (block_shuffle.py).
-- **Files with blocks.** If a file has blocks that are decoded as a whole (row groups of Parquet), each block is called
-  a shard in this package. The blocks of a file stay near each other (nested_blocks.py).
+  C. If the number of boxes divides C, each box reads its own partitions and so its own shards.
+- **Blocks.** A few neighbouring parts of a partition form a block, and samples are permuted only within their block, so
+  only the shards of a few blocks are needed at a time (block_shuffle.py). If a file has blocks that are decoded as a
+  whole (row groups of Parquet), each of these is called a shard in this package.
 - **Streams.** Either the parts of all streams are in one sequence ("shards"), or each stream has a sequence of its own
   and they are interleaved: in units of C samples ("samples") or of a whole batch ("batches"). Then every prefix of the
   order has each stream's share (interleave.py); the rest of each stream, less than a unit, comes at the end.
@@ -28,27 +26,26 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from penstock.data.ordering.block_shuffle import PartSequence
+from penstock.data.ordering.block_shuffle import PartSequence, ShardParts, parts_of
 from penstock.data.ordering.interleave import Interleaving
 from penstock.data.ordering.permutation import Ints
-from penstock.data.ordering.shard_selection import ShardParts, parts_of
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.generators import derive_seed
 
 __all__ = ["Interleave", "ShardedOrder"]
 
+
 Interleave = Literal["shards", "samples", "batches"]
 
 KEPT_EPOCHS = 2
-"""Number of epochs whose shuffled sequences stay in memory: the present epoch and the next one, whose shards are
-already prefetched."""
+"""Number of epochs whose shuffled sequences stay in memory: the present one, and the next, whose shards are
+prefetched."""
 SAMPLE_LIMIT = 1 << 48
 """Exclusive upper bound of the number of samples in an epoch. Positions are divided as floats, which have 53 bits."""
 
 
 class ShardedOrder:
-    """Order of the samples of all epochs. A sample's number (id) counts shard by shard, beginning with the first
-    stream's shards."""
+    """Order of the samples of all epochs. A sample's number (id) counts shard by shard over all streams."""
 
     def __init__(
         self,
@@ -65,27 +62,14 @@ class ShardedOrder:
         inner: int | None = None,
         starts: Ints | None = None,
     ) -> None:
-        """
-        Args:
-            streams: for each stream, the number of samples in each of its shards.
-            shares: for each stream, the number of its samples that an epoch takes; it may be smaller or larger than the
-                stream.
-            seed: seed of the shuffle.
-            shuffle: False: neither shards nor samples are permuted. With one partition and one stream, or
-                interleave="shards", the samples then come in the order of their numbers.
-            block: approximate number of samples that are shuffled with each other; None: all of a partition.
-            partitions: number of equal partitions into which the sequence is cut.
-            interleave: "shards": the shards of all streams are shuffled as one sequence; "samples" or "batches": the
-                streams are interleaved in units of `partitions` samples, or of global batches.
-            batch: number of samples in a global batch; used with interleave="batches".
-            files: for each stream, an array with the number of the file in which each of its shards is a block,
-                ascending over all streams; None: each shard is a file.
-            inner: approximate number of samples that are shuffled with each other in files with several blocks; None:
-                as `block`.
-            starts: value of the property `starts`, if the caller has it in memory already; None: computed.
-
-        Raises DatasetError for an epoch without samples, or with too many.
-        """
+        """Args: | streams: for each stream, the number of samples in each of its shards. | shares: for each stream, the
+        number of its samples that an epoch takes; smaller or larger than the stream. | block: approximate number of
+        samples that are shuffled with each other; None: all of a partition. | interleave: "shards": the shards of all
+        streams are shuffled as one sequence; "samples" or "batches": the | streams are interleaved in units of
+        `partitions` samples, or of global batches of `batch` samples. | files: for each stream, an array with the
+        number of the file in which each of its shards is a block, | ascending over all streams; None: each shard is a
+        file. | inner: approximate number of samples that are shuffled with each other in files with several blocks;
+        None: | as `block`. | starts: value of the property `starts`, if the caller has it in memory already."""
         self._streams = [np.asarray(sizes, np.int64) for sizes in streams]
         self._shares = [int(share) for share in shares]
         one = len(self._streams) == 1
@@ -111,7 +95,6 @@ class ShardedOrder:
         self._epochs: OrderedDict[int, list[PartSequence]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return the number of samples in an epoch."""
         return self._length
 
     @property
@@ -120,8 +103,7 @@ class ShardedOrder:
         return self._starts
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers (ids) of the samples at these positions of an epoch. `positions`: numbers in
-        [0, len(self)). Ids are counted from 0 over all samples of all shards (see `starts`)."""
+        """Return the numbers (ids) of the samples at these positions of an epoch, which must be in [0, len(self))."""
         at = np.asarray(positions, np.int64)
         ids = np.empty_like(at)
         for sequence, chosen, inner in self._split(epoch, at):
@@ -134,9 +116,8 @@ class ShardedOrder:
         return found
 
     def shards(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of all shards that must be read for the samples at these positions, in the order in which
-        the positions need them. Samples are shuffled within blocks, so all shards of the positions' blocks are
-        included."""
+        """Return the numbers of all shards of the blocks in which these positions lie, in the order in which they are
+        needed."""
         at = np.asarray(positions, np.int64)
         blocks = [
             (int(chosen[index]), shards)
@@ -149,8 +130,7 @@ class ShardedOrder:
         return needed[np.sort(first)]
 
     def _split(self, epoch: int, at: Ints) -> Iterator[tuple[PartSequence, Ints, Ints]]:
-        """Group the positions `at` of an epoch by the sequence to which they belong. Yield, for each such sequence:
-        (the sequence, places of its positions in `at`, the same positions counted within the sequence)."""
+        """Yield (sequence, places of its positions in `at`, the same positions counted within the sequence)."""
         sequences = self._epoch(epoch)
         if len(sequences) == 1:
             yield sequences[0], np.arange(len(at)), at

@@ -19,17 +19,14 @@ from penstock.proto.errors import InvalidArgumentError
 __all__ = ["KeptPositions", "Ranges", "added_before", "ranges_of"]
 
 Ranges = tuple[tuple[int, int], ...]
-"""Ranges of sample numbers, as pairs of (first, end) in ascending order. No range is empty, and there is a gap between
-any two."""
+"""Pairs (first, end) of sample numbers, ascending, none empty, with a gap between any two."""
 
 MAX_DISTANCE = 1 << 61
-"""Largest distance of a skipped sample from an epoch's beginning, in samples. With this limit, 64 bits suffice for all
-sums."""
+"""Largest distance of a skipped sample from an epoch's beginning. With this limit, 64 bits suffice for all sums."""
 
 
 def ranges_of(skip: Iterable[range]) -> Ranges:
-    """Return the ranges in `skip`, sorted and joined where they touch. Raises InvalidArgumentError for an element that
-    is not a range of sample numbers."""
+    """Return the ranges in `skip`, sorted and joined where they touch."""
     found = []
     for piece in skip:
         if not isinstance(piece, range) or piece.step != 1 or not 0 <= piece.start <= piece.stop <= MAX_DISTANCE:
@@ -49,8 +46,7 @@ def ranges_of(skip: Iterable[range]) -> Ranges:
 
 
 def added_before(saved: Ranges, now: Ranges, position: int) -> tuple[int, int] | None:
-    """Return the first range of sample numbers before `position` that is skipped in `now` but not in `saved`; None if
-    `now` skips no further number before `position`."""
+    """Return the first range before `position` that is skipped in `now` but not in `saved`; None if there is none."""
     ends = [end for _, end in saved]
     for first, end in now:
         index = bisect_right(ends, first)
@@ -64,22 +60,18 @@ def added_before(saved: Ranges, now: Ranges, position: int) -> tuple[int, int] |
 
 
 class KeptPositions:
-    """Conversion between the positions of an epoch and the ranks of its kept samples (those that are not skipped). The
-    first kept sample of the epoch has rank 0; kept samples of earlier epochs have negative ranks."""
+    """Conversion between the positions of an epoch and the ranks of its kept samples. The first kept sample of the
+    epoch has rank 0; those of earlier epochs have negative ranks."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]], begin: int) -> None:
-        """
-        Args:
-            ranges: ranges of sample numbers that are skipped.
-            begin: number of the epoch's first sample.
-        """
+        """`begin`: number of the epoch's first sample."""
         near = [(first - begin, end - begin) for first, end in ranges if -MAX_DISTANCE < first - begin < MAX_DISTANCE]
         self._firsts = [first for first, _ in near]
         self._ends = [end for _, end in near]
         before = sum(max(0, min(end, 0) - first) for first, end in near)
         self._out = list(accumulate((end - first for first, end in near), initial=-before))
-        """Number of samples skipped before each range, counted from the epoch's beginning; then the number skipped up
-        to the end of the last range."""
+        """Number of samples skipped before each range, counted from the epoch's beginning; then up to the end of the
+        last."""
         ranks = [first - out for first, out in zip(self._firsts, self._out, strict=False)]
         self._arrays = (np.array(ranks, np.int64), np.array(self._out, np.int64)) if near else None
 
@@ -90,7 +82,6 @@ class KeptPositions:
         return position - self._out[index] - inside
 
     def positions(self, ranks: Ints) -> Ints:
-        """Return the positions in the epoch of the kept samples with these ranks."""
         if self._arrays is None:
             return ranks
         firsts, out = self._arrays

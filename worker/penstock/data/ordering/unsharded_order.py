@@ -1,14 +1,12 @@
-"""Order of a map-style dataset, which has no shards and is read sample by sample. An epoch may have any number of
-samples.
+"""Order of a map-style dataset, which has no shards. An epoch may have any number of samples.
 
 All epochs, laid end to end, repeat the dataset. With shuffle each repeat is another permutation of it:
 
     epoch, position -> number over all epochs -> repeat, and index in it -> permuted
 
-So no sample comes again before all samples have come, for any number of samples in an epoch. The look-up of a position
-takes the same time for every position. With blocks, neighbouring samples stay near each other: the blocks of a repeat
-are permuted, and so are the samples within each block. Blocks are equally long, except one short block with the rest of
-the samples, which stands at a random place among them.
+So no sample comes again before all samples have come. With blocks, neighbouring samples stay near each other: the
+blocks of a repeat are permuted, and so are the samples within each block. Blocks are equally long, except one short
+block with the rest of the samples, which stands at a random place among them.
 """
 
 from __future__ import annotations
@@ -25,24 +23,11 @@ __all__ = ["UnshardedOrder"]
 SAMPLE_LIMIT = 1 << 48
 """Exclusive upper bound of the number of samples in a dataset, and of the number in an epoch."""
 _BLOCKS, _SHORT, _INSIDE = 0, 1, 2
-"""Constants mixed into keys, so that three random choices of a repeat get different keys: the order of its blocks, the
-place of the short block, and the order of the samples within a block."""
+"""Mixed into keys: for the order of a repeat's blocks, the place of the short block, and the order within a block."""
 
 
 class UnshardedOrder:
-    """Order of a map-style dataset's samples in all epochs."""
-
     def __init__(self, count: int, epoch_size: int, *, seed: int, shuffle: bool, block: int | None = None) -> None:
-        """
-        Args:
-            count: number of samples in the dataset.
-            epoch_size: number of samples in an epoch; it may be smaller or larger than `count`.
-            seed: seed of the shuffle.
-            shuffle: False: the samples come in the order of the dataset.
-            block: number of neighbouring samples that are shuffled with each other; None: all of them.
-
-        Raises DatasetError for an epoch without samples, or with too many.
-        """
         if not 0 < count < SAMPLE_LIMIT or not 0 < epoch_size < SAMPLE_LIMIT:
             raise DatasetError(
                 f"the dataset and an epoch must have at least 1 sample and fewer than {SAMPLE_LIMIT}, got {count} and "
@@ -53,11 +38,9 @@ class UnshardedOrder:
         self._key = derive_seed(seed, "cycle")
 
     def __len__(self) -> int:
-        """Return the number of samples in an epoch."""
         return self._length
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of the samples at these positions of an epoch. `positions`: numbers in [0, len(self))."""
         repeat, first = divmod(epoch * self._length, self._count)  # a Python int: epoch * length may exceed 64 bits
         at = np.asarray(positions, np.int64) + first
         if not self._shuffle:
@@ -89,6 +72,6 @@ def _mixed(keys: npt.NDArray[np.uint64], part: npt.ArrayLike) -> npt.NDArray[np.
 
 
 def _chosen(keys: npt.NDArray[np.uint64], count: int) -> Ints:
-    """Return a pseudorandom number in [0, count) for each key; the same key always gives the same number."""
+    """Return a pseudorandom number in [0, count) for each key."""
     found: Ints = (_mixed(keys, _SHORT) % np.uint64(count)).astype(np.int64)
     return found

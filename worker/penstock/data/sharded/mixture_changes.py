@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.data.sharded.later_weights import with_later_weights
 from penstock.data.sharded.layers.layer import checked
 from penstock.data.sharded.layers.mapped import Mapped
 from penstock.data.sharded.layers.mixture import Mixture
-from penstock.data.sharded.layers.mixture_shares import parts_of
+from penstock.data.sharded.layers.mixture_schedule import parts_of, with_later_weights
 from penstock.data.sharded.protocol import ShardedSource
 from penstock.data.sharded.runs import take
 from penstock.data.sharded.shard_cursors import HeldSample

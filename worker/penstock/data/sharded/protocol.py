@@ -27,17 +27,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from penstock.data.ordering.permutation import Ints
+
 __all__ = [
     "NOWHERE",
     "Cursor",
+    "KnownRecords",
     "Origin",
     "PositionOf",
     "SavedPosition",
     "ShardedSource",
     "cursor_origin",
     "is_traced",
+    "known_records",
     "summed",
 ]
+
 
 SavedPosition = Any
 """Saved position of a cursor in its shard, with the state of its buffers. It is None, or a small tree of dicts, lists,
@@ -164,3 +169,19 @@ class ShardedSource(Protocol):
         Raises DatasetError for data that cannot be read or differ from their description, StateCorruptError for an
         invalid saved position.
         """
+
+
+class KnownRecords(NamedTuple):
+    """Records of a source, numbered from 0 through all of its pieces, and where they are in its order."""
+
+    total: int
+    """Number of all records."""
+    numbers: Callable[[int, int, Ints, Ints], Ints]
+    """Function (epoch, seed, shards, indices) that returns the number of the record at each place (shards[i],
+    indices[i]). Epoch and seed are those with which the source is opened."""
+
+
+def known_records(source: ShardedSource) -> KnownRecords | None:
+    """Return the known records of a source; None if the source cannot compute which record a sample is."""
+    found = getattr(source, "known_records", None)
+    return None if found is None else found()

@@ -18,11 +18,11 @@ from penstock.data.loading.counting import Counts, LoaderCounts, skipped_rows
 from penstock.data.loading.keyed_random import seeded
 from penstock.data.loading.restore_keys import checked_name, with_keys
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
-from penstock.data.ordering.balancing.balanced_order import Balance, Imbalance
+from penstock.data.ordering.balance import Balance, Imbalance
 from penstock.data.ordering.order_states import OrderProgress, Topology
 from penstock.data.ordering.partition import APART, Partition
-from penstock.data.sharded.documents.packed_rows import collate_packed
 from penstock.data.sharded.layers.layer import is_keyed
+from penstock.data.sharded.layers.packed_rows import collate_packed
 from penstock.data.sharded.mixture_changes import (
     CHANGES,
     LoadSource,
@@ -42,11 +42,11 @@ from penstock.data.sharded.mixture_changes import (
     with_all_changes,
 )
 from penstock.data.sharded.protocol import ShardedSource
-from penstock.data.sharded.rows.round_robin import Tail
-from penstock.data.sharded.rows.row_balance import RowBalance
+from penstock.data.sharded.row_balance import RowBalance
 from penstock.data.sharded.sample_counts import changes_shares, counted_samples, wanted_shares
 from penstock.data.sharded.shard_cursors import HeldSample
 from penstock.data.sharded.shard_keys import KeyStage, digest_of
+from penstock.data.sharded.shard_orders import Tail
 from penstock.data.sharded.shard_states import (
     TAKEN,
     FixedOrder,
@@ -205,7 +205,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._counts.set_shares(wanted_shares(source))
         counts = self._counts.tally is not None  # counting needs the samples between two states
         self._wants_change = counts and changes_shares(source)
-        keyed = is_keyed(self._order["source"])
+        keyed = is_keyed(source)
         self.draws_nothing = keyed and type(self) is ShardLoader
         """True if batches do not depend on the process's random generators, so that states need not hold these. Not
         known of a user's subclass."""

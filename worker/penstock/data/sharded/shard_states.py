@@ -4,7 +4,7 @@ A state contains:
 
 - the progress, a few integers (ordering/order_states.py), which determine which samples were delivered;
 - for a finite source with unknown lengths, the lengths of the shards whose ends were found by reading;
-- for an endless source, the block size of its order (endless_order.py);
+- for an endless source, the block size of its order (shard_orders.py);
 - cursor states: for each shard that the worker reads, the index of a sample and the cursor's saved position before this
   sample (shard_cursors.py). They only save a resume from reading the samples before it again;
 - `taken`, if the state was advanced without its loader (`advance_state`): the number of batches at which the loader
@@ -27,12 +27,11 @@ from penstock.data.arguments import one_of
 from penstock.data.ordering.order_states import FORMAT, OrderProgress, Topology, check_format, others_of
 from penstock.data.ordering.partition import APART, Partition, WorkerTurn
 from penstock.data.ordering.permutation import Ints
-from penstock.data.sharded.later_weights import with_later_weights
 from penstock.data.sharded.layers.layer import checked
+from penstock.data.sharded.layers.mixture_schedule import with_later_weights
 from penstock.data.sharded.protocol import ShardedSource
-from penstock.data.sharded.rows.endless_order import EndlessOrder
-from penstock.data.sharded.rows.round_robin import RoundRobin, Tail
 from penstock.data.sharded.shard_cursors import CursorStates
+from penstock.data.sharded.shard_orders import EndlessOrder, RoundRobin, Tail
 from penstock.proto.errors import (
     DatasetError,
     InvalidArgumentError,
@@ -248,7 +247,7 @@ class FixedOrder:
     ) -> Mapping[str, Any]:
         """Return a state of an endless source in the form in which it can be compared with `order`, the description of
         the order of the loader that resumes. Weights of mixtures that differ only after the state's position are
-        replaced by those of `order`; all other differences stay. See later_weights.py. `turn`: see `reached`. `until`:
+        replaced by those of `order`; all other differences stay. `turn`: see `reached`. `until`:
         compare only weights before this position; None: before the state's position."""
         check_format(state, *KIND)
         was = state["order"]
@@ -309,12 +308,7 @@ class FixedOrder:
         return progress.start + progress.done * progress.topology.batch
 
     def _furthest(self, whole: ShardedPosition, positions: Sequence[ShardedPosition]) -> CursorStates:
-        """Return, for each shard, the furthest cursor state among all workers that does not lie beyond `whole`.
-
-        Args:
-            whole: position of all workers together.
-            positions: position of each worker, with its cursor states.
-        """
+        """Return, for each shard, the furthest cursor state among all workers that does not lie beyond `whole`."""
         position = self._position(whole)
         if whole.endless_order is not None:
             counts: Ints = whole.endless_order.counts(position)
@@ -334,13 +328,7 @@ def _after(progress: OrderProgress, batches: int) -> int:
 
 
 def _reached(progress: OrderProgress, turn: WorkerTurn) -> int:
-    """Return the position after the last batch that a worker has made.
-
-    Args:
-        progress: progress of the worker, in the topology with which its state was saved.
-        turn: which batches of its box the worker makes. If it is for another number of workers than the progress, the
-            result is an upper bound of the position.
-    """
+    """Return the position after the last batch that a worker has made."""
     workers, done = progress.topology.workers, progress.done
     if turn.of != workers:
         return _after(progress, done * workers)

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.ordering.balancing.balanced_order import Imbalance
+from penstock.data.ordering.balance import Imbalance
 from penstock.data.ordering.order_states import OrderProgress
 from penstock.data.ordering.partition import Partition, WorkerTurn
+from penstock.data.sharded.epoch_stream import EpochStream, Rows
 from penstock.data.sharded.protocol import SavedPosition
-from penstock.data.sharded.rows.epoch_stream import EpochStream, Rows
-from penstock.data.sharded.rows.row_balance import RowBalance
+from penstock.data.sharded.row_balance import RowBalance
 from penstock.data.sharded.shard_cursors import HeldSample, ShardReaders
 from penstock.data.sharded.shard_keys import KeyStage, SampleKey, as_made_before
 from penstock.data.sharded.shard_states import FixedOrder, ShardedPosition

@@ -29,6 +29,8 @@ class Chunked(Layer):
         Packed(Chunked(documents, length=8192, eos=2), length=2048)
     """
 
+    keyed = True
+
     def __init__(
         self,
         source: ShardedSource,
@@ -138,13 +140,7 @@ class _ChunkedCursor(RunCursor):
 
     def _whole(self, block: Block, at: int, count: int) -> list[int]:
         """Return the number of pieces of each of the next documents whose pieces can all be returned by one call of
-        `take`. The list is empty if even the next document has too many pieces, or was begun by an earlier call.
-
-        Args:
-            block: documents that were read.
-            at: number of the next document in the block.
-            count: largest number of pieces to return.
-        """
+        `take`. The list is empty if even the next document has too many pieces, or was begun by an earlier call."""
         if self._piece:
             return []
         found, left = list[int](), count

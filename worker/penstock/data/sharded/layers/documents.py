@@ -16,8 +16,8 @@ import torch
 
 from penstock.data.arguments import whole
 from penstock.data.ordering.permutation import Ints
-from penstock.data.sharded.documents.packed_rows import Documents, RowFields
 from penstock.data.sharded.layers.layer import Layer, SearchLimit
+from penstock.data.sharded.layers.packed_rows import Documents, RowFields
 from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, SavedPosition
 from penstock.data.sharded.runs import Run, take_with_positions
 from penstock.proto.errors import DatasetError, InvalidArgumentError
@@ -429,14 +429,7 @@ class DocumentReader:
     ) -> tuple[list[int], tuple[_ReadCall, int], Sequence[Origin]] | None:
         """Leave out documents with too few tokens. Return None if no document is kept, or else three values: the number
         of each kept document among the samples of the call, the first sample to read again for the first of them (see
-        Block.begin), and the origin of each with the number of documents that were left out before it.
-
-        Args:
-            call: call that read the documents.
-            first: number of the first of these documents among the samples of the call.
-            sizes: number of tokens of each document.
-            origins: origin of each document; empty if no document has one.
-        """
+        Block.begin), and the origin of each with the number of documents that were left out before it."""
         numbers: list[int] = []
         begin: tuple[_ReadCall, int] | None = None
         found: list[Origin] = []

@@ -24,7 +24,6 @@ limit, a filter whose predicate is never true would read forever. A predicate th
 reaches this limit with probability e^-100."""
 
 
-_LAYERS = ("Chunked", "Filtered", "Grouped", "Mapped", "Packed", "Repeated", "WindowShuffled")
 NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a saved position."""
 
@@ -32,6 +31,19 @@ NUMBER_LIMIT = 1 << 62
 class Layer:
     """Base class of layers. A layer is a source that is made from one other source: its shard s contains what it makes
     of the samples of the other source's shard s."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "keyed" not in vars(cls):  # a subclass may draw where its base class does not
+            cls.keyed = Layer.keyed  # type: ignore[method-assign]
+
+    @property
+    def keyed(self) -> bool:
+        """True if the layer's samples do not depend on the process's random generators (those of `random`, numpy and
+        torch), but at most on generators that it seeds by (seed, epoch, shard, index). A loader can then compute a
+        later state without making the batches before it. Set it in each class of your own for which it is true: a
+        subclass does not inherit it."""
+        return False
 
     def __init__(self, source: ShardedSource) -> None:
         self.source = checked(source, type(self).__name__)
@@ -128,19 +140,10 @@ def entered(saved: SavedPosition | None, layer: str, *names: str) -> tuple[list[
     return numbers, saved.get("source")
 
 
-def is_keyed(described: Any) -> bool:
-    """Return True if all samples of a stack are independent of the process's random generators (those of `random`,
-    numpy and torch). A loader can then compute a later state without making the batches before it. The result is False
-    if user code in the stack does not get generators of its own, or if Penstock does not know a source. `described`:
-    what `described()` of the stack's uppermost source returns."""
-    kind = described.get("kind") if isinstance(described, Mapping) else None
-    if kind in ("LogicalShards", "Savable"):
-        return described["capture_rng"] is True
-    if kind == "Mixture":
-        return all(map(is_keyed, described["sources"]))
-    if kind in ("Mapped", "Filtered") and not described["random"]:
-        return False
-    return kind in _LAYERS and is_keyed(described["source"])
+def is_keyed(source: Any) -> bool:
+    """Return True if `source` and all sources below it are keyed, as `Layer.keyed` says; one without it is not."""
+    below = getattr(source, "sources", [source.source] if hasattr(source, "source") else [])
+    return getattr(source, "keyed", False) is True and all(map(is_keyed, below))
 
 
 def position_function(position_of: PositionOf | None, shard: int, shards: int) -> PositionOf:

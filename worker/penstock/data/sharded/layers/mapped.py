@@ -23,14 +23,15 @@ from penstock.data.ordering.permutation import mix
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered, title
 from penstock.data.sharded.protocol import (
     Cursor,
+    KnownRecords,
     Origin,
     PositionOf,
     SavedPosition,
     ShardedSource,
     cursor_origin,
     is_traced,
+    known_records,
 )
-from penstock.data.sharded.rows.known_records import KnownRecords, known_records
 from penstock.data.sharded.runs import Run, RunCursor, take
 from penstock.data.stop_iteration import stop_iteration_error
 from penstock.proto.errors import InvalidArgumentError
@@ -64,6 +65,9 @@ class _PerSample(Layer):
     def settings(self) -> dict[str, Any]:
         return {"function": self._name, "random": self._random}
 
+    def _is_random(self) -> bool:
+        return self._random
+
     def _call(self, shard: int, epoch: int, seed: int) -> _Call:
         kind = type(self).__name__
         key = derive_seed(seed, kind.lower(), self.depth, epoch, shard) if self._random else None
@@ -77,6 +81,8 @@ class Mapped(_PerSample):
 
         Mapped(LogicalShards([LineFile(path) for path in paths], shards=240), tokenize)
     """
+
+    keyed = property(_PerSample._is_random)
 
     def __init__(
         self,
@@ -143,6 +149,8 @@ class Mapped(_PerSample):
 
 class Filtered(_PerSample):
     """Layer that keeps the samples of a source for which a predicate is true."""
+
+    keyed = property(_PerSample._is_random)
 
     def __init__(
         self, source: ShardedSource, predicate: _Function, *, random: bool = False, name: str | None = None

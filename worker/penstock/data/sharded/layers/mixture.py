@@ -1,12 +1,8 @@
 """Mixture of several sources by weight. In every prefix of its order, each source has its share of the samples.
 
-Which source a sample comes from is a function of the sample's position among the samples of all shards. The function
-for constant weights is in mixture_shares.py, for weights that change in mixture_order.py. So there is no counter that a
-change of topology could reset. In each shard, the number of samples that a source has given is part of that source's
-saved position.
-
-If the weights are shares of tokens, the order also depends on the lengths of documents, so each shard counts the tokens
-of each source (mixture_by_tokens.py).
+Which source a sample comes from is a function of the sample's position among the samples of all shards
+(mixture_order.py), so there is no counter that a change of topology could reset. If the weights are shares of tokens,
+the order also depends on the lengths of documents, so each shard counts the tokens of each source.
 
 Each source gets its own seed. Otherwise two sources that read the same data would give the same samples in the same
 order.
@@ -15,25 +11,32 @@ order.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence, Sized
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
+import torch
 
 from penstock.data.arguments import one_of
 from penstock.data.ordering.permutation import Ints
-from penstock.data.sharded.layers.layer import checked, entered, position_function
-from penstock.data.sharded.layers.mixture_by_tokens import ByTokens, TokenWeights
-from penstock.data.sharded.layers.mixture_members import MixtureMembers, ended_early, members_of
-from penstock.data.sharded.layers.mixture_order import SegmentedOrder, order_of
+from penstock.data.sharded.layers.layer import NUMBER_LIMIT, checked, entered, position_function
+from penstock.data.sharded.layers.mixture_order import MixtureShares, Phase, SegmentedOrder, order_of, shares_of
 from penstock.data.sharded.layers.mixture_schedule import Schedule, Segment, Weights, segments_of
-from penstock.data.sharded.layers.mixture_shares import MixtureShares, shares_of
 from penstock.data.sharded.layers.repeated import Repeated
-from penstock.data.sharded.protocol import Cursor, Origin, PositionOf, SavedPosition, ShardedSource, cursor_origin
-from penstock.proto.errors import InvalidArgumentError
+from penstock.data.sharded.protocol import (
+    NOWHERE,
+    Cursor,
+    Origin,
+    PositionOf,
+    SavedPosition,
+    ShardedSource,
+    cursor_origin,
+)
+from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["By", "Mixture", "Stop"]
+__all__ = ["By", "ByTokens", "Mixture", "MixtureMembers", "Stop", "TokenWeights", "ended_early", "members_of"]
+
 
 Stop = Literal["never", "first", "last"]
 By = Literal["samples", "tokens"]
@@ -41,8 +44,8 @@ By = Literal["samples", "tokens"]
 AT_ONCE = 1 << 14
 """Largest number of samples that are skipped at once, which limits the memory for their sources' numbers."""
 FEW = 16
-"""Largest number of samples that are skipped one by one, which takes about 1 us each. More are skipped at once, by
-computing with arrays, which takes 40 us for any number."""
+"""Largest number of samples that are skipped one by one (1 us each). More are skipped by computing with arrays (40 us
+for any number)."""
 
 
 class Mixture:
@@ -60,6 +63,8 @@ class Mixture:
     Pass a Schedule for weights that change in the course of a run. The deviation is then counted from the latest change
     of weights, and is below 9/4 samples within a Ramp.
     """
+
+    keyed = True
 
     def __init__(
         self,
@@ -159,15 +164,11 @@ class Mixture:
         }
 
     def _weights(self) -> dict[str, Any]:
-        """Return the weights as a JSON value, for the mixture's description in states."""
         if self.changes:
             return {"schedule": [segment.described() for segment in self._segments]}
         return {"parts": list(self._parts)}
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
-        """Return the number of samples in each shard of the mixture: with stop="last" the sum over all sources. Return
-        None if the numbers are unknown: with stop="never" shards do not end, with stop="first" the end of a shard
-        depends on the order of its samples, and a source may not know its own lengths."""
         if self._stop != "last":
             return None
         total = np.zeros(self.num_shards, np.int64)
@@ -203,28 +204,17 @@ class Mixture:
         return _Cursor(members, order, self._parts, ended, self._stop, index, positions, self.names)
 
     def wanted(self, position: int = 0) -> list[float]:
-        """Return the share that each source's weight has in the sum of all weights at a position: 0.7 and 0.3 for
-        weights 7 and 3. `position`: number of samples that the mixture has given before, in all shards."""
+        """Return each source's share of all weights at a position: 0.7 and 0.3 for weights 7 and 3."""
         return order_of(self._segments).shares(position)
 
     def parts_at(self, position: int) -> tuple[int, ...]:
-        """Return the weight of each source at a position, as a whole number; within a ramp, its weight at the ramp's
-        end. `position`: number of samples that the mixture has given before, in all shards."""
+        """Return the weight of each source at a position; within a ramp, its weight at the ramp's end."""
         return [segment for segment in self._segments if segment.start <= position][-1].parts
 
     def changed_from(self, position: int, parts: Mapping[str, int], added: Mapping[str, ShardedSource]) -> Mixture:
-        """Return a copy of this mixture that has other weights from `position` on, and may have more sources. Before
-        `position`, its order is the same. Changes of weights that the mixture has after `position` are dropped, and so
-        is the rest of a ramp.
-
-        Args:
-            position: number of samples that the mixture gives, in all shards, before the new weights apply.
-            parts: new weight of each source as a whole number, by name; a name that is left out has weight 0.
-            added: sources that the mixture did not have, by name. Their weight before `position` is 0.
-
-        Raises InvalidArgumentError for unknown names, for weights that are all 0, and for an added source with another
-        number of shards.
-        """
+        """Return a copy of this mixture that has the weights `parts` (whole numbers by name; a missing name means 0)
+        from `position` on, and the sources `added`. Before `position`, its order is the same; its later changes of
+        weights, and the rest of a ramp, are dropped."""
         found = copy.copy(self)
         found.names = _checked_names([*self.names, *added], len(self.names) + len(added))
         unknown = [name for name in parts if name not in found.names]
@@ -254,12 +244,10 @@ class Mixture:
 
     @property
     def changes(self) -> bool:
-        """True if the mixture's weights change with the position."""
         return len(self._segments) > 1
 
     @property
     def by(self) -> By:
-        """Unit of the weights: "samples" or "tokens"."""
         return self._by
 
 
@@ -276,8 +264,7 @@ def _checked_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
 
 
 class _Positions:
-    """Converter from the index of a sample in one shard to the sample's position in the order of all shards'
-    samples."""
+    """From the index of a sample in one shard to its position in the order of all shards' samples."""
 
     def __init__(self, position_of: PositionOf | None, shard: int, shards: int) -> None:
         self._given, self._shard, self._shards = position_of, shard, shards
@@ -304,7 +291,6 @@ class _Cursor:
         self._members, self._order, self._parts, self._ended, self._stop = members, order, parts, ended, stop
         self._index, self._positions, self._names = index, positions, names
         self._last = 0
-        """Number of the source of the sample that was yielded last."""
         self._schedule = self._live_schedule()
 
     def __iter__(self) -> _Cursor:
@@ -339,8 +325,8 @@ class _Cursor:
         self._members.close()
 
     def _skip_some(self, count: int, schedule: MixtureShares | SegmentedOrder) -> int:
-        """Skip `count` samples, but stop at the first sample whose source has ended, and mark that source as ended.
-        Return the number of skipped samples."""
+        """Skip `count` samples, but stop at the first one whose source has ended. Return the number of skipped
+        samples."""
         if count == 1:
             number = schedule.at(self._positions.at(self._index))
             passed = self._members.moving(number).skip(1)
@@ -363,9 +349,8 @@ class _Cursor:
         return passed
 
     def _skip_each(self, order: Ints) -> int:
-        """Skip one sample for each entry of `order`, which is the number of the sample's source. Return how many of
-        them come before the first one that its source does not have: all if no source has ended. The cursors of other
-        sources may have skipped more."""
+        """Skip one sample for each entry of `order`, the number of its source. Return how many come before the first
+        one that its source does not have. The cursors of other sources may have skipped more."""
         whole = len(order)
         for number, turns in enumerate(np.bincount(order, minlength=len(self._parts)).tolist()):
             if turns and (passed := self._members.moving(number).skip(turns)) < turns:
@@ -380,9 +365,259 @@ class _Cursor:
         self._schedule = self._live_schedule()
 
     def _live_schedule(self) -> MixtureShares | SegmentedOrder | None:
-        """Return the order of the samples from now on, with weight 0 for sources that have ended; None if the mixture
-        has ended in this shard."""
+        """Return the order of the samples from now on, with weight 0 for ended sources; None if the mixture has ended
+        in this shard."""
         if not self._ended:
             return self._order
         live = tuple(0 if number in self._ended else part for number, part in enumerate(self._parts))
         return shares_of(live) if any(live) and self._stop != "first" else None
+
+
+def ended_early(number: int) -> DatasetError:
+    return DatasetError(
+        f"sources[{number}] of a Mixture must be endless, as its attribute `endless` says, but has ended. Set the "
+        "attribute to False, so that the Mixture repeats the source"
+    )
+
+
+def members_of(saved: SavedPosition | None, count: int) -> tuple[list[SavedPosition | None], set[int]]:
+    """Return the saved position of each of `count` sources, and the numbers of those that have ended in the shard.
+    Sources that were added after the position was saved get None."""
+    if saved is None:
+        return [None] * count, set()
+    below, ended = saved.get("sources"), saved.get("ended")
+    if isinstance(below, list) and len(below) <= count and isinstance(ended, list):
+        numbers = {number for number in ended if type(number) is int and 0 <= number < count}
+        if len(numbers) == len(ended):
+            return [*below, *([None] * (count - len(below)))], numbers
+    raise StateCorruptError(
+        f"the saved position of a Mixture of {count} sources is damaged: {saved!r:.200}. Load an older state"
+    )
+
+
+class MixtureMembers:
+    """Cursors of a mixture's sources in one shard, opened when first read. `saved_positions` asks only cursors that may
+    have moved since its last call."""
+
+    def __init__(
+        self, opened: Callable[[int, SavedPosition | None], Cursor], saved: Sequence[SavedPosition | None]
+    ) -> None:
+        self._opened, self._saved = opened, list(saved)
+        self._cursors: dict[int, Cursor] = {}
+        self._moved: set[int] = set()
+
+    def moving(self, number: int) -> Cursor:
+        """Return the cursor of a source, to be moved by the caller."""
+        if number not in self._cursors:
+            self._cursors[number] = self._opened(number, self._saved[number])
+        self._moved.add(number)
+        return self._cursors[number]
+
+    def saved_positions(self) -> list[SavedPosition | None]:
+        for number in self._moved:
+            self._saved[number] = self._cursors[number].saved_position()
+        self._moved.clear()
+        return self._saved.copy()
+
+    def restore(self, saved: Sequence[SavedPosition | None]) -> None:
+        self.close()
+        self._saved = list(saved)
+
+    def drop(self, number: int) -> None:
+        cursor = self._cursors.pop(number, None)
+        if cursor is not None:
+            cursor.close()
+        self._moved.discard(number)
+        self._saved[number] = None
+
+    def close(self) -> None:
+        for cursor in self._cursors.values():
+            cursor.close()
+        self._cursors.clear()
+        self._moved.clear()
+
+
+class TokenWeights(NamedTuple):
+    """Weights of the sources by the index of a document in one shard."""
+
+    order: SegmentedOrder
+    position_of: PositionOf
+    changes: bool
+
+    def phase(self, index: int) -> Phase:
+        return self.order.phase(self.position_of(index) if self.changes else 0)
+
+    def last(self, index: int, saved: SavedPosition | None) -> Phase:
+        """Return the phase of the document that a saved position follows; at the shard's beginning that of document
+        `index`."""
+        return self.phase(index - 1 if saved is not None and index else index)
+
+
+def _given_of(saved: SavedPosition | None, count: int, phase: Phase) -> list[int]:
+    """Return the tokens that each source has given in a phase; zeros if `saved` lies in another phase, and for added
+    sources."""
+    if saved is None:
+        return [0] * count
+    given, begun = saved.get("given"), saved.get("piece", [0, 0])
+    least = -NUMBER_LIMIT if "piece" in saved else -1
+    if (
+        isinstance(given, list)
+        and len(given) <= count
+        and all(type(n) is int and least < n < NUMBER_LIMIT for n in given)
+        and isinstance(begun, list)
+    ):
+        # The counts are those of another phase if the Schedule was changed after the position was saved.
+        kept = given if begun == [phase.segment, phase.start] else []
+        return [*kept, *([0] * (count - len(kept)))]
+    raise StateCorruptError(
+        f"the saved position of a Mixture(by='tokens') of {count} sources is damaged: {saved!r:.200}. "
+        "Load an older state"
+    )
+
+
+def _carried(given: Sequence[int], parts: Sequence[int]) -> list[int]:
+    """Return by how many tokens each source exceeds its share, which is rounded down."""
+    total, whole = sum(given), sum(parts)
+    return [had - part * total // whole for had, part in zip(given, parts, strict=True)]
+
+
+class ByTokens:
+    """Cursor of one shard of a mixture whose weights are shares of tokens.
+
+    Documents are yielded whole, so shares can be exact only to within one document. A source is eligible if its tokens
+    do not exceed its share of all tokens so far. The next document comes from the eligible source whose next document
+    would finish first in a mixture that interleaves single tokens. This is worst-case fair weighted fair queueing (J.
+    Bennett and H. Zhang, "WF2Q", INFOCOM 1996), whose deviation is at most the longest document for any number of
+    sources; to choose the source that lacks most tokens has a deviation that grows with it. A document's length must be
+    known before the choice, so one document of each source is read ahead; the saved position lies before it.
+
+    If the weights change with the position, the counts of tokens begin at 0 with each phase, except that between two
+    steps of a ramp a source keeps what it has beyond its share, or lacks.
+    """
+
+    def __init__(
+        self,
+        members: MixtureMembers,
+        weights: TokenWeights,
+        ended: set[int],
+        stop: str,
+        index: int,
+        saved: SavedPosition | None,
+        where: str,
+        names: tuple[str, ...],
+    ) -> None:
+        self._members, self._weights, self._ended, self._stop = members, weights, ended, stop
+        self._index, self._where, self._names = index, where, names
+        self._phase = weights.last(index, saved)
+        """Phase of the document that was yielded last. It changes only when the next document is chosen, so that a
+        saved position does not depend on the weights after it, which may be changed later."""
+        self._parts, self._given = self._phase.parts, _given_of(saved, len(names), self._phase)
+        self._next: dict[int, tuple[int, Any, SavedPosition, Origin]] = {}
+        """By source: the document that was read ahead, as (tokens, document, the source's saved position before it,
+        origin)."""
+        self.origin = NOWHERE
+        self._over = False
+
+    traced = True
+
+    def __iter__(self) -> ByTokens:
+        return self
+
+    def __next__(self) -> Any:
+        number = self._due()
+        if number is None:
+            raise StopIteration
+        return self._take(number)
+
+    def skip(self, count: int) -> int:
+        for passed in range(count):
+            number = self._due()
+            if number is None:
+                return passed
+            self._take(number)
+        return count
+
+    def saved_position(self) -> SavedPosition:
+        below = self._members.saved_positions()
+        for number, (_, _, before, _) in self._next.items():
+            below[number] = before
+        phase = {"piece": [self._phase.segment, self._phase.start]} if self._weights.changes else {}
+        found = {"index": self._index, "ended": sorted(self._ended), "given": self._given.copy(), "sources": below}
+        return {**found, **phase}
+
+    def close(self) -> None:
+        self._next.clear()
+        self._over = True
+        self._members.close()
+
+    def _take(self, number: int) -> Any:
+        length, document, _, origin = self._next.pop(number)
+        self.origin = origin.within(self._names[number])
+        self._given[number] += length
+        self._index += 1
+        return document
+
+    def _enter(self, phase: Phase) -> None:
+        if phase == self._phase:
+            return
+        joined = phase.segment == self._phase.segment
+        self._given = _carried(self._given, self._parts) if joined else [0] * len(self._given)
+        self._phase, self._parts = phase, phase.parts
+
+    def _due(self) -> int | None:
+        """Return the number of the source that gives the next document; None if the shard has ended."""
+        if self._weights.changes:
+            self._enter(self._weights.phase(self._index))
+        while not self._over:
+            live = [number for number, part in enumerate(self._parts) if part and number not in self._ended]
+            missing = [number for number in live if number not in self._next and not self._read(number)]
+            if missing and self._stop == "last":
+                self._end(missing)
+            elif live and (best := self._first_due(live)) in self._next:
+                return best
+            else:
+                self._over = True
+        return None
+
+    def _first_due(self, live: list[int]) -> int:
+        whole, total = sum(self._parts[number] for number in live), sum(self._given[number] for number in live)
+        best, due = -1, 0
+        for number in live:
+            given, part = self._given[number], self._parts[number]
+            if given * whole > part * total:
+                continue  # the source has given more than its share
+            until = given + (self._next[number][0] if number in self._next else 0)
+            if best < 0 or until * self._parts[best] < due * part:
+                best, due = number, until
+        return best
+
+    def _read(self, number: int) -> bool:
+        """Read the next document of a source ahead. Return False if the source has ended."""
+        cursor = self._members.moving(number)
+        before = cursor.saved_position()
+        for document in cursor:
+            self._next[number] = (self._length(document, number), document, before, cursor_origin(cursor))
+            return True
+        if self._stop == "never":
+            raise ended_early(number)
+        return False
+
+    def _end(self, numbers: list[int]) -> None:
+        """From now on all documents come from the other sources, whose tokens are counted from 0 again."""
+        for number in numbers:
+            self._ended.add(number)
+            self._members.drop(number)
+        self._given = [0] * len(self._given)
+
+    def _length(self, document: Any, number: int) -> int:
+        if isinstance(document, (torch.Tensor, np.ndarray)) and document.ndim == 1:
+            return len(document)
+        if isinstance(document, (list, tuple)):
+            return len(document)
+        kind = type(document).__name__
+        if isinstance(document, (torch.Tensor, np.ndarray)):
+            kind += f" of shape {tuple(document.shape)}"
+        raise DatasetError(
+            f"sources[{number}] of a Mixture(by='tokens'), {self._where}: each sample must be a tensor, an array or a "
+            f"list of token ids with one dimension, got {kind}. Make the token ids by Mapped, or use by='samples'"
+        )

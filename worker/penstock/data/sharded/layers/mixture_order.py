@@ -1,19 +1,27 @@
-"""Order of a mixture whose weights change with the position: which source gives the sample at each position.
+"""Order of a mixture: which source gives the sample at each position.
 
-The order consists of segments, in which the weights are constant or change linearly (a ramp). A segment with constant
-weights has the order of mixture_shares.py, counted from the segment's first position. So in every prefix of the segment
-each source has its share to within one sample, and a position can be looked up without computing those before it.
+**Constant weights.** In every prefix of the order, the number of each source's samples must deviate from its share by
+less than one. So the k-th sample of a source with share w must have a position p in a window: from the first p with w p
+> k - 1, to the last p with w (p - 1) < k, its deadline. The chairman assignment theorem says that such positions exist
+for any number of sources (R. Tijdeman, "The chairman assignment problem", 1980); the rule in its proof gives each
+position to the sample with the earliest deadline among those whose windows have begun.
 
-A ramp is divided into steps with constant weights. The weights of a step are the numbers of samples that the sources
-give in it. They are chosen so that at the end of each step, the number of samples that a source has given since the
-ramp's beginning is the integral of its share over the ramp so far, rounded up or down. Which of the two is decided step
-by step when the ramp is first used: as in mixture_shares.py, the sample with the earliest deadline comes first.
+That order alone would repeat after every period (the sum of the weights as whole numbers), and positions go to the
+shards round robin: with two equal weights, even shards would get all samples from one source, and half of each source
+would never be read. So the samples of each period are in a different, random order. Each has a random target position
+in its window, and each position goes to the sample with the earliest target. A target is delayed a little for each time
+that its source had the same position of a period before. Deadlines decide only if one would otherwise be missed: if for
+some d the samples with deadlines up to d are as many as the positions left up to d. The order is computed in tables
+when they are needed, and repeats after about a million positions.
 
-A ramp of L samples has about sqrt(L / 2) steps of sqrt(2 L) samples, so that the constant weights of a step add a
-deviation of at most a quarter of a sample. In every prefix of a ramp, a source's number of samples deviates from the
-integral of its share by less than 9/4: one sample within a step, one at the step's ends, and the quarter.
+**Changing weights.** The order consists of segments, in which the weights are constant or change linearly (a ramp). A
+ramp is divided into steps, whose weights are the numbers of samples that the sources give in them, so that at the end
+of each step a source has given the integral of its share over the ramp so far, rounded up or down; which of the two, is
+decided by the earliest deadline. A ramp of L samples has about sqrt(L / 2) steps, so that a source deviates from the
+integral by less than 9/4: one sample within a step, one at its ends, and a quarter because its weights are constant.
 
-Saved states contain positions in this order. So it must never change, and all of it is computed in integers.
+Saved states contain positions in this order. So it must never change, and all of it is computed in integers; a test
+compares it with recorded values.
 """
 
 from __future__ import annotations
@@ -22,21 +30,21 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.data.ordering.permutation import Ints
-from penstock.data.sharded.layers.mixture_schedule import Segment
-from penstock.data.sharded.layers.mixture_shares import MAX_PARTS, MixtureShares, shares_of, table_of
+from penstock.data.ordering.permutation import Ints, mix
+from penstock.data.sharded.layers.mixture_schedule import MAX_PARTS, Segment, reduced
 
-__all__ = ["Phase", "SegmentedOrder", "order_of"]
+__all__ = ["MixtureShares", "Phase", "SegmentedOrder", "order_of", "shares_of"]
+
 
 KEPT_POSITIONS = 1 << 24
-"""Approximate number of positions for which a ramp keeps the computed source numbers in memory: 32 MB for each ramp.
-The oldest ones are dropped, and computed again if necessary."""
+"""Approximate number of positions whose sources a ramp keeps in memory: 32 MB. The oldest ones are computed again."""
 
 
 class Phase(NamedTuple):
@@ -45,26 +53,20 @@ class Phase(NamedTuple):
     segment: int
     """First position of the segment that contains the phase."""
     start: int
-    """First position of the phase."""
     parts: tuple[int, ...]
-    """Weight of each source as a whole number."""
 
 
 class SegmentedOrder:
-    """Order of a mixture whose weights change: from a position to the number of the source that gives the sample."""
-
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = tuple(segments)
         self._starts = [segment.start for segment in segments]
         self._orders = [_order(segment) for segment in segments]
 
     def at(self, position: int) -> int:
-        """Return the number of the source that gives the sample at this position of the mixture's order."""
         number = bisect_right(self._starts, position) - 1
         return self._orders[number].at(position - self._starts[number])
 
     def many(self, positions: Ints) -> Ints:
-        """Return, for each of these positions, the number of the source that gives the sample there."""
         found = np.empty(len(positions), np.int64)
         numbers = np.searchsorted(self._starts, positions, "right") - 1
         for number in np.unique(numbers).tolist():
@@ -73,7 +75,6 @@ class SegmentedOrder:
         return found
 
     def phase(self, position: int) -> Phase:
-        """Return the phase (range of positions with constant weights) that contains a position."""
         number = bisect_right(self._starts, position) - 1
         start, order = self._starts[number], self._orders[number]
         if isinstance(order, _RampOrder):
@@ -82,8 +83,8 @@ class SegmentedOrder:
         return Phase(start, start, self._segments[number].parts)
 
     def shares(self, position: int) -> list[float]:
-        """Return each source's weight at a position as a share of all weights; the shares sum up to 1. Within a ramp
-        they lie on the straight line between its beginning and its end."""
+        """Return each source's weight at a position as a share of all weights; within a ramp, on the line between its
+        ends."""
         number = bisect_right(self._starts, position) - 1
         segment = self._segments[number]
         shares = _shares(segment.parts)
@@ -99,8 +100,7 @@ def _shares(parts: Sequence[int]) -> list[float]:
 
 @lru_cache(maxsize=64)
 def order_of(segments: tuple[Segment, ...]) -> SegmentedOrder:
-    """Return the order of the mixture that has these segments. The latest 64 orders are kept, because all cursors of a
-    mixture use the same one."""
+    """Return the order of these segments. The latest 64 are kept, because all cursors of a mixture use the same one."""
     return SegmentedOrder(segments)
 
 
@@ -111,13 +111,7 @@ def _order(segment: Segment) -> MixtureShares | _RampOrder:
 
 
 class _RampOrder:
-    """Order of a mixture within a ramp: from a position, counted from the ramp's beginning, to the number of the source
-    that gives the sample.
-
-    Args:
-        begin, end: weight of each source at the ramp's beginning and at its end, as whole numbers.
-        length: number of samples of the ramp.
-    """
+    """Order of a mixture within a ramp of `length` samples; positions are counted from the ramp's beginning."""
 
     def __init__(self, begin: tuple[int, ...], end: tuple[int, ...], length: int) -> None:
         size = min(MAX_PARTS, math.isqrt(2 * length))
@@ -146,8 +140,7 @@ class _RampOrder:
         return found
 
     def step(self, position: int) -> tuple[int, tuple[int, ...]]:
-        """Return the first position of the step that contains `position`, and the weight of each source in this step,
-        as whole numbers."""
+        """Return the first position of the step that contains `position`, and the weights in this step."""
         number = bisect_right(self._bounds, position) - 1
         return self._bounds[number], self._steps()[number]
 
@@ -161,7 +154,7 @@ class _RampOrder:
         return table
 
     def _steps(self) -> list[tuple[int, ...]]:
-        """Return, for each step of the ramp, the number of samples that each source gives in it."""
+        """Return, for each step, the number of samples that each source gives in it."""
         if not self._parts:
             given = [0] * len(self._integrals)
             for bound in self._bounds[1:]:
@@ -171,8 +164,8 @@ class _RampOrder:
         return self._parts
 
     def _until(self, given: Sequence[int], bound: int) -> list[int]:
-        """Return the number of samples that each source has given from the ramp's beginning to the end of a step.
-        `given`: these numbers for the step's beginning; `bound`: position behind the step's last sample."""
+        """Return the samples that each source has given up to `bound`, a step's end. `given`: those up to its
+        beginning."""
         until = [max(had, integral.floor(bound)) for had, integral in zip(given, self._integrals, strict=True)]
         left = bound - sum(until)
         waiting = [number for number, integral in enumerate(self._integrals) if integral.ceil(bound) > until[number]]
@@ -186,8 +179,8 @@ class _RampOrder:
 
 
 class _Integral(NamedTuple):
-    """Integral of a source's share over a ramp: the exact number of samples that the source should have given from the
-    ramp's beginning to position x. It is (rate x + bend x^2) / whole."""
+    """Exact number of samples that a source should have given from the ramp's beginning to position x: (rate x + bend
+    x^2) / whole."""
 
     rate: int
     bend: int
@@ -200,6 +193,139 @@ class _Integral(NamedTuple):
         return -(-(self.rate * position + self.bend * position * position) // self.whole)
 
     def deadline(self, count: int, length: int) -> int:
-        """Return the first position at which the integral is at least `count`; `length` + 1 if the ramp, which has
-        `length` samples, ends before."""
+        """Return the first position at which the integral is at least `count`; `length` + 1 if there is none."""
         return bisect_left(range(length + 1), count, key=self.floor)
+
+
+POSITIONS = 1 << 12
+"""Smallest number of positions in one table: with usual weights many periods, in which each source comes at each
+position of the period about as often as its share says. A table takes 6 ms to make."""
+ALL_POSITIONS = 1 << 20
+"""Approximate number of positions after which the order repeats. The tables with all of them take 2 MB."""
+
+_KEY = 0x6D69782D7475726E
+_FRACTION_BITS = 24
+_BACK = 2
+"""Exponent for the delay of a target: a quarter of the mean distance between samples of its source, for each time that
+the source has had this position of a period. With less, some positions get a source half too often; with more, sources
+alternate, as they do without random targets."""
+
+
+@lru_cache(maxsize=64)
+def shares_of(parts: tuple[int, ...]) -> MixtureShares:
+    """Return the order for these weights (whole numbers). The latest 64 orders are kept, with their tables."""
+    return MixtureShares(reduced(parts))
+
+
+class MixtureShares:
+    """Order of a mixture with constant weights `parts`, whole numbers without a common divisor."""
+
+    def __init__(self, parts: tuple[int, ...]) -> None:
+        self._parts = parts
+        self._only = next((number for number, part in enumerate(parts) if part == sum(parts)), None)
+        """Number of the only source whose weight is above 0; None if there are several."""
+        self._positions = sum(parts) * -(-POSITIONS // sum(parts))
+        self._count = ALL_POSITIONS // self._positions
+        self._tables: dict[int, npt.NDArray[np.uint16]] = {}
+
+    def at(self, position: int) -> int:
+        if self._only is not None:
+            return self._only
+        block, inside = divmod(position, self._positions)
+        return int(self._table(block % self._count)[inside])
+
+    def many(self, positions: Ints) -> Ints:
+        if self._only is not None:
+            return np.full(len(positions), self._only, np.int64)
+        found = np.empty(len(positions), np.int64)
+        blocks, inside = np.divmod(positions, self._positions)
+        blocks %= self._count
+        for number in np.unique(blocks):
+            chosen = blocks == number
+            found[chosen] = self._table(int(number))[inside[chosen]]
+        return found
+
+    def _table(self, number: int) -> npt.NDArray[np.uint16]:
+        table = self._tables.get(number)
+        if table is None:
+            table = self._tables[number] = table_of(self._parts, self._positions, number)
+        return table
+
+
+@dataclass
+class _Queue:
+    """Samples of one source that wait for a position in a table. Positions count from 1 at the table's beginning."""
+
+    source: int
+    part: int
+    """Number of samples that the source gives in each period."""
+    due: list[int]
+    """First position that each sample of the source may get."""
+    deadline: list[int]
+    """Last position that each sample of the source may get."""
+    target: list[int]
+    """Random target position of each sample, in units of 2^-24 of a position."""
+    next: int = 0
+
+    @staticmethod
+    def of(source: int, part: int, period: int, periods: int, number: int) -> _Queue:
+        rank = np.arange(part * periods)
+        drawn = (mix(_KEY, number, source, rank) >> np.uint64(64 - _FRACTION_BITS)).astype(np.int64)
+        return _Queue(
+            source,
+            part,
+            due=(rank * period // part + 1).tolist(),
+            deadline=(-(-(rank + 1) * period // part)).tolist(),
+            target=(((rank << _FRACTION_BITS) + drawn) * period // part).tolist(),
+        )
+
+
+def table_of(parts: tuple[int, ...], positions: int, number: int) -> npt.NDArray[np.uint16]:
+    """Return table `number` of a mixture's order: the source at each of `positions` positions, a multiple of
+    sum(parts)."""
+    period = sum(parts)
+    queues = [_Queue.of(source, part, period, positions // period, number) for source, part in enumerate(parts) if part]
+    left = [0] * (positions + 1)
+    """Number of samples that have no position so far, by deadline."""
+    for queue in queues:
+        for deadline in queue.deadline:
+            left[deadline] += 1
+        queue.due.append(positions + 1)
+    served: dict[tuple[int, int], int] = {}
+    """Number of samples that have a position, by (position in the period, source)."""
+    table = np.empty(positions, np.uint16)
+    bound = positions
+    """Only samples with deadlines up to `bound` may get a position now, because they need all that are left up to it;
+    the last position if there is no such need."""
+    for position in range(1, positions + 1):
+        inside = position % period
+        waiting = []
+        for queue in queues:
+            at = queue.next
+            if queue.due[at] <= position and queue.deadline[at] <= bound:
+                back = period * served.get((inside, queue.source), 0) << _FRACTION_BITS - _BACK
+                waiting.append((queue.target[at] + back // queue.part, queue.source, queue))
+        waiting.sort()
+        best = waiting[0][2]
+        last = _tight(left, position, best.deadline[best.next])
+        if last is not None:
+            bound = last
+            best = next(queue for _, _, queue in waiting if queue.deadline[queue.next] <= bound)
+        left[best.deadline[best.next]] -= 1
+        best.next += 1
+        served[inside, best.source] = served.get((inside, best.source), 0) + 1
+        table[position - 1] = best.source
+        if position == bound:
+            bound = positions
+    return table
+
+
+def _tight(left: list[int], position: int, deadline: int) -> int | None:
+    """Return the first d before `deadline` for which the samples with deadlines up to d need all positions from
+    `position` to d; None if there is none."""
+    spare = 0
+    for at in range(position, deadline):
+        spare += 1 - left[at]
+        if spare <= 0:
+            return at
+    return None

@@ -7,20 +7,103 @@ sample has the same weights on any number of boxes and workers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, TypeAlias
 
 from penstock.data.arguments import at_least_one, whole
-from penstock.data.sharded.layers.layer import NUMBER_LIMIT
-from penstock.data.sharded.layers.mixture_shares import Weight, parts_of
+from penstock.data.sharded.layers.layer import NUMBER_LIMIT, depth_of
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["MAX_RAMP", "Ramp", "Schedule", "Segment", "Weights", "segments_of"]
+__all__ = [
+    "MAX_PARTS",
+    "MAX_RAMP",
+    "Ramp",
+    "Schedule",
+    "Segment",
+    "Weights",
+    "parts_of",
+    "reduced",
+    "segments_of",
+    "with_later_weights",
+]
+
+
+MAX_PARTS = 1 << 16
+"""Largest sum of the whole numbers (parts) to which weights are converted."""
+
+MAX_EXPONENT = 400
+"""Largest exponent in the text of a weight; that of a float is at most 324. 1e99999999 would take minutes to
+convert."""
+
+LARGEST_PRINTED = 1e308
+"""Largest sum of weights that an error prints as a number, because a float cannot be much larger."""
+
+Weight = float | int | Fraction | Decimal
+
+
+def parts_of(weights: Sequence[Weight], names: Sequence[str] | None = None) -> tuple[int, ...]:
+    """Return the weights as whole numbers (parts) in the same ratio: 0.7, 0.2 and 0.1 become 7, 2 and 1.
+
+    A float means the fraction that its decimal text says: 0.1 is exactly 1/10. If the parts would sum up to more than
+    MAX_PARTS, they are rounded to that sum; those with the largest remainders are rounded up. `names`: for errors.
+    """
+    keys: Sequence[Any] = range(len(weights)) if names is None else names
+    exact = [_fraction(key, weight) for key, weight in zip(keys, weights, strict=True)]
+    total = sum(exact)
+    if total == 0:
+        raise InvalidArgumentError(
+            f"at least one weight must be above 0, got {list(weights)}. Give a source a larger weight"
+        )
+    shares = [weight / total for weight in exact]
+    period = math.lcm(*(share.denominator for share in shares))
+    if period <= MAX_PARTS:
+        return tuple(int(share * period) for share in shares)
+    parts = [int(share * MAX_PARTS) for share in shares]
+    largest = sorted(range(len(parts)), key=lambda number: (parts[number] - shares[number] * MAX_PARTS, number))
+    for number in largest[: MAX_PARTS - sum(parts)]:
+        parts[number] += 1
+    for key, part, weight in zip(keys, parts, weights, strict=True):
+        if weight and not part:
+            raise InvalidArgumentError(
+                f"weights[{key!r}] must be at least 1/{MAX_PARTS:,} of the sum of all weights ({_text(total)}), got "
+                f"{weight}, which would be rounded to 0. Make it larger, or pass 0 to leave the source out"
+            )
+    return reduced(tuple(parts))
+
+
+def _fraction(key: int | str, weight: Any) -> Fraction:
+    text = str(weight)
+    try:
+        exponent = int(text.lower().partition("e")[2] or 0)
+        exact = Fraction(text if abs(exponent) <= MAX_EXPONENT else 0)
+    except (ValueError, ZeroDivisionError):
+        raise InvalidArgumentError(
+            f"weights[{key!r}] must be a finite number, got {weight!r}. Correct the weight"
+        ) from None
+    if abs(exponent) > MAX_EXPONENT:
+        raise InvalidArgumentError(
+            f"weights[{key!r}] must be 0 or from 1e-{MAX_EXPONENT} to 1e{MAX_EXPONENT}, got {weight!r}. Multiply or "
+            "divide all weights by one number, or use 0 to leave the source out"
+        )
+    if exact < 0:
+        raise InvalidArgumentError(f"weights[{key!r}] must be at least 0, got {weight}. Use 0 to leave the source out")
+    return exact
+
+
+def _text(number: Fraction) -> str:
+    return f"{float(number):g}" if number < LARGEST_PRINTED else f"more than {LARGEST_PRINTED:g}"
+
+
+def reduced(parts: tuple[int, ...]) -> tuple[int, ...]:
+    divisor = math.gcd(*parts)
+    return tuple(part // divisor for part in parts)
+
 
 Weights: TypeAlias = Sequence[Weight] | Mapping[str, Weight]
-"""Weights of the sources: a list in the order of the sources, or a dict by their names; a name that is left out has
-weight 0."""
 
 MAX_RAMP = 1 << 31
 """Largest number of samples of a ramp. A ramp of this length has 32,768 steps."""
@@ -89,8 +172,8 @@ class Schedule:
         return f"Schedule({self._changes!r})"
 
     def segments(self, names: Sequence[str]) -> tuple[Segment, ...]:
-        """Return the segments that these weights and ramps mean, by ascending position. Raises InvalidArgumentError for
-        invalid ones. `names`: names of the mixture's sources, in their order."""
+        """Return the segments that these weights and ramps mean, by ascending position. `names`: those of the
+        sources."""
         found: list[Segment] = []
         positions = [*self._changes]
         for position, end in zip(positions, [*positions[1:], None], strict=True):
@@ -130,34 +213,29 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a mixture's order, from its first position to the next segment, in which the weights are constant or
-    change by one ramp."""
+    """Part of a mixture's order, up to the next segment, in which the weights are constant or change by one ramp."""
 
     start: int
-    """Position of the segment's first sample."""
     parts: tuple[int, ...]
     """Weight of each source as a whole number; for a ramp, the weights at its end."""
     over: int = 0
-    """Length of the ramp in samples; 0 if the weights are constant. The next segment may begin before the ramp's end,
-    if the weights were changed during the run."""
+    """Length of the ramp in samples; 0 without a ramp. The next segment may begin before its end, if the weights were
+    changed during the run."""
     begin: tuple[int, ...] = ()
-    """Weight of each source at the beginning of the ramp, as a whole number; empty if the weights are constant."""
+    """Weights at the beginning of the ramp; empty without a ramp."""
 
     def with_more(self, parts: tuple[int, ...]) -> Segment:
-        """Return a copy of the segment for a mixture with more sources. `parts`: weights of the added sources in this
-        segment, as whole numbers."""
+        """Return the segment for a mixture with more sources, of weights `parts`."""
         begin = (*self.begin, *parts) if self.over else ()
         return replace(self, parts=(*self.parts, *parts), begin=begin)
 
     def described(self) -> dict[str, Any]:
-        """Return the segment as a JSON value, for the mixture's description in states."""
         ramp = {"over": self.over, "begin": list(self.begin)} if self.over else {}
         return {"start": self.start, "parts": list(self.parts), **ramp}
 
 
 def segments_of(weights: Weights | Schedule, names: Sequence[str]) -> tuple[Segment, ...]:
-    """Return the segments that the argument `weights` of a Mixture means: one segment for constant weights. Raises
-    InvalidArgumentError for invalid weights. `names`: names of the mixture's sources, in their order."""
+    """Return the segments that the argument `weights` of a Mixture means: one for constant weights."""
     if isinstance(weights, Schedule):
         return weights.segments(names)
     return (Segment(0, _parts(weights, names, "the weights")),)
@@ -195,3 +273,57 @@ def _position(given: Any, unit: int) -> int:
             f"{given!r}. Correct the position"
         )
     return position
+
+
+def with_later_weights(was: Any, now: Any, position: int, inner: int) -> Any:
+    """Return a state's description `was`, with the weights and the added sources from `now` for each mixture that
+    yields the same samples before the saved position by both descriptions. All other differences between the two stay.
+
+    A loader refuses a state whose description differs from its own. But weights that differ only after the state's
+    position give the same samples before it, so a run may be resumed with a Schedule that has other weights later, or
+    with more sources that have weight 0 until then. Descriptions in a damaged state raise KeyError, TypeError or
+    AttributeError.
+
+    `position`: first position that no worker has reached, for a mixture whose samples the loader takes directly or
+    through Mapped. `inner`: upper bound of it for a mixture inside another one, which counts its own samples.
+    """
+    if not isinstance(was, Mapping) or not isinstance(now, Mapping) or was.get("kind") != now.get("kind"):
+        return was
+    if was["kind"] == "Mapped" and was.get("skip_failures") == 0:
+        if was.get("random") and depth_of(was) != depth_of(now):  # the function's random numbers depend on the depth
+            return was
+        return {**was, "source": with_later_weights(was.get("source"), now.get("source"), position, inner)}
+    if was["kind"] != "Mixture":
+        return was
+    sources, added = _pairs(was, now)
+    if added is None:
+        return was
+    found = {**was, "sources": [with_later_weights(one, other, inner, inner) for one, other in sources]}
+    count = len(sources) + len(added)
+    if _before(was, position, count) != _before(now, position, count):
+        return found
+    changed = {name: value for name, value in found.items() if name not in ("parts", "schedule")}
+    weights = {name: now[name] for name in ("parts", "schedule") if name in now}
+    return {**changed, **weights, "sources": [*found["sources"], *added]}
+
+
+def _pairs(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[tuple[Any, Any]], list[Any] | None]:
+    """Return pairs (description in `was`, in `now`), and the sources that only `now` has; None if it has fewer
+    sources."""
+    first, second = was["sources"], now["sources"]
+    if len(first) > len(second):
+        return [], None
+    return list(zip(first, second, strict=False)), list(second[len(first) :])
+
+
+def _before(described: Mapping[str, Any], position: int, count: int) -> list[Any]:
+    """Return the segments that begin before `position`, with the weights of `count` sources, 0 for added ones."""
+    segments = described.get("schedule") or [{"start": 0, "parts": described.get("parts") or []}]
+    return [
+        {
+            name: [*value, *([0] * (count - len(value)))] if name in ("parts", "begin") else value
+            for name, value in segment.items()
+        }
+        for segment in segments
+        if segment["start"] < position
+    ]

@@ -22,9 +22,9 @@ from functools import cache
 from typing import Any, Literal
 
 from penstock.data.arguments import at_least_one
-from penstock.data.sharded.documents.packed_rows import Documents, Part, RowFields, RowOrigins
 from penstock.data.sharded.layers.documents import Block, DocumentParser, DocumentReader, located, token_of
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
+from penstock.data.sharded.layers.packed_rows import Documents, Part, RowFields, RowOrigins
 from penstock.data.sharded.layers.windows import WindowCursor
 from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, PositionOf, SavedPosition, ShardedSource
 from penstock.data.sharded.runs import Run, RunCursor
@@ -52,6 +52,8 @@ class Packed(Layer):
     A segment is the part of a document that is in one line. If the source is a Chunked, or a Repeated of a Chunked, and
     packing is in order, consecutive pieces of one document are one segment.
     """
+
+    keyed = True
 
     def __init__(
         self,
@@ -252,13 +254,7 @@ def _all_located(
 
     The origin of a document contains the number of documents that were left out just before it, so that each is counted
     once. Those at the end of the window are counted with the last document before them, because a state that is saved
-    between two windows contains no such number.
-
-    Args:
-        documents: documents of the window.
-        origins: origin of each document.
-        left_out: number of documents, by source, that earlier windows left to be counted.
-    """
+    between two windows contains no such number."""
     found: list[Documents] = []
     for document, origin in zip(documents, origins, strict=True):
         if len(document.tokens):

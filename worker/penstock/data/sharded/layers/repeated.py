@@ -13,8 +13,16 @@ import numpy as np
 
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.layer import Layer, entered, position_function
-from penstock.data.sharded.protocol import Cursor, PositionOf, SavedPosition, ShardedSource, cursor_origin, is_traced
-from penstock.data.sharded.rows.known_records import KnownRecords, known_records
+from penstock.data.sharded.protocol import (
+    Cursor,
+    KnownRecords,
+    PositionOf,
+    SavedPosition,
+    ShardedSource,
+    cursor_origin,
+    is_traced,
+    known_records,
+)
 from penstock.data.sharded.runs import Run, RunCursor, take
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
@@ -23,6 +31,8 @@ __all__ = ["Repeated"]
 
 class Repeated(Layer):
     """Layer that makes a finite source endless: each shard yields its epochs one after the other."""
+
+    keyed = True
 
     def __init__(self, source: ShardedSource) -> None:
         """

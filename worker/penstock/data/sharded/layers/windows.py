@@ -48,6 +48,8 @@ class WindowShuffled(Layer):
         WindowShuffled(source, window=10_000)
     """
 
+    keyed = True
+
     def __init__(self, source: ShardedSource, window: int) -> None:
         """
         Args:
@@ -97,6 +99,8 @@ class Grouped(Layer):
     its window. To make batches of the lists, apply a Mapped that collates, and give that to a ShardLoader with
     `unbatched=True`.
     """
+
+    keyed = True
 
     def __init__(
         self,

@@ -21,8 +21,8 @@ from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.sharded_order import ShardedOrder
 from penstock.data.sharded.protocol import SavedPosition
 from penstock.data.sharded.runs import Run, RunCursor
+from penstock.data.sharded.sources.isolation import OwnGenerators
 from penstock.data.sharded.sources.pieces import Pieces
-from penstock.data.sharded.sources.randomness import OwnGenerators
 from penstock.proto.errors import StateCorruptError
 
 __all__ = ["PieceParts", "RangeCursor", "shard_range"]

@@ -19,8 +19,7 @@ from penstock.data.arguments import at_least_one
 from penstock.data.loading.streaming_loader import BLOCK
 from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.sharded_order import ShardedOrder
-from penstock.data.sharded.protocol import Cursor, PositionOf, SavedPosition
-from penstock.data.sharded.rows.known_records import KnownRecords
+from penstock.data.sharded.protocol import Cursor, KnownRecords, PositionOf, SavedPosition
 from penstock.data.sharded.sources.indexed_pieces import PieceParts, RangeCursor, shard_range
 from penstock.data.sharded.sources.lines import LineFile, cut_files
 from penstock.data.sharded.sources.pieces import Pieces, one_each
@@ -134,6 +133,10 @@ class LogicalShards:
             "shuffle": self._shuffle,
             "shuffle_block": (self._block or "all") if self._shuffle and by_position else None,
         }
+
+    @property
+    def keyed(self) -> bool:
+        return self._own_random
 
     @property
     def num_shards(self) -> int:

@@ -27,6 +27,7 @@ sample, because there the state of some loaders already belongs to their next ep
 from __future__ import annotations
 
 import inspect
+import struct
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -34,15 +35,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from xxhash import xxh3_64_intdigest
+
 from penstock.data.sharded.protocol import SavedPosition
-from penstock.data.sharded.sources.randomness import OwnGenerators
-from penstock.data.sharded.sources.sample_digest import BEGINNING, SampleDigests
-from penstock.data.sharded.sources.sole_worker import SoleWorker
+from penstock.data.sharded.sources.isolation import OwnGenerators, SoleWorker
 from penstock.data.stop_iteration import forbid_stop_iteration
+from penstock.proto.batch.digest import DigestCover
+from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import (
     DatasetError,
     InvalidArgumentError,
     ReplayMismatchError,
+    UnsupportedLeafError,
     UnsupportedStateError,
 )
 from penstock.proto.state.codec import decode_state, encode_state
@@ -50,7 +54,17 @@ from penstock.proto.state.envelope import damaged_state
 from penstock.proto.state.generators import capture_rng, restore_rng, seed_rng
 from penstock.proto.state.snapshot_cadence import SnapshotCadence
 
-__all__ = ["SNAPSHOT_EVERY", "SNAPSHOT_S", "OpaqueStream", "StreamMark", "close_quietly", "without_snapshots"]
+__all__ = [
+    "BEGINNING",
+    "SNAPSHOT_EVERY",
+    "SNAPSHOT_S",
+    "OpaqueStream",
+    "SampleDigests",
+    "StreamMark",
+    "close_quietly",
+    "without_snapshots",
+]
+
 
 SNAPSHOT_EVERY = 1000
 """Default number of samples between snapshots, which is also about the largest number of samples that a resume reads
@@ -60,6 +74,10 @@ SNAPSHOT_S = 60.0
 read again after a resume."""
 NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a saved position."""
+
+
+BEGINNING = 0
+"""Value of a stream's chained digest before the first sample."""
 
 
 @dataclass(frozen=True)
@@ -410,3 +428,34 @@ def close_quietly(owner: Any) -> None:
     close = getattr(owner, "close", None)
     if callable(close):
         close()
+
+
+_WORD = struct.Struct("<Q")
+_UNKNOWN = bytes(8)
+
+
+class SampleDigests:
+    """Calculator of chained digests of samples. Each thread needs an instance of its own."""
+
+    def __init__(self) -> None:
+        self._replay_digest: ReplayDigest | None = None
+
+    def __reduce__(self) -> tuple[type[SampleDigests], tuple[()]]:
+        return SampleDigests, ()  # instances contain only scratch memory
+
+    def after(self, chain: int, sample: Any) -> int:
+        """Return the chained digest of a stream after one more sample, as an unsigned 64-bit integer. `chain`: the
+        digest before the sample."""
+        return xxh3_64_intdigest(self._digest(sample), chain)
+
+    def _digest(self, sample: Any) -> bytes:
+        try:
+            return encode_state(sample)[-8:]
+        except UnsupportedStateError:
+            pass
+        if self._replay_digest is None:
+            self._replay_digest = ReplayDigest(cover=DigestCover.FULL)
+        try:
+            return _WORD.pack(self._replay_digest.take(sample)[0])
+        except UnsupportedLeafError:
+            return _UNKNOWN

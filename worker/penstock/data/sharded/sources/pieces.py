@@ -22,11 +22,10 @@ import torch.utils.data
 from penstock.data.arguments import whole
 from penstock.data.formats.lance.lance_rows import LanceRows
 from penstock.data.formats.megatron.token_documents import MegatronDocuments
-from penstock.data.loading.no_draws import CONTAINERS
+from penstock.data.loading.keyed_random import CONTAINERS
 from penstock.data.ordering.permutation import Ints
+from penstock.data.sharded.sources.isolation import OwnGenerators, SoleWorker
 from penstock.data.sharded.sources.opaque import close_quietly
-from penstock.data.sharded.sources.randomness import OwnGenerators
-from penstock.data.sharded.sources.sole_worker import SoleWorker
 from penstock.data.stop_iteration import forbid_stop_iteration, stop_iteration_error
 from penstock.data.streaming_dataset import StreamingDataset
 from penstock.proto.errors import DatasetError, InvalidArgumentError

@@ -1,25 +1,31 @@
 """Source in logical shards made from a user's iterables: each shard is one stream, which an iterable yields.
 
-opaque.py saves and resumes a stream, and randomness.py provides its random generators. This module has the user's
+opaque.py saves and resumes a stream, and isolation.py provides its random generators. This module has the user's
 settings, and makes a source from the streams. A stream cannot be split, so more workers than streams do not make
 reading faster. Skipping samples of a stream means reading them.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.data.arguments import at_least_one
 from penstock.data.sharded.protocol import PositionOf, SavedPosition
-from penstock.data.sharded.sources.gc_schedule import GarbageCollection
-from penstock.data.sharded.sources.opaque import SNAPSHOT_EVERY, SNAPSHOT_S, OpaqueStream, StreamMark
-from penstock.data.sharded.sources.sample_digest import BEGINNING, SampleDigests
+from penstock.data.sharded.sources.opaque import (
+    BEGINNING,
+    SNAPSHOT_EVERY,
+    SNAPSHOT_S,
+    OpaqueStream,
+    SampleDigests,
+    StreamMark,
+)
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError, StateMismatchError
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["Savable"]
+__all__ = ["GarbageCollection", "Savable"]
 
 
 class Savable:
@@ -99,6 +105,10 @@ class Savable:
         self._collect = None if collect_every is None else at_least_one("collect_every", collect_every)
         self._config = _json("config", config)
         self._digests = SampleDigests()
+
+    @property
+    def keyed(self) -> bool:
+        return self._own_random
 
     @property
     def num_shards(self) -> int:
@@ -213,3 +223,55 @@ def _json(name: str, value: Any) -> Any:
         raise InvalidArgumentError(
             f"{name} must be a JSON value: {error}. Use dicts, lists, texts and numbers"
         ) from None
+
+
+class _Process:
+    """State that all streams of this process share: the garbage collector's original settings, the number of streams
+    that have asked for other settings, and the number of samples since the last collection."""
+
+    def __init__(self) -> None:
+        self.holders = 0
+        self.samples = 0
+        self.was_on = self.was_free = False
+
+    def hold(self) -> None:
+        if self.holders == 0:
+            self.was_on, self.was_free = gc.isenabled(), gc.get_freeze_count() == 0
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+            self.samples = 0
+        self.holders += 1
+
+    def release(self) -> None:
+        self.holders -= 1
+        if self.holders == 0:
+            if self.was_free:
+                gc.unfreeze()
+            if self.was_on:
+                gc.enable()
+
+
+_process = _Process()
+
+
+class GarbageCollection:
+    """Request of one stream to collect garbage after every n samples of the process, until the stream is closed."""
+
+    def __init__(self, every: int) -> None:
+        self._every, self._open = every, True
+        _process.hold()
+
+    def passed(self) -> None:
+        """Count a sample, and collect garbage if it is the n-th since the last collection."""
+        _process.samples += 1
+        if _process.samples >= self._every:
+            _process.samples = 0
+            gc.collect()
+
+    def close(self) -> None:
+        """Withdraw this stream's request. When the last stream is closed, the collector's settings are restored. May be
+        called twice."""
+        if self._open:
+            self._open = False
+            _process.release()

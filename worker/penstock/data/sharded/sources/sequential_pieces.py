@@ -26,9 +26,8 @@ import numpy as np
 
 from penstock.data.ordering.permutation import Ints, permuted
 from penstock.data.sharded.protocol import SavedPosition
-from penstock.data.sharded.sources.opaque import OpaqueStream, StreamMark
+from penstock.data.sharded.sources.opaque import OpaqueStream, SampleDigests, StreamMark
 from penstock.data.sharded.sources.pieces import Pieces
-from penstock.data.sharded.sources.sample_digest import SampleDigests
 from penstock.proto.errors import DatasetError, StateCorruptError
 from penstock.proto.state.generators import derive_seed
 

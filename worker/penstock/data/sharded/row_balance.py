@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.data.ordering.balancing.balanced_order import Balance
-from penstock.data.ordering.balancing.costs import Costs
-from penstock.data.ordering.balancing.row_assignment import assign_in_turn, assign_to_boxes, cost_ratio
-from penstock.data.sharded.protocol import ShardedSource
-from penstock.data.sharded.rows.epoch_stream import Rows
-from penstock.data.sharded.rows.known_records import known_records
+from penstock.data.ordering.balance import Balance, Costs, assign_in_turn, assign_to_boxes, cost_ratio
+from penstock.data.sharded.epoch_stream import Rows
+from penstock.data.sharded.protocol import ShardedSource, known_records
 from penstock.proto.errors import InvalidArgumentError
 
 __all__ = ["RowBalance"]

@@ -1,6 +1,6 @@
 """Epoch of a finite source as one sequence of samples: it finds the rows of each batch that a worker makes.
 
-If the lengths of the shards are known, the sample at a position is found by arithmetic (round_robin.py), and a worker
+If the lengths of the shards are known, the sample at a position is found by arithmetic (RoundRobin), and a worker
 skips the rows of other workers. If the lengths are unknown, each worker has to pass over all rows, to find where shards
 end. It reads ahead only as far as necessary to decide which rows a batch has. With tail="emit" and several boxes
 (data-parallel ranks) these are as many rows after the batch as there are boxes, because fewer rows than boxes would be
@@ -15,11 +15,12 @@ import numpy as np
 
 from penstock.data.ordering.partition import Partition
 from penstock.data.ordering.permutation import Ints
-from penstock.data.sharded.rows.round_robin import RoundRobin, Tail
 from penstock.data.sharded.shard_cursors import ShardReaders
+from penstock.data.sharded.shard_orders import RoundRobin, Tail
 from penstock.proto.errors import DatasetError
 
 __all__ = ["EpochStream", "Rows"]
+
 
 Rows = list[tuple[int, int, bool]]
 """List of rows. Each is a tuple: number of the shard, index of the sample in the shard, and True if the row repeats a

@@ -24,15 +24,19 @@ from __future__ import annotations
 import _random
 import ctypes
 import random
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.random import mtrand
+from torch.utils.data._utils import worker as torch_worker
 
+from penstock.proto.state.assignment import Assignment, step_aside, step_back
 from penstock.proto.state.generators import seed_rng, torch_rng_state
 
-__all__ = ["OwnGenerators"]
+__all__ = ["OwnGenerators", "SoleWorker"]
+
 
 _PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
 """Python's global random generator: the instance of random.Random whose methods are the functions of the module
@@ -121,3 +125,23 @@ class OwnGenerators:
     def __exit__(self, *_: object) -> None:
         self._own.leave()
         self._caller.enter()
+
+
+class SoleWorker:
+    """Context manager inside which user code sees a job with one box and one worker. `within`: another context manager,
+    which is entered and left with this one. To enter and leave it takes 0.5 us, once for each sample."""
+
+    def __init__(self, within: AbstractContextManager[None]) -> None:
+        self._within = within
+        self._assignment: Assignment
+        self._info: Any = None
+
+    def __enter__(self) -> None:
+        self._within.__enter__()
+        self._assignment, self._info = step_aside(), torch_worker._worker_info
+        torch_worker._worker_info = None
+
+    def __exit__(self, *why: Any) -> None:
+        torch_worker._worker_info = self._info
+        step_back(self._assignment)
+        self._within.__exit__(*why)

@@ -25,6 +25,7 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["Documents", "Part", "RowFields", "RowOrigins", "collate_packed"]
 
+
 _ROWS, _SEGMENTS = "_rows", "_segments"
 """Endings of the names of two fields that say where attached items (such as images) belong. For the column "images",
 "images_rows" is the number of each image's row in the batch, from 0, and "images_segments" the number of each image's
@@ -237,14 +238,7 @@ class RowFields:
         """Add the fields `labels` and `loss_mask` to `made`, if the settings ask for them.
 
         The label of a token is the next token of its document. The last token of a segment and padding have none. But
-        if a document continues in the next row, its last token in this row has the first token there as its label.
-
-        Args:
-            made: fields of the row, by name.
-            parts: parts of the row.
-            ends: index in the row behind the last token of each segment.
-            tokens: tokens of the row, of shape (length,).
-        """
+        if a document continues in the next row, its last token in this row has the first token there as its label."""
         lasts, filled = np.array(ends) - 1, ends[-1]
         split = [(at, part.documents, part.end) for at, part in _last_tokens(parts) if part.documents.splits(part.end)]
         if self.labels:

@@ -27,6 +27,7 @@ from penstock.runtime.files.plain_files import read_plain
 
 __all__ = ["MegatronPart", "megatron_blend"]
 
+
 MegatronPart = Literal["train", "valid", "test"]
 PARTS: tuple[MegatronPart, ...] = get_args(MegatronPart)
 MAX_BYTES = 64 << 20

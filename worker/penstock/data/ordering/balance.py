@@ -1,0 +1,346 @@
+"""Balance of cost: rows are assigned to steps and boxes so that in each step all boxes have about the same work.
+
+A step is as slow as its slowest box, and rows differ in cost: that of attention is the square of the row's length. A
+window is the rows of `over_steps` consecutive global batches. First a window's rows are assigned to its steps, which
+does not depend on the number of boxes: a step has the same rows on any topology, and a state is the same few integers
+as without balance. Then a step's rows are assigned to the boxes.
+
+Both take the longest processing time first: rows are taken from the largest cost to the smallest, and each goes to that
+bin (step or box) with free places whose sum of costs is smallest. Sums are integers, so every machine assigns equally.
+
+If a single row costs more than a box's share of its step, no assignment can balance this step. So in a window with such
+rows, rows of similar cost are kept together in one step: the steps then differ in cost, but the boxes of each step
+hardly do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heapreplace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from penstock.data.arguments import at_least_one
+from penstock.data.ordering.epoch_plan import EpochRemainder, SampleOrder
+from penstock.data.ordering.permutation import Ints
+from penstock.proto.errors import DatasetError, InvalidArgumentError
+
+__all__ = [
+    "Balance",
+    "Balanced",
+    "BalancedOrder",
+    "Cost",
+    "Costs",
+    "Imbalance",
+    "assign_in_turn",
+    "assign_to_boxes",
+    "assign_to_steps",
+    "cost_ratio",
+]
+
+
+WINDOW_LIMIT = 1 << 20
+"""Largest number of rows in a window of several steps."""
+STEPS_LIMIT = 1 << 16
+"""Largest number of steps in a window."""
+WINDOWS_KEPT = 4
+"""Number of windows whose assigned rows are kept in memory: those of the batches that are planned now, and of restored
+samples."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Setting of a loader: assign rows (samples) to boxes (data-parallel ranks) and steps so that the boxes of a step
+    have about the same cost.
+
+    Example::
+
+        lengths = np.load("lengths.npy")
+        MapLoader(dataset, global_batch_size=512, shuffle=True, balance=Balance(lengths**2.0, over_steps=4))
+
+    Args:
+        cost: cost of each sample, in any unit: an array with one number for each sample of the dataset (numpy, also a
+            memmap, or a CPU tensor); the name of a column, for Hugging Face datasets and datasets with a method
+            `column(name)`; or a function from an array of sample numbers to an array of costs. Costs must be finite, at
+            least 0, and the same on all workers.
+        over_steps: number of steps whose rows are assigned together, such as those of a gradient accumulation. With 1,
+            each step keeps its own rows.
+        report: True: do not balance. The loader's method `imbalance()` then tells what balancing would bring.
+    """
+
+    cost: Cost
+    over_steps: int = 1
+    report: bool = False
+
+
+@dataclass(frozen=True)
+class Imbalance:
+    """Cost of the most expensive box of a step divided by the mean over all boxes, averaged over steps; 1 is perfect. A
+    step takes as long as its most expensive box."""
+
+    plain: float
+    """Cost of the most expensive box divided by the mean over all boxes, without balancing."""
+    balanced: float
+    """Cost of the most expensive box divided by the mean over all boxes, with the loader's `balance`. With report=True
+    it is the value that balancing would bring."""
+
+
+class BalancedOrder:
+    """Order of samples in which the rows of each window of `steps` global batches are assigned to its steps by cost."""
+
+    def __init__(self, own: SampleOrder, costs: Costs, batch: int, steps: int) -> None:
+        steps = at_least_one("over_steps", steps)
+        most = max(1, min(STEPS_LIMIT, WINDOW_LIMIT // batch))
+        if steps > most:
+            raise InvalidArgumentError(
+                f"over_steps must be at most {most} with {batch} rows in a global batch, got {steps}. Pass a smaller "
+                "number"
+            )
+        self._own, self._costs, self._batch, self._window = own, costs, batch, steps * batch
+        self._assigned: dict[tuple[int, int], Ints] = {}
+        """By (epoch, number of a window in the epoch): numbers of the window's samples."""
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
+        at = np.asarray(positions, np.int64)
+        if self._window == self._batch:  # a window of one step has the same rows as without balance
+            return self._own.ids(epoch, at)
+        windows = at // self._window
+        found = np.empty_like(at)
+        for number in np.unique(windows).tolist():
+            chosen = windows == number
+            found[chosen] = self._in_window(epoch, number)[at[chosen] - number * self._window]
+        return found
+
+    def _in_window(self, epoch: int, number: int) -> Ints:
+        """Return the window's samples, step by step. The rows of an incomplete last batch stay in that batch."""
+        assigned = self._assigned.get((epoch, number))
+        if assigned is None:
+            begin = number * self._window
+            ids = self._own.ids(epoch, np.arange(begin, min(begin + self._window, len(self))))
+            whole_rows = len(ids) - len(ids) % self._batch
+            steps = assign_to_steps(self._costs.of(ids[:whole_rows]), whole_rows // self._batch)
+            assigned = np.concatenate([*(ids[rows] for rows in steps), ids[whole_rows:]])
+            kept = list(self._assigned.items())[1 - WINDOWS_KEPT :]
+            self._assigned = {**dict(kept), (epoch, number): assigned}
+        return assigned
+
+
+class Balanced:
+    """Balance of one loader: the order, and the costs by which the rows of a step are assigned to boxes."""
+
+    def __init__(self, balance: Balance, plain: SampleOrder, dataset: Any, length: int, batch: int) -> None:
+        if not isinstance(balance, Balance):
+            raise InvalidArgumentError(
+                f"balance must be a penstock.data.Balance or None, got {balance!r}. Pass Balance(cost, over_steps=1)"
+            )
+        if not isinstance(balance.report, bool):
+            raise InvalidArgumentError(f"balance: report must be True or False, got {balance.report!r}. Pass one")
+        self._plain, self._costs = plain, Costs(balance.cost, dataset, length)
+        self._assigned = BalancedOrder(plain, self._costs, batch, balance.over_steps)
+        self.order: SampleOrder = plain if balance.report else self._assigned
+        self.assigns = not balance.report
+        """True if rows are assigned to boxes by cost; False if the balance only reports what assigning would bring."""
+        over_steps = not balance.report and balance.over_steps > 1
+        self.described = {"cost": self._costs.digest, "rows": batch, "steps": balance.over_steps} if over_steps else {}
+        """Settings of the balance that decide the order, as a part of the state; empty if each step keeps its rows."""
+
+    def imbalance(self, epoch: EpochRemainder, steps: int) -> Imbalance:
+        """Return how unequal the boxes' costs are in the first `steps` steps of an epoch, with and without balance."""
+        boxes, numbers = epoch.boxes, range(min(steps, epoch.batches))
+        plain, assigned = [], []
+        for number in numbers:
+            rows = epoch.all_positions(number)
+            costs = self._costs.of(self._plain.ids(epoch.epoch, rows))
+            plain.append(cost_ratio(costs, assign_in_turn(len(costs), boxes)))
+            costs = self._costs.of(self._assigned.ids(epoch.epoch, rows))
+            assigned.append(cost_ratio(costs, assign_to_boxes(costs, boxes, number)))
+        return Imbalance(float(np.mean(plain)), float(np.mean(assigned)))
+
+    def assign(self, ids: Ints, boxes: int, turn: int) -> tuple[Sequence[Ints], float]:
+        """Return the rows of each box in a step whose samples are `ids`, and the step's imbalance (see `Imbalance`).
+        `turn`: number of the step; it decides which box gets the row that costs most."""
+        costs = self._costs.of(ids)
+        rows = assign_to_boxes(costs, boxes, turn) if self.assigns else assign_in_turn(len(costs), boxes)
+        return rows, cost_ratio(costs, rows)
+
+
+Cost = Any | str | Callable[[Ints], npt.ArrayLike]
+CHUNK = 1 << 20
+"""Number of costs that are checked in one step, which limits the memory of the check."""
+PROBES = 1024
+"""Number of samples whose costs identify a cost function in a loader's state, because a function has no digest."""
+
+
+class Costs:
+    """Costs of a dataset's samples, checked to be finite and at least 0."""
+
+    def __init__(self, cost: Cost, dataset: Any, length: int) -> None:
+        self._function = cost if callable(cost) else None
+        self._array = None if self._function else _array(_column(cost, dataset) if isinstance(cost, str) else cost)
+        digest = xxhash.xxh3_64()
+        if self._array is None:
+            probes = np.unique(np.linspace(0, length - 1, min(length, PROBES)).astype(np.int64))
+            digest.update(self.of(probes).tobytes())
+        else:
+            if len(self._array) != length:
+                raise InvalidArgumentError(
+                    f"balance: cost must have one number for each of the dataset's {length} samples, got "
+                    f"{len(self._array)}. Pass the costs of this dataset"
+                )
+            for begin in range(0, length, CHUNK):
+                digest.update(self.of(np.arange(begin, min(begin + CHUNK, length))).tobytes())
+        self.digest = digest.hexdigest()
+        """Digest of all costs; of a function, that of the costs of up to PROBES samples. With `over_steps` above 1 it
+        is part of a loader's state, so that a resume with other costs is refused."""
+
+    def of(self, ids: Ints) -> npt.NDArray[np.float64]:
+        if self._array is not None:
+            costs = self._array[ids]
+        else:
+            assert self._function is not None
+            costs = _array(self._function(ids), "the cost function must return")
+            if len(costs) != len(ids):
+                raise InvalidArgumentError(
+                    f"balance: the cost function must return one number for each of {len(ids)} samples, got "
+                    f"{len(costs)}. Correct the function"
+                )
+        found: npt.NDArray[np.float64] = np.asarray(costs, np.float64)
+        wrong = np.flatnonzero(~((found >= 0) & (found < np.inf)))
+        if len(wrong):
+            raise DatasetError(
+                f"balance: the cost of a sample must be finite and at least 0, got {found[wrong[0]]} for sample "
+                f"{int(ids[wrong[0]])}. Correct the costs, or give such samples a cost of 0"
+            )
+        return found
+
+
+def _array(given: Any, must: str = "cost must be a column's name, a function, or") -> npt.NDArray[Any]:
+    """Return given costs as an array of numbers in one dimension. `must`: beginning of the error's text."""
+    if isinstance(given, torch.Tensor):
+        given = given.detach().to("cpu", torch.float64).numpy()
+    array = np.asarray(given)
+    if array.ndim != 1 or array.dtype.kind not in "iufb":
+        raise InvalidArgumentError(
+            f"balance: {must} a one-dimensional array of numbers, got an array with {array.ndim} dimensions of "
+            f"{array.dtype}. Correct the costs"
+        )
+    return array
+
+
+def _column(name: str, dataset: Any) -> Any:
+    kind = type(dataset).__qualname__
+    if callable(column := getattr(dataset, "column", None)):
+        return column(name)
+    known = getattr(dataset, "column_names", None)
+    if isinstance(known, list) and hasattr(dataset, "with_format"):
+        if name not in known:
+            raise InvalidArgumentError(
+                f"balance: cost must be a column of the dataset ({', '.join(known)}), got {name!r}. Name one of these "
+                "columns"
+            )
+        return dataset.select_columns([name]).with_format("numpy")[:][name]
+    raise InvalidArgumentError(
+        f"balance: cost={name!r} needs a dataset with columns, got {kind}. Pass an array with the cost of each sample, "
+        "or a function from sample numbers to costs"
+    )
+
+
+SMALLEST_RUN = 16
+"""Smallest number of rows in a run. A run is a group of rows of similar cost, which all go to the same step."""
+SHARES = 16
+"""Number of boxes for which steps are made balanceable: if possible, no row costs more than 1/SHARES of its step."""
+_SCALE, _BITS = 1 << 44, 17
+"""_SCALE: largest sum of all costs when they are expressed as integers. _BITS: number of low bits that hold the number
+of a bin (a step or a box). A sum and a bin's number together fit into 64 bits."""
+
+
+def assign_to_steps(costs: npt.NDArray[np.float64], steps: int) -> list[Ints]:
+    """Return, for each step of a window, the indexes of its rows in `costs`, ascending. All steps get equally many
+    rows.
+
+    The rows are sorted by cost and cut into runs of equal length, and a run goes to one step as a whole. A run has
+    about SMALLEST_RUN rows, or more if a single row would otherwise cost too large a part of its step.
+    """
+    if steps < 2:
+        return [np.arange(len(costs))] * steps
+    units, rows = _units(costs), len(costs) // steps
+    by_cost = np.argsort(-units, kind="stable")
+    best, least = None, 2.0
+    for run in _runs(rows):
+        runs = by_cost.reshape(-1, run)
+        assigned = [runs[chosen].ravel() for chosen in _assigned(units[runs].sum(axis=1), [rows // run] * steps)]
+        worst = max(int(units[step].max()) / max(1, int(units[step].sum())) for step in assigned)
+        if worst < least:
+            best, least = assigned, worst
+        if worst <= 1 / SHARES:
+            break
+    assert best is not None
+    # otherwise the first step would always get the most expensive row
+    best.sort(key=lambda step: int(step[np.argmax(units[step])]))
+    return [np.sort(step) for step in best]
+
+
+def assign_to_boxes(costs: npt.NDArray[np.float64], boxes: int, turn: int) -> list[Ints]:
+    """Return, for each box, the indexes of its rows in `costs`, ascending: as many rows as without balance, with about
+    equal sums of cost. `turn`: number of the step; it decides which box gets the row that costs most."""
+    room = [len(range(box, len(costs), boxes)) for box in range(boxes)]
+    shift = turn % boxes
+    assigned = _assigned(_units(costs), room[shift:] + room[:shift])
+    return [np.sort(rows) for rows in assigned[boxes - shift :] + assigned[: boxes - shift]]
+
+
+def assign_in_turn(rows: int, boxes: int) -> list[Ints]:
+    """Return the indexes of each box's rows without balance: box b gets the rows b, b + `boxes`, b + 2 `boxes`, ..."""
+    return [np.arange(box, rows, boxes) for box in range(boxes)]
+
+
+def cost_ratio(costs: npt.NDArray[np.float64], assigned: Sequence[Ints]) -> float:
+    """Return the cost of the most expensive box of a step, divided by the mean of all boxes; 1 if nothing costs."""
+    relative = costs / max(float(costs.max(initial=0)), np.finfo(float).tiny)  # at most 1, so that sums are finite
+    sums = np.array([relative[rows].sum() for rows in assigned])
+    return float(sums.max() / sums.mean()) if sums.any() else 1.0
+
+
+def _runs(rows: int) -> list[int]:
+    """Return possible lengths of runs, ascending: divisors of `rows`, each at least twice the one before, ending with
+    `rows`."""
+    found: list[int] = []
+    for run in range(min(SMALLEST_RUN, rows), rows):
+        if rows % run == 0 and (not found or run >= 2 * found[-1]):
+            found.append(run)
+    return [*found, rows]
+
+
+def _units(costs: npt.NDArray[np.float64]) -> Ints:
+    """Return the costs as integers whose sum is at most _SCALE. Each is rounded by itself: sums of floats would depend
+    on the order of summation."""
+    largest = max(float(costs.max(initial=0)), np.finfo(float).tiny)
+    units: Ints = (costs / largest * (_SCALE // max(1, len(costs)))).astype(np.int64)
+    return units
+
+
+def _assigned(units: Ints, room: Sequence[int]) -> list[Ints]:
+    """Return, for each bin, the indexes of the costs that it gets. Bin b gets `room[b]` costs."""
+    by_cost = np.argsort(-units, kind="stable")
+    # heap of sum << _BITS | bin: the smallest sum comes first
+    heap = [number for number, places in enumerate(room) if places]
+    left, mask, assigned = list(room), (1 << _BITS) - 1, []
+    for cost in (units[by_cost] << _BITS).tolist():
+        top = heap[0]
+        number = top & mask
+        assigned.append(number)
+        left[number] -= 1
+        if left[number]:
+            heapreplace(heap, top + cost)
+        else:
+            heappop(heap)
+    by_bin = by_cost[np.argsort(assigned, kind="stable")]
+    return np.split(by_bin, np.cumsum(room)[:-1])

@@ -1,1 +1,0 @@
-"""Balance of cost: assignment of rows (samples) to steps and boxes by their costs."""

@@ -1,1 +1,0 @@
-"""Mixtures made from the blend files of Megatron-core and Megatron Energon, so that a job can keep its files."""

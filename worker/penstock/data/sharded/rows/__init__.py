@@ -1,1 +1,0 @@
-"""Rows of a ShardLoader's batches: which sample of which shard a row is, and which box gets it."""
