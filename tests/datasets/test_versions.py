@@ -22,7 +22,6 @@ from penstock.data import JSONWriter, MDSWriter, Stream, StreamingDataset, Strea
 from penstock.data.cache.dataset_versions import open_version
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.formats.index import INDEX, version_index
-from penstock.data.indexes import joined_index
 from penstock.data.remote import folders
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError, StateMismatchError
@@ -253,16 +252,16 @@ def test_failed_append_publishes_nothing(place: str, tmp_path: Path, monkeypatch
     with pytest.raises(DatasetError, match="column 'number'"):
         write_bad(place)
     assert read(place, tmp_path / "cache") == list(range(20))
-    plain = RemoteFolder.upload
+    plain = RemoteFolder.write
 
     def fail(at: str, after: bool) -> Callable[..., None]:
-        def upload(self: RemoteFolder, name: str, source: Path, **options: Any) -> None:
+        def write(self: RemoteFolder, name: str, data: bytes, **options: Any) -> None:
             if name != at or after:
-                plain(self, name, source, **options)
+                plain(self, name, data, **options)
             if name == at:
                 raise ShardUnavailableError("the power failed")
 
-        return upload
+        return write
 
     for at, after, versions, count in (
         (version_index(2), False, [1], 20),
@@ -270,7 +269,7 @@ def test_failed_append_publishes_nothing(place: str, tmp_path: Path, monkeypatch
         (INDEX, True, [1, 2, 3], 40),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(RemoteFolder, "upload", fail(at, after))
+            patch.setattr(RemoteFolder, "write", fail(at, after))
             with pytest.raises(ShardUnavailableError, match="the power failed"):
                 append(place, 20)
         assert len(read(place, tmp_path / f"{at} {after}")) == count
@@ -328,8 +327,6 @@ def test_local_copy_is_the_published_index(place: str, tmp_path: Path) -> None:
 def test_indexes_of_any_size_are_joined(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An index that is too large to be read as a whole is appended to and merged, and returned shard by shard."""
     monkeypatch.setattr(folders, "LARGEST_READ", 100)
-    monkeypatch.setattr(joined_index, "LARGE_INDEX", 100)
-    monkeypatch.setattr(joined_index, "PIECE", 70)
     for part in range(2):
         write(f"{place}/{part}", 20, first=20 * part)
     merged = merge_index(place)
@@ -346,14 +343,6 @@ def test_indexes_of_any_size_are_joined(place: str, tmp_path: Path, monkeypatch:
     assert read(place, tmp_path / "cache", version=1) == list(range(40))
     merge_index(place, [f"{place}/2"], append=True)
     assert sorted(read(place, tmp_path / "again")) == list(range(61)), "nothing was new"
-
-
-def test_full_disk_names_the_folder(tmp_path: Path) -> None:
-    made = joined_index.JoinedIndex(tmp_path)
-    (tmp_path / "index").mkdir()
-    with pytest.raises(ShardUnavailableError, match=r"temporary file in .* Set TMPDIR to a folder with twice as much"):
-        made.written("index")
-    made.close()
 
 
 def test_text_is_appended_too(tmp_path: Path) -> None:

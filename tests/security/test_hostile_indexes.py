@@ -19,10 +19,19 @@ def test_samples_beyond_counting_are_refused(tmp_path: Path, samples: int) -> No
     refused(tmp_path, "samples must be at most", samples=samples)
 
 
-@pytest.mark.parametrize("name", ["\ud800", "x" * 256, "x/" * 2000 + "x"], ids=["surrogate", "step", "path"])
-def test_name_that_no_file_can_have_is_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("\ud800", "the index must be JSON"),
+        ("x" * 256, "must have at most 255 bytes between two slashes"),
+        ("x/" * 2000 + "x", "and 3000 in all"),
+        ("\u00fc" * 128, "must have at most 255 bytes between two slashes"),
+    ],
+    ids=["surrogate", "step", "path", "bytes"],
+)
+def test_name_that_no_file_can_have_is_refused(tmp_path: Path, name: str, why: str) -> None:
     raw = json.loads((MDS / "index.json").read_text())["shards"][0]["raw_data"]
-    refused(tmp_path, "must be valid text of at most 255 bytes", raw_data={**raw, "basename": name})
+    refused(tmp_path, why, raw_data={**raw, "basename": name})
 
 
 def refused(folder: Path, why: str, **changes: Any) -> None:

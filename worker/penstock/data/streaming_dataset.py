@@ -40,7 +40,7 @@ from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardR
 from penstock.data.indexes.open_index import ColumnsPlace, open_index
 from penstock.data.indexes.opened_units import Units
 from penstock.data.indexes.order_layout import OrderLayout, joint_fingerprint
-from penstock.data.indexes.shard_table import ListedShards, ShardTable
+from penstock.data.indexes.shard_table import ShardTable
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sample_numbers import many_numbers, one_number
 from penstock.data.stop_iteration import stop_iteration_error
@@ -595,4 +595,4 @@ def _selected(table: ShardTable, stream: Stream, notes: Mapping[str, Any], name:
     shards = select_split(table, stream.split, folder, name, has_splits=table.facts.splits)
     if folder is not None and table.facts.splits:
         check_current(folder, notes, name)
-    return table if shards is table else ListedShards(shards)
+    return table if shards is table else ShardTable.of_shards(shards, name)

@@ -40,7 +40,7 @@ from penstock.data.formats.parquet.extension_types import storage_of
 from penstock.data.formats.parquet.parquet_shards import pyarrow_parquet
 from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.data.indexes.order_layout import OrderLayout
-from penstock.data.indexes.shard_table import ListedShards
+from penstock.data.indexes.shard_table import ShardTable
 from penstock.data.job_processes import in_processes
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.uploads import writable_remote
@@ -139,7 +139,7 @@ def convert_dataset(
             chosen = _choose(cache, shards, to, columns, types or {}, source)
         parts, sizes = parts_of(shards), [shard.size for shard in shards]
         workers = workers or max(1, min(len(os.sched_getaffinity(0)), sum(sizes) // PROCESS_BYTES))
-        layout = OrderLayout.noted(index_notes(text), ListedShards(shards), source) if keep_order else None
+        layout = OrderLayout.noted(index_notes(text), ShardTable.of(text, source), source) if keep_order else None
         notes = {} if layout is None else {"order": layout.note()}
         decisive = [to, settings, *chosen[1:], list(map(asdict, chosen[0])), parts, notes]
         plan = ConversionPlan(

@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from penstock.data.formats.compressed_files import parse_compression
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import InvalidField, kind_of
@@ -29,7 +31,10 @@ __all__ = [
     "PRECEDED_NOTE",
     "SOURCE_NOTE",
     "VERSION_NOTE",
+    "check_name",
+    "check_size",
     "check_version",
+    "entries_of",
     "entry_text",
     "file_notes",
     "first_notes",
@@ -37,6 +42,9 @@ __all__ = [
     "index_notes",
     "invalid_index",
     "join_indexes",
+    "parsed_entry",
+    "parts_of",
+    "ranges_of",
     "read_index",
     "remedy_without_index",
     "shard_below",
@@ -69,11 +77,7 @@ _OWN = {"version", "format", "samples", "compression", "hashes", "blocks", "deco
 _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta")}
 """Fields of a shard's entry in the index that do not go into `Shard.settings`."""
 
-_STEP = r"(?!\.{1,2}(?:/|\Z))[^/\\\0]+"
-_PLAIN_PATH = re.compile(f"{_STEP}(?:/{_STEP})*")
-_OURS = re.compile(r"(?:.*/)?(?:index(?:-\d{6,})?\.json|\.penstock(?:/.*)?)", re.DOTALL | re.IGNORECASE)
-"""Pattern of names that no shard may have, because the cache uses them for files of its own, beside the shards. A shard
-could overwrite these files, and so decide which files the cache removes."""
+_INDEX_NAME = re.compile(r"index(-\d{6,})?\.json")
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]+")
 _NONE: Mapping[str, str] = {}
 
@@ -81,16 +85,12 @@ _NONE: Mapping[str, str] = {}
 def read_index(data: bytes, where: str) -> list[Shard]:
     """Return the shards of an index. `data`: bytes of the index; `where`: its address, for errors. Raises DatasetError
     if the index is invalid."""
-    try:
-        entries = _entries(data)
-    except InvalidField as error:
-        raise invalid_index(where, error) from None
-    shards: list[Shard] = []
     known: dict[str, Mapping[str, Any]] = {}
     files: dict[str, StoredFile] = {}
-    for number, entry in enumerate(entries):
+    shards: list[Shard] = []
+    for number, text in enumerate(entries_of(data, where)):
         try:
-            shards.append(shard_of(entry, known, files))
+            shards.append(shard_of(parsed_entry(text), known, files))
         except (InvalidField, DatasetError) as error:
             raise invalid_index(f"{where}: shard {number}", error) from None
     return shards
@@ -166,23 +166,49 @@ def shard_below(folder: str, shard: Shard) -> Shard:
     return replace(shard, files=tuple(_below(folder, file) for file in shard.files))
 
 
-def _entries(data: bytes) -> list[Any]:
+class _Index(msgspec.Struct):
+    version: msgspec.Raw = msgspec.Raw()
+    shards: msgspec.Raw = msgspec.Raw()
+
+
+def entries_of(data: bytes, where: str) -> list[msgspec.Raw]:
+    """Return the JSON text of each shard's entry in an index, without parsing it. Raise DatasetError if `data` is not
+    an index. `where`: its address, for errors."""
+    try:
+        return _entries(data)
+    except InvalidField as error:
+        raise invalid_index(where, error) from None
+
+
+def _entries(data: bytes) -> list[msgspec.Raw]:
+    try:
+        index = msgspec.json.decode(data, type=_Index)
+    except msgspec.ValidationError as error:
+        raise InvalidField("the index", f"must be a JSON object: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidField("the index", f"must be JSON: {error}") from None
+    if not index.version:
+        raise InvalidField("version", "is missing")
+    check_version(parsed_entry(index.version))
+    if not index.shards:
+        raise InvalidField("shards", "is missing")
+    try:
+        return msgspec.json.decode(index.shards, type=list[msgspec.Raw])
+    except msgspec.ValidationError:
+        kind = kind_of(parsed_entry(index.shards))
+        raise InvalidField("shards", f"must be a list, got {kind}") from None
+
+
+def parsed_entry(text: msgspec.Raw | bytes) -> Any:
+    """Return the JSON value of a shard's entry."""
+
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"a number must be finite in JSON, got {constant}")
 
     try:
-        index = json.loads(data.decode(), parse_constant=refuse)
+        return json.loads(bytes(text).decode(), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise InvalidField("the index", f"must be JSON: {error}") from None
-    if not isinstance(index, dict):
-        raise InvalidField("the index", f"must be a JSON object, got {kind_of(index)}")
-    if "version" not in index:
-        raise InvalidField("version", "is missing")
-    check_version(index["version"])
-    shards = index.get("shards")
-    if not isinstance(shards, list):
-        raise InvalidField("shards", f"must be a list, got {kind_of(shards)}")
-    return shards
+        raise InvalidField("the entry", f"must be JSON: {error}") from None
 
 
 def check_version(version: object) -> None:
@@ -228,11 +254,7 @@ def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, S
         if (packed is None) == bool(compression):
             what = f"is missing, though compression is {compression!r}"
             raise InvalidField(f"zip_{part}", what if compression else "must be null, because compression is null")
-        if raw.size > known_format.max_bytes:
-            raise InvalidField(
-                f"raw_{part}.bytes",
-                f"must be at most {known_format.max_bytes}, because the file's offsets have 32 bits, got {raw.size}",
-            )
+        check_size(f"raw_{part}.bytes", raw.size, known_format.max_bytes)
         pairs.append(ShardFile(raw, packed))
     rest = {**known_format.defaults, **{name: value for name, value in entry.items() if name not in _OWN}}
     key = f"{known_format.name} {rest!r}"
@@ -240,20 +262,19 @@ def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, S
     if settings is None:
         known_format.check(rest)
         settings = known[key] = rest
-    blocks, spans = _parts_of(entry, "blocks", samples), _parts_of(entry, "spans", samples)
+    blocks, spans = (parts_of(entry.get(kind), kind, samples) for kind in ("blocks", "spans"))
     if blocks and spans:
         raise InvalidField("spans", "must be absent, because the file has blocks")
     decoded = _count(entry, "decoded_bytes", "decoded_bytes") if "decoded_bytes" in entry else 0
-    ranges = _ranges(entry, len(blocks or spans), pairs[0].raw.size)
+    ranges = ranges_of(entry.get("ranges", []), len(blocks or spans), pairs[0].raw.size)
     if ranges and known_format.by_part is None:
         raise InvalidField("ranges", f"must be absent, because files of format {form} are read whole")
     return Shard(known_format.name, samples, tuple(pairs), compression, settings, blocks, decoded, spans, ranges)
 
 
-def _parts_of(entry: dict[str, Any], kind: str, samples: int) -> tuple[int, ...]:
-    """Return the number of samples in each block or span of a shard's file, from its entry in the index. `kind`: the
-    field, "blocks" or "spans". Raises InvalidField."""
-    parts = entry.get(kind)
+def parts_of(parts: Any, kind: str, samples: int) -> tuple[int, ...]:
+    """Return the field `kind` ("blocks" or "spans") of a shard's entry: the number of samples in each block or span;
+    empty for None. Raises InvalidField."""
     if parts is None:
         return ()
     if not isinstance(parts, list) or not all(type(rows) is int and rows >= 0 for rows in parts):
@@ -263,11 +284,11 @@ def _parts_of(entry: dict[str, Any], kind: str, samples: int) -> tuple[int, ...]
     return tuple(parts)
 
 
-def _ranges(entry: dict[str, Any], parts: int, size: int) -> tuple[int, ...]:
-    """Return the field "ranges" of a shard's entry in the index, see `Shard.ranges`; empty if the entry has no such
-    field, or `parts` is 0. `parts`: number of blocks or spans of the shard's file; `size`: size of the file in bytes.
-    Raises InvalidField."""
-    ranges = entry.get("ranges", []) if parts else []
+def ranges_of(ranges: Any, parts: int, size: int) -> tuple[int, ...]:
+    """Return the field "ranges" of a shard's entry, see `Shard.ranges`; empty if `parts` is 0. `parts`: number of
+    blocks or spans of the shard's file; `size`: size of the file in bytes. Raises InvalidField."""
+    if not parts:
+        return ()
     if not isinstance(ranges, list) or not all(type(at) is int and 0 <= at <= size for at in ranges):
         raise InvalidField("ranges", f"must be a list of offsets from 0 to {size}, got {ranges!r:.100}")
     if ranges and len(ranges) != 2 * parts + 1:
@@ -286,16 +307,7 @@ def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> 
     name = info.get("basename")
     if not isinstance(name, str):
         raise InvalidField(f"{field}.basename", f"must be a string, got {kind_of(name)}")
-    if not _PLAIN_PATH.fullmatch(name):
-        raise InvalidField(f"{field}.basename", f"must be a plain path below the dataset's folder, got {name!r}")
-    encoded = name.encode(errors="replace")
-    if encoded.decode() != name or len(encoded) > 3000 or any(len(step) > 255 for step in encoded.split(b"/")):
-        raise InvalidField(
-            f"{field}.basename",
-            f"must be valid text of at most 255 bytes between two slashes and 3000 bytes in all, got {name[:100]!r}",
-        )
-    if _OURS.fullmatch(name):
-        raise InvalidField(f"{field}.basename", f"must not be a name that the cache uses itself, got {name!r}")
+    check_name(f"{field}.basename", name)
     size = _count(info, "bytes", f"{field}.bytes")
     hashes = info.get("hashes")
     if hashes is None or hashes == {}:
@@ -312,6 +324,29 @@ def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> 
             f"must not be {name!r}, because the index lists this file a second time, with another size or hash",
         )
     return stored
+
+
+def check_size(field: str, size: int, limit: int) -> None:
+    """Raise InvalidField if a raw file is larger than its format allows."""
+    if size > limit:
+        raise InvalidField(field, f"must be at most {limit}, because the file's offsets have 32 bits, got {size}")
+
+
+def check_name(field: str, name: str) -> None:
+    """Raise InvalidField unless a file of a shard may have this name. Names of the cache's own files, which lie beside
+    the shards, are refused: a shard could overwrite them, and so decide which files the cache removes."""
+    steps = name.split("/")
+    if not {"", ".", ".."}.isdisjoint(steps) or "\\" in name or "\0" in name:
+        raise InvalidField(field, f"must be a plain path below the dataset's folder, got {name!r}")
+    if len(name) > 255 or not name.isascii():
+        encoded = [step.encode() for step in steps]
+        if max(map(len, encoded)) > 255 or len(name.encode()) > 3000:
+            raise InvalidField(
+                field, f"must have at most 255 bytes between two slashes and 3000 in all, got {name[:100]!r}"
+            )
+    folded = name.casefold().split("/")
+    if ".penstock" in folded or _INDEX_NAME.fullmatch(folded[-1]):
+        raise InvalidField(field, f"must not be a name that the cache uses itself, got {name!r}")
 
 
 def _count(entry: dict[str, Any], key: str, field: str) -> int:

@@ -1,45 +1,47 @@
-"""Opening of a dataset's index. From a large index one process of the host makes columns (arrays with a number for each
-shard), in a file that all processes map into memory.
+"""Opening of a dataset's index. The columns of a huge index (shard_table.py) are computed by one process of the host,
+and stored in a file that all processes map into memory.
 
-The file of columns is in the cache's state folder. For a dataset that is read in place, it is in the user's cache
-folder, such as ~/.cache. Its name is the digest of the index, so it belongs to that index alone. A damaged or outdated
-file is made again. A process that cannot write to the folder makes columns for itself, in a temporary file.
+The file is in the cache's state folder. For a dataset that is read in place, it is in the user's cache folder, such as
+~/.cache. Its name is the digest of the index, so it belongs to that index alone. A damaged file is made again. A
+process that cannot write to the folder computes the columns for itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from penstock.data.cache.cache_state import STATE
-from penstock.data.cache.file_locks import FileLock, take
+from penstock.data.cache.file_locks import take
 from penstock.data.cache.index_watch import digest_of
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.index import PRECEDED_NOTE, file_notes, read_index, version_index
-from penstock.data.indexes.shard_table import ListedShards, ShardTable, StoredShards, write_columns
+from penstock.data.formats.index import PRECEDED_NOTE, file_notes, version_index
+from penstock.data.indexes.shard_table import ShardTable
 from penstock.proto.errors import DatasetError, ShardUnavailableError
 from penstock.runtime.files.inner_paths import parent_of
 from penstock.runtime.files.plain_files import is_ours
 
-__all__ = ["LARGE_INDEX", "ColumnsPlace", "open_index"]
+__all__ = ["HUGE_INDEX", "LARGE_INDEX", "ColumnsPlace", "open_index"]
 
 LARGE_INDEX = 4 << 20
-"""Size of an index, in bytes, from which it gets a file of columns: about 10,000 shards, which take 0.4 s to parse."""
+"""Size of an index, in bytes, from which its text does not stay in memory: about 10,000 shards."""
+HUGE_INDEX = 64 << 20
+"""Size of an index, in bytes, from which its columns are stored: about 150,000 shards, which take 1 s to read."""
 LONGEST_PAUSE_S = 0.1
 """Longest pause between two attempts to acquire a lock, in seconds."""
 
 
 @dataclass(frozen=True)
 class ColumnsPlace:
-    """Folder in which the file of an index's columns (shard_table.py) is kept."""
+    """Folder in which the file of an index's columns is kept."""
 
     root: Path
     folder: str
@@ -56,7 +58,7 @@ class ColumnsPlace:
             return ColumnsPlace(cache.folder, STATE, cache.group, cache.timeout_s)
         try:
             home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        except RuntimeError:  # a user without a home folder: each process makes columns of its own
+        except RuntimeError:  # a user without a home folder
             home = os.devnull
         return ColumnsPlace(Path(home).absolute(), "penstock/indexes", None, cache.timeout_s)
 
@@ -65,28 +67,29 @@ def open_index(path: Path, index: Descriptor, where: str, place: ColumnsPlace) -
     """Return the table of an index's shards, and the index's digest.
 
     Args:
-        path: path of the index. A copy of the table that is pickled to another process opens this path again.
+        path: path of the index. A copy of a large table that is pickled to another process opens this path again.
         index: the open index.
         where: address of the index, for errors.
-        place: folder for the file of columns, which a large index gets.
+        place: folder for the file of columns, which a huge index gets.
 
-    Raises DatasetError if the file is not an index, ShardUnavailableError if no file of columns can be made.
+    Raises DatasetError if the file is not an index.
     """
     size = os.fstat(index.fileno()).st_size
     if size < LARGE_INDEX:
         data = index.read_all()
-        return ListedShards(read_index(data, where)), xxhash.xxh3_128_hexdigest(data)
+        return ShardTable.of(data, where), xxhash.xxh3_128_hexdigest(data)
     digest = digest_of(index)
-    return _OpenIndex(path, index, where, place, digest).table(), digest
 
+    def made() -> ShardTable:
+        data = index.read_all()
+        if xxhash.xxh3_128_hexdigest(data) != digest:
+            raise DatasetError(f"{where} was changed while it was read. Open the dataset again")
+        return ShardTable.of(data, where, index)
 
-class _CopiedShards(StoredShards):
-    """Table of a large index's shards that can be pickled: the copy opens the index file again."""
-
-    reopen: tuple[Callable[..., ShardTable], tuple[object, ...]]
-
-    def __reduce__(self) -> tuple[Callable[..., ShardTable], tuple[object, ...]]:
-        return self.reopen
+    columns = _StoredColumns(place, digest)
+    table = made() if size < HUGE_INDEX else columns.load(index, where) or columns.make(made, index, where)
+    table.reopen = _reopened, (path, where, place, digest)
+    return table, digest
 
 
 def _reopened(path: Path, where: str, place: ColumnsPlace, digest: str) -> ShardTable:
@@ -113,69 +116,60 @@ def _preceded(path: Path, digest: str) -> Descriptor | None:
     return first if file_notes(first).get(PRECEDED_NOTE) == digest else None
 
 
-class _OpenIndex:
-    def __init__(self, path: Path, index: Descriptor, where: str, place: ColumnsPlace, digest: str) -> None:
-        self._path, self._index, self._where, self._place, self._digest = path, index, where, place, digest
-        self._name = f"{place.folder}/{digest}.columns"
+class _StoredColumns:
+    """File with the columns of one index."""
 
-    def table(self) -> ShardTable:
-        try:
-            return self._shared()
-        except OSError:  # a folder that cannot be written, or a full disk
-            pass
-        try:
-            with tempfile.TemporaryFile() as file:
-                self._write(file)
-                return self._opened(Descriptor(f"/proc/self/fd/{file.fileno()}"))
-        except OSError as error:
-            raise ShardUnavailableError(
-                f"{self._where}: the temporary file of the index's columns cannot be written: {error.strerror}. Give a "
-                "cache folder or TMPDIR with as much free space as the index has"
-            ) from error
+    def __init__(self, place: ColumnsPlace, digest: str) -> None:
+        self._place, self._name = place, f"{place.folder}/{digest}.npy"
 
-    def _shared(self) -> ShardTable:
-        found = self._existing()
-        if found is not None:
-            return found
-        os.makedirs(self._place.root, exist_ok=True)
-        with parent_of(self._place.root, self._name, make=True):
-            pass
-        lock = self._lock()
+    def load(self, index: Descriptor, where: str) -> ShardTable | None:
+        """Return the table from the file; None if there is no usable one."""
         try:
-            found = self._existing()
-            return self._made() if found is None else found
-        finally:
+            with parent_of(self._place.root, self._name) as (folder, name):
+                file = Descriptor(name, folder=folder)
+            if is_ours(os.fstat(file.fileno()), self._place.group):
+                saved = np.load(f"/proc/self/fd/{file.fileno()}", mmap_mode="r", allow_pickle=False)
+                return ShardTable.loaded(saved, index, where)
+        except (OSError, EOFError, ValueError, TypeError, LookupError):
+            pass
+        return None
+
+    def make(self, made: Callable[[], ShardTable], index: Descriptor, where: str) -> ShardTable:
+        """Return `made()`, and store its columns; or load the columns that another process has stored meanwhile."""
+        with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
-                lock.remove()
-            lock.release()
+                os.makedirs(self._place.root, exist_ok=True)
+                with parent_of(self._place.root, self._name, make=True):
+                    pass
+                stack.enter_context(self._locked(where))
+                if (table := self.load(index, where)) is not None:
+                    return table
+            table = made()
+            with contextlib.suppress(OSError):  # a folder that cannot be written, or a full disk
+                self._save(table)
+                table = self.load(index, where) or table
+        return table
 
-    def _lock(self) -> FileLock:
+    @contextlib.contextmanager
+    def _locked(self, where: str) -> Iterator[None]:
         until, pause = time.monotonic() + self._place.timeout_s, 0.001
-        while True:
-            lock = take(str(self._place.root), f"{self._name}.lock", shared=False)
-            if lock is not None:
-                return lock
+        while (lock := take(str(self._place.root), f"{self._name}.lock", shared=False)) is None:
             if time.monotonic() >= until:
                 raise ShardUnavailableError(
-                    f"{self._where}: another process has not finished reading the index within "
+                    f"{where}: another process has not finished reading the index within "
                     f"{self._place.timeout_s:g} s, and still holds the lock "
                     f"{self._place.root}/{self._name}.lock. Set timeout_s higher, or end that process"
                 )
             time.sleep(pause)
             pause = min(LONGEST_PAUSE_S, 2 * pause)
-
-    def _existing(self) -> ShardTable | None:
-        """Return the table from an existing file of columns; None if no usable file exists."""
         try:
-            with parent_of(self._place.root, self._name) as (folder, name):
-                columns = Descriptor(name, folder=folder)
-            if not is_ours(os.fstat(columns.fileno()), self._place.group):
-                return None
-            return self._opened(columns)
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                lock.remove()
+            lock.release()
 
-    def _made(self) -> ShardTable:
+    def _save(self, table: ShardTable) -> None:
         with parent_of(self._place.root, self._name) as (folder, name):
             temporary = f"{name}!new"
             columns = Descriptor(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600, folder=folder)
@@ -185,20 +179,9 @@ class _OpenIndex:
                         os.fchown(columns.fileno(), -1, self._place.group)
                         os.fchmod(columns.fileno(), 0o660)
                 with open(columns.fileno(), "r+b", closefd=False) as file:
-                    self._write(file)
-                table = self._opened(columns)
+                    np.save(file, table.saved())
                 os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary, dir_fd=folder)
                 raise
-        return table
-
-    def _write(self, file: object) -> None:
-        if write_columns(self._index, file, self._where) != self._digest:  # type: ignore[arg-type]
-            raise DatasetError(f"{self._where} was changed while it was read. Open the dataset again")
-
-    def _opened(self, columns: Descriptor) -> ShardTable:
-        table = _CopiedShards(self._index, columns, self._digest, self._where)
-        table.reopen = _reopened, (self._path, self._where, self._place, self._digest)
-        return table

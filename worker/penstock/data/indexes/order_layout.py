@@ -54,7 +54,7 @@ class OrderLayout:
         """Return the layout of a dataset whose own shards decide the order. `table`: these shards."""
         facts = table.facts
         decoded = facts.decoded_bytes, facts.decoded_samples
-        return OrderLayout(_fingerprint(table), table.sizes, table.counts, facts.blocks, decoded)
+        return OrderLayout(table.fingerprint, table.sizes, table.counts, facts.blocks, decoded)
 
     @staticmethod
     def noted(notes: Mapping[str, Any], table: ShardTable, name: str) -> OrderLayout:
@@ -116,9 +116,3 @@ def joint_fingerprint(layouts: Sequence[OrderLayout]) -> str:
     if len(layouts) == 1:
         return layouts[0].fingerprint
     return xxhash.xxh3_128("".join(f"{each.fingerprint}\n" for each in layouts).encode()).hexdigest()
-
-
-def _fingerprint(table: ShardTable) -> str:
-    digest = xxhash.xxh3_128(f"stream of {len(table)}\n".encode())
-    table.describe(digest)
-    return digest.hexdigest()

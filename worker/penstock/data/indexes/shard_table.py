@@ -1,15 +1,9 @@
-"""Shards of a dataset's index in the form of columns: arrays with the facts that an epoch's order needs of all shards,
-such as their numbers of samples. A Shard object is made only when a shard is used.
+"""Table of an index's shards: facts about all of them as columns (arrays with a number for each shard or unit), and the
+shards themselves, each made when it is used. A million Shard objects would take gigabytes.
 
-A small index is a list of shards. For a large one there is a file of columns, which all processes of the host map:
-
-    header    4096 bytes: digest of the header, JSON padded with spaces
-    lines     text from which the dataset's fingerprint is computed
-    columns   8 bytes for each shard or unit, see `_COLUMNS`; flags: 1 byte
-
-The columns `begins`, `lengths` and `checks` hold the offset, length and digest of each shard's entry in index.json.
-When a shard is used, its entry is read from index.json, compared with the digest, and parsed. So the names of files
-are never taken from the file of columns.
+msgspec parses the entries of index.json into structs with the fields that the columns need. An entry with any other
+field, or with a wrong one, is read by `index.shard_of`, which names what is wrong. The columns keep where each entry
+lies in the index, and a digest of it. So the names of files are never taken from stored columns.
 
 A *unit* decides the order and is read as a whole: a block of a file (such as a row group), or a shard without blocks. A
 *part* can be fetched without the rest of its file: a block, or else a *span* of samples (see Shard.spans).
@@ -18,40 +12,126 @@ A *unit* decides the order and is read as a whole: a block of a file (such as a 
 from __future__ import annotations
 
 import json
-import mmap
+import re
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, BinaryIO
+from typing import Annotated, Any, Literal, overload
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import InvalidField
-from penstock.data.formats.index import invalid_index, shard_of
-from penstock.data.formats.ranges.file_ranges import has_ranges
-from penstock.data.formats.shards import Shard
-from penstock.data.indexes.index_entries import IndexEntries
-from penstock.data.indexes.shards_on_demand import ShardsOnDemand
+from penstock.data.formats.format_table import FORMATS
+from penstock.data.formats.index import (
+    MAX_NUMBER,
+    check_name,
+    check_size,
+    entries_of,
+    invalid_index,
+    parsed_entry,
+    parts_of,
+    ranges_of,
+    shard_of,
+    write_index,
+)
+from penstock.data.formats.ranges.file_ranges import MIN_RANGE_BYTES
+from penstock.data.formats.shards import Shard, StoredFile
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError
 
-__all__ = ["ListedShards", "ShardTable", "StoredShards", "write_columns"]
+__all__ = ["ShardTable"]
 
-VERSION = 2
-HEADER_BYTES = 4096
+RELEASE = 3
+"""Version of the stored columns. Increase it when they change; those of other versions are made again."""
 RANGES, HASHED = 1, 2
 """Flags of a shard. RANGES: its parts are worth fetching one by one. HASHED: the index has a hash of one of its files
 in decompressed form."""
-PIECE = 1 << 20
-KEPT = 1024
-"""Largest number of shards of a large index that are kept as objects; when it is reached, all are dropped."""
-_COLUMNS = {
-    **dict.fromkeys(("sizes", "starts", "begins", "lengths", "counts", "part_sizes", "part_counts"), "<i8"),
-    "checks": "<u8",
-}
+KEPT = 10_000
+"""Largest number of shards that are kept as objects; when it is reached, all are dropped."""
+
+AT_ONCE = 10_000
+"""Number of entries that are parsed at a time."""
+
+_COLUMNS = ("sizes", "starts", "begins", "lengths", "checks", "flags", "counts", "part_sizes", "part_counts")
+_HEAD = len(_COLUMNS) + 1
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
+_HEXADECIMAL = frozenset("0123456789abcdefABCDEF")
+
+
+class _File(msgspec.Struct, gc=False):
+    basename: str
+    bytes: _Count
+    hashes: dict[str, str] | None = None
+
+
+_Files = tuple[tuple[_File, _File | None], ...]
+"""Raw and packed form of each file of a shard."""
+
+
+class _Entry(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    """Entry of a shard with the usual fields and settings. The settings are not parsed."""
+
+    version: Literal[2]
+    format: str
+    samples: _Count
+    raw_data: _File
+    compression: str | None = None
+    raw_meta: _File | None = None
+    zip_data: _File | None = None
+    zip_meta: _File | None = None
+    blocks: list[int] | None = None
+    decoded_bytes: _Count = 0
+    spans: list[int] | None = None
+    ranges: list[int] = []
+    column_names: msgspec.Raw = msgspec.Raw()
+    column_encodings: msgspec.Raw = msgspec.Raw()
+    column_sizes: msgspec.Raw = msgspec.Raw()
+    columns: msgspec.Raw = msgspec.Raw()
+    newline: msgspec.Raw = msgspec.Raw()
+    separator: msgspec.Raw = msgspec.Raw()
+    records: msgspec.Raw = msgspec.Raw()
+    splits: msgspec.Raw = msgspec.Raw()
+    fields: msgspec.Raw = msgspec.Raw()
+    size_limit: msgspec.Raw = msgspec.Raw()
+    hashes: msgspec.Raw = msgspec.Raw()
+
+    def kind(self) -> tuple[object, ...]:
+        """Return all that the checks of `shard_of` depend on, except names, digests and numbers."""
+        absent = self.raw_meta is None, self.zip_data is None, self.zip_meta is None
+        columns = bytes(self.column_names), bytes(self.column_encodings), bytes(self.column_sizes), bytes(self.columns)
+        others = bytes(self.newline), bytes(self.separator), bytes(self.records), bytes(self.splits), bytes(self.fields)
+        parts = bool(self.blocks), bool(self.spans), bool(self.ranges)
+        return self.format, self.compression, absent, columns, others, parts
+
+    def files(self) -> _Files:
+        data = self.raw_data, self.zip_data
+        if self.raw_meta is None or len(FORMATS[self.format].file_kinds) == 1:
+            return (data,)
+        return data, (self.raw_meta, self.zip_meta)
+
+
+def _entry_of(shard: Shard) -> _Entry:
+    def stored(file: StoredFile | None) -> dict[str, Any] | None:
+        return None if file is None else {"basename": file.name, "bytes": file.size, "hashes": dict(file.hashes)}
+
+    files = {
+        f"{form}_{part}": stored(each)
+        for part, file in zip(("data", "meta"), shard.files, strict=False)
+        for form, each in (("raw", file.raw), ("zip", file.packed))
+    }
+    parts = {"blocks": [*shard.blocks] or None, "spans": [*shard.spans] or None, "ranges": [*shard.ranges]}
+    numbers = {"version": 2, "samples": shard.samples, "decoded_bytes": shard.decoded_bytes}
+    return msgspec.convert({"format": shard.format, **numbers, **files, **parts}, _Entry)
+
+
+_is_usual_name = re.compile(r"(?:[\w-][\w.=-]{0,99}/){0,20}(?!index)[\w-][\w.=-]{0,99}", re.ASCII).fullmatch
+"""Function that is true for most names that `check_name` accepts, and for no other."""
+_usual_entry = msgspec.json.Decoder(_Entry).decode
 
 
 @dataclass
@@ -75,252 +155,248 @@ class Facts:
     """`decoded_bytes` and `decoded_samples`: bytes and number of samples of all shards whose decoded size is known."""
 
 
-class _Collected:
-    """Columns of an index's shards, while the shards are added one by one."""
-
-    def __init__(self) -> None:
-        self.facts = Facts()
-        self.sizes, self.counts, self.flags = array("q"), array("q"), array("B")
-        self.part_sizes, self.part_counts = array("q"), array("q")
-
-    def add(self, shard: Shard) -> None:
-        facts = self.facts
-        facts.shards += 1
-        facts.units += len(shard.units)
-        facts.hashed &= all(file.raw.hashes or (file.packed and file.packed.hashes) for file in shard.files) is True
-        facts.blocks |= bool(shard.blocks)
-        facts.spans |= bool(shard.spans)
-        facts.splits |= bool(shard.settings.get("splits"))
-        if shard.format not in facts.formats:
-            facts.formats += (shard.format,)
-        if shard.decoded_bytes:
-            facts.decoded_bytes += shard.decoded_bytes
-            facts.decoded_samples += shard.samples
-        self.sizes.extend(shard.units)
-        self.counts.append(len(shard.units))
-        self.part_sizes.extend(shard.parts)
-        self.part_counts.append(len(shard.parts))
-        self.flags.append(RANGES * has_ranges(shard) | HASHED * shard.is_verifiable)
-
-
-class ShardTable(ShardsOnDemand):
+class ShardTable(Sequence[Shard]):
     """Sequence of an index's shards, in its order, with columns: arrays of facts about all of the shards."""
 
-    facts: Facts
-    sizes: Ints
-    """Number of samples in each unit, which is a block or a shard without blocks; shape (units,)."""
-    starts: Ints
-    """Number of the first sample of each unit, and at the end the number of all samples; shape (units + 1,)."""
-    counts: Ints | None
-    """Number of units in each shard; shape (shards,). None if each shard is one unit."""
-    flags: npt.NDArray[np.uint8]
-    parts: tuple[Ints, Ints] | None
-    """(number of samples in each part that can be fetched alone, number of parts in each shard), two arrays; None if
-    the parts are the same as the units."""
+    def __init__(
+        self, text: bytes | Descriptor, where: str, facts: Facts, fingerprint: str, columns: Mapping[str, Ints]
+    ) -> None:
+        """Keep what `of` or `loaded` made. `text`: the index, or its open file; `where`: its address, for errors."""
+        self._text, self._where, self._columns = text, where, columns
+        self.facts = facts
+        self.fingerprint = fingerprint
+        """Digest of what the index says of the data: formats, samples, and names, sizes and hashes of files."""
+        self.sizes = columns["sizes"]
+        """Number of samples in each unit, which is a block or a shard without blocks; shape (units,)."""
+        self.starts = columns["starts"]
+        """Number of the first sample of each unit, and at the end the number of all samples; shape (units + 1,)."""
+        self.counts: Ints | None = columns["counts"] if facts.blocks else None
+        """Number of units in each shard; shape (shards,). None if each shard is one unit."""
+        self.parts: tuple[Ints, Ints] | None = (columns["part_sizes"], columns["part_counts"]) if facts.spans else None
+        """(number of samples in each part that can be fetched alone, number of parts in each shard), two arrays; None
+        if the parts are the same as the units."""
+        self.has_ranges: npt.NDArray[np.bool_] = (columns["flags"] & RANGES).astype(bool)
+        """True for each shard whose parts are worth fetching one by one; shape (shards,)."""
+        self.hashed: npt.NDArray[np.bool_] = (columns["flags"] & HASHED).astype(bool)
+        """True for each shard if the index has a hash of one of its decompressed files; shape (shards,)."""
+        self._known: dict[str, Mapping[str, Any]] = {}
+        self._kept: dict[int, Shard] = {}
+        self.reopen: tuple[Callable[..., ShardTable], tuple[object, ...]] | None = None
+        """Function, and its arguments, that makes the table again in a process to which it is pickled; None for a small
+        index, whose text is pickled."""
+
+    def __reduce__(self) -> tuple[Callable[..., ShardTable], tuple[object, ...]]:
+        own = (self._text, self._where, self.facts, self.fingerprint, self._columns)
+        return self.reopen or (ShardTable, own)
+
+    @staticmethod
+    def of(data: bytes, where: str, text: Descriptor | None = None) -> ShardTable:
+        """Return the table of an index. Raise DatasetError, which names the shard and the field, if it is invalid.
+
+        Args:
+            data: bytes of the index.
+            where: its address, for errors.
+            text: open file of the index, to read entries from instead of keeping `data`.
+        """
+        entries, columns = entries_of(data, where), _Columns(where)
+        begin = _begin_of(entries[0], data) if entries else 0
+        for first in range(0, len(entries), AT_ONCE):
+            texts = entries[first : first + AT_ONCE]
+            columns.add(first, texts)
+            for entry in texts:
+                begin = data.index(b"{", begin)
+                columns.begins.append(begin)
+                begin += len(entry)
+        files: dict[str, StoredFile] = {}
+        for number in columns.owners_of_equal_names():
+            _read(number, entries[number], where, files)
+        fingerprint = xxhash.xxh3_128(f"stream of {len(entries)}\n".encode() + "".join(columns.lines).encode())
+        return ShardTable(text or data, where, columns.facts, fingerprint.hexdigest(), columns.arrays())
+
+    @staticmethod
+    def of_shards(shards: Sequence[Shard], where: str) -> ShardTable:
+        return ShardTable.of(write_index(shards), where)
 
     def __len__(self) -> int:
         return self.facts.shards
 
-    @property
-    def has_ranges(self) -> npt.NDArray[np.bool_]:
-        """True for each shard whose parts are worth fetching one by one; shape (shards,)."""
-        return (self.flags & RANGES).astype(bool)
-
-    @property
-    def hashed(self) -> npt.NDArray[np.bool_]:
-        """True for each shard if the index has a hash of one of its decompressed files; shape (shards,)."""
-        return (self.flags & HASHED).astype(bool)
-
-    def describe(self, digest: Any) -> None:
-        """Update `digest`, a hash object, with the facts about the shards that make the dataset's fingerprint."""
-        raise NotImplementedError
-
-
-class ListedShards(ShardTable):
-    """Table of a small index, whose shards are all in memory."""
-
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self._shards = list(shards)
-        columns = _Collected()
-        for shard in self._shards:
-            columns.add(shard)
-        self.facts = columns.facts
-        self.sizes, self.flags = np.array(columns.sizes, np.int64), np.array(columns.flags, np.uint8)
-        self.starts = _starts(self.sizes)
-        self.counts = np.array(columns.counts, np.int64) if columns.facts.blocks else None
-        parts = np.array(columns.part_sizes, np.int64), np.array(columns.part_counts, np.int64)
-        self.parts = parts if columns.facts.spans else None
-
-    def describe(self, digest: Any) -> None:
-        for shard in self._shards:
-            digest.update(_line(shard))
-
-    def _shard(self, number: int) -> Shard:
-        return self._shards[number]
-
-
-class StoredShards(ShardTable):
-    """Table of a large index, read from its file of columns."""
-
-    def __init__(self, index: Descriptor, columns: Descriptor, digest: str, where: str) -> None:
-        """Map the file of columns.
-
-        Args:
-            index: the open index.
-            columns: the open file of columns.
-            digest: digest of the index to which the columns must belong.
-            where: address of the index, for errors.
-
-        Raises ValueError if the file belongs to another index, or is damaged.
-        """
-        header = _read_header(columns, digest)
-        self.facts = Facts(**{**header["facts"], "formats": tuple(header["facts"]["formats"])})
-        self._index, self._columns, self._where = index, columns, where
-        self._line_bytes = header["lines"]
-        mapped = mmap.mmap(columns.fileno(), header["size"], access=mmap.ACCESS_READ)
-        found = {name: np.frombuffer(mapped, kind, count, begin) for name, kind, count, begin in header["columns"]}
-        self.sizes, self.starts, self.flags = found["sizes"], found["starts"], found["flags"]
-        self.counts = found.get("counts")
-        self.parts = (found["part_sizes"], found["part_counts"]) if self.facts.spans else None
-        self._begins, self._lengths, self._checks = found["begins"], found["lengths"], found["checks"]
-        self._known: dict[str, Mapping[str, Any]] = {}
-        self._kept: dict[int, Shard] = {}
-
-    def describe(self, digest: Any) -> None:
-        for piece in _pieces(self._columns, HEADER_BYTES, HEADER_BYTES + self._line_bytes):
-            digest.update(piece)
+    @overload
+    def __getitem__(self, at: int) -> Shard: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Shard]: ...
+    def __getitem__(self, at: int | slice) -> Shard | list[Shard]:
+        numbers = range(len(self))[at]
+        return self._shard(numbers) if isinstance(numbers, int) else [self._shard(number) for number in numbers]
 
     def _shard(self, number: int) -> Shard:
         shard = self._kept.get(number)
         if shard is None:
-            text = self._index.read(int(self._lengths[number]), int(self._begins[number]))
-            if xxhash.xxh3_64_intdigest(text) != self._checks[number]:
+            begin, length = int(self._columns["begins"][number]), int(self._columns["lengths"][number])
+            text = self._text
+            entry = text[begin : begin + length] if isinstance(text, bytes) else text.read(length, begin)
+            if _check(entry) != self._columns["checks"][number]:
                 raise DatasetError(
                     f"{self._where} was written again since the dataset was opened. Write new data to a new folder, or "
                     "open the dataset again"
                 )
-            shard = shard_of(json.loads(text), self._known, {})
+            shard = shard_of(parsed_entry(entry), self._known, {})
             kept = self._kept
             if len(kept) >= KEPT:  # a new dict, because other threads may read the old one
                 kept = self._kept = {}
             kept[number] = shard
         return shard
 
+    def saved(self) -> Ints:
+        """Return the columns as one array, from which `loaded` makes the table again."""
+        about = {"release": RELEASE, "fingerprint": self.fingerprint, "facts": asdict(self.facts)}
+        text = json.dumps(about).encode()
+        parts = [np.frombuffer(text + b" " * (-len(text) % 8), np.int64), *map(self._columns.__getitem__, _COLUMNS)]
+        body = np.concatenate([np.array(list(map(len, parts))), *parts])
+        return np.append(body, _check(body))
 
-def write_columns(index: Descriptor, file: BinaryIO, where: str) -> str:
-    """Write the columns of an index into an empty file, and return the index's digest. Raise DatasetError if `index` is
-    not an index. `where`: address of the index, for errors."""
-    columns, entries = _Collected(), IndexEntries(index)
-    begins, lengths, checks = array("q"), array("q"), array("Q")
-    names, contents, owners = array("Q"), array("Q"), array("q")
-    known: dict[str, Mapping[str, Any]] = {}
-    file.write(bytes(HEADER_BYTES))
-    lines = 0
+    @staticmethod
+    def loaded(saved: Ints, text: Descriptor, where: str) -> ShardTable:
+        """Return the table whose columns were saved. Raises ValueError, TypeError or LookupError unless they are whole
+        and of this release."""
+        if saved.dtype != np.int64 or saved.ndim != 1 or _check(saved[:-1]) != saved[-1]:
+            raise ValueError("the stored columns are damaged")
+        about, *columns, _ = np.split(saved[_HEAD:], np.cumsum(saved[:_HEAD]))
+        known = json.loads(about.tobytes())
+        if known["release"] != RELEASE:
+            raise ValueError("another release stored the columns")
+        facts = Facts(**{**known["facts"], "formats": tuple(known["facts"]["formats"])})
+        return ShardTable(text, where, facts, known["fingerprint"], dict(zip(_COLUMNS, columns, strict=True)))
+
+
+def _read(number: int, text: msgspec.Raw, where: str, files: dict[str, StoredFile]) -> Shard:
+    """Return the shard of entry `number`, or raise the error that says what is wrong with it. `files`: as in
+    `shard_of`."""
     try:
-        for entry in entries:
-            try:
-                shard = shard_of(entry.value, known, {})
-            except (InvalidField, DatasetError) as error:
-                raise invalid_index(f"{where}: shard {len(begins)}", error) from None
-            for stored in (one for pair in shard.files for one in (pair.raw, pair.packed) if one is not None):
-                names.append(xxhash.xxh3_64_intdigest(stored.name.encode()))
-                contents.append(xxhash.xxh3_64_intdigest(repr((stored.size, sorted(stored.hashes.items()))).encode()))
-                owners.append(len(begins))
-            columns.add(shard)
-            begins.append(entry.begin)
-            lengths.append(len(entry.text))
-            checks.append(xxhash.xxh3_64_intdigest(entry.text))
-            lines += file.write(_line(shard))
-    except InvalidField as error:
-        raise invalid_index(where, error) from None
-    suspects = _same_names(names, contents, owners)
-    del names, contents, owners
-    files: dict[str, Any] = {}
-    for number in suspects:
-        text = index.read(lengths[number], begins[number])
+        return shard_of(parsed_entry(text), {}, files)
+    except (InvalidField, DatasetError) as error:
+        raise invalid_index(f"{where}: shard {number}", error) from None
+
+
+class _Columns:
+    """Columns of an index while its entries are added."""
+
+    def __init__(self, where: str) -> None:
+        self.facts = Facts()
+        self.lines: list[str] = []
+        """For each shard, the text that goes into the fingerprint."""
+        self.begins = array("q")
+        """Offset of each entry in the index, in bytes."""
+        self._where = where
+        self._columns: dict[str, list[Any]] = {name: [np.zeros(0, np.int64)] for name in (*_COLUMNS, "names", "owners")}
+        self._kinds: set[tuple[object, ...]] = set()
+
+    def add(self, first: int, texts: Sequence[msgspec.Raw]) -> None:
+        """Add the entries of the shards from number `first` on. Raises DatasetError if one is invalid."""
         try:
-            shard_of(json.loads(text), known, files)
-        except (InvalidField, ValueError) as error:
-            raise invalid_index(f"{where}: shard {number}", error) from None
-    sizes = np.array(columns.sizes, np.int64)
-    arrays: dict[str, Any] = {"sizes": sizes, "starts": _starts(sizes)}
-    arrays |= {"begins": begins, "lengths": lengths, "checks": checks}
-    if columns.facts.blocks:
-        arrays["counts"] = columns.counts
-    if columns.facts.spans:
-        arrays |= {"part_sizes": columns.part_sizes, "part_counts": columns.part_counts}
-    file.write(bytes(-lines % 8))
-    at = HEADER_BYTES + lines + -lines % 8
-    placed = []
-    for name, values in [*arrays.items(), ("flags", columns.flags)]:
-        kind = _COLUMNS.get(name, "u1")
-        column = np.asarray(values).astype(kind, copy=False)
-        placed.append((name, kind, len(column), at))
-        at += file.write(column.data)
-    file.flush()
-    header = {
-        "version": VERSION,
-        "index": entries.digest,
-        "size": at,
-        "lines": lines,
-        "facts": asdict(columns.facts),
-        "columns": placed,
-        "body": _digest(Descriptor(f"/proc/self/fd/{file.fileno()}"), HEADER_BYTES, at),
-    }
-    text_of = json.dumps(header).encode().ljust(HEADER_BYTES - 32)
-    file.seek(0)
-    file.write(xxhash.xxh3_128_hexdigest(text_of).encode() + text_of)
-    file.flush()
-    return entries.digest
+            entries = list(map(_usual_entry, texts))
+            self._check(entries, texts)
+        except (msgspec.DecodeError, InvalidField, DatasetError):  # an unusual field, or a wrong one
+            shards = [_read(number, text, self._where, {}) for number, text in enumerate(texts, first)]
+            entries = list(map(_entry_of, shards))
+            for shard in shards:
+                self._note(shard)
+        files = [entry.files() for entry in entries]
+        names = [[file.basename for forms in pairs for file in forms if file is not None] for pairs in files]
+        blocks = [entry.blocks or (entry.samples,) for entry in entries]
+        parts = [entry.blocks or entry.spans or (entry.samples,) for entry in entries]
+        self._keep(
+            sizes=[size for each in blocks for size in each],
+            counts=list(map(len, blocks)),
+            part_sizes=[size for each in parts for size in each],
+            part_counts=list(map(len, parts)),
+            lengths=list(map(len, texts)),
+            checks=list(map(_check, texts)),
+            flags=[
+                RANGES * (entry.ranges != [] and _has_ranges(entry)) | HASHED * any(raw.hashes for raw, _ in pairs)
+                for entry, pairs in zip(entries, files, strict=True)
+            ],
+            names=[hash(name) for each in names for name in each],
+            owners=np.repeat(np.arange(first, first + len(texts)), list(map(len, names))),
+        )
+        self._add_facts(entries, files)
+        for entry, pairs in zip(entries, files, strict=True):
+            listed = [(raw.basename, raw.bytes, sorted(raw.hashes.items()) if raw.hashes else []) for raw, _ in pairs]
+            self.lines.append(f"{entry.format} {entry.samples} {listed}\n")
+            if entry.blocks:  # the order depends on them
+                self.lines.append(f"blocks {tuple(entry.blocks)} of {entry.decoded_bytes} bytes\n")
+
+    def _check(self, entries: Sequence[_Entry], texts: Sequence[msgspec.Raw]) -> None:
+        """Raise InvalidField or DatasetError if `shard_of` would refuse one of these entries."""
+        for entry, text in zip(entries, texts, strict=True):
+            kind = entry.kind()
+            if kind not in self._kinds:
+                self._note(shard_of(parsed_entry(text), {}, {}))
+                self._kinds.add(kind)
+            if entry.blocks or entry.spans:
+                parts_of(entry.blocks, "blocks", entry.samples)
+                parts_of(entry.spans, "spans", entry.samples)
+                ranges_of(entry.ranges, len(entry.blocks or entry.spans or ()), entry.raw_data.bytes)
+        pairs = [pair for entry in entries for pair in entry.files()]
+        smallest = min(FORMATS[name].max_bytes for name in self.facts.formats)
+        check_size("bytes", max(raw.bytes for raw, _ in pairs), smallest)
+        files = [file for pair in pairs for file in pair if file is not None]
+        digests = [digest for file in files if file.hashes for digest in file.hashes.values()]
+        if not (all(digests) and _HEXADECIMAL.issuperset("".join(digests))):
+            raise InvalidField("hashes", "must be digests in hexadecimal")
+        if not all(_is_usual_name(file.basename) for file in files):
+            for file in files:
+                check_name("basename", file.basename)
+
+    def _note(self, shard: Shard) -> None:
+        self.facts.splits |= bool(shard.settings.get("splits"))
+        if shard.format not in self.facts.formats:
+            self.facts.formats += (shard.format,)
+
+    def _keep(self, **columns: Any) -> None:
+        for name, values in columns.items():
+            self._columns[name].append(np.asarray(values, np.int64))
+
+    def _add_facts(self, entries: Sequence[_Entry], files: Sequence[_Files]) -> None:
+        facts, sized = self.facts, [entry for entry in entries if entry.decoded_bytes]
+        facts.shards += len(entries)
+        facts.units += sum(len(entry.blocks) if entry.blocks else 1 for entry in entries)
+        facts.hashed = facts.hashed and all(
+            raw.hashes or (packed is not None and packed.hashes) for pairs in files for raw, packed in pairs
+        )
+        facts.blocks |= any(entry.blocks for entry in entries)
+        facts.spans |= any(entry.spans for entry in entries)
+        facts.decoded_bytes += sum(entry.decoded_bytes for entry in sized)
+        facts.decoded_samples += sum(entry.samples for entry in sized)
+
+    def owners_of_equal_names(self) -> list[int]:
+        """Return the numbers of the shards that have a file whose name is listed more than once."""
+        _, numbers, counts = np.unique(self._array("names"), return_inverse=True, return_counts=True)
+        owners: list[int] = np.unique(self._array("owners")[counts[numbers] > 1]).tolist()
+        return owners
+
+    def _array(self, name: str) -> Ints:
+        return np.concatenate(self._columns[name])
+
+    def arrays(self) -> dict[str, Ints]:
+        """Return the columns of the table."""
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._array("sizes"))])
+        self._keep(starts=starts, begins=self.begins)
+        return {name: self._array(name) for name in _COLUMNS}
 
 
-def _read_header(columns: Descriptor, digest: str) -> dict[str, Any]:
-    data = columns.read(HEADER_BYTES, 0)
-    if len(data) != HEADER_BYTES or xxhash.xxh3_128_hexdigest(data[32:]).encode() != data[:32]:
-        raise ValueError("the header of the file of columns is damaged")
-    header: dict[str, Any] = json.loads(data[32:])
-    if header["version"] != VERSION or header["index"] != digest:
-        raise ValueError("the file of columns belongs to another index")
-    if _digest(columns, HEADER_BYTES, header["size"]) != header["body"]:
-        raise ValueError("the data in the file of columns are damaged")
-    return header
+def _has_ranges(entry: _Entry) -> bool:
+    """Return the same as `file_ranges.has_ranges` for the entry's shard."""
+    count = len(entry.blocks or entry.spans or ())
+    packed = entry.zip_data is not None or entry.zip_meta is not None
+    return count > 1 and not packed and entry.raw_data.bytes >= count * MIN_RANGE_BYTES
 
 
-def _digest(file: Descriptor, begin: int, end: int) -> str:
-    digest = xxhash.xxh3_128()
-    for piece in _pieces(file, begin, end):
-        digest.update(piece)
-    return digest.hexdigest()
+def _begin_of(entry: msgspec.Raw, data: bytes) -> int:
+    """Return the offset in `data` of an entry, which is a part of it."""
+    addresses = (np.frombuffer(each, np.uint8).__array_interface__["data"][0] for each in (entry, data))
+    return int(next(addresses) - next(addresses))
 
 
-def _pieces(file: Descriptor, begin: int, end: int) -> Iterable[bytes]:
-    for at in range(begin, end, PIECE):
-        yield file.read(min(PIECE, end - at), at)
-
-
-def _same_names(names: Any, contents: Any, owners: Any) -> list[int]:
-    """Return the numbers of the shards with a file that has the same name as a different file.
-
-    For each file of the index, `names` has the digest of its name, `contents` the digest of its size and hashes, and
-    `owners` the number of its shard. Files of one name are different if their contents differ.
-    """
-    name, content = np.asarray(names), np.asarray(contents)
-    order = np.argsort(name, kind="stable")
-    differs = (name[order][1:] == name[order][:-1]) & (content[order][1:] != content[order][:-1])
-    pairs = np.flatnonzero(differs)
-    found: list[int] = np.unique(np.asarray(owners)[order[np.union1d(pairs, pairs + 1)]]).tolist()
-    return found
-
-
-def _starts(sizes: Ints) -> Ints:
-    starts = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes, out=starts[1:])
-    return starts
-
-
-def _line(shard: Shard) -> bytes:
-    files = [(file.raw.name, file.raw.size, sorted(file.raw.hashes.items())) for file in shard.files]
-    line = f"{shard.format} {shard.samples} {files}\n"
-    if shard.blocks:  # the order depends on them
-        line += f"blocks {shard.blocks} of {shard.decoded_bytes} bytes\n"
-    return line.encode()
+def _check(data: Any) -> int:
+    """Return a digest of bytes as a number from 0 to 2^63 - 1."""
+    return xxhash.xxh3_64_intdigest(data) >> 1

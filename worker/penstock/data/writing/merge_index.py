@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from penstock.data.arguments import truth
@@ -66,24 +64,18 @@ def merge_index(
                 f"{remote.url} must have at least one folder with an {INDEX} below it, got none. Give the folder "
                 "that has the datasets, and leave out an empty `parts`"
             )
-        with (
-            tempfile.TemporaryDirectory(prefix="penstock-index-") as scratch,
-            contextlib.closing(JoinedIndex(Path(scratch))) as made,
-        ):
-            for name in below:
-                given = GivenIndex(remote, f"{name}/{INDEX}", Path(scratch), timeout_s)
-                for _, shard in given.entries():
-                    made.add_shard(shard_below(name, shard))
-            path = made.written("index")
-            shards = made.shards(path)
-            if append:
-                _, shards = publish(remote, shards, timeout_s=timeout_s)
-            else:
-                remote.upload(INDEX, path, deadline_s=timeout_s)
-            if local is not None:
-                if append:
-                    remote.copy(INDEX, path := Path(scratch, "published"), deadline_s=timeout_s)
-                local.upload(INDEX, path, deadline_s=timeout_s)
+        made = JoinedIndex()
+        for name in below:
+            for _, shard in GivenIndex(remote, f"{name}/{INDEX}", timeout_s).entries():
+                made.add_shard(shard_below(name, shard))
+        index, shards = made.written(), made.shards()
+        if append:
+            _, shards = publish(remote, shards, timeout_s=timeout_s)
+            index = GivenIndex(remote, INDEX, timeout_s).data if local is not None else b""
+        else:
+            remote.write(INDEX, index, deadline_s=timeout_s)
+        if local is not None:
+            local.write(INDEX, index, deadline_s=timeout_s)
     finally:
         remote.close()
     return shards

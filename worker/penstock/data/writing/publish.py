@@ -7,10 +7,8 @@ version are not disturbed, because its index and its shards stay. Publishing the
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from penstock.data.cache.dataset_versions import version_of
@@ -51,25 +49,19 @@ def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -
 
     Raises DatasetError if the columns are not those of the dataset, ShardUnavailableError.
     """
-    with (
-        _sole_publisher(remote, timeout_s),
-        tempfile.TemporaryDirectory(prefix="penstock-index-") as scratch,
-        contextlib.closing(JoinedIndex(Path(scratch))) as made,
-    ):
-        given = newest_index(remote, Path(scratch), timeout_s=timeout_s)
+    with _sole_publisher(remote, timeout_s):
+        made, given = JoinedIndex(), newest_index(remote, timeout_s=timeout_s)
         notes = {} if given is None else given.notes
         before, new = version_of(notes), {shard.name: shard for shard in added}
         first: Shard | None = None
-        for entry, shard in given.entries() if given else ():
+        for text, shard in given.entries() if given else ():
             first = first or shard
             new.pop(shard.name, None)
-            made.add(entry.text)
+            made.add(text)
         check_columns(remote.url, first, new.values())
 
-        def write(name: str, notes: dict[str, Any]) -> Path:
-            path = made.written("index", notes)
-            remote.upload(name, path, deadline_s=timeout_s)
-            return path
+        def write(name: str, notes: dict[str, Any]) -> None:
+            remote.write(name, made.written(notes), deadline_s=timeout_s)
 
         number = before or 0
         if given is not None and before is None:
@@ -82,17 +74,15 @@ def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -
             while version_index(number) in names:  # a process was killed before it published this one
                 number += 1
             write(version_index(number), {VERSION_NOTE: number})
-        own = {VERSION_NOTE: number}
-        unchanged = before is not None and not new
-        path = made.written("index", own) if unchanged else write(INDEX, own)
-        return number, made.shards(path, own)
+        if before is None or new:
+            write(INDEX, {VERSION_NOTE: number})
+        return number, made.shards()
 
 
-def newest_index(remote: RemoteFolder, scratch: Path, *, timeout_s: float) -> GivenIndex | None:
-    """Return the index of a dataset's newest version; None for a folder without an index. `scratch`: folder for a copy
-    of a remote index. Raises ShardUnavailableError."""
+def newest_index(remote: RemoteFolder, *, timeout_s: float) -> GivenIndex | None:
+    """Return the index of a dataset's newest version; None for a folder without an index."""
     has_one = INDEX in remote.names(deadline_s=timeout_s)
-    return GivenIndex(remote, INDEX, scratch, timeout_s) if has_one else None
+    return GivenIndex(remote, INDEX, timeout_s) if has_one else None
 
 
 def check_no_versions(names: Sequence[str], url: str) -> None:

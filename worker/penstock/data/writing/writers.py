@@ -345,11 +345,10 @@ class Writer(ABC):
     def _check_appendable(self, whole: RemoteFolder) -> None:
         """Raise DatasetError, before anything is written, if samples of these columns cannot be appended to the dataset
         `whole`."""
-        with tempfile.TemporaryDirectory(prefix="penstock-index-") as scratch:
-            given = newest_index(whole, Path(scratch), timeout_s=self._timeout_s)
-            first = None
-            for _, shard in given.entries() if given else ():
-                first = first or shard
+        given = newest_index(whole, timeout_s=self._timeout_s)
+        first = None
+        for _, shard in given.entries() if given else ():
+            first = first or shard
         self._before = frozenset(whole.names(deadline_s=self._timeout_s))
         if given is None and self._before:
             raise DatasetError(
