@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.client.states.delivered_counts import DeliveredCounts
+from penstock.client.stream.box_progress import DeliveredCounts
 from penstock.data import Counts, LogicalShards, MapLoader, Mixture, Packed, Repeated, ShardLoader
 from penstock.proto.lane.frames import COUNTED, HEAD, Frame, counts_of
 

@@ -23,12 +23,13 @@ from numbered_batches import numbers
 
 from penstock.client import DataLoader
 from penstock.client.api.appliance_settings import resolve
-from penstock.client.states.run_opening import Opening
 from penstock.client.states.saved_state import BoxStart
+from penstock.client.stream.box_progress import BoxProgress
 from penstock.client.stream.device import DeviceBackend
 from penstock.client.stream.device_reader import DeviceReader, reader_for
+from penstock.client.stream.open_run import StepFence
 from penstock.client.stream.ordered_reader import OrderedReader
-from penstock.client.stream.stream_interfaces import BoxProgress, StepFence
+from penstock.client.stream.streams import Opening
 from penstock.client.stream.wait_notice import WaitNotice
 from penstock.proto.batch.digest import DigestCover, batch_digest
 from penstock.proto.batch.flatten import Flattener

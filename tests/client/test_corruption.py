@@ -24,7 +24,7 @@ from tests.client.conftest import FakeRun, FakeRunner, Rig, ThreadRunner
 from penstock.client.stream.lane_reader import CORRUPT_TRIES
 from penstock.client.stream.ordered_reader import OrderedReader
 from penstock.client.stream.receiver_process import Receiver
-from penstock.client.stream.stream_interfaces import EPOCH_ENDED
+from penstock.client.stream.streams import EPOCH_ENDED
 from penstock.proto.batch.digest import DigestCover
 from penstock.proto.errors import BatchCorruptError
 from penstock.proto.lane.compression import NAMES

@@ -16,7 +16,7 @@ from lane_frames import a_frame
 from penstock.client.stream import ordered_reader
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.client.stream.lane_reader import SlotLane
-from penstock.client.stream.stream_interfaces import EPOCH_ENDED
+from penstock.client.stream.streams import EPOCH_ENDED
 from penstock.proto.errors import (
     DeadlineError,
     EmptyInputError,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from penstock.client.stream.box_progress import BoxProgress
 from penstock.client.stream.open_run import OpenRun
-from penstock.client.stream.stream_interfaces import BoxProgress
 from penstock.proto.errors import CoordinatorUnavailableError
 from penstock.proto.rpc.calls import CoordinatorClient, FetchedState
 from penstock.proto.state.position import Position
@@ -129,7 +129,7 @@ def test_overtaken_reply_changes_nothing(run: OpenRun) -> None:
 
 def test_wait_is_reported_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("penstock.client.stream.open_run.time.monotonic", lambda: now)
+    monkeypatch.setattr("penstock.client.stream.box_progress.time.monotonic", lambda: now)
     progress = BoxProgress()
     assert progress.waits() == []  # nothing is read yet
     progress.waited_by_slot = [1.0, 2.0]

@@ -4,10 +4,9 @@ from penstock.runtime.process import linux_only  # noqa: F401  # before the impo
 
 # isort: split
 from penstock.client.api.appliance import Appliance
-from penstock.client.api.checkpoint_closure import checkpoint_closure
-from penstock.client.api.data_loader import DataExecutor, DataLoader, wrap
+from penstock.client.api.data_loader import DataLoader, wrap
+from penstock.client.api.executor import DataExecutor, checkpoint_closure, compute_num_steps
 from penstock.client.api.lookahead import Lookahead
-from penstock.client.api.num_steps import compute_num_steps
 from penstock.client.api.sample_log import SampleLog
 from penstock.client.states.batch_sizes import infer_batch_size
 from penstock.proto.state.assignment import get_streaming_batch_size

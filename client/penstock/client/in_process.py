@@ -1,15 +1,10 @@
-"""Run whose worker slots are in the training process and thread. Batches and states are the same as from workers, but
-no other processes, sockets or threads are needed.
+"""Stream whose worker slots are in the training process and thread: for `Appliance(num_workers_per_box=0)` and
+`penstock.client.testing`. Batches and states are the same as from workers, because a slot runs the worker's own code
+(penstock.worker.runner.in_process_slot). No other processes, sockets or threads are needed.
 
-    InProcessRun     the slots of all boxes (penstock.worker.runner.in_process_slot), each created when first needed
-    InProcessReader  this box's batches, in the order of its position; each is made on request
-
-A state covers all boxes (data-parallel ranks), and a slot's batches are a function of its position. So when a state is
-requested, the slots of other boxes are created here too. Their positions are computed on the assumption that the loops
-of all boxes take the same steps as the loop of this box, and leave an epoch after the same step.
-
-Only this module and embedded_daemons.py import penstock.worker; this module runs the worker's own code for slots, so
-that code exists once. `Appliance(num_workers_per_box=0)` and `penstock.client.testing` are built on this module.
+A state covers all boxes, and a slot's batches are a function of its position. So when a state is requested, the slots
+of other boxes are created here too. Their positions are computed on the assumption that the loops of all boxes take the
+same steps as the loop of this box, and leave an epoch after the same step.
 """
 
 from __future__ import annotations
@@ -18,29 +13,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import torch
 
-from penstock.client.states.delivered_counts import DeliveredCounts
-from penstock.client.states.run_opening import Opening
 from penstock.client.states.saved_state import BoxStart
 from penstock.client.stream import open_streams
-from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
-from penstock.client.stream.device import DeviceBackend
-from penstock.client.stream.device_reader import backend_of
-from penstock.client.stream.stream_interfaces import (
-    EPOCH_ENDED,
-    BoxProgress,
-    StreamRun,
-    StreamStats,
-    placed,
-    recovered,
-    tell_worker_info,
-    warn_of_whole_input,
-)
+from penstock.client.stream.streams import EPOCH_ENDED, Opening, Reader, StreamRun, placed, recovered
 from penstock.proto.batch.flatten import Assembler, wrap_buffer
-from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import DeadlineError, PenstockError, StateUnavailableError
 from penstock.proto.rpc.calls import FetchedState
 from penstock.proto.rpc.channel import detail_of
@@ -57,10 +37,9 @@ from penstock.worker.runner.in_process_slot import InProcessSlot, MadeBatch
 __all__ = ["Fault", "InProcessReader", "InProcessRun"]
 
 HERE: Final = "this process"
-"""Text shown in place of a worker's name in messages and statistics, because this process makes the batches."""
+"""Text shown in place of a worker's name in messages and statistics."""
 STRUCTURES_KEPT: Final = 64
-"""Largest number of Assemblers that are kept. An Assembler builds batches of one structure (nesting, keys and
-dtypes)."""
+"""Largest number of Assemblers that are kept, each for one structure (nesting, keys and dtypes)."""
 
 
 class Fault(Protocol):
@@ -76,8 +55,6 @@ class Fault(Protocol):
 
 
 class _Box:
-    """Box of an InProcessRun: the box's position, and its slots, which make its batches."""
-
     def __init__(self, number: int, start: BoxStart, slots: list[InProcessSlot], kept: int) -> None:
         self.number = number
         self.slots = slots
@@ -86,34 +63,31 @@ class _Box:
         self._kept = kept
 
     def deliver(self, made: MadeBatch) -> None:
-        """Count `made`, a batch of the slot whose turn it is, as delivered: advance the box's position by one step."""
         self.position.deliver(made.digest)
         self._at[self.position.step] = self.position.copy()
         if len(self._at) > self._kept:
             self._at.popitem(last=False)
 
     def make(self, slot: int) -> MadeBatch | None:
-        """Make the next batch of a slot, and return it; return None if the slot has no more batches in this epoch."""
+        """Return the next batch of a slot; None if it has no more batches in this epoch."""
         position = self.position
         return self.slots[slot].next(position.step + 1, position.epoch, position.total[slot])
 
     def exhaust(self, slot: int) -> bool:
-        """Record that the slot whose turn it is has no more batches in this epoch. Return True if no other slot has one
-        either, so that the epoch has ended."""
+        """Record that the slot whose turn it is has no more batches in this epoch. Return True if the epoch has
+        ended."""
         if by_own_methods(self.slots[slot].capabilities):
             self.position.carry()
         return self.position.exhaust()
 
     def abandon_epoch(self) -> None:
-        """Abandon the present epoch after the last delivered batch. The position and all slots move to the next
-        epoch."""
         for slot, total in zip(self.slots, self.position.total, strict=True):
             slot.leave(self.position.epoch, total)
         self.position.abandon_epoch()
 
     def go(self, step: int, last_epoch: int, abandoned: dict[int, int]) -> None:
-        """Make the box's batches up to `step`, and count them as delivered, as a training loop would. The loop leaves
-        each epoch in `abandoned` after the step given there, and begins no epoch after `last_epoch`."""
+        """Deliver the box's batches up to `step`, as a training loop would that leaves each epoch in `abandoned` after
+        the step given there, and begins no epoch after `last_epoch`."""
         position = self.position
         while position.step < step and position.epoch <= last_epoch:
             if abandoned.get(position.epoch) == position.step and any(position.delivered):
@@ -146,18 +120,8 @@ class _Box:
         )
 
 
-class InProcessRun:
-    """Open run whose slots are in this process. The methods are those of
-    penstock.client.stream.stream_interfaces.StreamRun.
-
-    Args:
-        name: name of the run, JOB/N: the job's name, and the number of the loader in it.
-        box, num_boxes, num_workers_per_box: number of this box, from 0; number of boxes; number of slots of each box.
-        options: options of the loader.
-        opening: the loader's code, and the position and state from which the run starts.
-        seed: seed of the run.
-        on_closed: function that is called with the run when the run is closed.
-    """
+class InProcessRun(StreamRun):
+    """Open run whose slots are in this process."""
 
     def __init__(
         self,
@@ -170,18 +134,10 @@ class InProcessRun:
         seed: int,
         on_closed: Callable[[StreamRun], None],
     ) -> None:
-        self.name, self.box, self.seed, self.attempt = name, box, seed, 1
-        self.num_boxes, self.num_slots, self.cover = num_boxes, num_workers_per_box, opening.cover
-        self.error: PenstockError | None = None
-        self.views = [pb.SlotView(slot=slot) for slot in range(self.num_slots)]
-        self.progress = BoxProgress()
-        self.ended_boxes: dict[int, int] = {}
-        self.box_apart: pb.BoxEnd | None = None
-        self.abandoned = False
-        self.away_since: float | None = None
+        super().__init__(name, box, num_boxes, num_workers_per_box, opening.cover)
+        self.seed, self.attempt = seed, 1
         self.lock = threading.RLock()
-        """Lock of what the slots of this run share, such as the process's random generators. A thread that runs a
-        slot's user code holds the lock, so the slots of this run run one at a time."""
+        """Held while user code of a slot runs, because slots share the process's random generators."""
         self.last_epoch = opening.start.position.epoch
         """Number of the latest epoch that the slots may begin, as the training loop of this box has allowed."""
         self.abandoned_epochs: dict[int, int] = {}
@@ -191,25 +147,13 @@ class InProcessRun:
         self._labels: dict[int, int] = {}
         self.failures: dict[int, PenstockError] = {}
         """Errors of the slots of this box whose loaders could not be made, by the number of the slot."""
-        self._closed = False
         self._owner = OwnerProcess()
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    @property
-    def num_workers(self) -> int:
-        """Number of slots of all boxes together."""
-        return self.num_boxes * self.num_slots
-
     def check(self) -> None:
-        """Raise ForkedProcessError in a fork of the process that opened the run, because only that process can use the
-        run."""
+        """Raise ForkedProcessError in a fork of the process that opened the run."""
         self._owner.check(f"run {self.name}, box {self.box}")
 
     def box_of(self, number: int) -> _Box:
-        """Return the box with this number. The first call for a box creates the box and its slots."""
         if number not in self._boxes:
             start = self._opening.start_of(number)
             slots = [self._slot(number, slot, start) for slot in range(self.num_slots)]
@@ -243,8 +187,7 @@ class InProcessRun:
         return InProcessSlot(assignment, self._opening.make, start.blob, noted=self._options.retention_steps + 2)
 
     def prepare(self) -> None:
-        """Create the loader of each slot of this box. An error of a loader is raised later, when a batch of its slot is
-        due."""
+        """Create the loader of each slot of this box. Its error is raised later, when a batch of the slot is due."""
         for view, slot in zip(self.views, self.box_of(self.box).slots, strict=True):
             if view.phase in (pb.READY, pb.FAILED):
                 continue
@@ -267,26 +210,20 @@ class InProcessRun:
             self.prepare()
         return ready(self)
 
-    def report(self) -> None:
-        """No-op: this run has no coordinator."""
-
-    def fail(self, error: PenstockError) -> None:
-        self.error = error
-
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
         self.check()
-        found = FetchedState()
+        fetched = FetchedState()
         with self.lock:
             for number in range(self.num_boxes):
                 box = self.box_of(number)
                 if number != self.box:
                     box.go(step, self.last_epoch, self.abandoned_epochs)
-                self._add(found, box, step)
-        return found
+                self._add(fetched, box, step)
+        return fetched
 
-    def _add(self, found: FetchedState, box: _Box, step: int) -> None:
+    def _add(self, fetched: FetchedState, box: _Box, step: int) -> None:
         position = box.at(step)
-        found.positions[box.number] = position.to_proto()
+        fetched.positions[box.number] = position.to_proto()
         for number, slot in enumerate(box.slots):
             total = position.total[number]
             try:
@@ -310,92 +247,59 @@ class InProcessRun:
                 next_epoch=state.next_epoch,
                 chain=state.chain,
             )
-            found.records.append((record, state.data))
+            fetched.records.append((record, state.data))
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
         self.check()
         with self.lock:
             return encode_state(self.box_of(self.box).slots[0].aggregate(decode_state(states)))  # type: ignore[arg-type]
 
-    def offer(self, starts: Callable[[], list[BoxStart]]) -> None:
-        """Do nothing: a slot of this process is not moved."""
-
     def close(self, *, forget: bool = True) -> None:
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         for box in self._boxes.values():
             for slot in box.slots:
                 slot.drop()
         self._on_closed(self)
 
 
-class InProcessReader:
-    """Reader of one box's batches. The methods are those of penstock.client.stream.stream_interfaces.Reader.
+class InProcessReader(Reader):
+    """Reader of one box's batches, each of which is made on request and has memory of its own. Tensors arrive on
+    `device`; "" means the CPU."""
 
-    Args:
-        run: run of the batches.
-        label: name of the loader, shown in messages.
-        device: name of the device on which the tensors of batches arrive. "" and "cpu" both mean the CPU, where each
-            batch has memory of its own.
-        timeout_s: deadline of each batch in seconds, for the delay of a SlowBatch.
-        faults: faults to inject into the run, each at its step.
-    """
+    run: InProcessRun
 
     def __init__(
         self, run: InProcessRun, label: str, device: str, timeout_s: float, faults: Sequence[Fault] = ()
     ) -> None:
-        self._run, self._label, self._timeout_s = run, label, timeout_s
         self._box = run.box_of(run.box)
-        self.position = self._box.position
-        self.stats = StreamStats()
-        self.began_at = self.position.step
-        self.wait_s = 0.0
-        self.counts = DeliveredCounts(run.num_slots)
-        self.layout: tuple[Structure, list[int]] | None = None
-        self.thread = threading.get_ident()
-        self._backend: DeviceBackend | None = backend_of(device) if device not in ("", "cpu") else None
+        super().__init__(run, self._box.position, label, timeout_s)
+        self._device = device if device != "cpu" else ""
         self._faults = sorted(faults, key=lambda fault: fault.step)
         self._assemblers: OrderedDict[int, Assembler] = OrderedDict()
-        self._warned_unsharded = self._told_worker_info = False
-        run.progress.position = self._report
-        run.progress.waited_by_slot = [0.0] * run.num_slots
+        run.progress.position = self.position.to_proto
         open_streams.readers.add(self)
-
-    @property
-    def run(self) -> InProcessRun:
-        return self._run
-
-    @property
-    def label(self) -> str:
-        """Name of the loader, shown in messages."""
-        return self._label
 
     # ---- the stream
 
     def next(self) -> Any:
-        """Make and return the next batch. Return EPOCH_ENDED at the end of an epoch.
-
-        Raises:
-            PenstockError: the input failed, and all batches before it were delivered; or the run has ended or was
-                closed.
-        """
-        run, box = self._run, self._box
+        run, box = self.run, self._box
         run.check()
         if run.error is not None:
             raise run.error
         if run.closed:
             raise PenstockError(
-                f"{self._label}: the Appliance was closed inside the loop over this loader: close the Appliance after "
+                f"{self.label}: the Appliance was closed inside the loop over this loader: close the Appliance after "
                 "the loop"
             )
-        began = time.monotonic()
+        began, self.wait_s = time.monotonic(), 0.0
         with run.lock:
             run.prepare()
             try:
                 made = self._make(box)
             finally:
-                self._waited(box.position.turn, time.monotonic() - began)
+                self._waited(box.position.turn, HERE, time.monotonic() - began)
         if made is None:
             return EPOCH_ENDED
         batch = self._assembled(made)
@@ -404,18 +308,14 @@ class InProcessReader:
         if made.counts:
             self.counts.take(slot, made.counts)
         self.layout = made.structure, made.shapes
-        if not self._warned_unsharded:
-            self._warned_unsharded = warn_of_whole_input(self._label, run.views, run.num_workers)
-        if not self._told_worker_info:
-            self._told_worker_info = tell_worker_info(self._label, run.views)
+        self._tell_of_loaders()
         return batch
 
     def _make(self, box: _Box) -> MadeBatch | None:
-        """Make the batch of the slot whose turn it is. Skip slots that have no more batches in this epoch. Return None
-        at the end of the epoch."""
+        """Make the box's next batch. Return None at the end of the epoch."""
         while True:
             slot = box.position.turn
-            view = self._run.views[slot]
+            view = self.run.views[slot]
             if view.phase == pb.FAILED:
                 self.raise_failed(view)
             self._strike(box.position.step + 1)
@@ -437,28 +337,17 @@ class InProcessReader:
             assembler = self._assemblers[made.structure.key] = Assembler(made.structure)
             if len(self._assemblers) > STRUCTURES_KEPT:
                 self._assemblers.popitem(last=False)
-        ring = wrap_buffer(made.memory)
-        move = None if self._backend is None else self._moved
-        return assembler.assemble(made.shapes, ring, made.offset, made.nbytes, move=move)
+        move = self._moved if self._device else None
+        return assembler.assemble(made.shapes, wrap_buffer(made.memory), made.offset, made.nbytes, move=move)
 
     def _moved(self, leaves: list[Any]) -> list[Any]:
-        assert self._backend is not None
-        device = self._backend.device
-        return [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-    def _waited(self, slot: int, seconds: float) -> None:
-        self.wait_s = seconds
-        stats = self.stats
-        stats.waited_s += seconds
-        stats.waited_by_worker[HERE] = stats.waited_by_worker.get(HERE, 0.0) + seconds
-        self._run.progress.waited_by_slot[slot] += seconds
+        return [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     # ---- errors and faults
 
     def failed(self, error: PenstockError) -> PenstockError:
-        """End the run, because the slot whose turn it is failed with `error`. Return the error with worker, box, slot
-        and step added to its message."""
-        position, run = self.position, self._run
+        """End the run, because the slot whose turn it is failed. Return the error with its place added."""
+        position, run = self.position, self.run
         run.error = placed(error, HERE, run.box, position.turn, position.step + 1)
         # the cause has this process's own traceback, which Python prints with the error
         if error.__cause__ is not None:
@@ -469,7 +358,7 @@ class InProcessReader:
         raise self.failed(error) from error.__cause__
 
     def raise_failed(self, view: pb.SlotView) -> NoReturn:
-        self._raise(self._run.failures[view.slot])
+        self._raise(self.run.failures[view.slot])
 
     def _strike(self, step: int) -> None:
         while self._faults and self._faults[0].step <= step:
@@ -483,43 +372,36 @@ class InProcessReader:
         return self._box.slots[self.position.turn]
 
     def delay(self, seconds: float) -> None:
-        """Delay the next batch by `seconds`. Raises DeadlineError once `timeout_s` has passed. The run stays open, so
-        that the loop can request the batch again."""
+        """Delay the next batch. Raises DeadlineError once `timeout_s` has passed; the loop can request the batch
+        again."""
         time.sleep(min(seconds, self._timeout_s))
         if seconds >= self._timeout_s:
-            position, run = self.position, self._run
+            position, run = self.position, self.run
             raise DeadlineError(
-                f"{self._label}: box {run.box} waited timeout_s={self._timeout_s:g} s for step {position.step + 1} "
+                f"{self.label}: box {run.box} waited timeout_s={self._timeout_s:g} s for step {position.step + 1} "
                 f"from worker slot {position.turn} on worker {HERE}, and its batch has not come: pass a larger "
                 "Appliance(timeout_s=), or make input_fn faster"
             )
 
     def replace_worker(self, why: str) -> None:
-        """Act as if the worker of the slot whose turn it is had been lost: drop the slot's loader, and resume the slot
-        at the same position with a new one. `why`: reason to show in the warning."""
-        run, slot = self._run, self.position.turn
+        """Act as if the worker of the slot whose turn it is had been lost: resume the slot at the same position with a
+        new loader."""
+        run, slot = self.run, self.position.turn
         self.due.lose()
         run.views[slot].restarts += 1
         self.stats.recoveries += 1
-        warn_user(f"{self._label}: {recovered(run.box, slot, why)}")
+        warn_user(f"{self.label}: {recovered(run.box, slot, why)}")
 
     # ---- between batches
 
-    def flush(self) -> bool:
-        return True
-
     def open_epochs(self, limit: int, label: int | None = None) -> None:
-        run, position = self._run, self.position
+        run, position = self.run, self.position
         if label is not None and position.epoch > run.last_epoch and label != position.label:
             run.label_epoch(position.epoch, label)
         run.last_epoch = max(run.last_epoch, limit)
 
-    def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """No-op: slots in this process give their states at any step, without an announcement."""
-        return None
-
     def abandon_epoch(self) -> None:
-        position, run = self.position, self._run
+        position, run = self.position, self.run
         if not any(position.delivered):
             return  # no batch of the epoch was taken
         run.abandoned_epochs[position.epoch] = position.step
@@ -527,7 +409,7 @@ class InProcessReader:
             self._box.abandon_epoch()
 
     def end_epoch(self) -> bool:
-        run = self._run
+        run = self.run
         run.check()
         with run.lock:
             run.prepare()
@@ -535,20 +417,3 @@ class InProcessReader:
         if left is not None:
             self.abandon_epoch()
         return left is None
-
-    @property
-    def copies(self) -> int:
-        return 0
-
-    @property
-    def held(self) -> int:
-        return 0
-
-    def open_lanes(self) -> list[Literal["local", "tcp"]]:
-        return []
-
-    def _report(self) -> records_pb2.BoxPosition | None:
-        return self.position.to_proto()
-
-    def close(self) -> None:
-        """No-op: there are no lanes to close, and each batch has memory of its own."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.client.stream import open_streams
-from penstock.client.stream.stream_interfaces import Reader
+from penstock.client.stream.streams import Reader
 from penstock.proto.errors import InvalidArgumentError, PortTakenError, UnsafeBindError
 from penstock.proto.rpc.addresses import check_address, is_local
 from penstock.proto.rpc.tls import Tls

@@ -16,7 +16,7 @@ from torch.utils._pytree import register_pytree_node
 
 from penstock.client.integrations.batch_messages import BatchMessages
 from penstock.client.states import saved_state
-from penstock.client.states.delivered_counts import DeliveredCounts
+from penstock.client.stream.box_progress import DeliveredCounts
 from penstock.proto.batch.digest import FULL_BELOW, ShapesCache, batch_digest, region_digest
 from penstock.proto.batch.flatten import Assembler, Flattener, wrap_buffer
 from penstock.proto.batch.structure import Structure, required_nbytes

@@ -19,7 +19,7 @@ from simulated.truth import Truth
 from simulated.virtual import Process, World
 from simulated.worker import AWAY, CALL_S, HOLD_S, Take
 
-from penstock.client.states.epoch_starts import EpochStarts
+from penstock.client.stream.box_progress import EpochStarts
 from penstock.proto.errors import AuthenticationError, DeadlineError, PenstockError
 from penstock.proto.rpc.bounds.reply_parts import StateParts
 from penstock.proto.rpc.calls import FetchedState, blob_name, blob_parts

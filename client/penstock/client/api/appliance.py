@@ -30,13 +30,12 @@ from penstock.client.api.rendezvous import CoordinatorAccess, SharedAppliance
 from penstock.client.api.scopes import EnteredScope
 from penstock.client.embedded import Embedded
 from penstock.client.states.code_reference import forbid_in_runner, search_path
-from penstock.client.states.run_opening import Opening
 from penstock.client.states.saved_state import BoxStart
 from penstock.client.stream import open_streams
 from penstock.client.stream.device_reader import reader_for
-from penstock.client.stream.open_run import OpenRun
+from penstock.client.stream.open_run import OpenRun, RunLink
 from penstock.client.stream.receiver_process import Receiver
-from penstock.client.stream.stream_interfaces import Reader, StreamRun
+from penstock.client.stream.streams import Opening, Reader, StreamRun
 from penstock.client.stream.wait_notice import WaitNotice
 from penstock.proto.batch.digest import DigestCover
 from penstock.proto.errors import CoordinatorUnavailableError, InvalidArgumentError, OverloadedError, PenstockError
@@ -204,7 +203,6 @@ class Appliance:
         self._faults: tuple[Fault, ...] = ()
         self.in_process = settings.num_workers_per_box == 0
         self.embedded = self.in_process or not settings.address
-        self.force_tcp = settings.lane == "tcp"
 
     def _connect(self) -> None:
         settings = self.settings
@@ -213,8 +211,6 @@ class Appliance:
         self._rendezvous: SharedAppliance | None = None
         self._receiver = Receiver(settings.max_batch_bytes, self._tls)
         open_streams.receivers.add(self._receiver)
-        self.host = host_id()
-        self.compression: str | None = settings.compression
         if settings.address:
             token = read_token("client", settings.token.get_secret_value())
             self._access = CoordinatorAccess(settings.address, token, self._job(fresh=settings.num_boxes == 1))
@@ -252,15 +248,10 @@ class Appliance:
             "job's name. Pass Appliance(job=...) or set PENSTOCK_JOB, with the same name on all boxes"
         )
 
-    # ---- for runs (penstock.client.stream.open_run.RunLink)
-
-    def client(self) -> CoordinatorClient:
+    def _client(self) -> CoordinatorClient:
         access = self._access
         assert access is not None
         return CoordinatorClient(access.address, access.token, tls=self._tls)
-
-    def receiver(self) -> str:
-        return self._receiver.start()
 
     # ---- opening a run
 
@@ -360,6 +351,14 @@ class Appliance:
                 f"which workers of the coordinator at {access.address} cannot import: move the function to a module "
                 "that is importable on the workers"
             )
+        link = RunLink(
+            client=self._client,
+            receiver=self._receiver.start,
+            host=host_id(),
+            force_tcp=settings.lane == "tcp",
+            compression=settings.compression,
+            embedded=self.embedded,
+        )
         request = pb.OpenRunRequest(
             version=VERSION,
             job=access.job,
@@ -369,13 +368,13 @@ class Appliance:
             box=settings.box,
             num_boxes=settings.num_boxes,
             num_workers_per_box=settings.slots_per_box,
-            host_id=self.host,
+            host_id=link.host,
             loader=self._spec(opening),
             start=start.position,
         )
         if opening.seed is not None:
             request.has_seed, request.seed = True, opening.seed
-        run = OpenRun(self, request, self._forget, notice)
+        run = OpenRun(link, request, self._forget, notice)
         try:
             self._patiently(deadline, run, lambda: self._open(run, request, start))
         except BaseException:
@@ -387,7 +386,7 @@ class Appliance:
 
     def _open(self, run: OpenRun, request: pb.OpenRunRequest, start: BoxStart) -> None:
         if start.blob:
-            with self.client() as client:
+            with self._client() as client:
                 blob = client.put_blob(start.blob, f"{request.job}/{request.ordinal}")
             request.resume.CopyFrom(start.resume(blob))
         run.open()
@@ -423,7 +422,7 @@ class Appliance:
         spec.options.replay_without_state = opening.replay
         spec.options.replay_s = settings.replay_s
         spec.options.retention_steps = settings.retention_steps
-        spec.options.force_tcp = self.force_tcp
+        spec.options.force_tcp = settings.lane == "tcp"
         spec.options.timeout_s = settings.timeout_s
         spec.options.skip_poison = settings.poison == "skip"
         spec.options.synthetic = settings.synthetic

@@ -1,48 +1,52 @@
-"""DataLoader, which a training script holds, and DataExecutor, the training loop's iterable over it: number of steps,
-epochs, checkpoint steps.
+"""DataLoader, which a training script holds: a description of a stream, and later the stream with its position.
 
-Both classes are in one module because each uses the other: iterating a loader iterates an executor of the loader. The
-loader's run is in opened_loader.py, its states are in resumable_loader.py.
+A loader is in one of three conditions: new (its state is that of the user's loader, made in this process), loaded and
+not started (its state is the loaded one), or streaming (its state at the last step is fetched from the workers). Its
+parts: LocalLoader, the user's loader in this process; LoaderStream, its run once it is open, and who iterates it.
 
-`iter()` opens the run if it is not open, and raises the errors of the opening, but the iterator takes no part in the
-stream before its first `next()`. So an iterator that took no batch blocks no other, and begins no epoch. (tqdm and
-other wrappers call iter() more than once.) At its first `next()` an iterator gets the stream, and keeps it until its
-loop ends: after the last batch, by `break`, by an exception, because the iterator is dropped, or because an iterator
-that was made later takes a batch. In each of these cases the `finally` of the iterator's generator runs.
-
-An epoch that the loop leaves by `break` ends when the next loop takes its first batch, not at the `break`. Until then
-the state is that of the last step, in the middle of the epoch. If the loop leaves after the epoch's last batch, the
-epoch counts as complete, not as abandoned. (len() of the loaders tells which batch is the last.) An epoch that a
-persistent executor leaves does not end: the next executor continues with the next batch.
+A stream ends when its appliance is closed, at an error, at `load_state_dict`, or at `close`. Only after
+`load_state_dict` or `close` does an executor start another stream, so that a position is never lost silently.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
-from collections.abc import Callable, Generator, Iterator
-from threading import get_ident
-from typing import Any
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ParamSpec, cast, overload
 
 from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset
 
-from penstock.client.api.appliance import Appliance
-from penstock.client.api.progress_line import ProgressLine
-from penstock.client.api.resumable_loader import ResumableLoader
-from penstock.client.api.scopes import EnteredScope
+from penstock.client.api.appliance import Appliance, current_settings
+from penstock.client.api.loader_stream import LoaderStream
+from penstock.client.api.loop import Loop
 from penstock.client.api.session import Session
 from penstock.client.states.batch_sizes import batch_size_of
-from penstock.client.states.code_reference import forbid_in_runner
-from penstock.client.stream.checkpoint_schedule import CheckpointSchedule, CheckpointSteps, checked_int
-from penstock.client.stream.stream_interfaces import EPOCH_ENDED, StreamStats
-from penstock.proto.errors import EmptyInputError, PenstockError
-from penstock.proto.state.position import EPOCHS_AHEAD
+from penstock.client.states.code_reference import check_arguments, ship
+from penstock.client.states.local_loader import LocalLoader, check_strict, no_length
+from penstock.client.states.saved_state import KEY, SavedState, blank, is_to_be_filled, read
+from penstock.client.states.worker_records import checkpoints_of, saved_of
+from penstock.client.stream.checkpoint_schedule import checked_int
+from penstock.proto.batch.digest import DigestCover
+from penstock.proto.errors import NotRestartableError, PenstockError, StateMismatchError, StateUnavailableError
+from penstock.proto.rpc.calls import FetchedState
+from penstock.proto.state.assignment import Assignment
+from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.state.position import MOST
+from penstock.proto.state.restartable import DataLoaderCheckpoint, by_own_methods
 
-__all__ = ["DataExecutor", "DataLoader", "iterating", "wrap"]
+__all__ = ["DataLoader", "wrap"]
+
+_Arguments = ParamSpec("_Arguments")
+_ids = itertools.count(1)
+_log = logging.getLogger("penstock.client")
 
 
-class DataLoader(ResumableLoader):
+class DataLoader:
     """Data loader whose batches are made on the workers, by the loader that `input_fn(*args, **kwargs)` returns there.
     A dataset, with the arguments of torch's DataLoader, may be passed instead of input_fn.
 
@@ -77,10 +81,67 @@ class DataLoader(ResumableLoader):
             appliance that is not embedded.
     """
 
+    @overload
+    def __init__(self, input_fn: Callable[_Arguments, Any], *args: _Arguments.args, **kwargs: _Arguments.kwargs): ...
+    @overload
+    def __init__(self, input_fn: Dataset[Any] | TorchLoader[Any], *args: Any, **kwargs: Any) -> None: ...
+    def __init__(
+        self, input_fn: Callable[..., Any] | Dataset[Any] | TorchLoader[Any], *args: Any, **kwargs: Any
+    ) -> None:
+        replay = False
+        if isinstance(input_fn, Dataset) or not callable(input_fn):
+            from penstock.client.torch_loaders import taken_over  # imported here, because it imports the data sources
+
+            taken = taken_over(input_fn, *args, **kwargs)
+            input_fn, args, kwargs, replay = taken.input_fn, taken.args, taken.kwargs, taken.replay
+        else:
+            check_arguments(input_fn, args, kwargs)
+            args, kwargs = copy.deepcopy(args), copy.deepcopy(kwargs)
+        reference, arguments = ship(input_fn, args, kwargs)
+        self.name = reference.name
+        """Name of input_fn, "module:qualname"."""
+        self.id = next(_ids)
+        """Number that identifies the loader in this process, from 1."""
+        check_strict(input_fn)
+        self._local = LocalLoader(self.name, input_fn, args, kwargs)
+        self.stream = LoaderStream(reference, arguments, self._local, replay=replay)
+        self._given: Any = None
+        """The loaded state, as it was passed."""
+        self._cached: tuple[int, Any] | None = None
+        """The newest state that was fetched, and its step."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "stream": copy.copy(self.stream)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, id=next(_ids))
+
+    @property
+    def _session(self) -> Session | None:
+        return self.stream.session
+
     def __iter__(self) -> Iterator[Any]:
         """Iterate one epoch, or the rest of an epoch from which batches were taken before. Equal to
         iter(DataExecutor(self))."""
-        return iter(DataExecutor(self))
+        return iter(Loop(self.stream))
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch of this box: the sum of len() over its workers' loaders. While no
+        run is open, the loaders are built in this process. Raises TypeError if a loader has no len(), or if its len()
+        raises any error, which the text then contains."""
+        if (session := self.stream.live_session) is not None:
+            slots = session.capabilities()
+            unsized = next((capabilities for capabilities in slots if capabilities.length < 0), None)
+            if unsized is not None:
+                raise TypeError(no_length(self.name, unsized.no_length))
+            return sum(capabilities.length for capabilities in slots)
+        settings = self.stream.settings
+        seed = settings.seed if settings.seed is not None else 0
+        assignments = [
+            Assignment(settings.box, settings.num_boxes, slot, settings.slots_per_box, seed, self.step + 1)
+            for slot in range(settings.slots_per_box)
+        ]
+        return self._local.length(assignments)
 
     # ---- description
 
@@ -139,14 +200,270 @@ class DataLoader(ResumableLoader):
 
     @property
     def _seed_of_keys(self) -> int:
-        loaded = self._loaded.seed if self._loaded is not None else None
-        given = [
+        known = [
             self._session.run.seed if self._session is not None else None,
-            loaded,
-            self._settings.seed,
-            self._drawn,
+            self.stream.loaded.seed if self.stream.loaded is not None else None,
+            self.stream.settings.seed,
+            self.stream.drawn,
         ]
-        return next((seed for seed in given if seed is not None), 0)
+        return next((seed for seed in known if seed is not None), 0)
+
+    # ---- states
+
+    @property
+    def step(self) -> int:
+        """Number of the last delivered step, counted over the whole life of the run. Before the first loop begins: the
+        step of the loaded state, or 0 without a loaded state."""
+        return self.stream.step
+
+    @property
+    def is_restartable(self) -> bool:
+        """True if the loader can be saved: input_fn's loader has state methods, or its batches are counted and replayed
+        (Appliance(replay=True), or a torch IterableDataset that Penstock took over). While no run is open, the loader
+        is built in this process to find out."""
+        session = self.stream.live_session
+        if session is None:
+            ended = self._session
+            settings = ended.appliance.settings if ended is not None else current_settings()
+            return self.stream.replays(settings) or self._local.methods("is_restartable") > 0
+        capabilities = session.capabilities()[0]
+        if capabilities.not_restartable:
+            return False
+        return capabilities.state_methods > 0 or self.stream.replays(session.appliance.settings)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all boxes after the last delivered step; the same value on every box.
+
+        Example::
+
+            torch.save({"model": model.state_dict(), "loader": loader.state_dict()}, path)
+            ...
+            loader.load_state_dict(torch.load(path)["loader"])
+
+        Before the first step the result is the loaded state, or without one the state of a new loader, which is built
+        in this process. The method may be called inside a loop, between loops and after the last loop; the result
+        depends only on the step. torch.distributed.checkpoint.load, which calls this method to get a state that it
+        loads into, gets an empty state.
+
+        Raises:
+            NotRestartableError: the loader has no state methods, or cannot be saved for another reason.
+            StateUnavailableError: the workers have dropped the state of this step; the run is closed; or several boxes
+                have no common seed yet, before the first loop.
+        """
+        return self.state_at(self.step)
+
+    def state_at(self, step: int) -> dict[str, Any]:
+        """Return the state after an earlier step: what state_dict() returned, or would have returned, then. `step`: one
+        of the last Appliance(retention_steps=) steps.
+
+        Use it in loops whose batches come through a wrapper that reads ahead: see penstock.client.Lookahead.
+
+        Raises:
+            StateUnavailableError: the step is before that of the loaded state, is not delivered yet, or is more than
+                retention_steps steps ago; or as for state_dict().
+            NotRestartableError: as for state_dict().
+            TypeError: step is not an int.
+        """
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError(f"{self.name}: step of state_at(step) must be an int, got {step!r}: pass a step number")
+        if is_to_be_filled():
+            return blank()
+        session = self._session
+        first = session.began_at if session is not None else self.step
+        if not first <= step <= self.step:
+            raise StateUnavailableError(
+                f"{self.name}: state_at(): step must be from {first} to {self.step}, got {step}: pass a step "
+                "that was delivered since the loader was made or a state was loaded"
+            )
+        if session is None or step == first:
+            if self.stream.loaded is not None:
+                return cast(dict[str, Any], copy.deepcopy(self._given))
+            return self._initial()
+        if self._cached is None or self._cached[0] != step:
+            self._cached = (step, self._saved(session, step).to_dict())
+        return cast(dict[str, Any], copy.deepcopy(self._cached[1]))
+
+    def _initial(self) -> dict[str, Any]:
+        session = self._session
+        settings = self.stream.settings
+        methods = self._local.methods("the state before the first step")
+        self._require_methods(methods, self.stream.replays(settings))
+        seed = session.run.seed if session is not None else self.stream.seed_to_come(settings)
+        saved = SavedState(0, self.name, methods, 0, 0, seed)
+        if methods == 4:
+            saved.aggregated = self._local.initial_state(seed)
+        return saved.to_dict()
+
+    def _require_methods(self, methods: int, replay: bool) -> None:
+        if methods == 0 and not replay:
+            raise NotRestartableError(
+                f"the loader that {self.name} returned cannot be saved, because it has no state_dict and "
+                "load_state_dict. Add these two methods, use torchdata's StatefulDataLoader or a source of "
+                "penstock.data, or pass Appliance(replay=True)"
+            )
+
+    def checkpoints(self, step: int | None = None) -> list[DataLoaderCheckpoint]:
+        """Return a DataLoaderCheckpoint (counts and loader state) of each worker of all boxes after a step, in the
+        order of global_worker_id.
+
+        The counts are those of this launch, as get_worker_state() returned them on the workers; `lifetime_*` count all
+        launches. For a loader with the four state methods (see RestartableDataLoader), `user_state_dict` is the result
+        of its state_dict() on that worker at that step: the input of aggregate_state_dict. For another loader it is the
+        state at the worker's restart point, the position from which a restart replays batches, which may lie before the
+        step; None for a loader without state methods.
+
+        Args:
+            step: as for state_at(); None: the last delivered step.
+
+        Raises the errors of state_at(), and StateUnavailableError before the first step.
+        """
+        session, step = self._session, self.step if step is None else step
+        if session is None or not session.began_at < step <= self.step:
+            first = session.began_at + 1 if session is not None else self.step + 1
+            steps = f"steps {first} to {self.step} have" if first <= self.step else "no step has"
+            raise StateUnavailableError(
+                f"{self.name}: checkpoints() of step {step} are not available, because {steps} been delivered since "
+                "the loader was made or a state was loaded: pass a step that was delivered since"
+            )
+        fetched, _ = self._fetch(session, step)
+        return checkpoints_of(fetched, self.stream.loaded, step)
+
+    def _fetch(self, session: Session, step: int) -> tuple[FetchedState, int]:
+        """Return the positions and WorkerRecords (counts and loader states) of all boxes at a step, and the number of
+        state methods that input_fn's loader has (0, 2 or 4)."""
+        settings, run = session.appliance.settings, session.run
+        if run.error is not None:
+            raise run.error
+        if run.closed:
+            raise StateUnavailableError(
+                f"{self.name}: the state of step {step} is not available, because the appliance is closed: call "
+                "state_dict() before the appliance is closed"
+            )
+        capabilities = session.capabilities()[0]
+        if capabilities.not_restartable:
+            raise NotRestartableError(f"{self.name} cannot be saved: {capabilities.not_restartable}")
+        self._require_methods(capabilities.state_methods, self.stream.replays(settings))
+        if threading.get_ident() == session.reader.thread:
+            session.reader.flush()
+        return run.fetch_state(step, settings.timeout_s), capabilities.state_methods
+
+    def _saved(self, session: Session, step: int) -> SavedState:
+        fetched, methods = self._fetch(session, step)
+        run = session.run
+        saved, users = saved_of(fetched, step, self.name, methods, run.seed, full_digest=run.cover == DigestCover.FULL)
+        if methods == 4 and self._local.can_be_built:
+            saved.aggregated = self._local.aggregate(users)
+        elif methods == 4:
+            timeout_s = session.appliance.settings.timeout_s
+            saved.aggregated = decode_state(run.aggregate(encode_state(users), timeout_s))
+        if by_own_methods(session.capabilities()[0]) and saved.slot_0_is_next:
+            topology = saved.num_boxes, saved.num_workers_per_box
+            run.offer(lambda: [saved.start(box, *topology, strict=True) for box in range(saved.num_boxes)])
+        return saved
+
+    def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
+        """Load a state of this loader, from which the next executor resumes.
+
+        Args:
+            sd: result of state_dict(), from this process or another. A loader with the four state methods also accepts
+                a dict that its deaggregate_state_dict understands: made by hand, or by another system with the same
+                protocol. The first step is then step 1, and the run has a new seed unless Appliance(seed=) is given.
+            strict: value for the argument `strict` of the loader's own methods, where they have this argument.
+
+        Raises:
+            StateMismatchError: sd is the state of another loader, or not a state.
+            UnsupportedStateError: sd was made by hand and holds values that a state cannot hold.
+            StateCorruptError, StateVersionError: sd is damaged, or was saved by a version of Penstock with another
+                format.
+            RuntimeError: an executor is iterating.
+            TypeError: only one of the loader's load_state_dict and deaggregate_state_dict takes `strict`.
+        """
+        if self.stream.iterated:
+            raise RuntimeError(
+                f"{self.name}: load_state_dict was called while an executor iterates the loader: leave the loop first, "
+                "or close() the executor's iterator"
+            )
+        saved = self._made_by_hand(sd) or read(sd)
+        if not self.stream.reference.same_as(saved.input_fn):
+            raise StateMismatchError(
+                f"the state must be one of the loader {self.name}, got one of the loader {saved.input_fn}: load each "
+                "state into the loader that saved it"
+            )
+        if saved.methods == 4:
+            try:
+                self._local.check_strict("load_state_dict")
+            except PenstockError:
+                pass  # the loader cannot be built in this process; the workers make the same check
+        given = copy.deepcopy(sd)
+        loaded = replace(saved)
+        if saved.methods == 4:
+            loaded.aggregated = copy.deepcopy(saved.aggregated)
+        self.stream.load(loaded, strict=strict)
+        self._given, self._cached = given, None
+
+    def _made_by_hand(self, sd: object) -> SavedState | None:
+        """Return `sd` as a SavedState if Penstock did not save it, and the loader has all four state methods (or cannot
+        be built in this process), so that its deaggregate_state_dict may read `sd`. None: it has to be a state that
+        Penstock saved."""
+        if not isinstance(sd, Mapping) or KEY in sd:
+            return None
+        if self._local.can_be_built and self._local.methods("load_state_dict") != 4:
+            return None
+        encode_state(dict(sd))
+        _log.warning(
+            "%s: the loaded state was not made by DataLoader.state_dict(), so the loader's deaggregate_state_dict "
+            "alone decides where the stream resumes; the first step is step 1, and the seed is new unless "
+            "Appliance(seed=) is passed",
+            self.name,
+        )
+        return SavedState(0, self.name, 4, 0, 0, None, aggregated=dict(sd), by_hand=True)
+
+    def close(self) -> None:
+        """Close the loader's run, if it is open, and free its workers. The next executor starts from the loaded state,
+        or from the beginning without one."""
+        self.stream.close()
+
+    # ---- for loops and frameworks
+
+    def set_epoch(self, epoch: int) -> None:
+        """Give the next epoch that the loop begins its number, as Hugging Face's Trainer and Accelerate do. A pure
+        loader (docs/restarts.md) then makes the epoch of this number: its user code gets it, and the random generators
+        are seeded by it. Later epochs count on from there.
+
+        An epoch that is resumed, or has been opened already, keeps its number, and so do the epochs of other loaders,
+        which Penstock counts itself, over restarts too. Another number is then logged once.
+        """
+        self.stream.asked_epoch = checked_int("epoch", epoch, least=0, most=MOST)
+
+    @property
+    def mid_epoch(self) -> bool:
+        """True if the present epoch has batches after the last step, or may have some because a loader has no len().
+        False before the epoch's first batch."""
+        return self.stream.mid_epoch
+
+    def leave_epoch(self, *, at_its_end: bool = False) -> None:
+        """Leave the epoch of the loaded state: the next loop begins the next epoch, as after a `break`. For frameworks
+        that limit the batches of an epoch.
+
+        at_its_end: True if the state was saved after the last batch by len(): the next loop drops batches beyond len(),
+        as it would have without a stop. On another topology the call then has no effect.
+
+        Raises StateMismatchError without `at_its_end`, if the loader that saved the state does not have all four state
+        methods.
+        """
+        self.stream.leave_epoch(at_its_end=at_its_end)
+
+    @property
+    def box_and_num_boxes(self) -> tuple[int, int]:
+        """Number of this process's box, and number of boxes, in the loader's run. Before the run is open: those of the
+        appliance's settings."""
+        settings = self.stream.settings
+        return settings.box, settings.num_boxes
+
+    def expect(self, appliance: Appliance) -> None:
+        """Record the appliance that an executor of this loader will use: until it begins, its settings are those of
+        the loader."""
+        self.stream.expected = appliance.settings
 
 
 def wrap(loader: TorchLoader[Any]) -> DataLoader:
@@ -173,311 +490,3 @@ def wrap(loader: TorchLoader[Any]) -> DataLoader:
             "or a dataset to penstock.client.DataLoader instead"
         )
     return DataLoader(loader)
-
-
-def iterating() -> DataExecutor | None:
-    """Return the executor whose loop is running in this thread, the innermost if loops are nested. In a thread without
-    a loop, return the only executor that is iterated in other threads. Return None if no loop is running in this
-    process.
-
-    Raises AmbiguousContextError in a thread without a loop, if loops over several executors run in other threads.
-    """
-    return _iterating.innermost()
-
-
-class DataExecutor:
-    """Iterable over the batches of a loader, one for each training step.
-
-    Example::
-
-        for batch in DataExecutor(loader, num_steps=1000, checkpoint_steps=100):
-            train(batch)
-            save()                                 # a checkpoint_closure
-
-    Args:
-        loader: penstock DataLoader.
-        num_steps: number of batches to take, over all epochs that this requires. 0: no batch, and no run is opened, so
-            that a finished job that is started again ends quietly. None: one epoch, or the rest of a begun epoch. After
-            a `break`, the next executor continues with the next batch if num_steps was given, and begins the next epoch
-            if it was not (see `persistent`).
-        checkpoint_steps: steps at which the job saves. None or 0: none. N: each step that N divides, and the last step
-            of this executor. Or absolute steps: an iterable of ints and ranges, or a callable from a step to a bool.
-            Workers prepare states for steps that are known ahead; a state is available at any other step too.
-        appliance: Appliance to run on. None: the appliance that the loader runs on already, else the innermost that is
-            open in a `with`, else a default one.
-        persistent: continue the epoch after a `break` (False): the next executor takes the next batch, as an executor
-            with num_steps always does. For code in which each loop over a loader continues the stream, as with Megatron
-            Energon.
-        rest_only: with num_steps=None, take no batch if the loaded state was saved after the last batch of an epoch
-            (False: take the next epoch). For code that reads one epoch in all, after any number of restarts. After a
-            change of the number of boxes or workers, the loaders of penstock.data cannot distinguish an epoch's end
-            from the next epoch's beginning, so the next epoch is taken.
-
-    Raises:
-        TypeError: the loader is not a penstock.client.DataLoader, or a number of steps is not an int.
-        InvalidArgumentError: num_steps or checkpoint_steps is below 0, or a step in checkpoint_steps is below 1.
-
-    Iterating raises the stream's errors: DeadlineError, InputFnError, EmptyInputError, WorkerLostError and others of
-    docs/errors.md.
-    """
-
-    def __init__(
-        self,
-        loader: DataLoader,
-        num_steps: int | None = None,
-        checkpoint_steps: CheckpointSteps = None,
-        *,
-        appliance: Appliance | None = None,
-        persistent: bool = False,
-        rest_only: bool = False,
-    ) -> None:
-        if not isinstance(loader, DataLoader):
-            raise TypeError(
-                f"the loader of a DataExecutor must be a penstock.client.DataLoader, got a {type(loader).__module__}."
-                f"{type(loader).__qualname__}: pass the function that makes this loader to DataLoader(input_fn)"
-            )
-        self._loader = loader
-        self._num_steps = None if num_steps is None else checked_int("num_steps", num_steps, least=0)
-        self._schedule = CheckpointSchedule.of(checkpoint_steps)
-        self._appliance, self._persistent, self._rest_only = appliance, persistent, rest_only
-        if appliance is not None:
-            loader.expect(appliance)
-        self._session: Session | None = None
-        self._first = 0
-        """Number of the last step before the first step of this executor's present or last loop."""
-        self._last: int | None = None
-
-    def __repr__(self) -> str:
-        steps = "one epoch" if self._num_steps is None else f"{self._num_steps} steps"
-        return f"<{type(self).__name__} of {self._loader!r}: {steps}, {self.user_iteration} done>"
-
-    # ---- position and figures, for the loop
-
-    @property
-    def step(self) -> int:
-        """Number of the last step, counted over the whole life of the run: the batches delivered to this box. 0 before
-        the first batch."""
-        return self._loader.step
-
-    @property
-    def dataloader(self) -> DataLoader:
-        """Loader whose batches this executor yields."""
-        return self._loader
-
-    def __len__(self) -> int:
-        """Return the number of steps of this executor: num_steps if it was given, else the number of batches in an
-        epoch. Raises TypeError if num_steps was not given and the workers' loaders have no len()."""
-        return len(self._loader) if self._num_steps is None else self._num_steps
-
-    def __bool__(self) -> bool:
-        return True  # without this method bool() would call len(), which may wait for workers
-
-    @property
-    def user_iteration(self) -> int:
-        """Number of batches that this executor has delivered in its present or last loop, including the current one; 0
-        before the first."""
-        return self.step - self._first if self._session is not None else 0
-
-    @property
-    def iteration(self) -> int:
-        """Number of the current batch in the executor's present or last loop, from 0; -1 before the first."""
-        return self.user_iteration - 1
-
-    @property
-    def is_initial_step(self) -> bool:
-        """True while the loop has its first batch. Each loop over the executor has a first batch."""
-        return self.iteration == 0
-
-    @property
-    def on_final_iteration(self) -> bool:
-        """True from the last batch of the executor's loop on. If the executor takes one epoch, its last batch is known
-        from len() of the workers' loaders. Without len() the value becomes True only when the loop has ended."""
-        if self._session is None:
-            return False
-        last = self._last if self._num_steps is not None or self._last is not None else self._session.expected_last()
-        return last is not None and self.step >= last
-
-    @property
-    def on_checkpoint_step(self) -> bool:
-        """True if the current step (after the loop, the last one) is a checkpoint step."""
-        step = self.step
-        if step < 1 or self._session is None:
-            return False
-        return step in self._schedule or (self._schedule.and_last and step == self._last)
-
-    @property
-    def last_wait_seconds(self) -> float:
-        """Seconds for which the loop waited for the batch of the current step. `stats.waited_s` is the sum over all
-        steps."""
-        return self._session.reader.wait_s if self._session is not None else 0.0
-
-    @property
-    def stats(self) -> StreamStats:
-        """Waiting times and counts of the stream, since its first loop began or since a state was loaded."""
-        if self._session is None:
-            return StreamStats()
-        return self._session.stats()
-
-    @property
-    def digest(self) -> int | None:
-        """Stream digest: a fingerprint of all batches of this box in order, over the whole life of the run.
-
-        Equal streams have equal digests. A loaded state continues its digest, on any number of workers. chain(0) = 0,
-        chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). None if unknown: before the loop
-        begins, after a state was loaded onto another number of boxes (unless digest="rows"), and after a state without
-        a digest was loaded.
-
-        With Appliance(digest="rows") the value is this box's part of a digest of all boxes. Add the parts of all boxes
-        modulo 2^64: the sum is equal for two streams whose steps deliver the same rows, also if the number of boxes
-        differs or changed at a resume. The loaders of penstock.data deliver the same rows on any number of boxes if the
-        global batch size is the same. The order of rows within a step is not covered, nor are values outside rows: see
-        penstock.proto.batch.digest.
-        """
-        return self._session.reader.position.chain if self._session is not None else None
-
-    # ---- iterating
-
-    def __iter__(self) -> Iterator[Any]:
-        forbid_in_runner("iterating a DataExecutor")
-        if self._num_steps == 0:
-            return iter(())
-        try:
-            self._loader.open(self._appliance)
-        except PenstockError as error:
-            raise error.with_traceback(None) from error.__cause__  # the frames of the opening do not help the user
-        return _Steps(self)
-
-    def _steps(self, session: Session, first: int) -> Generator[Any, None, None]:
-        """Yield the batches of the loop whose first step is `first + 1`, from the next one on."""
-        loader, schedule = self._loader, self._schedule
-        reader, position = session.reader, session.reader.position
-        self._session, self._first, first_epoch = session, first, position.epoch
-        self._last = stop = None if self._num_steps is None else first + self._num_steps
-        line: ProgressLine | None = None
-        left_early = False
-        _iterating.enter(self)
-        try:
-            if session.progress:
-                line = ProgressLine(loader.name, reader.stats, position.step)
-            ahead = 0 if stop is None else EPOCHS_AHEAD
-            reader.open_epochs(position.epoch + ahead, loader.asked_epoch)
-            announced = reader.announce(schedule, stop)
-            while stop is None or position.step < stop:
-                try:
-                    batch = reader.next()
-                except EmptyInputError:
-                    raise session.empty() from None
-                except PenstockError as error:
-                    raise error.with_traceback(None) from error.__cause__  # nor does that of the reader
-                if batch is EPOCH_ENDED:
-                    session.epoch_ended()
-                    if stop is None and (position.step > first or self._rest_only):
-                        break
-                    # One epoch was requested, but the position is the very end of an epoch: take the next epoch.
-                    reader.open_epochs(position.epoch + ahead, loader.asked_epoch)
-                    announced = reader.announce(schedule, self._last)
-                    continue
-                step = position.step
-                if step == first + 1:
-                    session.check_epoch(loader.asked_epoch)
-                    loader.asked_epoch = None
-                if stop is None and schedule.and_last and step == first + 1:
-                    self._last = session.expected_last()
-                    announced = step
-                if announced is not None and step >= announced:
-                    announced = reader.announce(schedule, self._last)
-                if line is not None:
-                    line.update(step)
-                if session.run.ended_boxes:
-                    session.warn_of_ended(step)
-                if session.run.box_apart is not None:
-                    session.tell_apart(step)
-                left_early = stop is None and not self._persistent
-                yield batch
-                left_early = False
-                del batch  # do not keep it alive while the loop waits for the next one
-                reader.thread = get_ident()  # a prefetching thread may go on with what another one began
-            self._last = position.step
-        finally:
-            _iterating.leave(self)
-            if line is not None:
-                line.finish()
-            loader.finish(left_early=left_early, epoch_ended=stop is None and position.epoch > first_epoch)
-
-
-class _Steps(Iterator[Any]):
-    """Iterator that a loop over a DataExecutor holds. See the module's docstring.
-
-    After an error of `next`, such as a DeadlineError or Ctrl-C, no batch is lost, and the loader is free for other
-    loops. If there was none, `next` may be called again, and tries again to get the same batch.
-    """
-
-    def __init__(self, executor: DataExecutor) -> None:
-        self.number = next(_numbers)
-        self._executor = executor
-        self._batches: Generator[Any, None, None] | None = None
-        self._session: Session | None = None
-        """Session in which the iterator took the stream; None before its first `next`."""
-        self._first = 0
-        """Number of the last step before the loop's first one."""
-
-    def __next__(self) -> Any:
-        batches = self._batches
-        if batches is None:
-            batches = self._batches = self._begin()
-        try:
-            return next(batches)
-        except StopIteration:
-            raise
-        except PenstockError as error:
-            self._batches = None  # finished by the error
-            raise error.with_traceback(None) from error.__cause__  # the generator's frame says nothing to users
-        except BaseException as error:
-            if _runs(batches):
-                raise RuntimeError(
-                    f"{self._executor.dataloader.name}: next() of an iterator was called while another thread was in "
-                    "its next(): let one thread iterate, or guard next() by a lock"
-                ) from error
-            self._batches = None  # finished by the error
-            raise
-
-    def _begin(self) -> Generator[Any, None, None]:
-        executor, loader = self._executor, self._executor.dataloader
-        if self._session is not None:
-            loader.check_continues(self.number, self._session)
-        try:
-            session = loader.begin(self, executor._appliance)
-        except PenstockError as error:
-            raise error.with_traceback(None) from error.__cause__
-        if self._session is None:
-            self._session, self._first = session, session.reader.position.step
-        return executor._steps(session, self._first)
-
-    def give_up(self) -> bool:
-        batches = self._batches
-        if batches is not None:
-            if _runs(batches):
-                return False
-            batches.close()
-            self._batches = None
-        return True
-
-    def close(self) -> None:
-        """End the loop, as `break` does."""
-        if self._batches is None:
-            self._batches = (batch for batch in list[Any]())
-        self._batches.close()
-
-
-def _runs(generator: Generator[Any, None, None]) -> bool:
-    return inspect.getgeneratorstate(generator) == inspect.GEN_RUNNING
-
-
-_numbers = itertools.count(1)
-_iterating: EnteredScope[DataExecutor] = EnteredScope(
-    "penstock-loops",
-    "one DataExecutor must be iterating for this thread, got {count} in other threads: call a checkpoint_closure in "
-    "the thread of its loop",
-    # A reference cycle may keep an abandoned loop alive, which then never reaches its end.
-    lambda executor: executor._session is not None and not executor._session.run.closed,
-)

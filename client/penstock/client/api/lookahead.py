@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 from torch.utils.data import IterableDataset, get_worker_info
 
 from penstock.client.api.appliance import Appliance
-from penstock.client.api.data_loader import DataExecutor, DataLoader
+from penstock.client.api.data_loader import DataLoader
+from penstock.client.api.executor import DataExecutor
 from penstock.client.stream.checkpoint_schedule import CheckpointSteps, checked_int
 
 __all__ = ["Lookahead"]

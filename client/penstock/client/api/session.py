@@ -1,5 +1,5 @@
-"""Session of an opened loader: its run on an appliance, and the reader of the run's batches. A run is the loader's
-stream under the job's name."""
+"""Session of an opened loader: its run on an appliance, the reader of the run's batches, and what is known of the
+present epoch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import threading
 from dataclasses import dataclass, field, replace
 
 from penstock.client.api.appliance import Appliance
-from penstock.client.stream.stream_interfaces import Reader, StreamRun, StreamStats
-from penstock.proto.errors import EmptyInputError
+from penstock.client.stream.streams import Reader, StreamRun, StreamStats
+from penstock.proto.errors import DeadlineError, EmptyInputError
 from penstock.proto.state.counts import by_key, by_source, imbalance_of
 from penstock.proto.state.restartable import is_pure
 from penstock.proto.tracebacks import warn_user
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
 
 __all__ = ["Session"]
 
@@ -27,8 +29,7 @@ _VOUCH = (
 
 @dataclass
 class Session:
-    """Session of an opened loader: its run on an appliance, the reader of the run's batches, and the step at which the
-    present epoch began. It lasts until the loader is closed or a state is loaded."""
+    """Session of an opened loader. It lasts until the loader is closed or a state is loaded."""
 
     appliance: Appliance
     run: StreamRun
@@ -56,9 +57,22 @@ class Session:
     beginning: threading.Lock = field(default_factory=threading.Lock, repr=False)
     """Held while an iterator takes the stream, which may wait for workers."""
 
-    @property
-    def progress(self) -> bool:
-        return self.appliance.settings.progress
+    def capabilities(self) -> list[records_pb2.LoaderCapabilities]:
+        """Wait until all workers of this box have made their loaders, and return for each slot what its loader can do:
+        state methods, length. Raises DeadlineError if a worker takes too long, and the error of a loader that could not
+        be made."""
+        run, timeout_s = self.run, self.appliance.settings.timeout_s
+        if not run.wait_for(lambda run: all(map(_known, run.views)), timeout_s):
+            late = next(view for view in run.views if not _known(view))
+            raise DeadlineError(
+                f"{self.name}: worker slot {late.slot} of box {run.box} (on worker {late.worker or 'none'}) has not "
+                f"built its loader within timeout_s={timeout_s:g} s: run `penstock status` to see the cause, or pass a "
+                "larger Appliance(timeout_s=) if input_fn needs longer"
+            )
+        for view in run.views:
+            if view.phase == pb.FAILED and not view.HasField("capabilities"):
+                self.reader.raise_failed(view)
+        return [view.capabilities for view in run.views]
 
     def stats(self) -> StreamStats:
         reader = self.reader
@@ -74,18 +88,26 @@ class Session:
         )
 
     def epoch_ended(self) -> None:
-        """Record that the reader has reached the end of an epoch, so that the next epoch begins. Raises EmptyInputError
-        if the whole epoch had no batch."""
+        """Record that the reader has reached the end of an epoch. Raises EmptyInputError if it had no batch."""
         step = self.reader.position.step
         if self.epoch_start_known and step == self.epoch_began_at:
             raise self.empty()
         self.epoch_began_at, self.epoch_start_known = step, True
 
-    def leave_epoch(self) -> None:
+    def leave_epoch(self, *, ends_epoch: bool) -> None:
         """Go to the next epoch, because the loop has left this one after the last delivered batch. If this was the last
         batch by len() of the workers' loaders, the epoch is at its end, and batches beyond len() are dropped, as torch
-        drops them. Otherwise the epoch is abandoned."""
-        if self.expected_last() != self.reader.position.step:
+        drops them. Otherwise the epoch is abandoned.
+
+        ends_epoch: the loaded state was that of the last batch by len(). If len() has changed since, its epoch goes on.
+        """
+        step = self.reader.position.step
+        if step == self.began_at:  # it is the epoch of the loaded state that is left
+            self.capabilities()  # waits until the epoch's length is known
+            if ends_epoch and self.expected_last() != step:
+                self.leave_due = False
+                return
+        if self.expected_last() != step:
             self._log_abandoned()
             self.reader.abandon_epoch()
         elif not self.reader.end_epoch():
@@ -94,8 +116,7 @@ class Session:
         self.epoch_began_at, self.epoch_start_known = self.reader.position.step, True
 
     def _log_abandoned(self) -> None:
-        """Log once that the next loop begins the next epoch, because users of other systems may expect that the next
-        loop continues the abandoned one."""
+        # Users of other systems may expect that the next loop continues the abandoned epoch.
         if not self.warned_of_abandoned:
             self.warned_of_abandoned = True
             _log.warning(
@@ -108,7 +129,7 @@ class Session:
             )
 
     def check_epoch(self, asked: int | None) -> None:
-        """Log once that the loop's epoch has another number than the one that `set_epoch` was given."""
+        """Log once that `set_epoch` has no effect."""
         position, pure = self.reader.position, self._is_pure
         epoch = position.label if pure else position.epoch
         if asked is not None and asked != epoch and not self.warned_of_epoch:
@@ -136,8 +157,8 @@ class Session:
             )
 
     def warn_of_ended(self, step: int) -> None:
-        """Warn of each other box whose epoch has ended although this box's epoch continues with `step`, once for each
-        end of an epoch. A collective operation of all boxes would wait for such a box forever."""
+        """Warn once of each other box whose epoch has ended although this box's epoch continues with `step`. A
+        collective operation of all boxes would wait for such a box forever."""
         for box, last in self.run.ended_boxes.items():
             # If the other box's epoch ended at the step where this box's epoch began, both are between the same two
             # epochs.
@@ -168,7 +189,6 @@ class Session:
         _log.warning("%s: boxes are in different epochs at one step: %s", self.name, what)
 
     def empty(self) -> EmptyInputError:
-        """Return the error for an epoch without a batch."""
         position = self.reader.position
         which = "no batch at all" if position.step == 0 else f"no batch in epoch {max(position.epoch - 1, 0)}"
         return EmptyInputError(
@@ -177,8 +197,8 @@ class Session:
         )
 
     def expected_last(self) -> int | None:
-        """Return the number of the last step of the present epoch, computed from len() of the workers' loaders; None if
-        a loader has no len(), or is not known to have one yet."""
+        """Return the number of the last step of the present epoch by len() of the workers' loaders; None if a loader
+        has no len(), or is not known to have one yet."""
         position, last = self.reader.position, self.reader.position.step
         for slot in position.live:
             length = self.run.views[slot].capabilities.length
@@ -186,3 +206,7 @@ class Session:
                 return None
             last += max(0, length - position.delivered[slot])
         return last
+
+
+def _known(view: pb.SlotView) -> bool:
+    return view.phase in (pb.READY, pb.FAILED)

@@ -24,7 +24,8 @@ from typing import Any, Self, cast
 import torch
 
 from penstock.client.api.appliance import Appliance
-from penstock.client.api.data_loader import DataExecutor, DataLoader
+from penstock.client.api.data_loader import DataLoader
+from penstock.client.api.executor import DataExecutor
 from penstock.client.integrations.batch_messages import BatchMessages
 from penstock.client.integrations.batch_relay import Kind, Message, Relay
 from penstock.client.integrations.rank_groups import RankGroups, Stages

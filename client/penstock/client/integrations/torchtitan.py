@@ -28,7 +28,8 @@ from torchtitan.tools.utils import GarbageCollection
 
 from penstock.client.api.appliance import Appliance
 from penstock.client.api.appliance_settings import resolve
-from penstock.client.api.data_loader import DataExecutor, DataLoader
+from penstock.client.api.data_loader import DataLoader
+from penstock.client.api.executor import DataExecutor
 from penstock.client.checkpoint.checkpointer import AsyncCheckpointer
 from penstock.client.host_group import HostGroup
 from penstock.client.integrations.batch_relay import Relay

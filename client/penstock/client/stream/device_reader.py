@@ -34,7 +34,7 @@ from penstock.client.stream.device_loads import LOOK_S, DeviceLane, DeviceLoad, 
 from penstock.client.stream.lane_reader import SlotLane
 from penstock.client.stream.open_run import OpenRun
 from penstock.client.stream.ordered_reader import OrderedReader
-from penstock.client.stream.stream_interfaces import EPOCH_ENDED
+from penstock.client.stream.streams import EPOCH_ENDED
 from penstock.proto.errors import DeadlineError
 from penstock.proto.lane.frames import BATCH
 from penstock.proto.state.position import Position
@@ -70,7 +70,7 @@ class DeviceReader(OrderedReader):
     def next(self) -> Any:
         """Return the next batch, with its tensors on the device, or EPOCH_ENDED, as OrderedReader.next does. The loop's
         CUDA stream waits for the end of the batch's copy; this thread does not."""
-        run = self._run
+        run = self.run
         run.fence.taken = step = self.position.step + 1
         if step >= run.fence.step:  # before a batch that was staged is delivered; its lane may be of an old generation
             self.flush()
@@ -165,11 +165,11 @@ class DeviceReader(OrderedReader):
             for other in self._lanes:
                 if len(other.release) >= other.group:
                     other.ack(self.position.total[other.slot])
-        self._waited(lane.slot, self._run.views[lane.slot].worker, time.monotonic() - now)
+        self._waited(lane.slot, self.run.views[lane.slot].worker, time.monotonic() - now)
 
     def _late(self, waited: float) -> DeadlineError:
         return DeadlineError(
-            f"{self._label}: box {self._run.box} waited {waited:.0f} s for device {self._backend.device} to finish the "
+            f"{self.label}: box {self.run.box} waited {waited:.0f} s for device {self._backend.device} to finish the "
             f"copy of a batch, after step {self.position.step} was delivered (timeout_s={self._timeout_s:g}). Check "
             "the device (for CUDA: nvidia-smi), or raise timeout_s"
         )

@@ -1,16 +1,14 @@
-"""Open run of one box (a data-parallel rank). The run is registered with the coordinator, and a thread of this process
-watches the run.
+"""Open run of one box. The run is registered with the coordinator, and a thread of this process watches the run.
 
-The thread (the watch thread) reports progress, renews the box's lease, and receives the slots' views: for each slot its
-worker, address and condition, as the coordinator knows them. The thread communicates with the training thread by
-replacing values as a whole (`views`, `error`, `ended_boxes`, times of replies) and then incrementing `version`, by the
-fence (StepFence), and by making `wake_fd` readable. While the coordinator is unreachable, the thread retries for as
-long as the run is open. Batches do not pass through the coordinator, so a restart of the coordinator affects only a
-loop that waits for a slot.
+The watch thread reports progress, renews the box's lease, and receives the slots' views: for each slot its worker,
+address and condition, as the coordinator knows them. It communicates with the training thread by replacing values as a
+whole (`views`, `error`, `ended_boxes`, times of replies) and then incrementing `version`, by the fence (StepFence), and
+by making `wake_fd` readable. While the coordinator is unreachable, it retries for as long as the run is open. Batches
+do not pass through the coordinator, so a restart of the coordinator affects only a loop that waits for a slot.
 
 The thread refers to the run but not to the loader. The finalizer of a loader that is dropped without being closed sets
-`abandoned` and closes the lanes. The finalizer makes no call, because it may run inside the garbage collector; the
-thread then closes the run.
+`abandoned` and closes the lanes. It makes no call, because it may run inside the garbage collector; the thread then
+closes the run.
 """
 
 from __future__ import annotations
@@ -23,11 +21,13 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import Protocol, TypeVar
+from typing import Final, TypeVar
 
 from penstock.client.states.saved_state import BoxStart
-from penstock.client.stream.stream_interfaces import NEVER, BoxProgress, StepFence, StreamRun
+from penstock.client.stream.box_progress import BoxProgress
+from penstock.client.stream.streams import StreamRun
 from penstock.client.stream.wait_notice import WaitNotice
 from penstock.proto.batch.digest import cover_of
 from penstock.proto.errors import (
@@ -49,7 +49,7 @@ from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process import forks
 from penstock.runtime.telemetry.logs import LONGEST, plain
 
-__all__ = ["OpenRun", "RunLink"]
+__all__ = ["OpenRun", "RunLink", "StepFence"]
 
 LINGER_S = 1.0
 """Seconds between two checks, after the run has ended with an error, of whether its loader was garbage-collected."""
@@ -62,9 +62,9 @@ AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
 Batches are delivered meanwhile."""
 SHORTEST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 RETRY_S = 0.3
+"""Smallest deadline in seconds of one call that fetches a state or closes the run."""
 OFFER_EVERY_S = 5.0
 """Fewest seconds between two saved states that are sent to the coordinator for restarts."""
-"""Smallest deadline in seconds of one call that fetches a state or closes the run."""
 ABANDONED_SENT = 4096
 """Largest number of abandoned epochs in one report; equal to the coordinator's limit (Limits.abandoned_at_once)."""
 AWAY_S = 3600.0
@@ -73,6 +73,8 @@ AWAY_S = 3600.0
 AWAY_WARN_S = 30.0
 """Seconds for which a save waits for the coordinator before the first warning. Each later warning comes when the time
 waited has doubled."""
+NEVER: Final = 1 << 63
+"""Step number that no box ever comes to."""
 
 _Result = TypeVar("_Result")
 _TEXTS = ("note", "doing", "stack", "worker", "target_worker", "host_id", "tcp_address", "ticket")
@@ -80,8 +82,7 @@ _log = logging.getLogger("penstock.client")
 
 
 def _plain(view: pb.SlotView) -> pb.SlotView:
-    """Shorten and escape the texts in a slot's view (the coordinator's message about the slot), because warnings and
-    errors print them. Return the view."""
+    """Shorten and escape the texts in a slot's view, because warnings and errors print them."""
     for name in _TEXTS:
         text = getattr(view, name)
         if not text.isprintable() or len(text) > LONGEST:
@@ -89,28 +90,53 @@ def _plain(view: pb.SlotView) -> pb.SlotView:
     return view
 
 
-class RunLink(Protocol):
-    """Interface by which a run uses the Appliance that it was opened on."""
+class StepFence:
+    """Fence of a box: the step that the box must not take while the coordinator decides whether a mixture of sources
+    changes from this step on. Without a fence `step` is NEVER.
 
+    The training thread writes `taken` before it reads `step`. The watch thread writes `step` before it reads `taken`.
+    So one of the two always sees what the other has written. Once the box has reported that it has not taken the step,
+    it does not take it until the fence is removed.
+    """
+
+    __slots__ = ("answer", "step", "taken")
+
+    def __init__(self) -> None:
+        self.step = NEVER
+        self.taken = 0
+        """Last step that the training thread has taken, or is taking now."""
+        self.answer = ("", 0)
+        """Key by which the coordinator names the newest fence, and the value of `taken` when the fence was set."""
+
+    def set(self, key: str, step: int) -> None:
+        self.step = step
+        if self.answer[0] != key:
+            self.answer = (key, self.taken)
+
+    def clear(self) -> None:
+        self.step = NEVER
+
+
+@dataclass(frozen=True)
+class RunLink:
+    """How a run reaches the coordinator and the workers."""
+
+    client: Callable[[], CoordinatorClient]
+    """Returns a new client of the coordinator."""
+    receiver: Callable[[], str]
+    """Returns the address of this process's receiver, the process that takes batches from other hosts, and starts it if
+    none runs."""
     host: str
     """Id of this host, by which workers on the same host are recognised; see penstock.proto.rpc.channel.host_id."""
     force_tcp: bool
     compression: str | None
-    """Name of the codec that compresses batches over TCP, see penstock.proto.lane.compression.NAMES; None: no
-    compression."""
+    """Name of the codec that compresses batches over TCP; None: no compression."""
     embedded: bool
 
-    def client(self) -> CoordinatorClient:
-        """Return a new client of the coordinator."""
 
-    def receiver(self) -> str:
-        """Return the address of this process's receiver, the process that takes batches from other hosts. Start the
-        receiver if none runs."""
-
-
-class OpenRun:
-    """Open run of one box (a data-parallel rank), with its watch thread; see the module's docstring. Any thread may
-    call `close`. The other methods are for the training thread, unless their docstring says otherwise."""
+class OpenRun(StreamRun):
+    """Open run of one box, with its watch thread. Any thread may call `close`. The other methods are for the training
+    thread, unless their docstring says otherwise."""
 
     def __init__(
         self,
@@ -119,17 +145,11 @@ class OpenRun:
         on_closed: Callable[[OpenRun], None],
         notice: WaitNotice | None = None,
     ) -> None:
+        name, cover = f"{request.job}/{request.ordinal}", cover_of(request.loader.options)
+        super().__init__(name, request.box, request.num_boxes, request.num_workers_per_box, cover)
         self.link = link
         self.notice = notice or WaitNotice()
         """Writer of the lines on stderr that say what the loop waits for before its first batch."""
-        self.box = request.box
-        self.num_slots = request.num_workers_per_box
-        self.num_workers = request.num_boxes * request.num_workers_per_box
-        """Number of slots of all boxes together."""
-        self.cover = cover_of(request.loader.options)
-        self.name = f"{request.job}/{request.ordinal}"
-        self.attempt = 0
-        self.seed = 0
         self._lease_s = 0.0
         """Seconds of silence after which the coordinator takes this box for dead, as it has said in its last reply."""
         self._confirmed_epoch = -1
@@ -138,23 +158,12 @@ class OpenRun:
         self._commit_mark = b""
         """Signed number of the last commit in the coordinator's journal, from its last reply. Each report returns it.
         So a coordinator that was started with an older copy of its journal notices that."""
-        self.ended_boxes: dict[int, int] = {}
-        """Boxes of the run that have ended an epoch and not begun the next one: the epoch's last step, by the number of
-        the box."""
-        self.box_apart: pb.BoxEnd | None = None
-        """A box that is in another epoch than this one; None: no box is."""
-        self.views: list[pb.SlotView] = [pb.SlotView(slot=slot) for slot in range(self.num_slots)]
         self._taken = 0
         """Version of the newest reply that was applied to `views`. The coordinator's versions only increase."""
         self._take_lock = threading.Lock()
         self.version = 0
         """Counter that is increased after each change of `views` or `error`, so that the training thread notices the
         change."""
-        self.error: PenstockError | None = None
-        """Error that has ended the run, such as a newer attempt of the job; None while the run is open."""
-        self.away_since: float | None = None
-        """Time of time.monotonic() at which the coordinator was first called without an answer, in the present outage;
-        None while it answers."""
         self.replied_at = 0.0
         """Time of the coordinator's last reply to a report, a time of time.monotonic(); 0 before the first."""
         self._reporting: threading.Thread | None = None
@@ -167,33 +176,29 @@ class OpenRun:
         self.away_because = ""
         """Message of the error with which the watch thread's latest unanswered report failed; "" if the coordinator has
         answered all reports."""
-        self.progress = BoxProgress()
         self.fence = StepFence()
-        self.abandoned = False
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._on_closed = on_closed
         self._request = request
         self._client = link.client()
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
-        self._closed = False
         self._thread: threading.Thread | None = None
         self._owner = forks.OwnerProcess()
         forks.keep(self)
 
     def forked(self) -> None:
-        """Make the run unusable in a fork of this process: its methods raise an error that names the fork (see
-        penstock.runtime.process.forks)."""
+        """Make the run unusable in a fork of this process: its methods raise an error that names the fork."""
         self.error = self._owner.error(f"run {self.name}, box {self.box}")
-        self._closed = True
+        self.closed = True
         self.version += 1  # readers of the run check `error` first
         forks.silence(self.wake_fd)
 
     # ---- opening
 
     def open(self) -> None:
-        """Register this box with the coordinator, and start the watch thread. Raises the coordinator's error if the
-        coordinator refuses the box."""
+        """Register this box with the coordinator, and start the watch thread. Raises the coordinator's error if it
+        refuses the box."""
         reply = self._client.open_run(self._request)
         self.name, self.attempt, self.seed = reply.run, reply.attempt, reply.seed
         hold_s, self._lease_s = intervals(reply)
@@ -201,10 +206,6 @@ class OpenRun:
             target=self._watch, args=(hold_s,), name=f"penstock-watch-{self.name}", daemon=True
         )
         self._thread.start()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     # ---- the watch
 
@@ -241,9 +242,8 @@ class OpenRun:
         return request
 
     def _report(self, seen: int, hold_s: float) -> pb.WatchRunReply:
-        """Report progress to the coordinator, and return the reply. The reply shows that the reported abandoned epochs
-        are in the coordinator's journal. `seen`: version of the last reply. `hold_s`: seconds for which the coordinator
-        may delay the reply if nothing is newer than that version."""
+        """Report progress to the coordinator, and return the reply, which shows that the reported abandoned epochs are
+        in its journal. The coordinator may delay the reply by `hold_s` if nothing is newer than version `seen`."""
         request = self._watch_request(seen, hold_s)
         reply = self._client.watch_run(request)
         self.progress.epoch_starts.answered(request, reply)
@@ -256,8 +256,6 @@ class OpenRun:
         return reply
 
     def _unconfirmed(self) -> tuple[tuple[int, int], ...]:
-        """Return the abandoned epochs that the coordinator has not confirmed yet, in ascending order, as pairs (epoch,
-        last step)."""
         abandoned = self.progress.abandoned
         return abandoned[bisect_right(abandoned, self._confirmed_epoch, key=itemgetter(0)) :]
 
@@ -306,16 +304,16 @@ class OpenRun:
             self._client.reach(seconds)
 
     def _linger(self) -> None:
-        """Wait in the watch thread, after the run has ended with an error, until the run is closed, or its loader is
-        garbage-collected and the run must be closed here."""
+        """After the run has ended with an error, wait until it is closed, or its loader is garbage-collected and the
+        run must be closed here."""
         while not self._closing.wait(LINGER_S):
             if self.abandoned:
                 self.close()
                 return
 
     def _take(self, reply: pb.WatchRunReply) -> None:
-        """Apply the slots' views in a reply of the coordinator. Ignore a reply that is older than the last applied one,
-        because `report` and the watch thread may get replies in another order."""
+        """Apply the slots' views in a reply, unless a newer one was applied: `report` and the watch thread may get
+        replies in another order."""
         with self._take_lock:
             if reply.version <= self._taken:
                 return
@@ -340,14 +338,10 @@ class OpenRun:
             pass  # the eventfd's counter is full, so wake_fd is readable already; or the run was closed meanwhile
 
     def fail(self, error: PenstockError) -> None:
-        """End the run with an error, which the training thread will raise, and wake the training thread. May be called
-        from any thread."""
-        self.error = error
+        super().fail(error)
         self._notify()
 
     def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
-        """Wait until `ready(self)` is True, and return True. Return False after `timeout_s` seconds, or if the run is
-        closed. Raises the error that has ended the run."""
         until = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(self.wake_fd, select.POLLIN)
@@ -355,7 +349,7 @@ class OpenRun:
             if self.error is not None:
                 raise self.error
             left = until - time.monotonic()
-            if left <= 0 or self._closed:
+            if left <= 0 or self.closed:
                 return False
             if poll.poll(left * 1000 + 0.5):
                 os.eventfd_read(self.wake_fd)
@@ -364,15 +358,14 @@ class OpenRun:
     def hold(self, step: int, timeout_s: float) -> None:
         """Wait at a fence (StepFence) until the coordinator has decided about a change of the mixture, so that the box
         may take `step`. Raises DeadlineError after `timeout_s` seconds."""
-        if not self.wait_for(lambda run: step < self.fence.step, timeout_s) and not self._closed:
+        if not self.wait_for(lambda run: step < self.fence.step, timeout_s) and not self.closed:
             raise DeadlineError(
                 f"run {self.name}, box {self.box} waited {timeout_s:.0f} s before step {step} for the coordinator to "
                 "decide about a change of the mixture: check that the coordinator runs (`penstock status`)"
             )
 
     def report(self) -> None:
-        """Report progress to the coordinator now, without waiting for the watch thread's next report. If the
-        coordinator is unreachable, the watch thread reports the progress later."""
+        # If the coordinator is unreachable, the watch thread reports the progress later.
         try:
             reply = self._report(0, 0.0)
         except PenstockError:
@@ -381,8 +374,7 @@ class OpenRun:
         self._take(reply)
 
     def report_soon(self) -> None:
-        """Start a thread that reports progress to the coordinator now. Do nothing if such a thread is at work
-        already."""
+        """Report progress in a thread of its own, unless one is at work already."""
         if self._reporting is None or not self._reporting.is_alive():
             self._reporting = threading.Thread(target=self.report, name=f"penstock-report-{self.name}", daemon=True)
             self._reporting.start()
@@ -391,8 +383,8 @@ class OpenRun:
 
     def dial(self, view: pb.SlotView, hello: lane_pb2.Hello) -> socket.socket:
         """Connect to the daemon of the slot's runner and send the Hello, the first message on a lane; the daemon hands
-        the connection to the runner. If the batches come over TCP (`is_remote`), connect to the receiver instead, which
-        connects to that daemon. `view`: the coordinator's view of the slot, with the address.
+        the connection to the runner. If the batches come over TCP, connect to the receiver instead, which connects to
+        that daemon.
 
         Raises OSError or LaneLostError if nothing listens at the address, PenstockError if no receiver can be started.
         """
@@ -415,13 +407,10 @@ class OpenRun:
         return sock
 
     def is_remote(self, view: pb.SlotView) -> bool:
-        """Return True if the slot's batches come over TCP, because its worker is on another host, or has no socket for
-        this host, or the user asked for TCP."""
+        """Return True if the slot's batches come over TCP."""
         return self.link.force_tcp or view.host_id != self.link.host or not view.local_address
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
-        """Return the positions of all boxes, and the WorkerRecords (counts and loader state) of all workers, at a step.
-        Raises an error if they are not available within `deadline_s` seconds."""
         request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, step=step, deadline_s=deadline_s)
         return self._fetched(request)
 
@@ -437,9 +426,9 @@ class OpenRun:
         return self._when_back(fetch, f"the state of step {request.step}", request.deadline_s)
 
     def _when_back(self, call: Callable[[float], _Result], what: str, deadline_s: float) -> _Result:
-        """Return the result of `call`, a call to the coordinator. Repeat the call while the coordinator is unreachable,
-        for AWAY_S or `deadline_s`, whichever is longer. `call` gets the seconds for which the coordinator was
-        unreachable so far, to add to its deadline. `what`: operation, for warnings."""
+        """Return the result of `call`, which is repeated while the coordinator is unreachable, for AWAY_S or
+        `deadline_s`, whichever is longer. `call` gets the seconds for which the coordinator was unreachable so far, to
+        add to its deadline. `what`: operation, for warnings."""
         away_s, since, warn_at = 0.0, 0.0, AWAY_WARN_S
         while True:
             called_at = time.monotonic()
@@ -462,8 +451,6 @@ class OpenRun:
                 away_s += time.monotonic() - called_at
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
-        """Run the loader's aggregate_state_dict on a worker. `states`: envelope (encoded bytes) with the list of the
-        workers' states. Return an envelope with the result."""
         request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, deadline_s=deadline_s)
         put = self._client.put_blob
         request.aggregate_blob = self._when_back(lambda _: put(states, self.name), "an aggregation", deadline_s)
@@ -472,7 +459,7 @@ class OpenRun:
     def offer(self, starts: Callable[[], list[BoxStart]]) -> None:
         """Send a saved state to the coordinator, in the background: a slot that is lost later need not replay the
         launch (appliance/core/launch_restarts.py). Only box 0 sends it, for all boxes, at most every OFFER_EVERY_S
-        seconds. `starts`: returns the position and state of each box."""
+        seconds."""
         now = time.monotonic()
         busy = self._offering is not None and self._offering.is_alive()
         if self.box or busy or now - self._offered_at < OFFER_EVERY_S:
@@ -498,15 +485,11 @@ class OpenRun:
     # ---- closing
 
     def close(self, *, forget: bool = True) -> None:
-        """Close the run. Raises no error if the coordinator is unreachable. May be called again.
-
-        forget: True if the run will not be opened again, so that an embedded coordinator can drop what it knows of the
-        run.
-        """
+        # Raises no error if the coordinator is unreachable.
         with self._close_lock:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
         self._closing.set()
         try:
             if self.attempt and not isinstance(self.error, UnknownRunError):
@@ -522,9 +505,9 @@ class OpenRun:
         self._on_closed(self)
 
     def _tell_end(self, *, forget: bool) -> None:
-        """Report to the coordinator that this box has left the run. If the coordinator is unreachable, call it again
-        for up to CLOSE_S seconds: it may be restarting, and without the report it would wait for this box in each later
-        state query. An embedded coordinator is called only once, because it is never restarted."""
+        """Report that this box has left the run. If the coordinator is unreachable, call it again for up to CLOSE_S
+        seconds: it may be restarting, and without the report it would wait for this box in each later state query. An
+        embedded coordinator is called only once, because it is never restarted."""
         until = time.monotonic() + CLOSE_S
         while True:
             left = max(RETRY_S, until - time.monotonic())
@@ -554,7 +537,6 @@ class OpenRun:
 
 
 def _sources(progress: BoxProgress) -> list[pb.SourceCount]:
-    """Return the counts of the delivered samples by source, as messages for a report to the coordinator."""
     if progress.counts is None:
         return []
     return [

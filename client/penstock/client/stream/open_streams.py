@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from penstock.client.stream.receiver_process import Receiver
-    from penstock.client.stream.stream_interfaces import Reader
+    from penstock.client.stream.streams import Reader
 
 __all__ = ["SaveCounters", "readers", "receivers", "saves"]
 

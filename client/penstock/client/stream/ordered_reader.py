@@ -1,15 +1,14 @@
 """Ordered reader: reads frames (messages) from the lanes of a box, one for each worker slot, and returns batches in the
-order that the box's position says. Each batch passes through this code, and all of it runs in the training thread.
+order of the box's position. Each batch passes through this code, and all of it runs in the training thread.
 
-The due batch is the one that the loop must get next. `OrderedReader.next` reads a frame from the lane of the due batch,
-makes a batch of the frame and advances the position. Without a frame, `next` waits for that lane or for the
-coordinator's news. A batch is acknowledged in a later call of `next`, because the loop gets it only when `next`
-returns. Acks are sent for groups of batches. A long wait sends all acks, because a producer whose ring is full waits
-for them.
+`OrderedReader.next` reads a frame from the lane of the batch that is due, makes a batch of it and advances the
+position. Without a frame it waits for that lane or for the coordinator's news. A batch is acknowledged in a later call
+of `next`, because the loop gets it only when `next` returns. Acks are sent for groups of batches. A long wait sends all
+acks, because a producer whose ring is full waits for them.
 
 Order is checked: a batch that is not exactly the next one of its slot is an error, except that a batch repeated after a
-reconnect is released unread. Content is checked too: a damaged batch is fetched again from the ring at the lane's other
-end, and is an error only if it stays damaged (penstock.client.stream.lane_reader).
+reconnect is released unread. Content is checked too (lane_reader.py): a damaged batch is fetched again from the ring at
+the lane's other end, and is an error only if it stays damaged.
 """
 
 from __future__ import annotations
@@ -17,26 +16,16 @@ from __future__ import annotations
 import logging
 import os
 import select
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
-from penstock.client.states.delivered_counts import DeliveredCounts
 from penstock.client.stream import open_streams
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule, requests_of
 from penstock.client.stream.lane_reader import CORRUPT_TRIES, SlotLane
 from penstock.client.stream.open_run import OpenRun
-from penstock.client.stream.stream_interfaces import (
-    EPOCH_ENDED,
-    StreamStats,
-    placed,
-    recovered,
-    tell_worker_info,
-    warn_of_whole_input,
-)
+from penstock.client.stream.streams import EPOCH_ENDED, Reader, placed, recovered
 from penstock.client.stream.wait_notice import STAGES, WaitNotice
-from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import (
     BatchCorruptError,
     DeadlineError,
@@ -76,22 +65,13 @@ NO_WORKER = (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING)
 _log = logging.getLogger("penstock.client")
 
 
-class OrderedReader:
-    """Reader of the batches of one box (data-parallel rank), in the order of the box's position."""
+class OrderedReader(Reader):
+    """Reader of batches that come over lanes."""
+
+    run: OpenRun
 
     def __init__(self, run: OpenRun, position: Position, label: str, timeout_s: float) -> None:
-        self.position = position
-        self.stats = StreamStats()
-        self.began_at = position.step
-        """Number of the last step before the first batch of this reader."""
-        self.wait_s = 0.0
-        """Seconds for which the loop waited for the last batch."""
-        self.layout: tuple[Structure, list[int]] | None = None
-        """Structure (nesting, keys, dtypes) and shapes of the last batch."""
-        self.thread = threading.get_ident()
-        """Id of the thread that reads. Only this thread takes batches from the lanes; others may look at them."""
-        self.counts = DeliveredCounts(run.num_slots)
-        self._run, self._label, self._timeout_s = run, label, timeout_s
+        super().__init__(run, position, label, timeout_s)
         self._version = -1
         self._poll = select.poll()  # a poll for slots whose lane is not connected
         self._poll.register(run.wake_fd, select.POLLIN)
@@ -112,9 +92,7 @@ class OrderedReader:
         self._ending = False
         """True in `end_epoch`: no further batch is wanted from this epoch."""
         self._abandoned: list[tuple[int, int]] = []
-        self._warned_unsharded = self._told_worker_info = self._logged_not_used = False
-        self._told_keeps_place = False
-        run.progress.waited_by_slot = [0.0] * run.num_slots
+        self._logged_not_used = self._told_keeps_place = False
         run.progress.position = self.copy_position
         run.progress.unreachable = self._unreachable
         open_streams.readers.add(self)
@@ -122,13 +100,10 @@ class OrderedReader:
     # ---- the hot path
 
     def next(self) -> Any:
-        """Wait for the next batch of the box and return it. Return EPOCH_ENDED at the end of an epoch.
-
-        Raises:
-            DeadlineError: no batch came within the deadline; the error names slot and worker.
-            PenstockError: the input failed; all batches before the failure were delivered.
-        """
-        position, run = self.position, self._run
+        """Wait for the next batch of the box and return it. Return EPOCH_ENDED at the end of an epoch. Raises
+        DeadlineError if no batch came in time, and the error of an input that failed, once all batches before the
+        failure were delivered."""
+        position, run = self.position, self.run
         total = position.total
         run.fence.taken = step = position.step + 1
         if step >= run.fence.step:
@@ -180,7 +155,6 @@ class OrderedReader:
             return batch
 
     def _count(self, lane: SlotLane, digest: int, counts: bytes) -> None:
-        """Count the due batch as delivered: advance the position, add its digest and its counts of samples."""
         if self._waiting_since:
             self._waiting_since = 0.0
         lane.link(self.position.epoch, digest)
@@ -194,8 +168,8 @@ class OrderedReader:
         self._moving = False
 
     def _corrupt(self, lane: SlotLane, what: str) -> None:
-        """Handle damaged data on a lane: drop the connection, so that the batch is sent again on the next one. Raises
-        BatchCorruptError if the batch has arrived damaged CORRUPT_TRIES times in a row."""
+        """Drop the connection, so that the damaged batch is sent again on the next one. Raises BatchCorruptError if it
+        has arrived damaged CORRUPT_TRIES times in a row."""
         lane.corrupt += 1
         self.stats.corrupt += 1
         lane.lose(time.monotonic(), what)
@@ -204,40 +178,26 @@ class OrderedReader:
             lane.corrupt = 0  # if the caller tries again, the tries are counted from 0
             raise self._placed(
                 BatchCorruptError(
-                    f"{self._label}: batch {self.position.total[slot] + 1} of the worker slot arrived damaged "
+                    f"{self.label}: batch {self.position.total[slot] + 1} of the worker slot arrived damaged "
                     f"{CORRUPT_TRIES} times in a row. Check memory and network of its worker's machine and of this "
                     f"machine. Last cause: {what}"
                 ),
                 slot,
             )
-        _log.warning("%s: damaged data arrived and is fetched again: %s", self._label, what)
+        _log.warning("%s: damaged data arrived and is fetched again: %s", self.label, what)
 
     def _other(self, lane: SlotLane, frame: Frame) -> bool:
-        """Handle a frame that is not the due batch, such as an error. Return True if the box's epoch has ended."""
+        """Handle a frame that is not the due batch. Return True if the box's epoch has ended."""
         position, kind, slot = self.position, frame.kind, lane.slot
         if kind == ERROR:
             if frame.error.name == BatchCorruptError.__name__:
                 self._corrupt(lane, frame.error.message)
                 return False
             error = self._placed(error_of(frame.error), slot)
-            self._run.error = error  # no frame comes after an ERROR
+            self.run.error = error  # no frame comes after an ERROR
             raise error
         if kind == END:
-            if frame.epoch < position.epoch:
-                self._pass_over(lane)
-                return False  # sent again after a reconnect; this END was handled before
-            if frame.epoch != position.epoch or frame.total != position.total[slot]:
-                raise self._confused(lane, f"the end of epoch {frame.epoch} after batch {frame.total}")
-            if by_own_methods(self._run.views[slot].capabilities):
-                position.carry()
-            self._moving = True
-            try:
-                epoch_over = position.exhaust()
-            finally:
-                self._moving = False
-            if epoch_over:
-                self._run.progress.epoch_starts.add(position)
-            return epoch_over
+            return self._slot_ended(lane, frame)
         if kind == BATCH:
             if frame.total <= position.total[slot]:
                 lane.skip(frame)
@@ -250,19 +210,36 @@ class OrderedReader:
             lane.lose(time.monotonic(), "the worker closed the lane")
         return False
 
+    def _slot_ended(self, lane: SlotLane, frame: Frame) -> bool:
+        position, slot = self.position, lane.slot
+        if frame.epoch < position.epoch:
+            self._pass_over(lane)
+            return False  # sent again after a reconnect; this END was handled before
+        if frame.epoch != position.epoch or frame.total != position.total[slot]:
+            raise self._confused(lane, f"the end of epoch {frame.epoch} after batch {frame.total}")
+        if by_own_methods(self.run.views[slot].capabilities):
+            position.carry()
+        self._moving = True
+        try:
+            epoch_over = position.exhaust()
+        finally:
+            self._moving = False
+        if epoch_over:
+            self.run.progress.epoch_starts.add(position)
+        return epoch_over
+
     def _cut_off(self, lane: SlotLane, error: records_pb2.ErrorDetail) -> None:
-        """Handle the receiver's message that it cannot reach the worker of a lane. Report to the coordinator at once:
-        its reply shows that this host's network works, and a later report requests another worker."""
+        """Handle the receiver's message that it cannot reach the worker of a lane. Report at once: the reply shows that
+        this host's network works, and a later report requests another worker."""
         silent_s = USER_TIMEOUT_S if error.name == DeadlineError.__name__ else 0.0
         first = not lane.cut_off_at
         if lane.cut_off(time.monotonic(), silent_s, error.message) or first:
-            self._run.report_soon()
+            self.run.report_soon()
 
     def _unreachable(self) -> list[tuple[int, int, str]]:
-        """Return (slot, generation, reason) for all slots on unreachable workers, for the watch thread's reports. If
-        one lane finds its worker unreachable, all slots of this worker are listed, also those whose batches are not due
-        yet."""
-        views, lanes = self._run.views, list(self._lanes)
+        """Return (slot, generation, reason) for all slots of workers that one lane has found unreachable, for the watch
+        thread's reports."""
+        views, lanes = self.run.views, list(self._lanes)
         why = {views[lane.slot].worker: lane.unreachable for lane in lanes if lane.unreachable}
         known = [(lane, views[lane.slot]) for lane in lanes]
         return [
@@ -272,7 +249,7 @@ class OrderedReader:
         ]
 
     def _pass_over(self, lane: SlotLane) -> None:
-        """Count a frame that is not needed. Raises ProtocolError after more than MAX_UNUSED such frames in a row."""
+        """Count a frame that is not needed, of which at most MAX_UNUSED may come in a row."""
         lane.unused += 1
         if lane.unused > MAX_UNUSED:
             raise self._confused(lane, f"{lane.unused} batches and messages that are not needed")
@@ -287,7 +264,7 @@ class OrderedReader:
 
     def _wait(self, lane: SlotLane) -> None:
         """Wait until a frame for `lane` may have arrived. After LAZY_S of waiting the acks of all lanes are sent."""
-        run = self._run
+        run = self.run
         version = run.version
         if self._version != version:
             self._refresh()
@@ -296,7 +273,7 @@ class OrderedReader:
             raise run.error
         if run.closed:
             raise PenstockError(
-                f"{self._label}: its Appliance was closed inside the loop: close the Appliance after the loop"
+                f"{self.label}: its Appliance was closed inside the loop: close the Appliance after the loop"
             )
         now = time.monotonic()
         if not self._waiting_since:
@@ -337,7 +314,6 @@ class OrderedReader:
             self._waited(lane.slot, worker, time.monotonic() - now)
 
     def _notice_of(self, view: pb.SlotView) -> WaitNotice | None:
-        """Return the WaitNotice of a wait for the first batch or for a slot without a worker; None for other waits."""
         if self.position.step == self.began_at:
             return self._notice
         if view.phase in NO_WORKER and self._later_notice is None:
@@ -345,9 +321,8 @@ class OrderedReader:
         return self._later_notice
 
     def _waiting_for(self, lane: SlotLane, view: pb.SlotView) -> tuple[str, str]:
-        """Return two texts for messages: what the loop waits for, and the reason for the wait."""
         which = "first" if self.position.step == self.began_at else "next"
-        slots = f" from worker slot {lane.slot}" if self._run.num_slots > 1 else ""
+        slots = f" from worker slot {lane.slot}" if self.run.num_slots > 1 else ""
         why = f"no connection to its worker: {lane.last_failure}" if lane.last_failure else "its runner is making it"
         if view.phase in NO_WORKER:
             why = "no worker has free slots"
@@ -356,15 +331,7 @@ class OrderedReader:
             if view.start_queue_position:
                 queued = f"number {view.start_queue_position} of {view.start_queue_length}"
                 why = f"{queued} in the queue of runners to start"
-        return f"the {which} batch of {self._label}{slots}", why
-
-    def _waited(self, slot: int, worker: str, seconds: float) -> None:
-        """Add the seconds of a wait to the statistics."""
-        self.wait_s += seconds
-        stats = self.stats
-        stats.waited_s += seconds
-        stats.waited_by_worker[worker] = stats.waited_by_worker.get(worker, 0.0) + seconds
-        self._run.progress.waited_by_slot[slot] += seconds
+        return f"the {which} batch of {self.label}{slots}", why
 
     def _failed(self, lane: SlotLane, view: pb.SlotView, now: float) -> float:
         """Raise the error of a slot that has failed and is not restarted, once nothing more can arrive over its lane.
@@ -380,21 +347,19 @@ class OrderedReader:
         return lane.failed_since + FAILED_GRACE_S
 
     def raise_failed(self, view: pb.SlotView) -> NoReturn:
-        """Raise the error of a slot that has failed and is not restarted; `view` has the error."""
         raise self._slot_error(view)
 
     def _slot_error(self, view: pb.SlotView) -> PenstockError:
         error = self._placed(error_of(view.error), view.slot)
-        self._run.error = error
+        self.run.error = error
         return error
 
     def _placed(self, error: PenstockError, slot: int) -> PenstockError:
-        """Return the error with worker, box, slot and step added to its message."""
-        run = self._run
+        run = self.run
         return placed(error, run.views[slot].worker, run.box, slot, self.position.step + 1)
 
     def _deadline(self, lane: SlotLane, view: pb.SlotView, waited: float) -> DeadlineError:
-        run, slot = self._run, lane.slot
+        run, slot = self.run, lane.slot
         step = self.position.step + 1
         away = ""
         if run.away_since is not None:
@@ -403,7 +368,7 @@ class OrderedReader:
         if view.phase in NO_WORKER:
             missing = sum(v.phase in NO_WORKER for v in run.views)
             return NoWorkersError(
-                f"{self._label}: box {run.box} waited {waited:.0f} s for step {step}: {missing} of its {run.num_slots} "
+                f"{self.label}: box {run.box} waited {waited:.0f} s for step {step}: {missing} of its {run.num_slots} "
                 f"worker slots have no worker (slot {slot} is due){away}. Start more `penstock worker`s or ones with "
                 "more --slots, or lower num_workers_per_box; `penstock status` shows the workers"
             )
@@ -417,7 +382,7 @@ class OrderedReader:
         )
         what = f"its runner is {view.doing}" if view.doing else doing.get(view.phase, "it has failed")
         return DeadlineError(
-            f"{self._label}: box {run.box} waited {waited:.0f} s for step {step} from worker slot {slot} on "
+            f"{self.label}: box {run.box} waited {waited:.0f} s for step {step} from worker slot {slot} on "
             f"worker {view.worker or 'unknown'}: {what}{why_closed}{away} (timeout_s={self._timeout_s:g}). `penstock "
             "status` shows the workers; raise timeout_s if batches take this long",
             remote_traceback=view.stack if view.doing else "",
@@ -426,70 +391,76 @@ class OrderedReader:
     # ---- slots and their lanes
 
     def _first_lane(self, slot: int) -> SlotLane:
-        """Return a slot's lane before the coordinator reports the slot's generation; the lane has generation 0."""
         return SlotLane(slot, 0, self._lane_name(slot, ""))
 
     def _lane_name(self, slot: int, worker: str) -> str:
-        return f"box {self._run.box}, slot {slot}, worker {worker or 'unknown'}"
+        return f"box {self.run.box}, slot {slot}, worker {worker or 'unknown'}"
 
     def _refresh(self) -> None:
         """Apply the slots' views from the watch thread: give each slot that moved to another runner a new lane, and
         connect the lanes of ready slots."""
-        run = self._run
+        run = self.run
         if isinstance(run.error, ForkedProcessError):
             raise run.error  # even if unprocessed frames remain, because they belong to the parent
         self._version = run.version
-        notes = []
+        notes = list[str]()
         now = time.monotonic()
         for view in run.views:
-            slot, lane = view.slot, self._lanes[view.slot]
-            if view.generation > lane.generation:
-                moved = lane.generation > 0
-                lane.close()
-                lane = self._lanes[slot] = lane.next_generation(view.generation, self._lane_name(slot, view.worker))
-                if moved:
-                    self.stats.recoveries += 1
-                if moved and view.migrated:
-                    what = f"worker slot {slot} of box {run.box} was moved to worker {view.worker}: {view.note}"
-                    _log.info("%s: %s", self._label, what)
-            again, self._restarts[slot] = view.restarts > self._restarts[slot], view.restarts
-            if again and not view.migrated:
-                frames = "" if view.doing else stack_in_a_line(view.stack)
-                why = view.note or f"moved to worker {view.worker}"
-                notes.append(recovered(run.box, slot, why) + (f". The runner died in {frames}" if frames else ""))
-            if view.doing and view.doing != self._slow[slot]:
-                notes.append(f"slow worker: slot {slot} of box {run.box} on worker {view.worker} is {view.doing}")
-            self._slow[slot] = view.doing
+            slot = view.slot
+            lane = self._lane_of(view)
+            notes += self._notes_of(view)
             if self._start_queue[slot] > view.start_queue_position:
                 self._queue_moved = now
             self._start_queue[slot] = view.start_queue_position
             if lane.consumer is None and view.phase == pb.READY:
                 self._connect(lane, view, now)
-        if not self._warned_unsharded:
-            self._warned_unsharded = warn_of_whole_input(self._label, run.views, run.num_workers)
-        if not self._told_worker_info:
-            self._told_worker_info = tell_worker_info(self._label, run.views)
+        self._tell_of_loaders()
         self._log_not_used(run.views)
         self._log_keeps_place(run.views)
         self.stats.skipped = sum(view.skipped for view in run.views)
         for note in notes:
-            warn_user(f"{self._label}: {note}")
+            warn_user(f"{self.label}: {note}")
+
+    def _lane_of(self, view: pb.SlotView) -> SlotLane:
+        slot, lane = view.slot, self._lanes[view.slot]
+        if view.generation > lane.generation:
+            moved = lane.generation > 0
+            lane.close()
+            lane = self._lanes[slot] = lane.next_generation(view.generation, self._lane_name(slot, view.worker))
+            if moved:
+                self.stats.recoveries += 1
+            if moved and view.migrated:
+                what = f"worker slot {slot} of box {self.run.box} was moved to worker {view.worker}: {view.note}"
+                _log.info("%s: %s", self.label, what)
+        return lane
+
+    def _notes_of(self, view: pb.SlotView) -> list[str]:
+        """Return the warnings that a slot's view gives reason for: its runner was restarted, or is slow."""
+        notes, slot, box = [], view.slot, self.run.box
+        again, self._restarts[slot] = view.restarts > self._restarts[slot], view.restarts
+        if again and not view.migrated:
+            frames = "" if view.doing else stack_in_a_line(view.stack)
+            why = view.note or f"moved to worker {view.worker}"
+            notes.append(recovered(box, slot, why) + (f". The runner died in {frames}" if frames else ""))
+        if view.doing and view.doing != self._slow[slot]:
+            notes.append(f"slow worker: slot {slot} of box {box} on worker {view.worker} is {view.doing}")
+        self._slow[slot] = view.doing
+        return notes
 
     def _log_not_used(self, views: Sequence[pb.SlotView]) -> None:
-        """Log once why the loader's own state methods are not used. Saves and recoveries are then slower."""
+        # Saves and recoveries are then slower.
         why = next((view.capabilities.not_used for view in views if view.capabilities.not_used), "")
         if why and not self._logged_not_used:
             self._logged_not_used = True
-            _log.warning("%s: %s", self._label, why)
+            _log.warning("%s: %s", self.label, why)
 
     def _log_keeps_place(self, views: Sequence[pb.SlotView]) -> None:
-        """Log once that a loader which may mean to continue begins anew in each epoch."""
         if not self._told_keeps_place and any(view.capabilities.keeps_place for view in views):
             self._told_keeps_place = True
             _log.warning(
                 "%s: the loader has state methods and no set_epoch: each epoch begins with what input_fn left, also "
                 "after a break",
-                self._label,
+                self.label,
             )
 
     def _connect(self, lane: SlotLane, view: pb.SlotView, now: float) -> bool:
@@ -500,7 +471,7 @@ class OrderedReader:
         elif view.phase != pb.READY:
             lane.tried_failed = lane.tried_failed or view.phase == pb.FAILED
             return False
-        position, run = self.position, self._run
+        position, run = self.position, self.run
         total = position.total[lane.slot]
         began = total - position.delivered[lane.slot]
         hello = lane_pb2.Hello(next_total=total + 1, epoch=position.epoch, began=began)
@@ -520,7 +491,6 @@ class OrderedReader:
     # ---- between batches
 
     def flush(self) -> bool:
-        """Send the acks of all lanes. Return False if a full socket buffer keeps an ack back."""
         total = self.position.total
         done = True
         for lane in self._lanes:
@@ -528,11 +498,6 @@ class OrderedReader:
         return done
 
     def open_epochs(self, limit: int, label: int | None = None) -> None:
-        """Allow the workers to make batches of the epochs up to and including number `limit`.
-
-        label: what user code of a pure loader sees as the number of the position's epoch, if this call opens it. None:
-        it counts on.
-        """
         position = self.position
         if position.epoch <= self._open_epochs or label == position.label:
             label = None
@@ -540,7 +505,7 @@ class OrderedReader:
             self._moving = True
             put_label(position.labels, position.epoch, label)
             self._moving = False
-            self._run.report()  # a state that another box requests must have it
+            self.run.report()  # a state that another box requests must have it
         if limit > self._open_epochs:
             self._open_epochs = limit
             for lane in self._lanes:
@@ -550,36 +515,33 @@ class OrderedReader:
                     lane.consumer.open_epochs(limit)
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """Announce the next checkpoint steps to the workers, up to the executor's `last` step if it is known. Return
-        the step at which to announce again; None if no checkpoint step was announced."""
         position = self.position
         pairs: list[list[int]] = [[] for _ in self._lanes]
-        at = position.copy()
+        future = position.copy()
         for step in schedule.ahead(position.step, last, OUTRUN * len(self._lanes)):
-            if step - at.step <= len(self._lanes):
-                while at.step < step:
-                    at.deliver()  # takes a tenth of the time of `advance`, which matters if every step is announced
+            if step - future.step <= len(self._lanes):
+                while future.step < step:
+                    future.deliver()  # takes a tenth of the time of `advance`, which matters if every step is announced
             else:
-                at = advance(at, step, {})
+                future = advance(future, step, {})
             for lane in self._lanes:
-                if at.total[lane.slot] > position.total[lane.slot]:
-                    pairs[lane.slot] += (step, at.total[lane.slot])
-        pairs = [requests_of(own) for own in pairs]
+                if future.total[lane.slot] > position.total[lane.slot]:
+                    pairs[lane.slot] += (step, future.total[lane.slot])
+        pairs = [requests_of(slot_pairs) for slot_pairs in pairs]
         for lane in self._lanes:
             new = pairs[lane.slot]
             if new != lane.wanted and new and lane.consumer is not None:
                 lane.consumer.want(new)
             lane.wanted = new
-        return min((own[(len(own) // 2 - 1) // 2 * 2] for own in pairs if own), default=None)
+        return min((steps[(len(steps) // 2 - 1) // 2 * 2] for steps in pairs if steps), default=None)
 
     def abandon_epoch(self) -> None:
-        """Abandon the epoch after the last delivered batch. The workers drop the rest of it and begin the next one."""
         position = self.position
         if not any(position.delivered):
             return  # no batch of the epoch was taken
         epoch = position.epoch
         self._abandoned.append((epoch, position.step))
-        self._run.progress.abandoned = tuple(self._abandoned)
+        self.run.progress.abandoned = tuple(self._abandoned)
         for lane in self._lanes:
             lane.abandons += 1
             lane.abandoned_epoch = epoch
@@ -591,14 +553,13 @@ class OrderedReader:
         self._moving = True
         position.abandon_epoch()
         self._moving = False
-        self._run.progress.epoch_starts.add(position)
+        self.run.progress.epoch_starts.add(position)
         # Report now: if another box requests a state before this box's next report, the state would lack the abandoned
         # epoch.
-        self._run.report()
+        self.run.report()
 
     def end_epoch(self) -> bool:
-        """Wait for the end of the epoch, and return True. If a further batch comes first, abandon the epoch, and return
-        False: the producer takes the batch back."""
+        # If a further batch comes before the epoch's end, the producer takes it back.
         self._ending = True
         try:
             return OrderedReader.next(self) is EPOCH_ENDED
@@ -607,23 +568,15 @@ class OrderedReader:
 
     @property
     def copies(self) -> int:
-        """Number of batches delivered as copies and not as views of the ring."""
         return sum(lane.copies for lane in self._lanes)
 
-    @property
-    def run(self) -> OpenRun:
-        """Run of the batches that this reader delivers."""
-        return self._run
-
     def open_lanes(self) -> list[Literal["local", "tcp"]]:
-        """Return the transport of each open lane. May be called from any thread."""
-        views = self._run.views
+        views = self.run.views
         lanes = [lane for lane in list(self._lanes) if lane.consumer is not None]
-        return ["tcp" if self._run.is_remote(views[lane.slot]) else "local" for lane in lanes]
+        return ["tcp" if self.run.is_remote(views[lane.slot]) else "local" for lane in lanes]
 
     @property
     def held(self) -> int:
-        """Number of delivered batches of which the loop still has views. May be read from any thread."""
         return sum(len(ring.held) for lane in list(self._lanes) for ring in list(lane.rings.values()))
 
     def copy_position(self) -> records_pb2.BoxPosition | None:
@@ -640,9 +593,8 @@ class OrderedReader:
         return None
 
     def close(self) -> None:
-        """Close all lanes. Batches that the loop still holds stay valid."""
         last = self.copy_position()
-        self._run.progress.position = lambda: last  # the run's last report still needs the position
-        self._run.progress.unreachable = list
+        self.run.progress.position = lambda: last  # the run's last report still needs the position
+        self.run.progress.unreachable = list
         for lane in self._lanes:
             lane.close()

@@ -1,0 +1,422 @@
+"""Stream of a loader: how its run is opened from the code, the loaded state and the settings; and who iterates it.
+
+`iter()` opens the run if it is not open, and raises the errors of the opening, but the iterator takes no part in the
+stream before its first `next()`. So an iterator that took no batch blocks no other, and begins no epoch. (tqdm and
+other wrappers call iter() more than once.) At its first `next()` an iterator gets the stream, and keeps it until its
+loop ends: after the last batch, by `break`, by an exception, because the iterator is dropped, or because an iterator
+that was made later takes a batch. In each of these cases the `finally` of the iterator's generator runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+from penstock.client.api.appliance import Appliance, current_appliance, current_settings
+from penstock.client.api.appliance_settings import ApplianceSettings
+from penstock.client.api.session import Session
+from penstock.client.states.code_reference import CodeReference
+from penstock.client.states.local_loader import LocalLoader
+from penstock.client.states.saved_state import BoxStart, SavedState
+from penstock.client.stream.streams import Opening, Reader, StreamRun
+from penstock.proto.batch.digest import DigestCover
+from penstock.proto.errors import NotRestartableError, PenstockError, StateMismatchError, StateUnavailableError
+from penstock.proto.state.position import Position
+
+__all__ = ["LoaderStream", "Steps"]
+
+
+class LoaderStream:
+    """Stream of a loader. Before it is opened, it is only a description; afterwards it has a Session."""
+
+    def __init__(self, reference: CodeReference, arguments: bytes, local: LocalLoader, *, replay: bool) -> None:
+        self.name, self.reference = reference.name, reference
+        self._arguments, self._local = arguments, local
+        self._replay = replay
+        self.session: Session | None = None
+        self._holder: weakref.ref[Steps] | None = None
+        """Iterator that has the stream: it took the last batch, and its loop has not ended."""
+        self._openings = 0
+        self.loaded: SavedState | None = None
+        self._strict = True
+        self.expected: ApplianceSettings | None = None
+        """Settings of the appliance that was passed to a DataExecutor of this loader."""
+        self._leaves_epoch = False
+        """True if the next loop does not resume the epoch of the loaded state, but begins the next one."""
+        self._ends_epoch = False
+        """True if the same holds, and the loaded state is that of the epoch's last batch by len()."""
+        self.asked_epoch: int | None = None
+        """Number of the next epoch by `set_epoch`; None if it was not called for it."""
+        self.drawn: int | None = None
+        """Random seed that the run will have, because a state was requested before it was open."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.session is not None:
+            raise TypeError(
+                f"{self.name}: a loader cannot be copied or pickled once it streams: save its state_dict(), and load "
+                "the state into a new DataLoader of the same input_fn"
+            )
+        return {**self.__dict__, "_holder": None}
+
+    @property
+    def step(self) -> int:
+        if self.session is not None:
+            return self.session.reader.position.step
+        return self.loaded.step if self.loaded is not None else 0
+
+    @property
+    def settings(self) -> ApplianceSettings:
+        if self.session is not None:
+            return self.session.appliance.settings
+        return self.expected if self.expected is not None else current_settings()
+
+    @property
+    def live_session(self) -> Session | None:
+        """Session whose run is open and has no error."""
+        session = self.session
+        return None if session is None or session.run.closed or session.run.error is not None else session
+
+    @property
+    def iterated(self) -> bool:
+        return self._holder is not None and self._holder() is not None
+
+    def load(self, saved: SavedState, *, strict: bool) -> None:
+        self.close()
+        self.loaded, self._strict = saved, strict
+        self._leaves_epoch = self._ends_epoch = False
+        self.drawn = None
+
+    def close(self) -> None:
+        """Close the loader's run, if it is open, and free its workers. The next executor starts from the loaded state,
+        or from the beginning without one."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.reader.close()
+            session.run.close(forget=False)
+
+    # ---- for loops
+
+    def open(self, appliance: Appliance | None) -> Session:
+        """Return the loader's session. Open the run if it is not open, so that the workers begin to make batches: this
+        takes no batch and begins no loop. `appliance`: appliance passed to the executor; None: that of the open run,
+        else current_appliance()."""
+        session = self.session
+        if session is None:
+            session = self._open(appliance if appliance is not None else current_appliance(self))
+        elif session.run.error is not None:
+            raise session.run.error
+        elif session.run.closed:
+            raise RuntimeError(
+                f"{self.name}: the stream ended at step {self.step}, because its appliance was closed. To continue, "
+                "load a state by load_state_dict(); to start again from the beginning, make a new DataLoader"
+            )
+        elif appliance is not None and appliance is not session.appliance:
+            raise RuntimeError(
+                f"{self.name} streams from {session.appliance!r} and cannot also be iterated on {appliance!r}: load "
+                "its state by load_state_dict() to move the stream, or make a second DataLoader"
+            )
+        return session
+
+    def begin(self, steps: Steps, appliance: Appliance | None) -> Session:
+        """Give the stream to an iterator that is to take its first batch, or tries again after an error. An epoch that
+        an earlier loop has left ends here."""
+        session = self.open(appliance)
+        holder = self._holder() if self._holder is not None else None
+        begins = session.beginning.acquire(blocking=False)
+        try:
+            if not begins or (holder is not None and not (holder.number < steps.number and holder.give_up())):
+                raise RuntimeError(
+                    f"{self.name}: only one loop can take the batches of a loader at a time, and another one is at "
+                    f"step {self.step}: finish the other loop, or close() its iterator, or make a second DataLoader "
+                    "for a second stream"
+                )
+            if session.leave_due:
+                session.leave_epoch(ends_epoch=self._ends_epoch)
+            self._holder, session.holder = weakref.ref(steps), steps.number
+            session.reader.thread = threading.get_ident()
+            session.run.progress.epoch_ended = False
+        finally:
+            if begins:
+                session.beginning.release()
+        return session
+
+    def check_continues(self, number: int, session: Session) -> None:
+        """Raise RuntimeError unless the iterator with this number, which took the stream in `session`, is the last one
+        that did."""
+        if self.session is not session:
+            raise RuntimeError(
+                f"{self.name}: this iterator has no further batch, because a state was loaded, or the loader was "
+                "closed, since its last one: make a new iterator by iter()"
+            )
+        if session.holder != number:
+            raise RuntimeError(
+                f"{self.name}: this iterator has no further batch, because another loop over this loader has taken "
+                f"batches since its last one (now step {self.step}), and a loader has one stream: finish one loop "
+                "before the next, or make a second DataLoader for a second stream"
+            )
+
+    def finish(self, *, left_early: bool, epoch_ended: bool) -> None:
+        """Take the stream back from the iterator that has it, after its loop has ended.
+
+        `left_early`: the loop left its epoch by `break` or an exception, so that the next loop begins the next epoch.
+        `epoch_ended`: the loop was over one epoch (without num_steps), and took it to its end.
+        """
+        self._holder = None
+        session = self.session
+        if session is None or session.run.closed:
+            return
+        session.leave_due = left_early
+        session.reader.flush()
+        if epoch_ended:
+            session.run.progress.epoch_ended = True
+            if session.appliance.settings.num_boxes > 1:
+                session.run.report()  # boxes that continue will wait for this one in their next collective
+
+    @property
+    def mid_epoch(self) -> bool:
+        """True if the present epoch has batches after the last step, or may have some because a loader has no len().
+        False before the epoch's first batch."""
+        session = self.session
+        if session is None or not any(session.reader.position.delivered):
+            return False
+        return session.expected_last() != session.reader.position.step
+
+    def leave_epoch(self, *, at_its_end: bool = False) -> None:
+        """Leave the epoch of the loaded state: the next loop begins the next epoch, as after a `break`. For frameworks
+        that limit the batches of an epoch.
+
+        at_its_end: True if the state was saved after the last batch by len(): the next loop drops batches beyond len(),
+        as it would have without a stop. On another topology the call then has no effect.
+
+        Raises StateMismatchError without `at_its_end`, if the loader that saved the state does not have all four state
+        methods.
+        """
+        if not at_its_end and self.loaded is not None and self.loaded.methods != 4:
+            raise StateMismatchError(
+                f"the loaded state of {self.name} was saved after a framework had left the loader's epoch before its "
+                "end (Lightning: limit_train_batches). A loader without aggregate_state_dict and "
+                "deaggregate_state_dict cannot start the next epoch from such a state: load a state that was saved "
+                "inside the framework's epoch, or let each epoch run to its end"
+            )
+        self._leaves_epoch, self._ends_epoch = not at_its_end, at_its_end
+
+    # ---- opening
+
+    def _open(self, appliance: Appliance) -> Session:
+        settings, saved = appliance.settings, self.loaded
+        self._check_resumes(settings)
+        cover = self._cover(settings)
+
+        def start_of(box: int) -> BoxStart:
+            start = self._start_of(settings, box)
+            start.position.by_rows = cover == DigestCover.ROWS
+            return start
+
+        start = start_of(settings.box)
+        opening = Opening(
+            reference=self.reference,
+            arguments=self._arguments,
+            make=self._local.maker,
+            start_of=start_of,
+            start=start,
+            seed=self._seed(settings),
+            # Otherwise a loader that starts over would join the run that it has just left.
+            key=f"#{self._openings}" if self._openings else "",
+            replay=self.replays(settings),
+            cover=cover,
+        )
+        run, reader = appliance.open_stream(self, opening)
+        if saved is not None:
+            reader.counts.begin(saved.counts_of(settings.box, settings.num_boxes))
+        self._openings += 1
+        position = reader.position
+        self.session = session = Session(
+            appliance,
+            run,
+            reader,
+            self.name,
+            began_at=position.step,
+            epoch_began_at=position.step - sum(position.delivered),
+            epoch_start_known=start.same_topology or position.step == 0,
+            leave_due=self._leaves_epoch or (self._ends_epoch and start.same_topology),
+        )
+        if self._leaves_epoch and not start.same_topology:
+            self.close()
+            raise StateMismatchError(
+                f"the loaded state of {self.name} was saved after a framework had left the loader's epoch before its "
+                "end (Lightning: limit_train_batches). Such a state can be resumed only with the same numbers of boxes "
+                "and workers: use the same numbers, or load a state that was saved inside the framework's epoch"
+            )
+        weakref.finalize(self, _abandon, run, reader).atexit = False
+        return session
+
+    def _check_resumes(self, settings: ApplianceSettings) -> None:
+        saved = self.loaded
+        if saved is not None and settings.synthetic:
+            raise NotRestartableError(
+                f"a state of {self.name} was loaded, but Appliance(synthetic=True), which repeats the first batch of "
+                "each worker, cannot resume: load no state, or leave out synthetic= and PENSTOCK_SYNTHETIC"
+            )
+        if saved is not None and saved.methods == 0 and saved.positions and not self.replays(settings):
+            raise NotRestartableError(
+                f"the loaded state of {self.name} was saved with Appliance(replay=True) and can be resumed only with "
+                "the same setting: pass Appliance(replay=True)"
+            )
+
+    def _seed(self, settings: ApplianceSettings) -> int | None:
+        """Return the seed of the run to open; None: a random one."""
+        saved, seed = self.loaded, settings.seed
+        if seed is not None and self.drawn not in (None, seed):
+            raise StateMismatchError(
+                f"seed must be {self.drawn}, the random seed that a state of {self.name} got when it was taken before "
+                f"the first loop, got Appliance(seed={seed}): take the state once the loop has begun, or inside `with "
+                "Appliance(...)`"
+            )
+        if saved is None:
+            return self.drawn if seed is None else seed
+        if seed is None and saved.seed is None and not saved.by_hand:
+            raise StateMismatchError(
+                f"the loaded state of {self.name} has no seed, because an older Penstock saved it before the first "
+                "loop. Pass Appliance(seed=...), or start without the state"
+            )
+        if seed is not None and saved.seed not in (None, seed):
+            raise StateMismatchError(
+                f"seed must be {saved.seed}, as in the loaded state of {self.name}, got Appliance(seed={seed}): leave "
+                "out seed= and PENSTOCK_SEED, or start without a state"
+            )
+        return saved.seed if seed is None else seed
+
+    def _cover(self, settings: ApplianceSettings) -> DigestCover:
+        saved = self.loaded if self.loaded is not None and self.loaded.positions else None
+        if settings.digest is None:
+            return DigestCover.SAMPLE if saved is None else saved.cover
+        cover = DigestCover[settings.digest.upper()]
+        if saved is not None and cover != saved.cover:
+            raise StateMismatchError(
+                f"digest must be {saved.cover.name.lower()!r}, as in the loaded state of {self.name}, got "
+                f"Appliance(digest={settings.digest!r}): leave out digest= and PENSTOCK_DIGEST, or start without a "
+                "state"
+            )
+        return cover
+
+    def replays(self, settings: ApplianceSettings) -> bool:
+        """Return True if the loader can be saved even without state methods, by replay of its batches."""
+        return self._replay or settings.replay
+
+    def _start_of(self, settings: ApplianceSettings, box: int) -> BoxStart:
+        saved = self.loaded
+        if saved is None:
+            start = BoxStart(Position.start(settings.slots_per_box).to_proto(), b"", False)
+        else:
+            start = saved.start(box, settings.num_boxes, settings.slots_per_box, strict=self._strict)
+        begins = saved is None or saved.step == 0 or start.anew  # an epoch from its beginning
+        if begins and self.asked_epoch not in (None, start.position.epoch):
+            start.position.labels.add(epoch=start.position.epoch, label=self.asked_epoch)
+        return start
+
+    def seed_to_come(self, settings: ApplianceSettings) -> int:
+        """Return the seed that the run will have when it is opened. If the user gave none, draw one now: a state
+        without a seed could be resumed in a run with another order of samples."""
+        if settings.seed is not None:
+            return settings.seed
+        if settings.num_boxes > 1:
+            raise StateUnavailableError(
+                f"{self.name}: no state is available before the first loop, because the boxes have not agreed on a "
+                "random seed yet. Pass Appliance(seed=...), or take the state once the loop has begun"
+            )
+        if self.drawn is None:
+            self.drawn = secrets.randbits(63)
+        return self.drawn
+
+
+class Steps(Iterator[Any]):
+    """Iterator that a loop holds: a generator of batches that is made when the loop takes its first one.
+
+    batches: function that returns the generator, from the session and the number of the last step before the loop's
+    first one.
+
+    After an error of `next`, such as a DeadlineError or Ctrl-C, no batch is lost, and the loader is free for other
+    loops. If there was none, `next` may be called again, and tries again to get the same batch.
+    """
+
+    def __init__(
+        self,
+        stream: LoaderStream,
+        appliance: Appliance | None,
+        batches: Callable[[Session, int], Generator[Any, None, None]],
+    ) -> None:
+        self.number = next(_numbers)
+        """Number of the iterator in this process: one that was made later has a higher number."""
+        self._stream, self._appliance, self._batches_from = stream, appliance, batches
+        self._batches: Generator[Any, None, None] | None = None
+        self._session: Session | None = None
+        """Session in which the iterator took the stream; None before its first `next`."""
+        self._first = 0
+        """Number of the last step before the loop's first one."""
+
+    def __next__(self) -> Any:
+        batches = self._batches
+        if batches is None:
+            batches = self._batches = self._begin()
+        try:
+            return next(batches)
+        except StopIteration:
+            raise
+        except PenstockError as error:
+            self._batches = None  # finished by the error
+            raise error.with_traceback(None) from error.__cause__  # the generator's frame says nothing to users
+        except BaseException as error:
+            if _runs(batches):
+                raise RuntimeError(
+                    f"{self._stream.name}: next() of an iterator was called while another thread was in "
+                    "its next(): let one thread iterate, or guard next() by a lock"
+                ) from error
+            self._batches = None  # finished by the error
+            raise
+
+    def _begin(self) -> Generator[Any, None, None]:
+        if self._session is not None:
+            self._stream.check_continues(self.number, self._session)
+        try:
+            session = self._stream.begin(self, self._appliance)
+        except PenstockError as error:
+            raise error.with_traceback(None) from error.__cause__
+        if self._session is None:
+            self._session, self._first = session, session.reader.position.step
+        return self._batches_from(session, self._first)
+
+    def give_up(self) -> bool:
+        """End the loop, as `break` does, because a later iterator takes a batch. Return False if that is not possible,
+        because another thread is in `next`."""
+        batches = self._batches
+        if batches is not None:
+            if _runs(batches):
+                return False
+            batches.close()
+            self._batches = None
+        return True
+
+    def close(self) -> None:
+        """End the loop, as `break` does."""
+        if self._batches is None:
+            self._batches = (batch for batch in list[Any]())
+        self._batches.close()
+
+
+def _runs(generator: Generator[Any, None, None]) -> bool:
+    return inspect.getgeneratorstate(generator) == inspect.GEN_RUNNING
+
+
+_numbers = itertools.count(1)
+
+
+def _abandon(run: StreamRun, reader: Reader) -> None:
+    """Let the run of a garbage-collected loader be closed. Its watch thread does so, because this function may run
+    inside the garbage collector."""
+    run.abandoned = True
+    reader.close()

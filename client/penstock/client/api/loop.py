@@ -1,0 +1,170 @@
+"""Loop over the stream of a loader: number of steps, epochs, checkpoint steps.
+
+An epoch that the loop leaves by `break` ends when the next loop takes its first batch, not at the `break`. Until then
+the state is that of the last step, in the middle of the epoch. If the loop leaves after the epoch's last batch, the
+epoch counts as complete, not as abandoned. (len() of the loaders tells which batch is the last.) An epoch that a
+persistent loop leaves does not end: the next loop continues with the next batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from threading import get_ident
+from typing import Any
+
+from penstock.client.api.appliance import Appliance
+from penstock.client.api.loader_stream import LoaderStream, Steps
+from penstock.client.api.scopes import EnteredScope
+from penstock.client.api.session import Session
+from penstock.client.states.code_reference import forbid_in_runner
+from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
+from penstock.client.stream.streams import EPOCH_ENDED, StreamStats
+from penstock.proto.errors import EmptyInputError, PenstockError
+from penstock.proto.state.position import EPOCHS_AHEAD
+from penstock.runtime.telemetry.progress import Progress
+from penstock.runtime.telemetry.units import INPUT_BOUND, percent, rate
+
+__all__ = ["Loop", "iterating"]
+
+
+class Loop:
+    """Loop over a stream; its parameters are those of DataExecutor. It may be iterated again."""
+
+    def __init__(
+        self,
+        stream: LoaderStream,
+        num_steps: int | None = None,
+        schedule: CheckpointSchedule | None = None,
+        appliance: Appliance | None = None,
+        *,
+        persistent: bool = False,
+        rest_only: bool = False,
+    ) -> None:
+        self._stream, self._num_steps, self._appliance = stream, num_steps, appliance
+        self._schedule = schedule or CheckpointSchedule()
+        self._persistent, self._rest_only = persistent, rest_only
+        self.session: Session | None = None
+        """Session of the present or last iteration."""
+        self.first = 0
+        """Number of the last step before the first step of the present or last iteration."""
+        self._last: int | None = None
+
+    @property
+    def on_final_iteration(self) -> bool:
+        if self.session is None:
+            return False
+        last = self._last if self._num_steps is not None or self._last is not None else self.session.expected_last()
+        return last is not None and self._stream.step >= last
+
+    @property
+    def on_checkpoint_step(self) -> bool:
+        step = self._stream.step
+        if step < 1 or self.session is None:
+            return False
+        return step in self._schedule or (self._schedule.and_last and step == self._last)
+
+    def __iter__(self) -> Iterator[Any]:
+        forbid_in_runner("iterating a DataExecutor")
+        if self._num_steps == 0:
+            return iter(())
+        try:
+            self._stream.open(self._appliance)
+        except PenstockError as error:
+            raise error.with_traceback(None) from error.__cause__  # the frames of the opening do not help the user
+        return Steps(self._stream, self._appliance, self._batches)
+
+    def _batches(self, session: Session, first: int) -> Generator[Any, None, None]:
+        """Yield the batches of the loop whose first step is `first + 1`, from the next one on."""
+        stream, schedule = self._stream, self._schedule
+        reader, position = session.reader, session.reader.position
+        self.session, self.first, first_epoch = session, first, position.epoch
+        self._last = stop = None if self._num_steps is None else first + self._num_steps
+        line: _ProgressLine | None = None
+        left_early = False
+        _iterating.enter(self)
+        try:
+            if session.appliance.settings.progress:
+                line = _ProgressLine(stream.name, reader.stats, position.step)
+            ahead = 0 if stop is None else EPOCHS_AHEAD
+            reader.open_epochs(position.epoch + ahead, stream.asked_epoch)
+            announced = reader.announce(schedule, stop)
+            while stop is None or position.step < stop:
+                batch = self._next(session)
+                if batch is EPOCH_ENDED:
+                    session.epoch_ended()
+                    if stop is None and (position.step > first or self._rest_only):
+                        break
+                    # One epoch was requested, but the position is the very end of an epoch: take the next epoch.
+                    reader.open_epochs(position.epoch + ahead, stream.asked_epoch)
+                    announced = reader.announce(schedule, self._last)
+                    continue
+                step = position.step
+                if step == first + 1:
+                    session.check_epoch(stream.asked_epoch)
+                    stream.asked_epoch = None
+                    if stop is None and schedule.and_last:
+                        self._last = session.expected_last()
+                        announced = step
+                if announced is not None and step >= announced:
+                    announced = reader.announce(schedule, self._last)
+                if line is not None:
+                    line.update(step)
+                if session.run.ended_boxes:
+                    session.warn_of_ended(step)
+                if session.run.box_apart is not None:
+                    session.tell_apart(step)
+                left_early = stop is None and not self._persistent
+                yield batch
+                left_early = False
+                del batch  # do not keep it alive while the loop waits for the next one
+                reader.thread = get_ident()  # a prefetching thread may go on with what another one began
+            self._last = position.step
+        finally:
+            _iterating.leave(self)
+            if line is not None:
+                line.finish()
+            stream.finish(left_early=left_early, epoch_ended=stop is None and position.epoch > first_epoch)
+
+    def _next(self, session: Session) -> Any:
+        try:
+            return session.reader.next()
+        except EmptyInputError:
+            raise session.empty() from None
+        except PenstockError as error:
+            raise error.with_traceback(None) from error.__cause__  # nor do those of the reader
+
+
+class _ProgressLine:
+    """Line on standard error with a loop's steps per second, and the share of its time that it waits for batches."""
+
+    def __init__(self, label: str, stats: StreamStats, step: int) -> None:
+        self._label, self._stats, self._line = label, stats, Progress()
+        self._shown_step, self._shown_waited = step, stats.waited_s
+        self.finish = self._line.finish
+
+    def update(self, step: int) -> None:
+        seconds, stats = self._line.due(), self._stats
+        if not seconds:
+            return
+        per_s = (step - self._shown_step) / seconds
+        waited = min(1.0, (stats.waited_s - self._shown_waited) / seconds)
+        line = f"{self._label}: step {step}, {rate(per_s)} steps/s, waiting for data {percent(waited)}"
+        if waited > INPUT_BOUND and stats.waited_by_worker:
+            line += f" (most for {max(stats.waited_by_worker, key=lambda worker: stats.waited_by_worker[worker])})"
+        self._line.show(line)
+        self._shown_step, self._shown_waited = step, stats.waited_s
+
+
+_iterating: EnteredScope[Loop] = EnteredScope(
+    "penstock-loops",
+    "one DataExecutor must be iterating for this thread, got {count} in other threads: call a checkpoint_closure in "
+    "the thread of its loop",
+    # A reference cycle may keep an abandoned loop alive, which then never reaches its end.
+    lambda loop: loop.session is not None and not loop.session.run.closed,
+)
+
+
+def iterating() -> Loop | None:
+    """Return the loop that is running in this thread, the innermost if loops are nested. In a thread without a loop,
+    return the only one that is running in other threads, or None. Raises AmbiguousContextError if several are."""
+    return _iterating.innermost()

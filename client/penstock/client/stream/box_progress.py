@@ -1,0 +1,146 @@
+"""Progress of a box, which the training thread writes, and another thread reports to the coordinator."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock.proto.errors import ProtocolError
+from penstock.proto.state.counts import MOST_GROUPS, Rows, is_whole, merged_rows, read_changes
+from penstock.proto.state.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["BoxProgress", "DeliveredCounts", "EpochStarts"]
+
+MOST_EPOCH_STARTS = 256
+"""Largest number of epoch starts that are kept and reported; equal to the coordinator's limit
+(Limits.epoch_starts_at_once)."""
+SLOTS_IN_ALL = 1 << 15
+"""Largest number of worker slots in all kept epoch starts together, so that a report of a box with many slots stays
+small."""
+FOLDED_AT = 64
+"""Number of batches of a slot after which the counts that came with them are decoded and added up. Until then they are
+kept as bytes, so that a batch costs the training thread little."""
+
+
+class EpochStarts:
+    """Positions at which the box began its newest epochs. The training thread adds them, and the watch thread reports
+    those that no answered report had.
+
+    The coordinator computes the box's position at an earlier step from a known position before it, and from the batches
+    after which each slot ended its epochs. It may lack both: reports come every few seconds and may skip whole epochs,
+    a restarted coordinator has had none (it requests all starts), and a slot's new runner does not know the ends of
+    epochs before its restart point. An epoch's start also tells after which batches the slots ended the epoch before.
+    """
+
+    def __init__(self) -> None:
+        self._starts: tuple[records_pb2.BoxPosition, ...] = ()
+        self._confirmed = -1
+        """Number of the newest epoch whose start was in an answered report; -1: none."""
+
+    def add(self, position: Position) -> None:
+        most = max(1, min(MOST_EPOCH_STARTS, SLOTS_IN_ALL // len(position.total)))
+        self._starts = (*self._starts, position.to_proto())[-most:]
+
+    def put_into(self, request: pb.WatchRunRequest) -> None:
+        """Put the unconfirmed starts into a report. Leave out epochs after the epoch of the position in the report: the
+        training thread may have begun one meanwhile."""
+        starts, confirmed = self._starts, self._confirmed
+        request.epoch_starts.extend(start for start in starts if confirmed < start.epoch <= request.delivered.epoch)
+        request.omits_epoch_starts = bool(starts) and starts[0].epoch <= confirmed
+
+    def answered(self, request: pb.WatchRunRequest, reply: pb.WatchRunReply) -> None:
+        if reply.wants_epoch_starts:
+            self._confirmed = -1
+        elif request.epoch_starts:
+            self._confirmed = max(self._confirmed, request.epoch_starts[-1].epoch)
+
+
+class DeliveredCounts:
+    """Counts of the samples and tokens in the delivered batches of a box, one row for each (source, key). A batch comes
+    with the rows whose counts it changed. The training thread takes these; any thread may read the sums over all
+    slots."""
+
+    def __init__(self, slots: int) -> None:
+        self._changes: list[deque[bytes]] = [deque() for _ in range(slots)]
+        self._rows: list[Rows] = [{} for _ in range(slots)]
+        self._lock = threading.Lock()
+
+    def begin(self, rows: Rows) -> None:
+        """Begin with the counts of a loaded state. Those of the whole box are kept as those of slot 0, because the
+        loader of slot 0 continues them."""
+        with self._lock:
+            self._rows[0] = dict(rows)
+
+    def take(self, slot: int, changes: bytes) -> None:
+        """Add the changed counts that came with a delivered batch of a slot (penstock.proto.state.counts). Raises
+        ProtocolError if FOLDED_AT changes wait and one of them is malformed."""
+        kept = self._changes[slot]
+        if is_whole(changes):
+            kept.clear()  # these are all counts of the slot, not only changed ones
+        kept.append(changes)
+        if len(kept) >= FOLDED_AT:
+            with self._lock:
+                self._fold(slot)
+
+    def rows(self) -> Rows:
+        """Return the counts of all slots together. Raises ProtocolError if a slot sent malformed counts."""
+        with self._lock:
+            for slot in range(len(self._rows)):
+                self._fold(slot)
+            return merged_rows(self._rows)
+
+    def _fold(self, slot: int) -> None:
+        changes = self._changes[slot]
+        while True:
+            try:
+                newest = changes.popleft()  # the training thread may clear the queue meanwhile
+            except IndexError:
+                return
+            rows = read_changes(newest)
+            self._rows[slot] = rows = rows if is_whole(newest) else {**self._rows[slot], **rows}
+            if len(rows) > MOST_GROUPS:
+                raise ProtocolError(
+                    f"a loader must count at most {MOST_GROUPS} groups (pairs of source and key), got {len(rows)}: use "
+                    "fewer sources or keys"
+                )
+
+
+@dataclass
+class BoxProgress:
+    """Progress of a box. Values are replaced as a whole, so that the reporting thread reads whole values; only the
+    numbers in `waited_by_slot` are increased in place."""
+
+    position: Callable[[], records_pb2.BoxPosition | None] = lambda: None
+    waiting_for: int = 0
+    """1 + number of the slot for whose batch the loop waits; 0 if it does not wait."""
+    waiting_since: float = 0.0
+    """Start of the present wait, a time of time.monotonic()."""
+    waited_by_slot: list[float] = field(default_factory=list)
+    """Seconds for which the loop has waited for each slot's batches. Assign a new list to start again from 0."""
+    epoch_ended: bool = False
+    unreachable: Callable[[], list[tuple[int, int, str]]] = list
+    """Function that returns (slot, generation, reason) for each slot on a worker that this host cannot reach."""
+    counts: DeliveredCounts | None = None
+    """None before the run has a reader."""
+    abandoned: tuple[tuple[int, int], ...] = ()
+    """Pairs (epoch, last step) of the epochs that were abandoned."""
+    epoch_starts: EpochStarts = field(default_factory=EpochStarts)
+    _reported_waits: tuple[list[float], list[float]] = field(default=([], []))
+
+    def waits(self) -> list[float]:
+        """Return the seconds for which the loop has waited for each slot so far, including the present wait. A value
+        never decreases, even if the training thread has just ended a wait and not yet added it to the list."""
+        counted = self.waited_by_slot
+        seconds, slot = list(counted), self.waiting_for - 1
+        if 0 <= slot < len(seconds):
+            seconds[slot] += max(0.0, time.monotonic() - self.waiting_since)
+        reported_list, before = self._reported_waits
+        if reported_list is counted:
+            seconds = [max(pair) for pair in zip(before, seconds, strict=True)]
+        self._reported_waits = (counted, seconds)
+        return seconds
