@@ -1,19 +1,14 @@
-"""Embedded mode: coordinator and worker daemon as a child of the training process, started by `Appliance()` without an
+"""Embedded mode: coordinator and worker daemon as a child of the training process, for `Appliance()` without an
 address.
 
-Coordinator and worker daemon are one child process (embedded_daemons.py). The child communicates with the training
+Both daemons are one child process (embedded_daemons.py), started by its file's path. It communicates with the training
 process over a Unix socket in a temporary folder that is private to this user. So ports cannot collide, and no other
 user can create a socket of this name. The one of the two processes that ends last removes the folder. The child has a
-session of its own: a Ctrl-C in the terminal reaches only the training script, which may still save its state. The child
-watches the training process by a pidfd and ends with it, also when the training process is killed.
+session of its own: a Ctrl-C in the terminal reaches only the training script, which may still save its state. It
+watches the training process by a pidfd and ends with it, also when that is killed.
 
 The child's output, including that of user code in the runners, goes through a pipe to this process's stderr. The last
-lines are kept for the error message if the child does not start, or dies. This module has one thread, which copies the
-lines from the pipe to stderr and detects the child's death.
-
-Packages of client, coordinator and worker never import each other. Only embedded_daemons.py imports the coordinator and
-the worker, and this module starts it by its file's path.
-"""
+lines are kept for the error message if the child does not start, or dies."""
 
 from __future__ import annotations
 
@@ -45,7 +40,7 @@ __all__ = ["Embedded"]
 
 DAEMONS = Path(__file__).with_name("embedded_daemons.py")
 TAIL_LINES = 40
-"""Number of last lines of the daemons' output that are kept, to be shown in error messages."""
+"""Number of last lines of the daemons' output that error messages show."""
 STOP_S = 8.0
 """Seconds within which the daemons must end after SIGTERM."""
 PROBE_S = 0.01
@@ -57,15 +52,10 @@ BUDGET = "PENSTOCK_COORDINATOR_BUDGET"
 """Environment variable with the largest size of all snapshots that the embedded coordinator holds, such as "4GiB", like
 `penstock coordinator --budget`."""
 _NOT_FOR_DAEMONS = (*TORCHRUN, "TORCH_NCCL_*", "PENSTOCK_*", "PYTHONHASHSEED")
-"""Environment variables of the training process that the daemons do not inherit."""
 
 
 class Embedded:
-    """Child process with both daemons, coordinator and worker. `close` may be called more than once. In a fork of the
-    training process, `close` does nothing.
-
-    `on_death`: function that this object's thread calls with a PenstockError if the daemons end before `close`.
-    """
+    """Child process with both daemons. `on_death` is called, in a thread, with an error if they end before `close`."""
 
     def __init__(self, on_death: Callable[[PenstockError], None]) -> None:
         if not sys.executable:
@@ -84,8 +74,7 @@ class Embedded:
         self.address = f"unix:{self._socket}"
         self.token = secrets.token_urlsafe(24)
         self._command_token = secrets.token_urlsafe(24)
-        """Credential token for this user's commands. It has the role admin, with which no run can be opened and no
-        worker registered."""
+        """Credential token of the role admin for this user's commands, with which no run can be opened."""
         self._pid = os.getpid()
         self._on_death = on_death
         self._closing = False
@@ -120,8 +109,8 @@ class Embedded:
     # ---- starting
 
     def announce(self, job: str) -> None:
-        """Write the announcement, a file by which this user's commands find the coordinator, so that `penstock status`
-        needs no setting. An error in writing is ignored, because training does not need the announcement."""
+        """Write the file by which this user's commands find the coordinator, so that `penstock status` needs no
+        setting."""
         token_file = self._folder.path / "token"
         with contextlib.suppress(OSError, ProcessLookupError):
             write_whole(token_file, f"admin:{self._command_token}\n".encode(), mode=0o600, sync=False)
@@ -137,11 +126,8 @@ class Embedded:
             )
 
     def wait_until_up(self, deadline: float, waiting: Callable[[], None]) -> None:
-        """Wait until the coordinator accepts connections. Raises PenstockError, with the daemons' last output, if the
-        daemons end first or the deadline passes.
-
-        `deadline`: a time of time.monotonic(). `waiting`: called repeatedly during the wait.
-        """
+        """Wait until the coordinator accepts connections. Raises PenstockError, with the daemons' last output, if they
+        end first or the deadline, a time of time.monotonic(), passes. `waiting` is called repeatedly."""
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -162,8 +148,7 @@ class Embedded:
     # ---- the thread
 
     def _attend(self) -> None:
-        """Copy the daemons' output to stderr until the daemons have ended. If they ended before `close`, call
-        `on_death`. Runs in a thread of its own."""
+        """Copy the daemons' output to stderr until they have ended, in a thread."""
         watched = [self._out.fileno(), self.process.fileno()]
         while True:
             ready = wait_for_any(watched)
@@ -195,28 +180,26 @@ class Embedded:
         return not self._out.ended
 
     def _read_rest(self) -> None:
-        """Copy the output that is still in the pipe after the daemons have ended. The method does not wait for the end
-        of the pipe, because runners that are still alive keep the pipe open."""
+        """Copy what is still in the pipe, without waiting for its end, because runners that are still alive keep it
+        open."""
         for _ in range(TAIL_LINES):
             if not readable(self._out.fileno(), 0) or not self._forward():
                 return
 
     def _last_words(self) -> str:
-        """Return the last lines of the daemons' output, for an error message."""
         lines = [*self._tail, self._out.rest.decode(errors="backslashreplace")] if self._out.rest else [*self._tail]
         return ":\n" + "\n".join(lines) if lines else " (it wrote none)"
 
     # ---- closing
 
     def let_go(self) -> None:
-        """Send SIGTERM to the daemons without waiting for their end. The finalizer of an Appliance that was not closed
-        calls this method, perhaps inside the garbage collector, where waiting is not allowed."""
+        """Send SIGTERM to the daemons without waiting, because the garbage collector may call this method."""
         if os.getpid() == self._pid and not self._closing:
             self._closing = True
             self.process.send(signal.SIGTERM)
 
     def close(self) -> None:
-        """Stop the daemons, and wait at most STOP_S for their end. They are killed after that."""
+        """Stop the daemons; they are killed after STOP_S. May be called again; does nothing in a fork."""
         if os.getpid() != self._pid:
             return
         with self._lock:

@@ -25,17 +25,15 @@ __all__ = ["HostGroup", "open_group"]
 
 
 class HostGroup:
-    """Group of ranks of the job. Each rank of the group must make a HostGroup with the same `ranks`. If several groups
-    have the same ranks, all of these ranks must make them in the same order.
+    """Group of ranks of the job. Each rank of the group must make a HostGroup with the same `ranks`, and several with
+    the same ranks in the same order.
 
-    The constructor and each method raise RuntimeError if another rank of the group does not take part within
-    `timeout_s`.
+    The constructor and each method raise RuntimeError if another rank does not take part within `timeout_s`. All ranks
+    of a group must pass tensors of the same shape and dtype.
 
     Args:
         ranks: ranks of the job, in the same order on every rank of the group.
-        rank: number of this rank in the job.
-        timeout_s: longest wait for the other ranks, in seconds.
-    """
+        rank: number of this rank in the job."""
 
     def __init__(self, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
         made = _made[tuple(ranks)]
@@ -47,40 +45,32 @@ class HostGroup:
         self._group: Any = dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s))
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
-        """Send a tensor to another rank of the group, which must call `receive`. `rank`: the other rank's number in the
-        job."""
+        """Send a tensor to another rank of the group (its number in the job), which must call `receive`."""
         self._group.send([tensor], self._ranks.index(rank), 0).wait()
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        """Receive into `tensor` the tensor that another rank sends, which must have the same shape and dtype. `rank`:
-        the other rank's number in the job."""
         self._group.recv([tensor], self._ranks.index(rank), 0).wait()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Copy the tensor of the group's first rank into `tensor` on all other ranks. Shape and dtype must be the same
-        on all ranks."""
+        """Copy the tensor of the group's first rank into `tensor` on all other ranks."""
         self._group.broadcast(tensor, root=0).wait()
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Replace `tensor` on every rank by the elementwise sum of all ranks' tensors, which must have the same shape
-        and dtype."""
+        """Replace `tensor` on every rank by the elementwise sum of all ranks' tensors."""
         self._group.allreduce(tensor, dist.ReduceOp.SUM).wait()
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors that the ranks of the group pass, in the group's order. All must have the same shape and
-        dtype."""
+        """Return the tensors that the ranks of the group pass, in the group's order."""
         found = [torch.empty_like(tensor) for _ in self._ranks]
         self._group.allgather([found], [tensor]).wait()
         return found
 
 
 _made: Counter[tuple[int, ...]] = Counter()
-"""Number of groups that this process has made so far, by the ranks of the group. The number is the same on all ranks of
-a group, and makes the names of several groups of the same ranks differ."""
+"""Number of groups that this process has made of these ranks. It is the same on all of them, and makes the names of
+several groups of the same ranks differ."""
 
 
 def open_group(ranks: Sequence[int], rank: int, timeout_s: float) -> HostGroup | None:
-    """Return a new HostGroup of these ranks; None for a single rank, which needs no group. `rank`: this process's
-    number in the job. Every rank in `ranks` must make this call. If one does not, RuntimeError is raised after
-    `timeout_s` seconds."""
+    """Return a new HostGroup of these ranks; None for a single rank, which needs no group."""
     return HostGroup(ranks, rank, timeout_s) if len(ranks) > 1 else None

@@ -4,12 +4,9 @@ A job that already exports metrics registers `collector()` in addition:
 
     REGISTRY.register(penstock.client.metrics.collector())
 
-A job that exports no metrics yet passes `Appliance(http="127.0.0.1:9400")`, or sets PENSTOCK_HTTP. This starts a small
-server, which runs until the process ends. All appliances of a process share one server.
-
-A scrape (a request by Prometheus) runs on a thread of its own and reads only figures that the training loop keeps
-anyway, so a scrape costs the loop nothing.
-"""
+Any other job passes `Appliance(http="127.0.0.1:9400")`, or sets PENSTOCK_HTTP. This starts a small server for all
+appliances of the process, which runs until the process ends. A scrape runs on a thread of its own and reads only
+figures that the training loop keeps anyway."""
 
 from __future__ import annotations
 
@@ -117,7 +114,7 @@ def _count_sources(found: MetricReadings, reader: Reader, of: dict[str, Any]) ->
 
 
 def _resident(pid: int) -> int:
-    """Return the resident memory (RSS) of the process with this id in bytes; 0 if the process has ended."""
+    """Return the resident memory (RSS) of a process in bytes; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -129,13 +126,9 @@ def _resident(pid: int) -> int:
 
 
 class _Server:
-    """Holder of this process's metrics server."""
-
     lock = threading.Lock()
     web: WebServer | None = None
-    """Metrics server of this process; None before the server is started."""
     listen = ""
-    """Address "host:port" that was passed to open_web() when the server was started; "" before that."""
 
 
 def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
@@ -144,16 +137,14 @@ def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
     Args:
         listen: "host:port". Ranks that torchrun starts on one host share this value: each takes port + its local rank.
             Port 0: a free port.
-        local_rank: number of this process among the ranks of this host, from 0.
-        tokens: credential tokens. A reader on another machine must send one of them. On loopback no token is needed.
+        tokens: credential tokens, one of which a reader on another machine must send.
         tls: certificate and key of the server; None: no TLS.
 
     Raises:
-        InvalidArgumentError: `listen` is not an address, or is not the address of the server that runs already;
+        InvalidArgumentError: `listen` is not an address, or another one than that of the server that runs already;
             prometheus-client is not installed.
         PortTakenError: another process uses the port.
-        UnsafeBindError: the address is not loopback, and there is no certificate.
-    """
+        UnsafeBindError: the address is not loopback, and there is no certificate."""
     check_address(listen)
     with _Server.lock:
         if _Server.web is None:

@@ -1,13 +1,8 @@
 """Conversion of torch's DataLoader, or of the arguments for one, into the input_fn of a Penstock loader.
 
-    DataLoader(dataset, batch_size=32, shuffle=True) ──┐
-                                                       ├── taken_over ──> input_fn and its arguments
-    wrap(torch_loader) ────────────────────────────────┘
-
-Arguments that control how torch makes batches ahead (`num_workers`, `pin_memory`, `prefetch_factor`, ...) are ignored,
-because Penstock's workers make the batches. An argument is refused with an error if Penstock cannot reproduce the order
-of samples that it requests, such as a sampler of the user's own class.
-"""
+Arguments that control how torch makes batches ahead are ignored, because Penstock's workers make the batches. An
+argument is refused if Penstock cannot reproduce the order of samples that it requests, such as a sampler of the user's
+own class."""
 
 from __future__ import annotations
 
@@ -40,31 +35,23 @@ _AHEAD = {
     "prefetch_factor",
     "persistent_workers",
 }
-"""Arguments that control how torch makes batches ahead. They are ignored, because Penstock's workers make batches
-ahead, and Appliance(device=) pins memory."""
 
 
 @dataclass(frozen=True)
 class TakenOver:
-    """input_fn that returns a loader of the batches of a torch DataLoader, and the arguments to call this input_fn
-    with."""
+    """input_fn that returns a loader of the batches of a torch DataLoader, and its arguments."""
 
     input_fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     replay: bool
-    """True if the loader that input_fn returns has no state methods, so that its states are restored by a replay of the
-    epoch."""
+    """True if that loader has no state methods, so that its states are restored by replay."""
 
 
 def taken_over(thing: Any, *args: Any, **kwargs: Any) -> TakenOver:
-    """Return the input_fn that replaces a torch DataLoader. `thing`: the torch DataLoader; or a dataset, with the other
-    arguments of torch's DataLoader in `args` and `kwargs`.
-
-    Raises:
-        TypeError: `thing` is neither a torch DataLoader nor a dataset.
-        InvalidArgumentError: Penstock cannot reproduce the order that an argument requests.
-    """
+    """Return the input_fn that replaces a torch DataLoader, or that reads a dataset as torch's DataLoader would with
+    these arguments. Raises TypeError for anything else, and InvalidArgumentError if Penstock cannot reproduce the order
+    that an argument requests."""
     if isinstance(thing, TorchLoader):
         return _from_loader(thing)
     is_dataset = isinstance(thing, torch.utils.data.Dataset) or (
@@ -94,14 +81,8 @@ def _from_arguments(
     generator: torch.Generator | None = None,
     **ahead: Any,
 ) -> TakenOver:
-    """Return the input_fn for a dataset and the arguments of torch's DataLoader, which have torch's names and defaults.
-    Those in `_AHEAD`, such as `num_workers`, have no effect. A shuffled order follows from the initial seed of
-    `generator`, or from the run's seed without a generator.
-
-    Raises:
-        InvalidArgumentError: Penstock cannot reproduce the effect of an argument; the error names the argument.
-        TypeError: torch's DataLoader has no such argument.
-    """
+    """Return the input_fn for a dataset and the arguments of torch's DataLoader. A shuffled order follows from the
+    initial seed of `generator`, or from the run's seed without a generator."""
     if not ahead.pop("in_order", True):
         raise _refused("in_order", False, "batches always come in order, so that a position is exact. Leave it out")
     unknown = ahead.keys() - _AHEAD
@@ -126,10 +107,6 @@ def _from_arguments(
 
 
 def _from_loader(loader: TorchLoader[Any]) -> TakenOver:
-    """Return the input_fn for an existing torch DataLoader, without reading a batch.
-
-    Raises InvalidArgumentError if Penstock cannot reproduce the order of the loader's sampler.
-    """
     of_torch = loader.collate_fn in (torch.utils.data.default_collate, torch.utils.data.default_convert)
     collate_fn = None if of_torch else loader.collate_fn
     if isinstance(loader.dataset, IterableDataset):
@@ -152,15 +129,12 @@ _INPUT_FN = (
 class _Order:
     shuffle: bool
     indices: Sequence[int] | None = None
-    """Indices of the samples to read, in the order of reading if `shuffle` is False; None: all samples of the
-    dataset."""
+    """Indices of the samples to read, in order if `shuffle` is False; None: all samples of the dataset."""
     num_samples: int | None = None
     """Number of samples in an epoch; None: each index is read once."""
 
 
 def _ordered_by(sampler: Any) -> _Order:
-    """Return the order in which a sampler yields indices. Raises InvalidArgumentError for a sampler that is not of
-    torch's own classes, or draws with replacement."""
     if type(sampler) is SequentialSampler:
         return _Order(shuffle=False)
     if type(sampler) is RandomSampler and not sampler.replacement:

@@ -1,14 +1,13 @@
-"""The class Appliance: a training process's connection to the coordinator and workers that make its batches.
+"""Appliance: a training process's connection to the coordinator and workers that make its batches.
 
-An `Appliance` consists of settings and a connection. Without an address it starts coordinator and worker daemon as a
-child of this process (under torchrun, local rank 0 does so for all ranks of the machine); with `num_workers_per_box=0`
-it starts nothing, and batches are made in this process. Loaders open runs on an appliance: one run for each loader.
-Closing the appliance closes its runs. The end of its `with`, or the exit of the interpreter, closes the appliance.
+Without an address it starts coordinator and worker daemon as a child of this process (under torchrun, local rank 0 does
+so for all ranks of the machine); with `num_workers_per_box=0` it starts nothing, and batches are made in this process.
+Loaders open runs on an appliance: one run for each loader. The end of its `with`, or the exit of the interpreter,
+closes the appliance and its runs.
 
 Loaders that are iterated without naming an appliance share one: the innermost that is open in a `with` of the thread,
-else the only one that is open in a `with` of another thread (scopes.py). Without such an appliance, loaders share a
-default one made from the environment, which is closed when the last loader that used it is garbage-collected.
-"""
+else the only one that is open in a `with` of another thread (scopes.py), else a default one made from the environment,
+which is closed when the last loader that used it is garbage-collected."""
 
 from __future__ import annotations
 
@@ -184,7 +183,7 @@ class Appliance:
         _open.add(self)
 
     metrics_url = ""
-    """URL of the page with this process's metrics; "" if `http` was not passed."""
+    """URL of the page with this process's metrics; "" without `http`."""
 
     def _describe(self, settings: ApplianceSettings) -> None:
         self.settings = settings
@@ -199,7 +198,7 @@ class Appliance:
         """Seeds of the runs whose batches are made in this process, by the loader's number in the job. A loader whose
         run is opened again keeps its seed."""
         self._job_here = ""
-        """Job name of runs without workers, whose batches are made in this process; "" before the first such run."""
+        """Job name of runs without workers; "" before the first such run."""
         self._faults: tuple[Fault, ...] = ()
         self.in_process = settings.num_workers_per_box == 0
         self.embedded = self.in_process or not settings.address
@@ -261,8 +260,8 @@ class Appliance:
 
     @property
     def job(self) -> str:
-        """Name of the job whose runs this appliance opens. In embedded mode it is known once the daemons have started:
-        the first access waits for them."""
+        """Name of the job whose runs this appliance opens. In embedded mode the first access waits until the daemons
+        have started."""
         if not self.in_process:
             return self._reach(time.monotonic() + self.settings.timeout_s, WaitNotice()).job
         if not self._job_here:
@@ -275,9 +274,8 @@ class Appliance:
             raise PenstockError(f"this {type(self).__name__} is closed: make a new one")
 
     def _reach(self, deadline: float, notice: WaitNotice) -> CoordinatorAccess:
-        """Return the address of the coordinator, with the token and the job's name. In embedded mode, wait until the
-        coordinator accepts connections (on ranks other than local rank 0: until rank 0 sends the address). `deadline`:
-        a time of time.monotonic(). `notice`: writer of lines about the wait."""
+        """Return how to call the coordinator. In embedded mode, wait until it accepts connections (on ranks other than
+        local rank 0: until rank 0 sends the address). `deadline`: a time of time.monotonic()."""
         self._check_open()
         if self._access is None:
             assert self._rendezvous is not None
@@ -291,12 +289,7 @@ class Appliance:
         return self._access
 
     def open_stream(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
-        """Open a run of a loader for this box. Return the run, and the reader that returns its batches.
-
-        Args:
-            owner: the DataLoader. It gets its number in the job when its first run is opened.
-            opening: code, seed, position and state of the run.
-        """
+        """Open a run of a loader for this box. `owner` gets its number in the job when its first run is opened."""
         if self.in_process:
             return self._open_here(owner, opening)
         settings, run = self.settings, self._open_run(owner, opening)
@@ -304,8 +297,6 @@ class Appliance:
         return run, reader_for(settings.device, run, position, opening.reference.name, settings.timeout_s)
 
     def _open_here(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
-        """Open a run of a loader whose batches are made in this process and thread (num_workers_per_box=0). Return the
-        run and its reader."""
         # imported here, because it imports the worker's code
         from penstock.client.in_process import InProcessReader, InProcessRun
 
@@ -328,7 +319,7 @@ class Appliance:
         return run, reader
 
     def _ordinal(self, owner: Any) -> int:
-        """Return the loader's number within the job: 0 for the first loader that is opened, then 1, and so on."""
+        """Return the loader's number within the job: 0 for the first that is opened."""
         ordinal = self._ordinals.get(owner)
         if ordinal is None:
             ordinal = self._ordinals[owner] = self._opened
@@ -392,10 +383,8 @@ class Appliance:
         run.open()
 
     def _patiently(self, deadline: float, run: OpenRun, call: Callable[[], None]) -> None:
-        """Run `call`, a call to the coordinator, and repeat it while the coordinator cannot be reached or is
-        overloaded. The repetition is safe, because the coordinator recognises a repeated call. Raises
-        CoordinatorUnavailableError, or its subclass OverloadedError, at `deadline` or after REACH_S seconds, whichever
-        is earlier; any other error of `call` at once. `run`: the run that `call` opens."""
+        """Repeat `call` while the coordinator cannot be reached or is overloaded, until `deadline` or for REACH_S,
+        whichever is earlier. The repetition is safe, because the coordinator recognises a repeated call."""
         give_up = min(deadline, time.monotonic() + REACH_S)
         while True:
             try:
@@ -479,8 +468,8 @@ class Appliance:
 
 
 class _Deaths:
-    """Callback for the death of an embedded daemon: it ends all runs of an appliance with an error. The callback has
-    only a weak reference to the appliance, so it does not keep the appliance alive."""
+    """Callback for the death of embedded daemons. It has only a weak reference to the appliance, so it does not keep
+    the appliance alive."""
 
     def __init__(self, appliance: Appliance) -> None:
         self._appliance = weakref.ref(appliance)
@@ -492,8 +481,6 @@ class _Deaths:
 
 
 def _tls_of(settings: ApplianceSettings) -> Tls | None:
-    """Return the TLS settings for calls to the coordinator and for lanes. Return None in embedded mode, where all
-    connections stay on this machine."""
     if not settings.address:
         return None
     tls = load_tls(settings.tls_ca, settings.tls_cert, settings.tls_key, settings.tls_name)
@@ -501,8 +488,7 @@ def _tls_of(settings: ApplianceSettings) -> Tls | None:
 
 
 def _exported(settings: ApplianceSettings, torchrun: Torchrun, tls: Tls | None) -> str:
-    """Start to serve this process's metrics to Prometheus. Return the URL of their page, or "" if the setting `http` is
-    not given."""
+    """Serve this process's metrics if the setting `http` is given. Return the URL of their page."""
     if not settings.http:
         return ""
     from penstock.client.metrics import open_web
@@ -533,13 +519,10 @@ _entered: EnteredScope[Appliance] = EnteredScope(
 
 
 class _Default:
-    """Default appliance, for loaders that are iterated without an open appliance, and the ids of the loaders that use
-    it.
+    """Default appliance, and the ids of the loaders that use it.
 
-    The finalizer of a loader removes the loader's id from a set. When the set is empty, the appliance is closed. The
-    finalizer cannot close it, because it may run inside the garbage collector. So it writes to an eventfd, and a thread
-    that waits for the eventfd closes the appliance.
-    """
+    The finalizer of a loader cannot close the appliance, because it may run inside the garbage collector. So it writes
+    to an eventfd, and a thread that waits for the eventfd closes the appliance once no loader uses it."""
 
     def __init__(self) -> None:
         self.appliance = Appliance()
@@ -574,11 +557,8 @@ _default_lock = threading.Lock()
 
 
 def current_appliance(loader: Any) -> Appliance:
-    """Return the appliance for a loader that is iterated without naming one: that of the innermost `with` of this
-    thread, else the only one that is open in a `with` of another thread, else the default appliance.
-
-    Raises AmbiguousContextError if no `with` runs in this thread and several appliances are open in other threads.
-    """
+    """Return the appliance for a loader that is iterated without naming one. Raises AmbiguousContextError if no `with`
+    runs in this thread and several appliances are open in other threads."""
     global _default
     appliance = _entered.innermost()
     if appliance is not None:
@@ -591,8 +571,7 @@ def current_appliance(loader: Any) -> Appliance:
 
 
 def current_settings() -> ApplianceSettings:
-    """Return the settings of the appliance that current_appliance() would return. No appliance is made, and no process
-    is started."""
+    """Return the settings of the appliance that current_appliance() would return, without making one."""
     appliance = _entered.innermost()
     if appliance is not None:
         return appliance.settings

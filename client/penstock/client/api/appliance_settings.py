@@ -1,10 +1,9 @@
-"""Settings of an Appliance, from its arguments, the environment, the settings file and defaults.
+"""Settings of an Appliance: an explicit argument wins, then a PENSTOCK_* variable, then torchrun's variables, then the
+settings file (sections [cluster] and [client]), then the default.
 
-An explicit argument wins, then a PENSTOCK_* variable, then torchrun's variables, then the settings file (sections
-[cluster] and [client]), then the default. torchrun's RANK and WORLD_SIZE are used for box and num_boxes, because with
-plain data parallelism each rank is a box. With tensor or pipeline parallelism the box is the data-parallel rank. Only
-the script can determine this rank, so the script must pass box and num_boxes.
-"""
+torchrun's RANK and WORLD_SIZE are used for box and num_boxes, because with plain data parallelism each rank is a box.
+With tensor or pipeline parallelism the box is the data-parallel rank, which only the script can determine, so it must
+pass box and num_boxes."""
 
 from __future__ import annotations
 
@@ -32,30 +31,23 @@ class ApplianceSettings(JobSettings):
 
     @property
     def slots_per_box(self) -> int:
-        """Number of slots of each box; 1 if num_workers_per_box is 0, because this process is the slot."""
+        """Number of slots of each box; if num_workers_per_box is 0, this process is the only one."""
         return max(1, self.num_workers_per_box)
 
 
 def resolve(**given: Any) -> ApplianceSettings:
     """Return the settings of an Appliance from its arguments, the environment and the settings file. An argument that
-    is None counts as not given.
-
-    Raises:
-        InvalidArgumentError: a value is invalid; the error names the setting and the source of the value.
-        BoxOutOfRangeError: the box is outside [0, num_boxes).
-    """
+    is None counts as not given. Raises InvalidArgumentError, which names the setting and the source of its value, and
+    BoxOutOfRangeError."""
     return _resolved(ApplianceSettings, given)
 
 
 class _GivenOnly(ApplianceSettings):
-    """Settings of an appliance that come from arguments and defaults only, not from environment variables or the
-    settings file."""
-
     only_given = True
 
 
 def resolve_given(**given: Any) -> ApplianceSettings:
-    """Return the settings of an appliance from its arguments and the defaults only. Raises the errors of resolve()."""
+    """Return the settings of an appliance from its arguments and the defaults only."""
     return _resolved(_GivenOnly, given)
 
 
@@ -97,8 +89,6 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
 
 
 def _source(name: str) -> str:
-    """Return the source of a setting for error messages: the name of the environment variable, or the line of the
-    settings file."""
     return source_of(ApplianceSettings, name) or "its default"
 
 
@@ -113,8 +103,7 @@ def _explain(error: ValidationError, explicit: dict[str, Any]) -> str:
 
 
 class Torchrun:
-    """Variables that torchrun sets for its processes. Outside torchrun: `run_id` and `master` are empty, `restarts` is
-    "0", local_rank is 0, and both world sizes are 1."""
+    """Variables that torchrun sets for its processes."""
 
     def __init__(self) -> None:
         env = os.environ
@@ -132,8 +121,8 @@ class Torchrun:
 
 
 def attempt_key(settings: ApplianceSettings, torchrun: Torchrun) -> str:
-    """Return a key that names this launch of the job: it is the same on all boxes and differs between launches. Return
-    "" if neither attempt= nor torchrun gives such a key."""
+    """Return a key that names this launch of the job: the same on all boxes, and another in each launch. "": neither
+    attempt= nor torchrun gives one."""
     if settings.attempt or not torchrun.present:
         return settings.attempt
     return f"{torchrun.master}:{torchrun.restarts}"

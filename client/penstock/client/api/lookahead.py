@@ -1,17 +1,12 @@
-"""Loader for frameworks that prefetch, which take batches before the training loop gets the batches.
+"""Loader for frameworks that prefetch: they take batches before the training loop gets them, so that a resume from
+`DataLoader.state_dict()`, which counts taken batches, would leave some out.
 
-To know which batch is the last one of an epoch, Accelerate's loaders, and Lightning's fetcher for loaders without a
-length, take the next batch before they yield the present one. `DataLoader.state_dict()`, which counts taken batches, is
-then one batch ahead of the loop, and a resume would leave that batch out.
-
-How many batches such a wrapper is ahead depends on the framework, its version, the position in the epoch and whether
-the loader has a length. So no fixed number is subtracted here. Instead the loop counts: it calls `took()` for each
-batch that it gets, and the state that is saved is that of the last counted step. Workers keep the states of the last
-Appliance(retention_steps=) steps. Counting costs nothing until a state is requested.
+How far such a wrapper is ahead depends on the framework, its version, the position in the epoch and whether the loader
+has a length. So no fixed number is subtracted: the loop counts each batch that it gets by `took()`, and the state that
+is saved is that of the last counted step. Counting costs nothing until a state is requested.
 
 Two mistakes would save a wrong position, so both are errors: the loop forgets to count, or a wrapper yields other
-batches than it took (because it shares batches among ranks, joins several, or repeats some as padding).
-"""
+batches than it took (because it shares batches among ranks, joins several, or repeats some as padding)."""
 
 from __future__ import annotations
 
@@ -74,22 +69,19 @@ class Lookahead(IterableDataset[Any]):
         self._depth = checked_int("depth", depth)
         self._executor = DataExecutor(loader, checkpoint_steps=checkpoint_steps, appliance=appliance)
         self._steps: weakref.ref[Any] | None = None
-        """Weak reference to the executor's iterator over the present epoch. The iterator that the framework has holds
-        it."""
+        """The executor's iterator over the present epoch. The iterator that the framework has holds it."""
         self._begun: Iterator[Any] | None = None
         """The executor's iterator, until the loop gets the epoch's first batch; None otherwise."""
         self._handing_out: object = None
         """Identifies the iterator of this object that has taken the last batch."""
         self._waiting: list[Any] = []
-        """Batches that the framework took from `_begun`. They are yielded again if the framework begins the epoch a
-        second time."""
+        """Batches that the framework took from `_begun`, to be yielded again if it begins the epoch a second time."""
         self._step: int | None = None
-        """Number of the last step whose batch the loop has got; None before the first epoch, and after a state was
-        loaded."""
+        """Number of the last step whose batch the loop has got; None before the first epoch, and after a load."""
         self._loads = 0
         self._over_at: tuple[int, bool] | None = None
-        """Step of the loaded state, if the loop that saved this state had finished its epoch, so that the next epoch
-        must begin; and True if this was the last batch by len(). None otherwise, and once the loop gets a batch."""
+        """Step of the loaded state, if the loop that saved it had finished its epoch, and True if this was the last
+        batch by len(). None otherwise, and once the loop gets a batch."""
 
     # ---- methods that the framework calls
 
@@ -138,9 +130,8 @@ class Lookahead(IterableDataset[Any]):
         return len(self._loader)
 
     def _got(self) -> None:
-        """Forget the batches that are kept for a second start of this epoch: the loop has got one, the framework is too
-        far ahead, or the epoch ends. From now on a new iterator does not repeat the epoch, and the epoch ends when the
-        framework drops its iterator."""
+        """Forget the batches that are kept for a second start of this epoch. From now on a new iterator does not repeat
+        the epoch, and the epoch ends when the framework drops its iterator."""
         self._begun = None
         self._waiting.clear()
 

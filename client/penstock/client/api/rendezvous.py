@@ -1,17 +1,14 @@
 """Rendezvous of the ranks of one torchrun launch on one machine, which share one embedded appliance.
 
-Local rank 0 starts the daemons and listens on an abstract Unix socket. The other ranks connect, with a deadline, and
-receive the coordinator's address and token. The socket's name is made of values that all ranks of a launch share and
-other launches do not (the torchrun agent's pid, the master port, the restart count), and of the number of appliances
-that the launch shared before. An abstract socket has no file permissions, so each end asks the kernel for the other
-end's user. Unlike a file with the token, the socket leaves nothing behind when a rank is killed. If another user has
-taken the name already, rank 0 appends a random number to it, and the others try all names with this beginning that the
-kernel lists.
+Local rank 0 starts the daemons and listens on an abstract Unix socket. The other ranks connect, and receive the
+coordinator's address and token. The socket's name is made of values that all ranks of a launch share and other launches
+do not (the torchrun agent's pid, the master port, the restart count), and of the number of appliances that the launch
+shared before. An abstract socket has no file permissions, so each end asks the kernel for the other end's user. Unlike
+a file with the token, it leaves nothing behind when a rank is killed. If another user has taken the name already, rank
+0 appends a random number, and the others try all names with this beginning that the kernel lists.
 
-Ranks finish at slightly different times, and the daemons end with rank 0. So every rank keeps its connection to rank 0
-until the rank no longer needs the appliance. Rank 0 waits until all connections are closed, at most LEAVE_S seconds,
-before it stops the daemons.
-"""
+Ranks finish at slightly different times, and the daemons end with rank 0. So every rank keeps its connection until it
+no longer needs the appliance, and rank 0 waits for that, at most LEAVE_S seconds."""
 
 from __future__ import annotations
 
@@ -37,14 +34,10 @@ __all__ = ["CoordinatorAccess", "SharedAppliance"]
 POLL_S = 0.02
 """Seconds between two attempts to connect to local rank 0."""
 LEAVE_S = 60.0
-"""Longest time in seconds that local rank 0 waits for the other ranks to close their connections, before it stops the
-daemons anyway."""
 MAX_MESSAGE = 4096
-"""Largest size in bytes of the message by which local rank 0 sends the coordinator's address and token, and the job's
-name."""
+"""Largest size in bytes of the message by which local rank 0 sends what a CoordinatorAccess has."""
 SOCKETS = "/proc/net/unix"
-"""File in which the kernel lists the Unix sockets of this network namespace. Names of abstract sockets begin with an
-@."""
+"""File in which the kernel lists the Unix sockets of this network namespace; names of abstract ones begin with an @."""
 
 _shared_so_far = 0
 _pause = threading.Event()  # never set: a wait on this event is a sleep
@@ -52,7 +45,7 @@ _pause = threading.Event()  # never set: a wait on this event is a sleep
 
 @dataclass(frozen=True)
 class CoordinatorAccess:
-    """Values that a process needs to call the coordinator: its address, the credential token, and the job's name."""
+    """What a process needs to call the coordinator."""
 
     address: str
     token: str = field(repr=False)
@@ -60,8 +53,8 @@ class CoordinatorAccess:
 
 
 def _connected(name: str) -> socket.socket | None:
-    """Return a connection to the abstract socket of this name. Return None if no process of this user listens there.
-    The function does not wait for the connection, because another user's socket may never accept it."""
+    """Return a connection to the abstract socket of this name; None if no process of this user listens there. Does not
+    wait, because another user's socket may never accept."""
     try:
         return connect_local(name, 0.0)
     except (OSError, PenstockError):
@@ -69,7 +62,6 @@ def _connected(name: str) -> socket.socket | None:
 
 
 def _is_ours(name: str) -> bool:
-    """Return True if a process of this user listens on the abstract socket of this name."""
     sock = _connected(name)
     if sock is not None:
         sock.close()
@@ -77,8 +69,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _names(name: str) -> list[str]:
-    """Return `name`, and all names of existing abstract sockets that begin with `name` and a hyphen, as the kernel
-    lists them."""
+    """Return `name`, and the names of existing abstract sockets that begin with `name` and a hyphen."""
     try:
         listed = Path(SOCKETS).read_bytes().decode(errors="replace").split()
     except OSError:
@@ -87,8 +78,7 @@ def _names(name: str) -> list[str]:
 
 
 class SharedAppliance:
-    """Embedded appliance of all ranks of a launch on this machine. Local rank 0 starts the appliance, and the other
-    ranks connect."""
+    """Embedded appliance of all ranks of a launch on this machine."""
 
     def __init__(self, torchrun: Torchrun) -> None:
         global _shared_so_far
@@ -104,8 +94,7 @@ class SharedAppliance:
         self._answering: threading.Thread | None = None
 
     def publish(self, access: CoordinatorAccess) -> None:
-        """On local rank 0: listen for the other ranks, and send `access` (address, token, job) to each that connects. A
-        thread does this until `leave`. Raises PenstockError if the socket cannot be made."""
+        """On local rank 0: send `access` to each other rank that connects, in a thread, until `leave`."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             try:
@@ -150,13 +139,9 @@ class SharedAppliance:
                 sock.send(message)
 
     def join(self, deadline: float, timeout_s: float, waiting: Callable[[], None] = lambda: None) -> CoordinatorAccess:
-        """On the other ranks: wait for local rank 0, and return what rank 0 sends: address, token and job. Rank 0 then
-        keeps the daemons running until this rank calls `leave` or ends, but not longer than LEAVE_S after its own
-        `leave`.
-
-        `deadline`: a time of time.monotonic(), `timeout_s` seconds after the start of the wait. `waiting`: function
-        that is called repeatedly during the wait. Raises DeadlineError.
-        """
+        """On the other ranks: wait for local rank 0, and return what it sends. Rank 0 then keeps the daemons running
+        until this rank calls `leave` or ends, but not longer than LEAVE_S after its own `leave`. `waiting` is called
+        repeatedly."""
         while True:
             for name in _names(self._name):
                 if (sock := _connected(name)) is None:
@@ -180,8 +165,8 @@ class SharedAppliance:
             _pause.wait(POLL_S)
 
     def leave(self, stop: Callable[[], None]) -> None:
-        """End this rank's use of the appliance. On local rank 0, wait until the other ranks have ended their use, at
-        most LEAVE_S, then call `stop`. Do nothing in a fork of the process."""
+        """End this rank's use of the appliance. Local rank 0 waits for the other ranks, at most LEAVE_S, then calls
+        `stop`."""
         if os.getpid() != self._pid:
             return
         if self._joined is not None:

@@ -1,8 +1,5 @@
-"""Log of the samples of each training step: the restore keys of each batch, one line of JSON for each step.
-
-The samples of a step follow from the job's state, so the log adds no information. It makes samples easy to look up: for
-example, the samples of the step at which the loss rose. `DataLoader.restore_sample(key)` reads a sample again.
-"""
+"""Log of the samples of each training step. It adds no information to the job's state, but makes samples easy to look
+up: for example, those of the step at which the loss rose."""
 
 from __future__ import annotations
 
@@ -98,7 +95,6 @@ class SampleLog:
 
 
 def _found(batch: Any, field: str) -> str:
-    """Return a text that says what a batch has in place of a list of restore keys."""
     kind = type(batch).__name__
     if not isinstance(batch, Mapping):
         return f"a {kind}"
@@ -110,7 +106,7 @@ def _found(batch: Any, field: str) -> str:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step of a line of the log; None if the line is damaged."""
+    """Return the step of a line; None if the line is damaged."""
     try:
         step = json.loads(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):

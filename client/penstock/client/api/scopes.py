@@ -1,11 +1,5 @@
 """Scopes of running code: within which `with` over an Appliance, or within which loop over a DataExecutor, a call
-happens.
-
-An object (appliance or executor) is entered when its `with` or loop begins. Each thread and each asyncio task finds the
-object that it entered last (a context variable). A thread that entered no object, such as a helper thread, finds the
-only object that is open elsewhere. If several are open elsewhere, AmbiguousContextError is raised, because a wrong
-choice would silently stream another box's data.
-"""
+happens."""
 
 from __future__ import annotations
 
@@ -22,14 +16,17 @@ T = TypeVar("T")
 
 
 class EnteredScope(Generic[T]):
-    """Stack of the objects of one kind, appliances or executors, whose `with` or loop is running. An object that is
-    entered twice must be left twice.
+    """Stack of the objects of one kind whose `with` or loop is running. An object that is entered twice must be left
+    twice.
+
+    Each thread and each asyncio task finds the object that it entered last. A thread that entered none, such as a
+    helper thread, finds the only object that is open elsewhere. If several are, AmbiguousContextError is raised,
+    because a wrong choice would silently stream another box's data.
 
     Args:
         name: name of the context variable.
         ambiguous: text of the AmbiguousContextError, with "{count}" for the number of open objects.
-        usable: function that returns False for an object that must be ignored, such as a closed appliance.
-    """
+        usable: function that returns False for an object that must be ignored, such as a closed appliance."""
 
     def __init__(self, name: str, ambiguous: str, usable: Callable[[T], bool] = lambda thing: True) -> None:
         self._stack: ContextVar[tuple[weakref.ref[Any], ...]] = ContextVar(name, default=())
@@ -42,8 +39,8 @@ class EnteredScope(Generic[T]):
         self._stack.set((*self._stack.get(), weakref.ref(thing)))
 
     def leave(self, thing: T) -> None:
-        """Remove an object at the end of its `with` or loop. If `enter` was called in another thread or task, the
-        object stays on the stack of that thread or task, where `innermost` ignores it."""
+        """Remove an object at the end of its `with` or loop. If it was entered in another thread or task, it stays on
+        the stack there, where `innermost` ignores it."""
         if thing in self._open:
             self._open.remove(thing)
         stack = list(self._stack.get())
@@ -54,9 +51,8 @@ class EnteredScope(Generic[T]):
         self._stack.set(tuple(ref for ref in stack if ref() in self._open))
 
     def innermost(self) -> T | None:
-        """Return the object that this thread or task entered last. If it entered none, return the only object that
-        other threads or tasks have entered, or None if there is no such object. Raises AmbiguousContextError if others
-        have entered several."""
+        """Return the object that this thread or task entered last; else the only one that others have entered, or None.
+        Raises AmbiguousContextError if others have entered several."""
         usable = [thing for thing in self._open if self._usable(thing)]
         for ref in reversed(self._stack.get()):
             thing = ref()

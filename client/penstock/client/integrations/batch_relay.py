@@ -1,15 +1,12 @@
-"""Messages from the reader of a box (data-parallel rank), the rank that reads the box's batches, to the box's other
-ranks, over gloo.
+"""Messages from the reader of a box, the rank that reads the box's batches, to the box's other ranks, over gloo.
 
-A stage is one part of a model that is split into a pipeline, and its leader is the first of its ranks (rank_groups.py).
-The reader sends a message to the leaders of the other stages, and each leader broadcasts the message to the ranks of
-its stage, which request batches at the same time because they run in lockstep. The stages of a pipeline do not run in
-lockstep: the last stage requests a batch only when its activations arrive. If the reader waited for that request, the
+The reader sends a message to the leaders of the other stages of the pipeline (rank_groups.py), and each leader
+broadcasts it to the ranks of its stage, which request batches at the same time because they run in lockstep. The last
+stage requests a batch only when its activations arrive. If the reader waited for that request, the
 activations would never come. So a thread of the reader sends to other stages, and the training thread only queues
 messages. The pipeline's depth limits the length of the queue, because the first stage cannot be further ahead.
 
-Every wait for another rank ends after the timeout of the process groups.
-"""
+Every wait for another rank ends after the timeout of the process groups."""
 
 from __future__ import annotations
 
@@ -28,18 +25,15 @@ from penstock.proto.errors import DeadlineError, LaneLostError, ProtocolError
 __all__ = ["MAX_MESSAGE_BYTES", "Kind", "Message", "Relay"]
 
 MAX_MESSAGE_BYTES: Final = 4 << 30
-"""Largest size in bytes of a message that a rank accepts, and allocates memory for."""
+"""Largest size in bytes of a message for which a rank allocates memory."""
 
 
 class Kind(IntEnum):
-    """Kind of a message between the ranks of a box."""
-
     BATCH = 0
     END = 1
-    """Message that the loader has no more batches."""
+    """The loader has no more batches."""
     ERROR = 2
-    """Message that the reader has failed. The content is the name of the error's class, a newline, and the error's
-    text."""
+    """The reader has failed. The content is the name of the error's class, a newline, and the error's text."""
     STATE = 3
 
 
@@ -60,13 +54,12 @@ class Relay:
         self._sender = _Sender(targets, self._leaders) if targets and self._leaders is not None else None
 
     def send(self, message: Message) -> None:
-        """Send a message to the other ranks of the box that get batches. Only the reader calls this method."""
+        """On the reader: send a message to the other ranks of the box that get batches."""
         if self._sender is not None:
             self._sender.put(message)
         self._broadcast(message)
 
     def receive(self) -> Message:
-        """Return the reader's next message."""
         message = None
         if self._ranks.leads:
             assert self._leaders is not None
@@ -81,8 +74,8 @@ class Relay:
         return self._broadcast(message)
 
     def share(self, message: Message | None) -> Message:
-        """Send the reader's `message` to all ranks of the box, and return the message on each. All ranks of the box
-        call this method together, the others with None."""
+        """Send the reader's `message` to all ranks of the box, and return it on each. All ranks of the box call this
+        together, the others with None."""
         if self._sender is not None:
             self._sender.drain(self._timeout_s)
         if self._ranks.leads:
@@ -90,12 +83,10 @@ class Relay:
         return self._broadcast(message)
 
     def _broadcast(self, message: Message | None) -> Message:
-        """Send the leader's `message` to all ranks of its stage, and return the message on each. The others pass
-        None."""
         return _broadcast(message, self._peers, self._ranks)
 
     def sum_over_boxes(self, count: int) -> int:
-        """Return the sum of the counts that the readers of all boxes pass. All readers call this method together."""
+        """Return the sum of the counts that the readers of all boxes pass, together."""
         if self._readers is None:
             return count
         total = torch.tensor(count, dtype=torch.int64)
@@ -104,15 +95,12 @@ class Relay:
         return int(total)
 
     def close(self) -> None:
-        """Wait until the queued messages are sent, and end the sending thread. The wait ends after the timeout of the
-        process groups at the latest."""
+        """Wait until the queued messages are sent, and end the sending thread."""
         if self._sender is not None:
             self._sender.close(self._timeout_s)
 
 
 class _Sender:
-    """Thread of the reader that sends messages to the leaders of other stages, in order."""
-
     def __init__(self, targets: Sequence[int], group: HostGroup) -> None:
         self._targets, self._group = targets, group
         self._waiting: queue.SimpleQueue[Message | threading.Event | None] = queue.SimpleQueue()
@@ -125,8 +113,7 @@ class _Sender:
         self._waiting.put(message)
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until all queued messages are sent. Raises DeadlineError after `timeout_s` seconds, LaneLostError if a
-        message could not be sent."""
+        """Wait until all queued messages are sent. Raises DeadlineError, or LaneLostError if one could not be sent."""
         sent = threading.Event()
         self._waiting.put(sent)
         if not sent.wait(timeout_s):
@@ -167,8 +154,6 @@ class _Sender:
 
 
 class _Named:
-    """Context manager that converts an error of gloo into a LaneLostError that names this rank and its box."""
-
     def __init__(self, ranks: RankGroups) -> None:
         self._ranks = ranks
 
@@ -184,8 +169,7 @@ class _Named:
 
 
 def _broadcast(message: Message | None, group: HostGroup | None, ranks: RankGroups) -> Message:
-    """Send the `message` of the group's first rank to all ranks of the group, and return the message on each. The
-    others pass None. `group`: None for a single rank."""
+    """Send the `message` of the group's first rank to all its ranks, and return it on each. The others pass None."""
     if group is None:
         assert message is not None
         return message
@@ -203,8 +187,7 @@ def _header(message: Message) -> torch.Tensor:
 
 
 def _content(header: torch.Tensor) -> torch.Tensor:
-    """Return memory for the content of a message whose header has arrived. Raises ProtocolError if the header states an
-    unknown kind or too many bytes."""
+    """Return memory for the content of a message whose header has arrived."""
     kind, nbytes = header.tolist()
     if kind not in iter(Kind) or not 0 <= nbytes <= MAX_MESSAGE_BYTES:
         raise ProtocolError(

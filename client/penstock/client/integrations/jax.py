@@ -1,12 +1,9 @@
 """JAX: batches as NumPy arrays, which `jax.jit` and `jax.device_put` take, and states as JSON, for Orbax.
 
-An array is a view of the memory that the workers filled; nothing is copied. The array keeps the torch tensor with that
-memory alive. So the ring entry with the batch is not filled again while an array, a slice of the array or a jax.Array
-in the same memory exists. (On CPUs `jax.device_put` makes a jax.Array in the same memory, which keeps the NumPy array
-alive.)
-
-This module imports neither JAX nor Orbax, and can be used with any library that takes NumPy arrays.
-"""
+An array is a view of the memory that the workers filled, and keeps the torch tensor with that memory alive. So the ring
+entry is not filled again while an array, a slice of it or a jax.Array in the same memory exists. (On CPUs
+`jax.device_put` makes a jax.Array in the same memory.) This module imports neither JAX nor Orbax, and can be used with
+any library that takes NumPy arrays."""
 
 from __future__ import annotations
 
@@ -81,7 +78,6 @@ def as_numpy(batch: Any) -> Any:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return a NumPy array in the same memory as a tensor. Raises the errors of as_numpy()."""
     if not tensor.is_cpu:
         raise InvalidArgumentError(
             f"as_numpy: tensors must be on the CPU, got one on {tensor.device}: leave device= out of Appliance(), and "
@@ -96,13 +92,11 @@ def _array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
 
 @cache
 def _extended(dtype: torch.dtype) -> tuple[torch.dtype, np.dtype[Any]] | None:
-    """Return how to convert a tensor of a dtype that NumPy does not have, such as bfloat16. The result is a pair (torch
-    dtype, NumPy dtype). The tensor is viewed as the torch dtype, integers of the same size, and converted to NumPy;
-    then the array is viewed as the NumPy dtype, which comes from ml_dtypes. Return None for a dtype that NumPy has.
+    """Return (torch dtype, NumPy dtype) for a dtype that NumPy does not have, such as bfloat16: the tensor is viewed as
+    the first, integers of the same size, and the array as the second, which comes from ml_dtypes. None: NumPy has the
+    dtype.
 
-    The result is cached. With the cache an array of bfloat16 takes 2 us; without the cache a caught error of torch
-    takes 30 us more.
-    """
+    It is cached: an array of bfloat16 takes 2 us, without the cache a caught error of torch 30 us more."""
     try:
         torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype).numpy()  # torch warns of an empty complex32
         return None

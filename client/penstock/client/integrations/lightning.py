@@ -66,8 +66,7 @@ class LoaderState(Callback):
 
     def _epoch_over(self) -> bool:
         """Return True if the last batch of Lightning's epoch is done. The checkpoint may be saved after that batch,
-        after the validation or after the epoch, so this method reads the progress from which Lightning itself
-        resumes."""
+        after the validation or after the epoch, so this reads the progress from which Lightning itself resumes."""
         if self._trainer is None:
             return False
         batches = self._trainer.fit_loop.epoch_loop.batch_progress

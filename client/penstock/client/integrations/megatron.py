@@ -107,19 +107,17 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         self.checkpoint_dir = path
         self.write_buckets: StagedFiles | None = None
         self._buffer: StagingBuffer | None = None
-        """Shared memory that the writing process reads from. None before `prepare_write_data`, and after the writing
-        process has ended."""
+        """Shared memory that the writing process reads from. None before `prepare_write_data`, and after that process
+        has ended."""
         self._failure = ""
         self._stored: list[tuple[MetadataIndex, StorageInfo]] = []
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """Return this rank's part of the global plan. It is made from `local_plan` alone: file names contain the rank,
-        so ranks cannot choose the same ones."""
+        """Return this rank's part of the global plan, made from `local_plan` alone: file names contain the rank."""
         return dataclasses.replace(local_plan, storage_data=StoragePrefix(f"__{_rank()}_"))
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Copy all values of this rank's plan to shared memory. When the method returns, the training may change these
-        values again."""
+        """Copy all values of this rank's plan to shared memory, so that the training may change them again."""
         Path(self.path, METADATA).unlink(
             missing_ok=True
         )  # the index of a checkpoint that is overwritten, which becomes invalid here
@@ -138,10 +136,8 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, Callable[..., Any] | None, list[Any]]:
         """Return the function that writes the files, None in place of a function that preloads, and the first
-        function's arguments. Return (None, None, []) if this rank has nothing to write.
-
-        The function may be called in another process, forked or spawned.
-        """
+        function's arguments; (None, None, []) if this rank has nothing to write. The function may be called in another
+        process, forked or spawned."""
         if not self.write_buckets:
             return None, None, []
         return write_staged, None, [_rank(), self.write_buckets, None]
@@ -152,12 +148,8 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         return write_buckets
 
     def retrieve_write_results(self) -> list[WriteResult] | tuple[BaseException, Any]:
-        """Return the results of this rank's items, or the error of this rank in the form in which torch sends an
-        exception to other ranks.
-
-        Call this method after the function of `get_save_function_and_args` has returned, or the function's process has
-        ended.
-        """
+        """Return the results of this rank's items, or this rank's error in the form in which torch sends an exception
+        to other ranks. Call this after the writing function has returned, or its process has ended."""
         if self.write_buckets is None:
             raise CheckpointError(
                 "retrieve_write_results() must be called after prepare_write_data(), got a call before it: call "
@@ -186,11 +178,9 @@ class StagedFiles:
 
     Args:
         image: shared memory with the files; None if this rank writes no file.
-        files: name of each file, and its offset in the memory and its length, in bytes.
-        verdict: offset in the memory at which the writing process puts its result, in bytes.
-        folder: path of the folder to write into.
-        durable: True to sync the files to the disk.
-    """
+        files: name of each file, its offset in the memory and its length, in bytes.
+        verdict: offset in the memory at which the writing process puts its result.
+        durable: True to sync the files to the disk."""
 
     def __init__(
         self, image: SharedImage | None, files: list[tuple[str, int, int]], verdict: int, folder: str, durable: bool
@@ -206,15 +196,13 @@ class StagedFiles:
         return len(self.files)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the constructor and arguments for pickle, so that the object can be sent to a spawned process. The
-        memory's descriptor is sent, not its contents."""
+        """Return the object for a spawned process. The memory's descriptor is sent, not its contents."""
         assert self._image is not None
         handle = reduction.DupFd(self._image.fd)
         return _received, (handle, self._image.nbytes, self.files, self._verdict, self._folder, self._durable)
 
     def write(self) -> None:
-        """Write the files to the folder, then put the result (the text of an error, "" for success) into the shared
-        memory."""
+        """Write the files to the folder, then put the result (the text of an error, "" for success) into the memory."""
         assert self._image is not None
         region = memoryview(self._image.map)
         error = ""
@@ -233,13 +221,10 @@ class StagedFiles:
         write_file(path, region, size, durable=self._durable, passing=lambda _: None)
 
     def close(self) -> None:
-        """Close the descriptor of the shared memory in the process that has received it."""
         if self._received and self._image is not None:
             self._image.close()
 
     def _put_result(self, what: dict[str, Any]) -> None:
-        """Put the writing process's result into the shared memory. Its length is written last, so that a half-written
-        result is not read."""
         assert self._image is not None
         data = json.dumps(what).encode()
         if len(data) > VERDICT - LENGTH:
@@ -248,7 +233,7 @@ class StagedFiles:
         self._image.put(self._verdict, len(data).to_bytes(LENGTH))
 
     def result(self) -> dict[str, Any] | None:
-        """Return the result of the writing process; None if that process has not put one into the shared memory."""
+        """Return the result of the writing process; None if it has not put one into the shared memory."""
         assert self._image is not None
         begin = self._verdict + LENGTH
         length = int.from_bytes(self._image.map[self._verdict : begin])
@@ -256,8 +241,7 @@ class StagedFiles:
 
 
 def write_staged(rank: int, staged: StagedFiles, results_queue: None) -> None:
-    """Write the files of a save. The scheduler calls this function, in a process of its choice. An error is not raised
-    here: `retrieve_write_results` reports it."""
+    """Write the files of a save, in a process that the scheduler chose. `retrieve_write_results` reports an error."""
     staged.write()
     staged.close()
 
@@ -269,8 +253,8 @@ def _received(handle: Any, nbytes: int, *rest: Any) -> StagedFiles:
 
 
 class _Buffers:
-    """Pool of shared memory that earlier saves have released, for the next writer, because allocating memory takes
-    longer than copying into it."""
+    """Pool of shared memory that earlier saves have released, because allocating memory takes longer than copying into
+    it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -291,8 +275,8 @@ _buffers = _Buffers()
 def _resolved(
     item: WriteItem, planner: SavePlanner, values: dict[Key, torch.Tensor], objects: dict[Key, bytes]
 ) -> LocalItem:
-    """Return Penstock's item (saving/planning.py) for an item of torch's plan. Put the item's value into `values` if it
-    is a plain tensor; otherwise put the bytes that torch.save writes into `objects`."""
+    """Return Penstock's item for an item of torch's plan. Put its value into `values` if it is a plain tensor;
+    otherwise put the bytes that torch.save writes into `objects`."""
     data = planner.resolve_data(item)
     framed = isinstance(data, torch.Tensor) and is_plain(data) and _fits(item, data)
     local = LocalItem.of(item, framed)

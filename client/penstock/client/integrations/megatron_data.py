@@ -1,17 +1,15 @@
 """Megatron-core: the batches of a loader as the `data_iterator` of its pipeline schedules.
 
 Megatron's schedules call the user's forward step on every rank, which takes a microbatch by `next(data_iterator)`. The
-ranks of one data-parallel rank (tensor, context and pipeline parallel) need the same microbatch, so these ranks are one
-box: one rank, the reader, iterates the loader, and the others get its batches (batch_relay.py). Ranks of one stage of a
+ranks of one data-parallel rank (tensor, context and pipeline parallel) need the same microbatch, so they are one box:
+one rank, the reader, iterates the loader, and the others get its batches (batch_relay.py). Ranks of one stage of a
 pipeline call `next` together. Different stages do not, and with a virtual pipeline neither do the parts of the model on
 one rank (model chunks).
 
-A batch has memory of its own on all ranks, the reader included. Megatron's RerunDataIterator keeps all microbatches of
-an iteration, which may be more than the ring of shared memory has entries.
-
-A microbatch counts as delivered when the reader's first stage takes it. Between two iterations of the training loop all
-stages have taken the same microbatches, so states are saved then.
-"""
+A batch has memory of its own on all ranks, the reader included: Megatron's RerunDataIterator keeps all microbatches of
+an iteration, which may be more than the ring has entries. A microbatch counts as delivered when the reader's first
+stage takes it. Between two iterations of the training loop all stages have taken the same ones, so states are saved
+then."""
 
 from __future__ import annotations
 
@@ -118,8 +116,7 @@ class DataIterator:
         self._messages = BatchMessages()
         self._consumed: int | None = 0
         self._rows: int | None = 0
-        """Number of rows that this box's loader has delivered since a state was loaded; None if the rows of a batch
-        cannot be counted."""
+        """Number of rows that this box's loader has delivered since a state was loaded; None if unknown."""
         self._base: int | None = 0
         """Number of samples that all boxes had consumed at the loaded state; None if unknown."""
         self._begin()
@@ -166,8 +163,7 @@ class DataIterator:
         return list(self._cursors)
 
     def _at(self, number: int) -> Any:
-        """Return the microbatch with this number, from 0, counted since the last load of a state. Raises StopIteration
-        or the reader's error if there is no such microbatch."""
+        """Return the microbatch with this number, from 0, counted since the last load of a state."""
         while number >= self._first + len(self._batches):
             if self._over is not None:
                 raise self._over
@@ -175,15 +171,14 @@ class DataIterator:
         return self._messages.unpack(self._batches[number - self._first])
 
     def _passed(self) -> None:
-        """Drop the microbatches from `_batches` that all model chunks of this rank have taken."""
+        """Drop the microbatches that all model chunks of this rank have taken."""
         least = min(one.taken for one in self._cursors if one.takes)
         while self._first < least:
             self._batches.popleft()
             self._first += 1
 
     def _fetch(self) -> None:
-        """Get the next microbatch from the loader or the reader, and append it to `_batches`. If there is no further
-        microbatch, record the reason."""
+        """Get the next microbatch from the loader or the reader. If there is none, record the reason."""
         kind, content = self._read() if self._ranks.reads else self._relay.receive()
         if kind is Kind.BATCH:
             self._batches.append(content)
@@ -193,8 +188,7 @@ class DataIterator:
             self._over = self._over or error_of(content)
 
     def _read(self) -> Message:
-        """On the reader: take the loader's next batch, send it to the other ranks as a message, and return this
-        message."""
+        """On the reader: take the loader's next batch, and send it to the other ranks."""
         message: Message = Kind.END, NOTHING
         try:
             if self._source is None:
@@ -292,7 +286,7 @@ class DataIterator:
 
 
 class _Chunk:
-    """Iterator over all microbatches for one model chunk (part of the model on this rank in a virtual pipeline)."""
+    """Iterator over all microbatches for one model chunk."""
 
     def __init__(self, owner: DataIterator, number: int, count: int) -> None:
         self._owner, self._number, self._count = owner, number, count

@@ -1,5 +1,4 @@
-"""Groups of ranks in a model-parallel job: the ranks that are one box, the rank of a box that iterates the loader, and
-the ranks that need batches.
+"""Ranks of a model-parallel job that get the same batches.
 
 The ranks with one data-parallel rank are a box: tp x cp ranks (tensor and context parallelism) in each stage of its
 pipeline. The first rank of a stage is the stage's *leader*. The leader of the first stage is the box's *reader*: it
@@ -10,8 +9,7 @@ iterates the loader, and sends the batches to the others.
     dp 1   2 3    ->    6 7     box 1: rank 2 reads
 
 Other libraries' groups use the accelerators' network, but batches are in the host's memory. So Penstock opens groups of
-its own (host_group.py), and its collective operations never mix with another library's.
-"""
+its own (host_group.py), and its collective operations never mix with another library's."""
 
 from __future__ import annotations
 
@@ -70,19 +68,17 @@ class RankGroups:
 
     @property
     def leads(self) -> bool:
-        """True if this rank is its stage's leader, which gets batches and sends them to the other ranks of the
-        stage."""
+        """True if this rank is its stage's leader."""
         return self.rank == self.peers[0]
 
     @property
     def reads(self) -> bool:
-        """True if this rank is its box's reader, which iterates the loader."""
+        """True if this rank is its box's reader."""
         return self.leads and self.stage == 0
 
     def takes(self, stages: Stages, chunk: int, num_chunks: int) -> bool:
-        """Return True if the model chunk number `chunk` of this rank takes batches. (With a virtual pipeline, a rank
-        has `num_chunks` parts of the model.) With stages="ends" only the first chunk of the first stage and the last
-        chunk of the last stage do."""
+        """Return True if this rank's model chunk number `chunk` of `num_chunks` (virtual pipeline) takes batches. With
+        stages="ends" only the first chunk of the first stage and the last chunk of the last stage do."""
         first = self.stage == 0 and chunk == 0
         last = self.stage == self.num_stages - 1 and chunk == num_chunks - 1
         return stages == "all" or first or last
@@ -95,12 +91,7 @@ class RankGroups:
     @classmethod
     def of_boxes(cls, rank: int, boxes: Sequence[int]) -> RankGroups:
         """Return the groups of a rank in a job in which all ranks of a box request each batch together, so that a box
-        has one stage.
-
-        Args:
-            rank: the rank.
-            boxes: number of the box (data-parallel rank) of each rank of the job, by rank.
-        """
+        has one stage. `boxes`: number of the box of each rank of the job."""
         ranks: dict[int, list[int]] = {}
         for each, box in enumerate(boxes):
             ranks.setdefault(box, []).append(each)

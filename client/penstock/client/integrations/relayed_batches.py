@@ -15,21 +15,15 @@ from penstock.proto.errors import PenstockError, error_named
 __all__ = ["NOTHING", "error_of", "failure_message", "relayed"]
 
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-"""Content of a message without content: a uint8 tensor of shape [0]."""
+"""Content of a message without content."""
 
 
 def relayed(batches: Iterator[Any] | None, relay: Relay, rank: int) -> Iterator[Any]:
-    """Yield the reader's batches on all ranks of its box. All ranks of the box must request each batch together, and
-    iterate to the end.
-
-    Args:
-        batches: iterator over the loader on the reader; None on the other ranks.
-        relay: connection of this rank with the other ranks of the box.
-        rank: number of this rank in the job, for errors.
+    """Yield the reader's batches on all ranks of its box. All of them must request each batch together, and iterate to
+    the end. `batches`: iterator over the loader on the reader; None on the other ranks.
 
     Raises an error of the reader on all ranks of the box: on the reader the error itself; on the others one of the same
-    class if that is a PenstockError, else a PenstockError with the class's name in its text.
-    """
+    class if that is a PenstockError, else a PenstockError with the class's name in its text."""
     return _received(relay) if batches is None else _sent(batches, relay, rank)
 
 
@@ -61,8 +55,7 @@ def _received(relay: Relay) -> Iterator[Any]:
 
 
 def failure_message(error: Exception, rank: int) -> Message:
-    """Return the message by which the reader tells the other ranks its error. `rank`: number of the reader in the
-    job."""
+    """Return the message by which the reader, `rank`, tells the other ranks its error."""
     name, text = type(error).__name__, str(error)
     if not isinstance(error, PenstockError):
         name, text = PenstockError.__name__, f"the reader, rank {rank}, failed with {name}: {text}"

@@ -43,8 +43,8 @@ __all__ = ["PenstockCheckpointManager", "PenstockDataLoader"]
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 GRACE_S = 60.0
-"""Seconds for which a rank waits for a batch from the rank that reads for it, in addition to the deadline of the
-reading rank."""
+"""Seconds for which a rank waits for a batch from the rank that reads for it, beyond the reading rank's own
+deadline."""
 
 
 class PenstockDataLoader(BaseDataLoader):
@@ -99,9 +99,8 @@ class PenstockDataLoader(BaseDataLoader):
         snapshot_every_n_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Create the dataloader; torchtitan's trainer makes this call. snapshot_every_n_steps: number of batches
-        between two checkpoint steps, for which the workers prepare states; None: no checkpoint step is announced to
-        them."""
+        """Create the dataloader, as torchtitan's trainer does. snapshot_every_n_steps: number of batches between two
+        checkpoint steps, for which the workers prepare states; None: none is announced."""
         if config.input_fn is None:
             raise InvalidArgumentError(
                 "PenstockDataLoader.Config: input_fn must be a function, got None: pass the function that makes the "
@@ -110,7 +109,7 @@ class PenstockDataLoader(BaseDataLoader):
         self._infinite, self._every = config.infinite, snapshot_every_n_steps
         self._ranks, self._relay = _box(dp_rank, dp_world_size)
         self.loader: DataLoader | None = None
-        """Penstock's loader; None on a rank that gets its batches from another rank."""
+        """None on a rank that gets its batches from another rank."""
         if self._ranks is None or self._ranks.reads:
             self.loader = DataLoader(
                 config.input_fn,
@@ -144,7 +143,7 @@ class PenstockDataLoader(BaseDataLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state, which covers all data-parallel ranks; {} on a rank that gets its batches from
-        another rank."""
+        another."""
         return {} if self.loader is None else self.loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -153,8 +152,7 @@ class PenstockDataLoader(BaseDataLoader):
 
 
 def _checked(batch: Any, name: str) -> Batch:
-    """Return a batch as the pair that torchtitan takes, ({"input": tokens, ...}, labels). `name`: name of the loader,
-    for errors. Raises InvalidArgumentError for any other batch."""
+    """Return a batch as the pair that torchtitan takes, ({"input": tokens, ...}, labels)."""
     match batch:
         case ({"input": torch.Tensor()} as inputs, torch.Tensor() as labels):
             return inputs, labels
@@ -168,8 +166,8 @@ def _checked(batch: Any, name: str) -> Batch:
 def _appliance(
     address: str | None, num_workers: int | None, dp_rank: int, dp_world_size: int, seed: int | None
 ) -> Appliance:
-    """Return an appliance with these settings. Calls with equal arguments return the same object until it is closed, so
-    trainer and validator share one appliance, whose start takes seconds."""
+    """Return an appliance with these settings: the same one until it is closed, so trainer and validator share one,
+    whose start takes seconds."""
     key = (address, num_workers, dp_rank, dp_world_size, seed)
     if key not in _appliances or _appliances[key].closed:
         _appliances[key] = Appliance(
@@ -183,8 +181,8 @@ _appliances: dict[tuple[Any, ...], Appliance] = {}
 
 @cache
 def _box(dp_rank: int, dp_world_size: int) -> tuple[RankGroups | None, Relay | None]:
-    """Return the groups of this rank in its box, and its connection with the box's other ranks. Return (None, None) if
-    this rank is its box's only one. All ranks of the job call this function together."""
+    """Return the groups of this rank in its box, and its connection with the box's other ranks; (None, None) if it is
+    its box's only rank. All ranks of the job call this together."""
     if not dist.is_initialized() or dist.get_world_size() <= dp_world_size:
         return None, None
     rank, timeout_s = dist.get_rank(), resolve().timeout_s + GRACE_S
@@ -269,8 +267,7 @@ class PenstockCheckpointManager(CheckpointManager):
         return bool(loaded)
 
     def _find_load_step(self, folder: str = "") -> int:
-        """Return the step of the newest checkpoint in `folder`, the same on all ranks; -1 if the folder has no
-        checkpoint."""
+        """Return the step of the newest checkpoint, the same on all ranks; -1 if there is none."""
         if folder:
             return int(super()._find_load_step(folder))
         assert self._checkpointer is not None
@@ -292,9 +289,8 @@ class PenstockCheckpointManager(CheckpointManager):
 
 
 class _Container:
-    """Adapter for torchtitan's container of optimizers, so that AsyncCheckpointer saves the result of the container's
-    state_dict as it is. The container is an Optimizer, whose states AsyncCheckpointer would name by parameters, but its
-    state_dict has done this already."""
+    """Adapter for torchtitan's container of optimizers, which is an Optimizer whose states AsyncCheckpointer would name
+    by parameters, but its state_dict has done this already."""
 
     def __init__(self, container: Any) -> None:
         self.state_dict = container.state_dict
@@ -302,8 +298,7 @@ class _Container:
 
 
 def _saved_parts(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that torchtitan saves as a dict for `AsyncCheckpointer`: the optimizers in a _Container, and
-    Penstock's loader in place of the PenstockDataLoader."""
+    """Return the state that torchtitan saves as a dict for `AsyncCheckpointer`."""
     parts = dict(state)
     if OPTIMIZER in parts:
         parts[OPTIMIZER] = _Container(parts[OPTIMIZER])
@@ -315,8 +310,7 @@ def _saved_parts(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _foreign(folder: Path, step: int) -> list[str]:
-    """Return the names of the checkpoints in `folder` that are of later steps than `step` and were not written by
-    Penstock."""
+    """Return the names of the checkpoints of later steps than `step` that Penstock did not write."""
     beyond = {
         int(path.name.removeprefix("step-")): path.name
         for path in folder.glob("step-*")

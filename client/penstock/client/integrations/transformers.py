@@ -46,8 +46,8 @@ class LoaderState(TrainerCallback, ExportableState):
         """True if the last step was the last one of the Trainer's epoch."""
 
     def state(self) -> dict[str, Any]:
-        """Return the state of this callback that the Trainer saves as JSON. The Trainer also calls this method once
-        before the training."""
+        """Return the state of this callback that the Trainer saves as JSON. The Trainer also calls this once before the
+        training."""
         saved = None if self._ahead is None else base64.b64encode(encode_state(self._ahead.state_dict())).decode()
         return {"args": {}, "attributes": {"saved": saved, "epoch_over": self.epoch_over}}
 
@@ -99,14 +99,12 @@ class LoaderState(TrainerCallback, ExportableState):
         self.epoch_over = state.epoch is not None and float(state.epoch).is_integer()
 
     def _took(self) -> None:
-        """Count a batch that the Trainer's loop has got. The Trainer calls either on_substep_end or on_step_end for
-        each batch, and both call this method."""
+        """Count a batch that the Trainer's loop has got: it calls one of on_substep_end and on_step_end for each."""
         assert self._ahead is not None
         self._ahead.took()
 
 
 def _length(ahead: Lookahead) -> int:
-    """Return the number of batches of an epoch of the loader; 0 if the loader has no len()."""
     try:
         return len(ahead)
     except TypeError:

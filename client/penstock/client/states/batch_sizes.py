@@ -49,9 +49,8 @@ def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
 
 
 def batch_size_of(structure: Structure, shapes: Sequence[int]) -> int | None:
-    """Return the number of rows of a batch: the first dimension that all its tensors share, or 1 for tensors without
-    dimensions. Return None if the batch has no tensors, or tensors with different numbers of rows. `structure`: nesting
-    and dtypes of the batch. `shapes`: dimensions of all its leaves, one after another."""
+    """Return the number of rows of a batch, as infer_batch_size does; None also for a batch without tensors. `shapes`:
+    dimensions of all its leaves, one after another."""
     sizes, dims = set(), 0
     for leaf in structure.leaves:
         if leaf.kind == "t":

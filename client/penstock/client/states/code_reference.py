@@ -1,16 +1,14 @@
 """References to user code: a callable's name, which another process can import.
 
-User code is sent to other machines by name, never by value (pickled). Only "module:qualname" leaves this machine, and
-the arguments in an envelope: Penstock's encoding for plain values, tensors and arrays, which runs no code when it is
-read (penstock.proto.state.envelope). Some code has no name to import: a lambda, a local function, a partial, a method
-of an instance. Some arguments do not fit into an envelope: callables, dataclasses, paths. Such code and arguments go by
-value, and only to this machine's own child processes, in embedded mode (penstock.proto.state.by_value). With any other
-appliance, opening the run raises an error with the remedy.
+User code is sent to other machines by name, never by value (pickled): only "module:qualname" leaves this machine, and
+the arguments in an envelope, Penstock's encoding for plain values, tensors and arrays, which runs no code when it is
+read. Code without a name to import (a lambda, a local function, a partial, a method of an instance), and arguments that
+do not fit into an envelope, go by value, and only to this machine's own child processes, in embedded mode
+(penstock.proto.state.by_value). With any other appliance, opening the run raises an error with the remedy.
 
 The main script is special. If it was run with `python -m`, its real module name can be imported. If it was run as a
 file, runners on this machine load the file under the name `penstock_main`, so that its main guard is not executed;
-workers on other machines cannot load it. A notebook, `python -c` and standard input have no file at all.
-"""
+workers on other machines cannot load it. A notebook, `python -c` and standard input have no file at all."""
 
 from __future__ import annotations
 
@@ -57,15 +55,13 @@ class CodeReference:
     name: str
     """Name of the input_fn, "module:qualname"."""
     main_path: str = ""
-    """Absolute path of the training script, if `name` or a pickled argument may refer to this script; else ""."""
+    """Absolute path of the training script, if `name` or a pickled argument may refer to it; else ""."""
     only_here: PenstockError | None = field(default=None, compare=False)
-    """Error to raise if the run would use workers on other machines, because input_fn or an argument can be sent only
-    by value, to this machine's own child processes. None if both can be sent to other machines."""
+    """Error to raise if the run would use workers on other machines, because something can be sent only by value."""
 
     def same_as(self, name: str) -> bool:
-        """Return True if `name`, "module:qualname", names the same input_fn as this reference. The qualname must be
-        equal. The modules may differ if one of them is MAIN or BY_VALUE, because a script that is run as a file has no
-        module name."""
+        """Return True if `name` names the same input_fn. The modules may differ if one of them is MAIN or BY_VALUE,
+        because a script that is run as a file has no module name."""
         module, _, qualname = self.name.partition(":")
         other, _, other_qualname = name.partition(":")
         return qualname == other_qualname and (module == other or bool({MAIN, BY_VALUE} & {module, other}))
@@ -88,14 +84,9 @@ def check_arguments(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CodeReference, bytes]:
-    """Return the reference to input_fn, and its arguments as bytes, for the processes that will call it. If possible
-    input_fn is sent by name and the arguments in an envelope. Otherwise the arguments go by value, and so does input_fn
-    if it has no name to import.
-
-    Raises:
-        TypeError: input_fn is not callable.
-        InvalidArgumentError, UnsupportedStateError: input_fn or an argument can be sent neither by name nor by value.
-    """
+    """Return the reference to input_fn, and its arguments as bytes, for the processes that will call it. Raises
+    TypeError if input_fn is not callable, and InvalidArgumentError or UnsupportedStateError if something can be sent
+    neither by name nor by value."""
     by_value: Any = None
     try:
         reference = refer(input_fn)
@@ -122,20 +113,14 @@ def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _label(input_fn: Any) -> str:
-    """Return the name under which messages show a callable that cannot be imported."""
     while isinstance(input_fn, functools.partial):
         input_fn = input_fn.func
     return str(getattr(input_fn, "__qualname__", type(input_fn).__qualname__))
 
 
 def refer(input_fn: Callable[..., Any]) -> CodeReference:
-    """Return the reference to an input_fn.
-
-    Raises:
-        TypeError: input_fn is not callable.
-        InvalidArgumentError: no other process can import input_fn by a name; the error says why and what to write
-            instead.
-    """
+    """Return the reference to an input_fn. Raises TypeError if it is not callable, and InvalidArgumentError, with what
+    to write instead, if no other process can import it by a name."""
     if not callable(input_fn):
         raise TypeError(
             f"input_fn must be callable, got a {type(input_fn).__qualname__}: pass the function itself, without "
@@ -191,8 +176,6 @@ def _of_main(module: str, qualname: str) -> CodeReference:
 
 
 def _check_found(input_fn: Callable[..., Any], module: str, qualname: str) -> None:
-    """Raise InvalidArgumentError if an import of the name fails or yields another object than input_fn, because
-    workers, which import the name, would then run that object."""
     try:
         found: Any = sys.modules.get(module) or importlib.import_module(module)
         for part in qualname.split("."):
@@ -210,8 +193,8 @@ def _check_found(input_fn: Callable[..., Any], module: str, qualname: str) -> No
 
 
 def encode_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """Return an envelope with the arguments of an input_fn. `name`: name of the input_fn, for errors. Raises
-    UnsupportedStateError if an argument does not fit into an envelope; the error names the argument."""
+    """Return an envelope with the arguments of an input_fn. Raises UnsupportedStateError, which names the argument that
+    does not fit."""
     named = [(f"args[{number}]", value) for number, value in enumerate(args)]
     for what, value in [*named, *((f"argument {name!r}", value) for name, value in kwargs.items())]:
         try:
@@ -225,14 +208,13 @@ def encode_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def search_path() -> list[str]:
-    """Return the folders of this process's sys.path as absolute paths, so that child processes find the same
-    modules."""
+    """Return this process's sys.path as absolute paths, so that child processes find the same modules."""
     return list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)))
 
 
 def forbid_in_runner(what: str) -> None:
-    """Raise RuntimeError if this process runs user code for a worker. Otherwise a script without a main guard would
-    start further workers endlessly. `what`: forbidden action, such as "creating an Appliance", for the error."""
+    """Raise RuntimeError if this process runs user code for a worker: a script without a main guard would start further
+    workers endlessly. `what`: forbidden action, such as "creating an Appliance"."""
     if os.environ.get(RUNNER_VARIABLE):
         raise RuntimeError(
             f"{what} inside a worker is not possible. If input_fn or its dataset does this, leave it out there. If the "

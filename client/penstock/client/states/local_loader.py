@@ -1,11 +1,8 @@
-"""Loader that input_fn returns in the training process. It is needed to call methods of the user's loader here:
-aggregation of states, the state before the first step, len(), and samples by their keys. This instance is never
-iterated.
+"""The user's loader in the training process, for calls of its methods here: aggregation of states, the state before the
+first step, len(), and samples by their keys. It is never iterated.
 
-One instance is built when first needed, and kept. Methods that depend on the seed or on a worker's assignment build
-others: len(), the state before the first step, config() and samples by their keys. Building them must not affect the
-training, so the random generators are restored afterwards: an input_fn may seed the generators or draw from them.
-"""
+Building it must not affect the training, so the random generators are restored afterwards: an input_fn may seed them or
+draw from them."""
 
 from __future__ import annotations
 
@@ -28,8 +25,8 @@ __all__ = ["LocalLoader", "check_strict", "no_length"]
 
 
 class LocalLoader:
-    """Holder of the loader that input_fn returns in the training process. input_fn is called when the loader is first
-    needed, and again by methods that need it with another seed or assignment."""
+    """Holder of the loader that input_fn returns. One instance is kept; methods that depend on the seed or on a
+    worker's assignment build others. `purpose` is the operation that needs the loader, for errors."""
 
     def __init__(self, name: str, input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._name = name
@@ -49,31 +46,27 @@ class LocalLoader:
 
     @property
     def maker(self) -> Callable[[], Any]:
-        """Callable that calls input_fn with a copy of its arguments and returns the loader. It keeps no reference to
-        this LocalLoader."""
+        """Calls input_fn with a copy of its arguments. It keeps no reference to this LocalLoader."""
         return partial(_call, self._fn, self._args, self._kwargs)
 
     def instance(self, purpose: str) -> Any:
-        """Return the loader. The first call makes it by input_fn. `purpose`: operation that needs the loader, such as
-        "state_dict()", for errors. Raises InputFnError if input_fn fails, and TypeError if check_strict() does."""
+        """Return the loader. Raises InputFnError if input_fn fails, and TypeError if check_strict() does."""
         instance = self._get(purpose)
         takes_strict(instance)
         return instance
 
     def methods(self, purpose: str) -> int:
-        """Return the number of state methods that the loader has: 4, 2 (state_dict and load_state_dict) or 0.
-        `purpose`: operation that needs the loader, for errors."""
+        """Return the number of the loader's state methods: 4, 2 (state_dict and load_state_dict) or 0."""
         return state_methods(self._get(purpose))
 
     def check_strict(self, purpose: str) -> None:
-        """Raise TypeError if only one of the loader's methods load_state_dict and deaggregate_state_dict takes an
-        argument `strict`, because then the user's choice would reach only one of them."""
+        """Raise TypeError if only one of load_state_dict and deaggregate_state_dict takes `strict`, because then the
+        user's choice would reach only one of them."""
         takes_strict(self._get(purpose))
 
     @property
     def can_be_built(self) -> bool:
-        """True if a call of input_fn works in this process; False if the call fails, for example because the data is
-        only on the workers' machines."""
+        """False if input_fn fails in this process, for example because only the workers have the data."""
         try:
             self._get("aggregate_state_dict")
         except InputFnError:
@@ -81,15 +74,14 @@ class LocalLoader:
         return True
 
     def aggregate(self, states: list[Any]) -> Any:
-        """Return the result of the loader's aggregate_state_dict. `states`: states of all workers' loaders, in the
-        order of global_worker_id."""
+        """Return the aggregated state. `states`: those of all workers' loaders, in the order of global_worker_id."""
         instance = self._get("aggregate_state_dict")
         takes_strict(instance)
         with _undisturbed():
             return instance.aggregate_state_dict(states)
 
     def initial_state(self, seed: int) -> Any:
-        """Return the aggregated state of a loader from which no batch was taken yet. `seed`: seed of the run."""
+        """Return the aggregated state of a loader from which no batch was taken yet."""
         instance = self._build(replace(NEUTRAL, seed=seed), "the state before the first step")
         takes_strict(instance)
         with _undisturbed():
@@ -98,9 +90,8 @@ class LocalLoader:
             return instance.aggregate_state_dict([state])
 
     def length(self, assignments: list[Assignment]) -> int:
-        """Return the number of batches of these workers together: input_fn is called for each assignment, and the len()
-        of the loaders is added up. Raises TypeError if a loader has no len(), or its len() raises any error, and
-        InputFnError if input_fn fails."""
+        """Return the sum of the len() of these workers' loaders. Raises TypeError if a loader has no len(), or its
+        len() raises any error."""
         total = 0
         for assignment in assignments:
             with _undisturbed():
@@ -113,22 +104,15 @@ class LocalLoader:
         return total
 
     def config(self, seed: int) -> dict[str, Any]:
-        """Return a description of the data: the name of input_fn, and the result of the loader's own method config();
-        None if it has no such method. With loaders of penstock.data, two runs with equal descriptions get the same
-        samples in the same order."""
         own = getattr(self._of_seed(seed, "config()"), "config", None)
         return {"input_fn": self._name, "loader": own() if callable(own) else None}
 
     def can_restore_sample(self, seed: int) -> bool:
-        """Return True if the loader has a method restore_sample, unless its method can_restore_sample() returns
-        False."""
         loader = self._of_seed(seed, "can_restore_sample()")
         own = getattr(loader, "can_restore_sample", None)
         return callable(getattr(loader, "restore_sample", None)) and (bool(own()) if callable(own) else True)
 
     def restore_sample(self, seed: int, key: Any) -> Any:
-        """Return the sample with this restore key, made as in a run with this seed. Raises NotRestartableError if the
-        loader cannot restore samples."""
         if not self.can_restore_sample(seed):
             raise NotRestartableError(
                 f"the loader that {self._name} returned cannot restore samples: it has no method restore_sample(key), "
@@ -138,8 +122,7 @@ class LocalLoader:
             return self._of_seed(seed, "restore_sample()").restore_sample(key)
 
     def _of_seed(self, seed: int, purpose: str) -> Any:
-        """Return the loader that input_fn makes in a run with this seed. The loader is kept until another seed is
-        requested."""
+        """Return the loader that input_fn makes in a run with this seed, which is kept until another is requested."""
         if self._seeded is None or self._seeded[0] != seed:
             self._seeded = (seed, self._build(replace(NEUTRAL, seed=seed), purpose))
         return self._seeded[1]
@@ -173,8 +156,7 @@ class LocalLoader:
 
 
 def no_length(name: str, raised: str) -> str:
-    """Return the text of an error for a loader without a length. `raised`: what its len() raised; "" if it has no
-    `__len__`."""
+    """Return the text of an error for a loader without a length. `raised`: what its len() raised; "": it has none."""
     why = f" (it raised {raised})" if raised else ""
     return f"the loader that {name} returned has no len(){why}: add a __len__ to the loader, or pass num_steps"
 
@@ -185,9 +167,8 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def check_strict(input_fn: Callable[..., Any]) -> None:
-    """Raise TypeError if only one of the loader's methods load_state_dict and deaggregate_state_dict takes an argument
-    `strict`. The loader's class is input_fn itself or its return annotation, so that no user code runs; without either,
-    nothing is checked."""
+    """Make the check of LocalLoader.check_strict on the loader's class, if input_fn is it or is annotated to return it,
+    so that no user code runs."""
     made = input_fn
     if not isinstance(input_fn, type):
         try:
@@ -200,7 +181,6 @@ def check_strict(input_fn: Callable[..., Any]) -> None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Context manager that restores the state of the random generators at the end of its block."""
     before = capture_rng()
     try:
         yield

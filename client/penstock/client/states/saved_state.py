@@ -50,32 +50,30 @@ FORMAT = 4
 
 @dataclass(frozen=True)
 class WorkerPart:
-    """Part of a saved state that belongs to one worker slot of a box (a data-parallel rank). `worker_step` and
-    `samples` count the slot's batches, and the samples in them, up to the step of the state."""
+    """Part of a saved state that belongs to one worker slot. `worker_step` and `samples` count the slot's batches, and
+    the samples in them, up to the step of the state."""
 
     box: int
     slot: int
     worker_step: int
     samples: int
     digest: int
-    """Digest of the slot's last batch up to the step of the state; 0 before the first batch. When a resume makes this
-    batch again, the batch must have the same digest."""
+    """Digest of the slot's last batch up to the step; 0 before the first batch. A resume that makes this batch again
+    must get the same one."""
     restart: Any
-    """Restart point of the slot: a dict with the position and loader state from which a replay up to the step starts.
-    Only penstock.worker writes and reads its contents."""
+    """Restart point of the slot: position and loader state from which a replay up to the step starts. Only
+    penstock.worker knows its contents."""
     user: Any = None
-    """State of the user's loader in this slot. None for a loader with the four state methods, whose states are saved in
-    their aggregated form only."""
+    """State of the user's loader in this slot; None with four state methods, whose states are saved aggregated only."""
     next_digest: int = 0
-    """Digest of the slot's first batch after the step; 0 if unknown. The slot's first batch after a resume must have
-    the same digest."""
+    """Digest of the slot's first batch after the step; 0 if unknown. A resume must get the same one."""
     next_epoch: bool = False
     """True if the slot's first batch after the step is the first of the next epoch."""
     chain: int = 0
-    """Hash over all batches of the slot in its epoch up to the step; 0 before the first batch, and if not known."""
+    """Hash over all batches of the slot in its epoch up to the step; 0 before the first batch, or if unknown."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name; those that have their defaults are left out."""
+        """Return the fields that do not have their defaults, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         defaults = {field.name: field.default for field in fields(self) if field.default is not MISSING}
         # by identity: user code's values may compare in ways of their own
@@ -100,14 +98,13 @@ class BoxStart:
 
     position: records_pb2.BoxPosition
     blob: bytes
-    """Envelope (encoded bytes) with the state from which the workers' loaders resume; b"" for a start without a
-    state."""
+    """Envelope with the state from which the workers' loaders resume; b"" for a start without a state."""
     same_topology: bool
-    """True if `blob` has a part for each slot of the box, so that each slot resumes exactly where the slot of this
-    number was. False for a start without a state, and after a change of the topology."""
+    """True if `blob` has a part for each slot of the box, which then resumes exactly where the slot of this number
+    was."""
     anew: bool = False
-    """True if `blob` has only parts of the saved run's slots to compare, and an epoch begins as in a new stream: of a
-    pure loader, between two epochs, on another topology."""
+    """True if `blob` has only parts to compare, and an epoch begins as in a new stream: of a pure loader, between two
+    epochs, on another topology."""
 
     def resume(self, name: str) -> records_pb2.Resume:
         """Return the message that names the state. `name`: name of the blob."""
@@ -123,21 +120,17 @@ class SavedState:
     methods: int
     """Number of state methods that the loader has: 4, 2 or 0."""
     num_boxes: int
-    """Number of boxes of the saved run; 0 if the state was taken before the first step, or not saved by Penstock, so
-    that it fits any topology (numbers of boxes and workers)."""
+    """0 if the state was taken before the first step, or not saved by Penstock, so that it fits any topology."""
     num_workers_per_box: int
-    """Number of worker slots of each box; 0 if num_boxes is 0."""
     seed: int | None
-    """Seed of the run. None: unknown, because an older release saved the state before the run was opened, or Penstock
-    did not save it."""
+    """None: unknown, because an older release saved the state before the run was opened, or Penstock did not save
+    it."""
     positions: list[Position] = field(default_factory=list)
     """Positions of the boxes, by box number; empty at step 0."""
     full_digest: bool = False
-    """True if the digests of batches cover all their bytes. A run that resumes from this state must compute its digests
-    in the same way."""
+    """True if the digests of batches cover all their bytes."""
     parts: list[WorkerPart] = field(default_factory=list)
-    """Parts of the worker slots, in the order of global_worker_id. Empty at step 0, and in a state that new_topology()
-    converted."""
+    """Parts of the worker slots, in the order of global_worker_id. Empty at step 0, and after new_topology()."""
     aggregated: Any = None
 
     @property
@@ -147,31 +140,27 @@ class SavedState:
 
     @property
     def cover(self) -> DigestCover:
-        """Choice of the bytes that the digest of a batch covers: some of a large batch (SAMPLE), all (FULL), or the
-        rows of all tensors that have an entry for each row (ROWS: the digest is the sum of the rows' digests). A run
-        that resumes from this state must make the same choice."""
+        """Bytes that the digest of a batch covers. A run that resumes from this state must make the same choice."""
         if self.by_rows:
             return DigestCover.ROWS
         return DigestCover.FULL if self.full_digest else DigestCover.SAMPLE
 
     is_pure: bool = False
-    """True if each epoch of the loader is a function of its number. Between two epochs such a state needs no parts."""
+    """True if each epoch of the loader is a function of its number: between two epochs such a state needs no parts."""
     by_hand: bool = False
-    """True if Penstock did not save the state, but the user or another system made it. It then has no record by
-    Penstock, and only the loader's own methods can read it."""
+    """True if the user or another system made the state, so that only the loader's own methods can read it."""
     is_changed: bool = False
-    """True if the user's part of the state was changed since it was saved. Batches after the resume then may differ
-    from those of the saved run, so they are not compared with its digests."""
+    """True if the user's part was changed since it was saved: batches after the resume are not compared with the saved
+    run's digests."""
 
     def counts_of(self, box: int, num_boxes: int) -> Rows:
-        """Return the counts of delivered samples, by (source, key), from which `box` continues to count after a resume
-        on `num_boxes` boxes. Empty if the loader does not count samples."""
+        """Return the counts of delivered samples from which `box` continues after a resume on `num_boxes` boxes."""
         counts = self.aggregated.get(COUNTS) if isinstance(self.aggregated, Mapping) else None
         return counts_part(counts, box, num_boxes, 0) if isinstance(counts, Mapping) and "boxes" in counts else {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the state as the dict that DataLoader.state_dict() returns. Raises UnsupportedStateError if a loader's
-        state has a value that an envelope cannot hold."""
+        """Return the state as DataLoader.state_dict() does. Raises UnsupportedStateError for a value that an envelope
+        cannot hold."""
         record: dict[str, Any] = {
             "step": self.step,
             "input_fn": self.input_fn,
@@ -202,9 +191,8 @@ class SavedState:
         return {**self.aggregated, **own_part}
 
     def start(self, box: int, num_boxes: int, num_workers_per_box: int, *, strict: bool) -> BoxStart:
-        """Return the position and state from which a box resumes in a run with this topology (numbers of boxes and
-        workers). `strict`: value for the argument `strict` of the loader's own methods. Raises StateMismatchError if
-        the state cannot be resumed on this topology."""
+        """Return the position and state from which a box resumes on this topology. `strict`: for the loader's own
+        methods. Raises StateMismatchError if the state cannot be resumed on this topology."""
         if self.positions and (num_boxes, num_workers_per_box) != (self.num_boxes, self.num_workers_per_box):
             other = self.new_topology(num_boxes, num_workers_per_box)
             carried: dict[str, Any] = {}
@@ -290,9 +278,8 @@ class SavedState:
         return found.pop() if len(found) == 1 else None
 
     def new_topology(self, num_boxes: int, num_workers_per_box: int) -> SavedState:
-        """Return this state converted to other numbers of boxes and workers. The result has no parts of single slots,
-        because the loader's own method deaggregate_state_dict divides the aggregated state among the new workers.
-        Raises StateMismatchError if the loader cannot change its topology."""
+        """Return this state for other numbers of boxes and workers. It has no parts of single slots, because the
+        loader's own deaggregate_state_dict divides the aggregated state among the new workers."""
         if self.methods != 4 and self._next_epoch is None:
             raise StateMismatchError(
                 f"the state of {self.input_fn} at step {self.step} was saved on "
@@ -323,19 +310,14 @@ class SavedState:
 
 
 def blank() -> dict[str, Any]:
-    """Return an empty state for a library that loads in place, such as torch.distributed.checkpoint. The library
-    replaces its values by saved ones. The empty state has only the keys that every saved state has; they suffice to
-    resume."""
+    """Return an empty state for a library that loads in place, which replaces its values by saved ones. It has only the
+    keys that every saved state has; they suffice to resume."""
     return {KEY: {"format": 0, "step": 0, "record": b""}}
 
 
 def is_to_be_filled() -> bool:
-    """Return True if torch.distributed.checkpoint.load requests a state to fill.
-
-    torch calls state_dict() of each object that it loads into, without saying why, so only the call stack identifies
-    torch. A caller that is not recognised gets a whole state to fill, which works for loaders whose states always have
-    the same keys.
-    """
+    """Return True if torch.distributed.checkpoint.load requests a state to fill. torch calls state_dict() without
+    saying why, so only the call stack identifies it; a caller that is not recognised gets a whole state to fill."""
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
         if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_loader":
@@ -350,13 +332,8 @@ def _topology(num_boxes: int, num_workers_per_box: int) -> str:
 
 
 def read(value: object) -> SavedState:
-    """Return the SavedState that a dict, the result of DataLoader.state_dict(), contains.
-
-    Raises:
-        StateMismatchError: the value is not a state of a Penstock loader.
-        StateVersionError: a version of Penstock with another format of states wrote the state.
-        StateCorruptError: the state is damaged.
-    """
+    """Return the SavedState in a result of DataLoader.state_dict(). Raises StateMismatchError for anything else,
+    StateVersionError for a state of another version's format, and StateCorruptError for a damaged one."""
     if not isinstance(value, Mapping) or KEY not in value:
         what = f"a {type(value).__qualname__}" if not isinstance(value, Mapping) else f"a dict without the key {KEY!r}"
         raise StateMismatchError(
@@ -403,8 +380,7 @@ def read(value: object) -> SavedState:
 
 
 def _belongs(own: Mapping[str, Any]) -> bool:
-    """Return True if Penstock's record and the user's part of a state were saved together. `own`: Penstock's part,
-    under the key KEY. See the module's docstring on `of`."""
+    """Return True if Penstock's record and the user's part of a state were saved together (see `of` above)."""
     marks = own.get("of")
     return isinstance(marks, Mapping) and _digest(own["record"]) in marks
 

@@ -19,8 +19,7 @@ def saved_of(
     fetched: FetchedState, step: int, name: str, methods: int, seed: int, *, full_digest: bool
 ) -> tuple[SavedState, list[Any]]:
     """Return the saved state, still without its aggregated part, and the states of the workers' loaders, in the order
-    in which aggregate_state_dict gets them. `fetched`: positions of all boxes and WorkerRecords of all workers at
-    `step`. `name`: name of the loader. `methods`: number of its state methods, 4, 2 or 0."""
+    in which aggregate_state_dict gets them. `methods`: number of the loader's state methods."""
     first = fetched.records[0][0]
     positions = [Position.received(fetched.positions[box]) for box in sorted(fetched.positions)]
     saved = SavedState(step, name, methods, first.num_boxes, first.num_workers_per_box, seed, positions, full_digest)
@@ -45,7 +44,7 @@ def saved_of(
 
 
 def _decoded(envelope: bytes) -> dict[str, Any]:
-    """Return a slot's state. An earlier one, which the worker has added to it, becomes the one from which the slot is
+    """Return a slot's state. An earlier one, which the worker has added, becomes the one from which the slot is
     restored."""
     value = cast(dict[str, Any], decode_state(envelope))
     if "earlier" in value:
@@ -65,10 +64,7 @@ def _as_start(value: dict[str, Any]) -> dict[str, Any]:
 
 def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
     """Return the states of the workers' loaders in the order of their worker numbers. That is the order of the slots,
-    except after a resume by the loader's own methods: worker 0 is then the slot whose batch was due first.
-
-    Raises StateUnavailableError if two slots of a box have become the same worker, so that their counts do not add up.
-    """
+    except after a resume by the loader's own methods: worker 0 is then the slot whose batch was due first."""
     launches = [value["launch"] for value in values if "launch" in value]
     if len(launches) < len(values):
         return [value["user"] for value in values]
@@ -87,9 +83,8 @@ def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
 
 def checkpoints_of(fetched: FetchedState, loaded: SavedState | None, step: int) -> list[DataLoaderCheckpoint]:
     """Return a DataLoaderCheckpoint for each worker at `step`, with the counts since this launch of the job began, and
-    the counts over all launches. `loaded`: state from which this launch resumed; None: no state. After a resume on
-    another topology all workers began with counts of 0.
-    """
+    those over all launches. `loaded`: state from which this launch resumed. After a resume on another topology all
+    workers began with counts of 0."""
     began = loaded.step if loaded is not None else 0
     before = {(part.box, part.slot): part for part in loaded.parts} if loaded is not None else {}
     checkpoints = []

@@ -25,18 +25,16 @@ __all__ = ["CheckpointSchedule", "CheckpointSteps", "checked_int", "requests_of"
 CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
 
 HORIZON = 256
-"""Number of steps for which a callable schedule is called to find the next checkpoint step."""
 MIN_AHEAD = 2
-"""Smallest number of future checkpoint steps that are announced to workers, however distant these steps are. A worker
-takes a snapshot at each announced step, so that the state of such a step needs no replay."""
+"""Smallest number of future checkpoint steps that are announced, however distant they are. A worker takes a snapshot at
+each, so that its state needs no replay."""
 MOST_REQUESTED = 1365
-"""Largest number of snapshots that are requested of a slot at a time: a third of what its runner accepts
-(`producer.MOST_WANTED`), because earlier requests may still be open."""
+"""A third of what a runner accepts (`producer.MOST_WANTED`), because earlier requests may still be open."""
 
 
 def checked_int(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """Return the argument `value`, called `name` in errors, as an int. Raises InvalidArgumentError if it is below
-    `least` or above `most`, and TypeError if it is not an integer."""
+    """Return an argument as an int. Raises InvalidArgumentError if it is out of bounds, and TypeError if it is not an
+    integer."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     number = int(value.__index__())
@@ -53,7 +51,7 @@ class CheckpointSchedule:
 
     every: int = 0
     steps: tuple[int, ...] = ()
-    """Checkpoint steps that were given one by one, in ascending order."""
+    """Single steps, in ascending order."""
     ranges: tuple[range, ...] = ()
     predicate: Callable[[int], bool] | None = None
     and_last: bool = field(default=False)
@@ -61,8 +59,7 @@ class CheckpointSchedule:
 
     @classmethod
     def of(cls, steps: CheckpointSteps) -> CheckpointSchedule:
-        """Return the schedule for an argument `checkpoint_steps`. Raises InvalidArgumentError or TypeError for an
-        invalid argument."""
+        """Return the schedule for an argument `checkpoint_steps`. Raises InvalidArgumentError or TypeError."""
         if steps is None:
             return cls()
         if callable(steps):
@@ -94,9 +91,8 @@ class CheckpointSchedule:
         return (index > 0 and self.steps[index - 1] == step) or any(step in entry for entry in self.ranges)
 
     def after(self, step: int) -> int | None:
-        """Return the first checkpoint step after `step`; None if no later step is a checkpoint step. If the schedule is
-        a function, it is called for the next HORIZON steps only; None then says that none of these is a checkpoint
-        step."""
+        """Return the first checkpoint step after `step`; None if there is none, or if a function returns False for the
+        next HORIZON steps."""
         if self.every:
             return (step // self.every + 1) * self.every
         if self.predicate is not None:
@@ -110,9 +106,8 @@ class CheckpointSchedule:
         return min(candidates, default=None)
 
     def ahead(self, step: int, last: int | None, horizon: int) -> list[int]:
-        """Return the checkpoint steps after `step` to announce to workers now: all those within the next `horizon`
-        steps, and further ones if these are fewer than MIN_AHEAD. `last`: the executor's last step; None if unknown.
-        """
+        """Return the checkpoint steps to announce to workers now: those within the next `horizon` steps, and further
+        ones if these are fewer than MIN_AHEAD. `last`: the executor's last step; None if unknown."""
         found: list[int] = []
         at: int | None = step
         while at is not None:
@@ -128,14 +123,12 @@ class CheckpointSchedule:
 
 
 def requests_of(pairs: list[int]) -> list[int]:
-    """Return those of the announced steps of a slot for which snapshots are requested, at most MOST_REQUESTED.
+    """Return those of a slot's announced steps for which snapshots are requested, at most MOST_REQUESTED.
 
-    With many slots in a box and many checkpoint steps, many steps follow each batch of a slot. If the steps are too
-    many, only the first ones after each batch are kept, and if these are too many, those of the next batches. A state
-    at another step is made from the snapshot before it.
+    If the steps are too many, only the first ones after each batch are kept, and if these are too many, those of the
+    next batches. A state at another step is made from the snapshot before it.
 
-    `pairs`: flat list of pairs, as the result: step, number of the slot's last batch up to this step, ascending.
-    """
+    `pairs`: flat list of pairs, as the result: step, number of the slot's last batch up to this step, ascending."""
     if len(pairs) <= 2 * MOST_REQUESTED:
         return pairs
     each = max(1, MOST_REQUESTED // len(set(pairs[1::2])))

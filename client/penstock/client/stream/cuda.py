@@ -32,12 +32,8 @@ FEWER = "Or use smaller batches or fewer workers: each worker slot has a ring of
 
 
 class CudaBackend:
-    """Backend of a CUDA device; see penstock.client.stream.device.DeviceBackend.
-
-    Args:
-        device: the CUDA device; without an index, the current device of the thread that first copies.
-        cuda: torch.cuda, or a test's replacement.
-    """
+    """Backend of a CUDA device. `device` without an index: the current device of the thread that first copies. `cuda`:
+    torch.cuda, or a test's replacement."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self.device = device
@@ -76,7 +72,7 @@ class CudaBackend:
 
 
 class Mapped(Protocol):
-    """Object with a memory mapping of this process, such as a ring. The memory stays mapped while the object lives."""
+    """Object with a memory mapping of this process, which stays mapped while the object lives."""
 
     @property
     def nbytes(self) -> int: ...
@@ -94,12 +90,11 @@ class PageLocks:
     memory cannot be locked, copies are slower, but correct.
 
     Args:
-        runtime: torch.cuda.cudart(), for cudaHostRegister, cudaHostUnregister and cudaGetErrorString.
+        runtime: torch.cuda.cudart().
         device: name of the device, for the warning.
         take_error: function that is called after a failed call of the runtime, see `take_error` below.
         what: description of the memory, for the warning.
-        less: advice on how to need less page-locked memory, for the warning.
-    """
+        less: advice on how to need less page-locked memory, for the warning."""
 
     def __init__(
         self, runtime: Any, device: str, take_error: Callable[[], None], what: str = RING, less: str = FEWER
@@ -111,8 +106,7 @@ class PageLocks:
         self._warned = False
 
     def lock(self, memory: Mapped) -> bool:
-        """Page-lock the memory of a Mapped object. Return True if that worked. The first failure is reported as a
-        UserWarning."""
+        """Page-lock the memory of a Mapped object. Return True if that worked. The first failure is a UserWarning."""
         runtime = self._runtime
         error = runtime.cudaHostRegister(memory.address, memory.nbytes, 0)
         if not int(error):
@@ -142,7 +136,6 @@ def take_error(device: torch.device) -> None:
 
 
 def _unlock(runtime: Any, address: int, mapping: mmap.mmap, pid: int) -> None:
-    """Unlock page-locked memory after the object that owned it was garbage-collected. `mapping` keeps the memory mapped
-    until this call. `pid`: the process that locked the memory; a fork of it does nothing."""
+    """Unlock memory after its owner was garbage-collected. `mapping` keeps it mapped until this call."""
     if os.getpid() == pid:  # a forked child also drops its Ring, and must not call CUDA
         runtime.cudaHostUnregister(address)

@@ -1,17 +1,9 @@
-"""Devices on which batches can be delivered: their interface for the ordered reader.
+"""Devices on which batches can be delivered.
 
-A `DeviceBackend` copies tensors to its device. `copy` only starts copies, which run in this order, and returns a
-`DeviceEvent`, which reports their completion. Until then the source tensors must not change. Work that the device runs
-after `order_after_copies` may read the copies. There are three implementations: the CPU here, with copies that are done
-when `copy` returns; CUDA in cuda.py; and in the tests a backend that copies when the test says so. The same tests run
-for all three.
-
-Each tensor is copied separately into memory of its own. One copy of the whole batch, with views of this copy as
-tensors, would need fewer copies. But then a label that the loop keeps would keep the images of its batch in device
-memory, and `torch.save` of the label would write them too. The cost for the training thread was measured for a dict of
-8 tensors on the CPU backend: 23 us with eight copies, 21 us with one copy and eight views of it (2-core AMD EPYC; the
-views of the sources take 10 of the 23). `benchmarks/device.py` measures the additional cost of each copy on a device.
-"""
+Each tensor is copied separately into memory of its own. With one copy of the whole batch, a label that the loop keeps
+would keep the images of its batch in device memory, and `torch.save` of the label would write them too. The cost for
+the training thread is small: 23 us for a dict of 8 tensors on the CPU backend, against 21 us with one copy and eight
+views of it (2-core AMD EPYC); `benchmarks/device.py` measures it on a device."""
 
 from __future__ import annotations
 
@@ -31,37 +23,30 @@ class DeviceEvent(Protocol):
     """Point in a device's queue of work; torch.cuda.Event is one implementation."""
 
     def query(self) -> bool:
-        """Return True if the device has done all work before this point of its queue. Does not wait."""
+        """Return True if the device has done all work before this point. Does not wait."""
 
 
 class DeviceBackend(Protocol):
-    """Interface to one device for one ordered reader. Only the training thread uses it."""
+    """One device for one ordered reader. Only the training thread uses it."""
 
     @property
-    def device(self) -> torch.device:
-        """Device on which batches arrive."""
+    def device(self) -> torch.device: ...
 
     def lock(self, ring: Ring) -> None:
-        """Prepare a ring (shared memory with batches) so that copies from it are fast, for as long as the `Ring` object
-        lives. Called once for a ring, before the first copy. Never fails: if the ring cannot be page-locked, copies are
-        slower."""
+        """Make copies from a ring fast, for as long as the `Ring` object lives. Called once for a ring, before the
+        first copy. Never fails: if the ring cannot be page-locked, copies are slower."""
 
     def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], DeviceEvent]:
-        """Start copying contiguous CPU tensors to the device, without waiting. Copies end in the order in which they
-        start.
-
-        Return the copies, with the dtypes and shapes of the sources and each with memory of its own; and an event that
-        is reached when the last copy ends. Until then the sources' memory must neither change nor be freed.
-        """
+        """Start copying contiguous CPU tensors to the device, without waiting. Return the copies, with the dtypes and
+        shapes of the sources and each with memory of its own; and an event that is reached when the last copy ends.
+        Until then the sources' memory must neither change nor be freed. Copies end in the order in which they start."""
 
     def order_after_copies(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
-        """Make the device wait: work that this thread starts on it from now on runs only after these copies. The thread
-        itself does not wait. `event`: the event that `copy` returned."""
+        """Make the device run the work that this thread starts from now on only after these copies. The thread itself
+        does not wait. `event`: the one that `copy` returned."""
 
 
 class _Done:
-    """Event for copies that were done before the event was made."""
-
     def query(self) -> bool:
         return True
 
@@ -88,13 +73,12 @@ _CARRIED: Final[dict[torch.dtype, torch.dtype]] = {
     for dtype, (_, needed) in CARRIERS.items()
     if needed is not None
 }
-"""Dtypes whose tensors some releases of torch cannot copy, or copy with a warning, and the integer dtype of the same
-size as which each is copied."""
+"""Dtypes that some releases of torch cannot copy, or copy with a warning, and the integer dtype as which each is
+copied."""
 
 
 def copied(sources: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Start copying tensors to a device, on the device's current stream. Return the copies, with the shapes, dtypes and
-    bits of the sources."""
+    """Start copying tensors to a device, on its current stream. Return the copies."""
     copies = []
     for source in sources:
         carrier = _CARRIED.get(source.dtype)
@@ -108,13 +92,8 @@ def copied(sources: Sequence[torch.Tensor], device: torch.device) -> list[torch.
 
 
 def check_device(name: str) -> str:
-    """Return the name of a device for batches, in torch's spelling.
-
-    Args:
-        name: "cpu", "cuda" (the CUDA device that is current when a loader is first iterated) or "cuda:N".
-
-    Raises InvalidArgumentError for any other name, and for a device that this process cannot use.
-    """
+    """Return the name of a device for batches ("cpu", "cuda" or "cuda:N") in torch's spelling. Raises
+    InvalidArgumentError for any other name, and for a device that this process cannot use."""
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -1,14 +1,8 @@
-"""Copies of batches from ring entries (each the shared memory of one batch) to a device, and the lane that starts the
-copies.
+"""Copies of batches from ring entries to a device, and the lane that starts them.
 
-A `SlotLane` gives the loop batches that are views of the ring. A `DeviceLane` gives the loop copies on the device:
 `DeviceLane.take` starts the copies of a batch and returns a `DeviceLoad`, which stands for the batch while it is
-copied. The load keeps its ring in memory, and therefore page-locked, until the copies are done. device_reader.py uses
-the loads.
-
-Tensors go to the device. NumPy arrays are copied on the host at once, because a view would keep the ring entry in use
-for as long as the loop keeps the array.
-"""
+copied. The load keeps its ring in memory, and therefore page-locked, until the copies are done. NumPy arrays are copied
+on the host at once, because a view would keep the ring entry in use for as long as the loop keeps the array."""
 
 from __future__ import annotations
 
@@ -28,13 +22,11 @@ from penstock.proto.lane.frames import BATCH, END, Frame, counts_of
 __all__ = ["LOOK_S", "DeviceLane", "DeviceLoad", "PeekingConsumer"]
 
 LOOK_S = 50e-6
-"""Seconds between two queries of whether a copy has ended, while the reader waits for that. A copy of 1 MiB takes about
-as long."""
+"""Seconds between two queries of whether a copy has ended. A copy of 1 MiB takes about as long."""
 
 
 class DeviceLoad:
-    """Batch whose tensors are being copied to the device. It lasts from the start of the copies until the ring entry is
-    released."""
+    """Batch whose tensors are being copied to the device, until its ring entry is released."""
 
     __slots__ = ("batch", "copies", "counts", "digest", "entry", "event", "lane", "ring", "token")
 
@@ -43,18 +35,17 @@ class DeviceLoad:
         self.ring = ring
         self.entry: int = frame.entry
         self.token = frame.ring << 16 | frame.entry
-        """Number that names the batch's ring and entry, see penstock.client.stream.lane_reader."""
+        """Names the batch's ring and entry, see lane_reader.py."""
         self.digest: int = frame.digest
         self.counts = counts_of(frame)
         self.batch: Any = None
         self.copies: list[torch.Tensor] = []
-        """Tensors of the batch on the device."""
         self.event: DeviceEvent | None = None
-        """Event that is reached when all copies have ended; None if the batch has no tensors."""
+        """Reached when all copies have ended; None if the batch has no tensors."""
 
     def move(self, leaves: list[Any]) -> list[Any]:
-        """Start copying the tensors of a batch to the device. `leaves`: tensors and other values of the batch, as views
-        of the ring entry. Return the leaves with copies in place of the views."""
+        """Start copying the tensors among `leaves`, which are views of the ring entry. Return the leaves with the
+        copies."""
         backend, tensors = self.lane.backend, [leaf for leaf in leaves if type(leaf) is torch.Tensor]
         if tensors:
             if torch.is_inference_mode_enabled():
@@ -75,17 +66,15 @@ class DeviceLoad:
 
     @property
     def done(self) -> bool:
-        """True if the copies have ended, so that the ring entry may be released. Raises the device's error if a copy
-        failed."""
+        """True if the ring entry may be released. Raises the device's error if a copy failed."""
         return self.event is None or self.event.query()
 
     def forget(self) -> None:
-        """Drop this load's references to the batch's tensors once the loop has the batch. The load itself is still
-        needed, to release the ring entry when the copies have ended."""
+        """Drop the references to the batch's tensors once the loop has the batch."""
         self.batch, self.copies = None, []
 
     def wait(self, until: float) -> bool:
-        """Wait until the copies are done, and return True. Return False if they are not done by `until`, a time of
+        """Wait until the copies are done, and return True; False if they are not by `until`, a time of
         time.monotonic()."""
         while not self.done:
             if time.monotonic() > until:
@@ -95,16 +84,15 @@ class DeviceLoad:
 
 
 class PeekingConsumer(Consumer):
-    """Consumer (reading end of a lane) that can also return the next frame, a message of the lane, and leave it to be
-    read again."""
+    """Consumer that can also return the next frame and leave it to be read again."""
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         super().__init__(sock, name)
         self._seen: Frame | PenstockError | None = None
 
     def look(self) -> Frame | None:
-        """Return the frame that the next `receive` will return; None if no frame has arrived. If reading fails, return
-        None, and let the next `receive` raise the error."""
+        """Return the frame that the next `receive` will return; None if none has arrived, or if the next `receive` will
+        raise an error."""
         if self._seen is None:
             try:
                 self._seen = super().receive()
@@ -129,8 +117,7 @@ class PeekingConsumer(Consumer):
 
 
 class DeviceLane(SlotLane):
-    """Lane (connection for batches) of a worker slot that copies the batches to a device. `take` returns a DeviceLoad,
-    which keeps its ring entry in use until the copies are done."""
+    """Lane that copies the batches to a device. `take` returns a DeviceLoad."""
 
     __slots__ = ("backend",)
 

@@ -42,23 +42,22 @@ from penstock.proto.state.position import Position
 __all__ = ["DeviceReader", "backend_of", "reader_for"]
 
 CLOSE_S = 5.0
-"""Largest number of seconds for which `close` waits for the end of copies. Copies take milliseconds, unless the device
-has failed."""
+"""Longest wait of `close` for the end of copies. They take milliseconds, unless the device has failed."""
 
 _stranded: list[DeviceLoad] = []
-"""Loads (batches being copied) whose copies did not end within CLOSE_S. The list keeps their rings in memory for the
-life of the process, because the device may still read them."""
+"""Loads whose copies did not end within CLOSE_S. Their rings stay in memory for the life of the process, because the
+device may still read them."""
 
 
 class DeviceReader(OrderedReader):
-    """Ordered reader that delivers batches on a device. See the module's docstring."""
+    """Ordered reader that delivers batches on a device."""
 
     def __init__(self, run: OpenRun, position: Position, label: str, timeout_s: float, backend: DeviceBackend) -> None:
         self._backend = backend
         self._staged: DeviceLoad | None = None
         self._lent: deque[DeviceLoad] = deque()
-        """Loads of batches that the loop has, but whose copies are not known to be done, in the order in which the
-        copies end."""
+        """Loads of batches that the loop has, but whose copies are not known to be done, in the order in which they
+        end."""
         self._stuck_since = 0.0
         super().__init__(run, position, label, timeout_s)
 
@@ -68,8 +67,8 @@ class DeviceReader(OrderedReader):
     # ---- the hot path
 
     def next(self) -> Any:
-        """Return the next batch, with its tensors on the device, or EPOCH_ENDED, as OrderedReader.next does. The loop's
-        CUDA stream waits for the end of the batch's copy; this thread does not."""
+        """Return the next batch, with its tensors on the device, or EPOCH_ENDED. The loop's CUDA stream waits for the
+        end of the batch's copy; this thread does not."""
         run = self.run
         run.fence.taken = step = self.position.step + 1
         if step >= run.fence.step:  # before a batch that was staged is delivered; its lane may be of an old generation
@@ -134,8 +133,7 @@ class DeviceReader(OrderedReader):
     # ---- ring entries
 
     def _release_copied(self) -> bool:
-        """Release the ring entries of delivered batches whose copies have ended. Return True if an entry was
-        released."""
+        """Release the ring entries of delivered batches whose copies have ended. Return True if one was."""
         lent, released = self._lent, False
         while lent and lent[0].done:
             load = lent.popleft()
@@ -220,15 +218,12 @@ class DeviceReader(OrderedReader):
 
 
 def backend_of(device: str) -> DeviceBackend:
-    """Return the backend that copies batches to a device. `device`: name of the device, as `check_device` returned
-    it."""
     return CpuBackend() if device == "cpu" else CudaBackend(torch.device(device))
 
 
 def reader_for(device: str, run: OpenRun, position: Position, label: str, timeout_s: float) -> OrderedReader:
-    """Return the reader that delivers a run's batches in order, beginning after `position`. `device`: name of the
-    device on which batches are delivered; "": batches are views of the ring. `label`: name of the loader for messages.
-    `timeout_s`: deadline of each batch in seconds."""
+    """Return the reader that delivers a run's batches, beginning after `position`. `device`: "" for views of the
+    ring."""
     if not device:
         return OrderedReader(run, position, label, timeout_s)
     return DeviceReader(run, position, label, timeout_s, backend_of(device))

@@ -1,23 +1,18 @@
-"""Lane of one worker slot: the connection that brings the slot's batches to the training process. Here is the training
-process's end. Its consumer reads frames, the messages of the lane, and maps the rings: shared memory, in which each
-entry holds one batch. The producer, at the other end, is the slot's runner, or the receiver for a runner on another
-host. An ack tells the producer which batches were delivered, and which entries it may fill again.
+"""Lane of one worker slot: the connection that brings the slot's batches to the training process. This end reads
+frames, the messages of the lane, and maps the rings: shared memory, in which each entry holds one batch. The producer,
+at the other end, is the slot's runner, or the receiver for a runner on another host.
 
 A `SlotLane` belongs to one generation of a slot; a slot begins a new generation when it gets another runner. A lane
-survives a broken connection: the Hello, the first message on the next connection, contains the lane's state. A new
-generation has a new lane. Views of the old lane's rings that are freed later release nothing, because their tokens go
-to a deque that is not read any more.
+survives a broken connection: the Hello, the first message on the next connection, contains the lane's state. Views of
+an old lane's rings that are freed later release nothing, because their tokens go to a deque that is not read any more.
 
 A token is an int, ring << 16 | entry, that names an entry. When the loop drops a view, the view's finalizer appends the
 token to a deque. A finalizer may do nothing else (see penstock.proto.batch.assemble), so `drain` does the rest.
 
 **A delivered batch equals the one that the runner made.** Before delivery the batch's bytes are compared with the
-digest that the runner computed when it wrote these bytes: all bytes of a batch of up to 256 KiB, of a larger one a
-sample that covers every leaf (penstock.proto.batch.digest), or all bytes with `Appliance(digest="full")` or "rows". A
-difference is a BatchCorruptError. The reader then closes the connection and fetches the batch again, because the ring
-at the other end still has it. Only a batch that arrives damaged CORRUPT_TRIES times in a row is an error in the
-training loop.
-"""
+digest that the runner computed when it wrote them (penstock.proto.batch.digest). After a difference the reader closes
+the connection and fetches the batch again, because the ring at the other end still has it. Only a batch that arrives
+damaged CORRUPT_TRIES times in a row is an error in the training loop."""
 
 from __future__ import annotations
 
@@ -42,22 +37,21 @@ __all__ = ["CORRUPT_TRIES", "RingView", "SlotLane"]
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
 CUT_OFF_S = 2.0
-"""Seconds for which a worker's host must be unreachable before the training process requests another worker. If only
-the daemon is dead, the coordinator reports that within 1.5 s, with a better message."""
+"""Seconds for which a worker's host must be unreachable before another worker is requested. If only the daemon is dead,
+the coordinator reports that within 1.5 s, with a better message."""
 CHECK_S = 0.1
-"""Seconds between the first failed attempt to reach a worker's host and the second. Meanwhile the coordinator can reply
-to a report, which shows that this host's own network works."""
+"""Seconds between the first failed attempt to reach a worker's host and the second. Meanwhile a reply of the
+coordinator can show that this host's own network works."""
 CORRUPT_TRIES = 8
-"""Number of times in a row that a batch must arrive damaged until the training loop gets an error. On a link that
-damages every second batch, this happens once in 256 batches, so the loop gets the error within a second."""
+"""On a link that damages every second batch, this happens once in 256 batches, so the loop gets the error within a
+second."""
 ABANDONED_KEPT = 256
-"""Largest number of abandoned epochs that a Hello lists. A replacement runner needs those since its restart point. That
-point is a few seconds old, and a loop does not abandon more epochs in that time."""
+"""Largest number of abandoned epochs that a Hello lists. A replacement runner needs those since its restart point,
+which is a few seconds old."""
 
 
 class RingView:
-    """Ring of a lane in the training process (shared memory that the producer fills with batches), with values that are
-    needed for each batch and are computed once."""
+    """Ring of a lane in the training process, with values that are needed for each batch and are computed once."""
 
     __slots__ = ("buffer", "entry_bytes", "group", "held", "limit", "ring")
 
@@ -68,15 +62,14 @@ class RingView:
         self.held: set[int] = set()
         """Numbers of the entries of which the loop still has views."""
         self.limit = min(max(2, ring.entries // 2), ring.entries - 1)
-        """Largest number of entries of which the loop may have views. While it has so many, batches are delivered as
-        copies, so that a loop that keeps its batches does not leave the producer without free entries."""
+        """Largest number of entries of which the loop may have views. Beyond it batches are delivered as copies, so
+        that a loop that keeps its batches does not leave the producer without free entries."""
         self.group = max(1, ring.entries // 4)
         """Number of delivered batches for which one ack is sent."""
 
 
 class SlotLane:
-    """Lane (connection for batches) of a worker slot in the training process, used only by the training thread. See the
-    module's docstring."""
+    """Lane of a worker slot, used only by the training thread."""
 
     __slots__ = (
         "abandoned",
@@ -121,16 +114,15 @@ class SlotLane:
         """Text with worker, box and slot, for messages."""
         self.consumer: Consumer | None = None
         self.poll = select.poll()
-        """Poll object of the connection. It is created once for a connection, because its creation takes longer than
-        the wait for a fast worker."""
+        """Poll object of the connection, created once, because its creation takes longer than the wait for a fast
+        worker."""
         self.rings: dict[int, RingView] = {}
         self.current_ring = 0
         self.release: deque[int] = deque()
         self.freed: list[int] = []
-        """Entries whose views were freed, to be reported in the next ack, as a flat list: ring, entry, ring, entry
-        ..."""
+        """Entries whose views were freed, for the next ack, as a flat list: ring, entry, ring, entry ..."""
         self.unacked = 0
-        """Number of batches of the slot that were delivered since the last ack."""
+        """Number of delivered batches since the last ack."""
         self.group = 1
         self.abandons = 0
         """Number of epochs that were abandoned so far, over all generations of the slot."""
@@ -139,11 +131,10 @@ class SlotLane:
         self.abandoned: deque[tuple[int, int]] = deque(maxlen=ABANDONED_KEPT)
         """Newest abandoned epochs, as pairs (epoch, number of the slot's last batch delivered in it)."""
         self.unsettled = False
-        """True until the first frame arrives after the lane was connected or an epoch was abandoned. Until then the
-        producer may not know of the abandoned epoch."""
+        """True from a connection or an abandoned epoch to the next frame: the producer may not know of that epoch
+        yet."""
         self.unused = 0
-        """Number of frames in a row that the reader did not need, such as batches that were sent again. Counted from
-        the last delivered batch or the start of the connection."""
+        """Number of frames in a row that the reader did not need, such as batches that were sent again."""
         self.chain = 0
         """Hash over the slot's batches of epoch `chained_epoch` that were delivered."""
         self.chained_epoch = 0
@@ -151,25 +142,23 @@ class SlotLane:
         """What the chain links for the batch that was checked last: its digest, or with DigestCover.ROWS another one,
         which covers also what is not rows."""
         self.last_digest = 0
-        """Digest of the slot's last delivered batch."""
         self.layout: tuple[Structure, list[int]] | None = None
-        """Structure (nesting, keys, dtypes) and shapes of the last batch whose digest was right; None: no batch yet."""
+        """Structure (nesting, keys, dtypes) and shapes of the last batch whose digest was right."""
         self.wanted: list[int] = []
-        """Checkpoint steps of the last announcement, also those that have passed since, as a flat list: step, number of
-        the slot's batches up to it, step, number ..."""
+        """Checkpoint steps of the last announcement, as a flat list: step, number of the slot's batches up to it, step
+        ..."""
         self.retry_at = 0.0
         self.backoff_s = FIRST_BACKOFF_S
         self.last_failure = ""
         """Reason why the last connection was lost or could not be made; "" once connected."""
         self.cut_off_since = self.cut_off_at = 0.0
-        """Time since which the worker's host has been unreachable, and time at which this process noticed that, as
-        times of time.monotonic(). Both 0 if the host can be reached."""
+        """Times of time.monotonic() since which the worker's host has been unreachable, and at which this process
+        noticed that. Both 0 if the host can be reached."""
         self.network_works = False
-        """True if the coordinator has replied between `cut_off_at` and the last attempt to connect the lane. Such a
-        reply shows that this host's network works."""
+        """True if the coordinator has replied between `cut_off_at` and the last attempt to connect the lane."""
         self.unreachable = ""
-        """Reason why the coordinator must give the slot to another worker: the worker's host is unreachable. "" if no
-        other worker is needed."""
+        """Reason why the coordinator must give the slot to another worker, whose host can be reached; "": it need
+        not."""
         self.failed_since = 0.0
         self.tried_failed = False
         self.copies = 0
@@ -177,8 +166,7 @@ class SlotLane:
         """Number of times in a row that the slot's next batch has arrived damaged."""
 
     def next_generation(self, generation: int, name: str) -> SlotLane:
-        """Return a lane for the slot's next generation. The abandoned epochs, the announced checkpoint steps and the
-        digest of the last batch are those of this lane. `name`: worker, box and slot, for messages."""
+        """Return a lane for the slot's next generation, which keeps what does not belong to a runner."""
         after = self._another(generation, name)
         after.abandons, after.abandoned_epoch, after.unsettled = self.abandons, self.abandoned_epoch, self.unsettled
         after.abandoned = self.abandoned
@@ -187,14 +175,12 @@ class SlotLane:
         return after
 
     def _another(self, generation: int, name: str) -> SlotLane:
-        """Return a new lane of the same class for this slot. `name`: worker, box and slot, for messages."""
         return SlotLane(self.slot, generation, name)
 
     # ---- connections
 
     def hello(self, hello: lane_pb2.Hello) -> None:
-        """Add the lane's state to a Hello, the first message on a connection: entries that the loop still uses,
-        abandoned epochs, last digest, announced checkpoint steps."""
+        """Add the lane's state to a Hello."""
         self.drain()
         self.freed.clear()
         for ring_id, ring in self.rings.items():
@@ -227,34 +213,31 @@ class SlotLane:
         self.last_failure = ""
 
     def _consumer(self, sock: socket.socket) -> Consumer:
-        """Return a consumer, which reads the frames of the connection `sock`."""
         return Consumer(sock, self.name)
 
     def link(self, epoch: int, digest: int) -> None:
-        """Add the batch that was checked last, which is delivered, to the chain of its epoch. `digest`: its digest."""
+        """Add the batch that was checked last, which is delivered, to the chain of its epoch."""
         if epoch != self.chained_epoch:
             self.chained_epoch, self.chain = epoch, 0
         self.chain = linked(self.chain, self.content)
         self.last_digest = digest
 
     def settle(self) -> None:
-        """Record that a frame has arrived on this connection. It shows that the worker can be reached and knows of all
-        abandoned epochs."""
+        """Record that a frame has arrived on this connection: the worker can be reached and knows of all abandoned
+        epochs."""
         self.unsettled = False
         self.backoff_s = FIRST_BACKOFF_S
         self.cut_off_since = self.cut_off_at = 0.0
         self.unreachable = ""
 
     def begin_try(self, replied_at: float) -> None:
-        """Record the start of an attempt to connect the lane. `replied_at`: time of the coordinator's last reply, a
-        time of time.monotonic()."""
+        """Record the start of an attempt to connect. `replied_at`: time of the coordinator's last reply."""
         self.network_works = replied_at > self.cut_off_at > 0.0
 
     def cut_off(self, now: float, silent_s: float, why: str) -> bool:
-        """Record at time `now` that the worker's host could not be reached, or has not answered for `silent_s` seconds,
-        for the reason `why`. Return True if another worker must be requested: the host has been unreachable for
-        CUT_OFF_S, and this host's network works. Without the second condition, a box with a network fault of its own
-        would take its slots from healthy workers."""
+        """Record at time `now` that the worker's host has been unreachable for `silent_s` seconds. Return True if
+        another worker must be requested: this has lasted for CUT_OFF_S, and this host's network works. Otherwise a box
+        with a network fault of its own would take its slots from healthy workers."""
         self.lose(now, why)
         if not self.cut_off_at:
             self.cut_off_since, self.cut_off_at = now - silent_s, now
@@ -264,8 +247,7 @@ class SlotLane:
         return bool(self.unreachable)
 
     def lose(self, now: float, why: str) -> None:
-        """Drop the connection, which is lost or brought bad data, for the reason `why`. Set the time of the next
-        attempt to connect, with exponential backoff."""
+        """Drop the connection, which is lost or brought bad data. The next attempt follows with exponential backoff."""
         if self.consumer is not None:
             self.consumer.close(say_so=False)
             self.consumer = None
@@ -274,7 +256,6 @@ class SlotLane:
         self.backoff_s = min(2 * self.backoff_s, MAX_BACKOFF_S)
 
     def close(self) -> None:
-        """Close the lane and its connection, at the end of the stream or because the slot has a new generation."""
         if self.consumer is not None:
             self.consumer.close()
             self.consumer = None
@@ -282,11 +263,8 @@ class SlotLane:
     # ---- batches
 
     def take(self, frame: Frame) -> Any:
-        """Return the batch that a BATCH frame announces. The batch's tensors are views of the ring entry that the frame
-        names, or copies if the training loop already holds views of half of the ring's entries (`RingView.limit`).
-
-        Raises BatchCorruptError if the batch's digest is not the one that the runner computed.
-        """
+        """Return the batch that a BATCH frame announces, as views of its ring entry, or as copies beyond
+        `RingView.limit`. Raises BatchCorruptError if its digest is not the one that the runner computed."""
         ring_id, entry = frame.ring, frame.entry
         ring, assembler, shapes = self.checked(frame)
         if self.release:
@@ -303,8 +281,8 @@ class SlotLane:
 
     def checked(self, frame: Frame) -> tuple[RingView, Assembler, list[int]]:
         """Check the batch that a BATCH frame announces against its digest. Return what builds the batch: its ring, the
-        Assembler of its structure, and the shapes of its tensors. Raises BatchCorruptError if the digest differs, and
-        ProtocolError for a malformed frame."""
+        Assembler of its structure, and the shapes of its tensors. Raises BatchCorruptError, or ProtocolError for a
+        malformed frame."""
         ring = self.rings.get(frame.ring)
         if ring is None:
             ring = self._map(frame.ring)
@@ -341,8 +319,7 @@ class SlotLane:
         self.freed += (frame.ring, frame.entry)
 
     def drain(self) -> None:
-        """Empty `release`, which names the ring entries whose views were freed, and note these entries for the next
-        ack."""
+        """Note the ring entries whose views were freed for the next ack."""
         release, rings, freed = self.release, self.rings, self.freed
         while release:
             token = release.popleft()
@@ -355,9 +332,8 @@ class SlotLane:
             freed += (ring_id, entry)
 
     def ack(self, total: int) -> bool:
-        """Send an ack: the number of delivered batches and the released entries. `total`: number of the slot's batches
-        delivered over the whole life of the run. Return False if the ack is not sent completely, because the socket's
-        buffer is full."""
+        """Send the number of the slot's delivered batches (`total`, over the whole life of the run) and the released
+        entries. Return False if the socket's buffer is full."""
         consumer = self.consumer
         if consumer is None:
             return True

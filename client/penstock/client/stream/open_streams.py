@@ -1,8 +1,5 @@
-"""Registry of this process's readers, receivers and saves, for metrics.
-
-Objects are added here when they are created, and disappear when they are garbage-collected. A scrape of metrics, on
-another thread, reads those that are alive. No step of a training loop runs this code.
-"""
+"""Registry of this process's readers, receivers and saves, for metrics. Objects disappear when they are garbage-
+collected. A scrape, on another thread, reads those that are alive."""
 
 from __future__ import annotations
 
@@ -21,8 +18,6 @@ _Thing = TypeVar("_Thing")
 
 
 class _Watched(Generic[_Thing]):
-    """Set of objects with weak references, so that the set does not keep them alive."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()  # a set must not grow while it is iterated
         self._things: weakref.WeakSet[_Thing] = weakref.WeakSet()
@@ -32,7 +27,6 @@ class _Watched(Generic[_Thing]):
             self._things.add(thing)
 
     def all(self) -> list[_Thing]:
-        """Return the objects of the set that were not garbage-collected yet."""
         with self._lock:
             return list(self._things)
 
@@ -48,27 +42,24 @@ class SaveCounters:
     """Seconds for which calls of save() have blocked the training loop in all."""
     last_stall_s: float = 0.0
     last_write_s: float = 0.0
-    """Seconds from the return of save() until the checkpoint was complete, for the last complete checkpoint."""
+    """Seconds from the return of save() until the last complete checkpoint was complete."""
     written_bytes: int = 0
     last_step: int = -1
-    """Step of the last checkpoint that was completed; -1 before the first."""
+    """Step of the last complete checkpoint; -1 before the first."""
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
-    """Reentrant lock, because a signal handler may call save() during a save."""
+    """Reentrant, because a signal handler may call save() during a save."""
 
     def stalled(self, seconds: float) -> None:
-        """Count a call of save() that blocked the training loop for `seconds`."""
         with self._lock:
             self.stalled_s += seconds
             self.last_stall_s = seconds
 
     def begun(self) -> None:
-        """Count a checkpoint at the start of its writing."""
         with self._lock:
             self.in_flight += 1
 
     def ended(self, step: int, seconds: float, written: int, *, ok: bool) -> None:
-        """Count a checkpoint at the end of its writing. `seconds`: since save() returned. `written`: bytes. `ok`: True
-        if the checkpoint is complete, False if writing failed."""
+        """Count a checkpoint at the end of its writing. `seconds`: since save() returned. `written`: bytes."""
         with self._lock:
             self.in_flight -= 1
             self.written_bytes += written

@@ -78,28 +78,24 @@ HELLO_S = 10.0
 SMALL = 16 << 10
 """Largest payload, in bytes, that is copied out of the receive buffer. One system call receives many such payloads."""
 AHEAD = 4 << 10
-"""Number of bytes after a large payload that are received in the same call. They are enough for the next frame, and are
-copied quickly."""
+"""Number of bytes after a large payload that are received in the same call: enough for the next frame."""
 WAKE_AT = 512 << 10
 """Number of bytes of a large payload that must have arrived before they are received. Without this limit one call gets
 160 KiB of 8 MiB, and the wake-ups cost sender and receiver a tenth of their time (benchmarks/README.md)."""
 READS_A_TURN = 32
-"""Largest number of receive calls for one lane before the other lanes are served."""
 PACKED_AHEAD = 32 << 10
-"""Number of bytes after a compressed piece that are received in the same call. The number is small, because compressed
-data may unpack to many times their length."""
+"""Number of bytes after a compressed piece that are received in the same call. Compressed data may unpack to many times
+their length."""
 PACKED_READS_A_TURN = 8
-"""Limit in place of READS_A_TURN for a lane in the middle of a compressed payload, because unpacking a piece takes 0.2
-ms."""
+"""READS_A_TURN in the middle of a compressed payload, because unpacking a piece takes 0.2 ms."""
 NEVER = float("inf")
 
 Connection = socket.socket | OSError | PenstockError
-"""Result of an attempt to connect: a socket or an error."""
 
 
 class ReceiverLane:
-    """Lane (connection for the batches of a worker slot) through the receiver: a socket to the consumer in the training
-    process, a TCP connection to the worker, and the ring between the two."""
+    """Lane through the receiver: a socket to the consumer in the training process, a TCP connection to the worker, and
+    the ring between the two."""
 
     def __init__(self, loop: ReceiverLoop, sock: socket.socket, max_batch_bytes: int) -> None:
         sock.setblocking(False)
@@ -136,7 +132,6 @@ class ReceiverLane:
         loop.watch(self, self._consumer_fd, select.EPOLLIN)
 
     def on_event(self, fd: int, events: int) -> None:
-        """Handle events (bits of select.epoll) of the consumer's socket or the TCP socket."""
         try:
             if fd != self._consumer_fd:
                 if events & ~select.EPOLLOUT:
@@ -153,8 +148,7 @@ class ReceiverLane:
             self.fail(error)
 
     def end(self, why: str) -> None:
-        """End the lane for the reason `why`, and close both sockets. The consumer can still read what was sent to
-        it."""
+        """End the lane, and close both sockets. The consumer can still read what was sent to it."""
         if self.over:
             return
         _log.info("the lane to %s has ended: %s", self._address or "no worker yet", why)
@@ -168,7 +162,6 @@ class ReceiverLane:
             self._tcp.close()
 
     def fail(self, error: BaseException) -> None:
-        """End the lane because its stream cannot be continued, and send the error to the consumer."""
         _log.warning("the lane to %s failed: %s: %s", self._address or "no worker yet", type(error).__name__, error)
         known = isinstance(error, PenstockError)
         detail = records_pb2.ErrorDetail(
@@ -234,13 +227,13 @@ class ReceiverLane:
             self._settle()
 
     def _cut_off(self, error: PenstockError) -> None:
-        """End the lane because the worker's host cannot be reached. A CLOSE frame tells the consumer the reason."""
+        """End the lane because the worker's host cannot be reached. A CLOSE frame tells the consumer why."""
         detail = records_pb2.ErrorDetail(name=type(error).__name__, message=error.message)
         self._producer.forward_end(Frame(CLOSE, rest=detail.SerializeToString()))
         self.end(error.message)
 
     def _receive(self) -> None:
-        """Read from TCP until no bytes have arrived, the lane has made READS_A_TURN reads, or no ring entry is free."""
+        """Read from TCP until no bytes have arrived, the lane has had its turn, or no ring entry is free."""
         sock, inbox = self._tcp, self._inbox
         if sock is None or self._ended:
             return
@@ -331,8 +324,7 @@ class ReceiverLane:
                 raise malformed(f"a worker must send frames of known kinds, got kind {kind}")
 
     def _check_claims(self, frame: Frame) -> None:
-        """Check the numbers in a worker's BATCH frame before memory is allocated for the batch. Raises
-        ProtocolError."""
+        """Check the numbers in a worker's BATCH frame before memory is allocated for the batch."""
         size = frame.nbytes + 8 * frame.size
         if size > self._entry_bytes.get(frame.ring, -1):
             raise malformed(f"a batch must fit into an entry of a ring that the worker announced, got {size} bytes")
@@ -344,8 +336,8 @@ class ReceiverLane:
             raise malformed(f"a worker must announce a structure before its batches, got structure {frame.structure}")
 
     def _fill(self) -> bool:
-        """Copy bytes of the payload from the receive buffer to `_target`, the part of the ring entry that is still
-        empty. Return False if the payload is not complete yet."""
+        """Copy bytes of the payload from the receive buffer to the ring entry. Return False if it is not complete
+        yet."""
         while self._target is not None:
             if self._target:
                 piece = self._inbox.take_bytes(len(self._target))
@@ -384,7 +376,6 @@ class ReceiverLane:
         return True
 
     def _unpack(self, unpacker: Unpacker) -> None:
-        """Unpack the piece of a compressed payload that has been received into `_target`."""
         if self._frame.abandons < self._producer.abandons:  # the epoch was abandoned meanwhile: do not unpack
             assert self._reserved is not None
             self._producer.return_unused(self._reserved)
@@ -400,7 +391,6 @@ class ReceiverLane:
             self._unpacker, self._whole = None, True
 
     def _publish(self) -> None:
-        """Announce the batch of `_frame` to the consumer. Its payload is complete in the ring entry."""
         reserved, self._reserved, self._whole = self._reserved, None, False
         assert reserved is not None
         if self._frame.abandons < self._producer.abandons:
@@ -454,8 +444,6 @@ class ReceiverLane:
 
 
 class ReceiverLoop:
-    """Event loop that serves all lanes in one thread with one epoll."""
-
     def __init__(self, name: str, parent_pid: int, max_batch_bytes: int, tls: Tls | None = None) -> None:
         self.again: set[ReceiverLane] = set()
         """Lanes with bytes to read that epoll does not report, because TLS has read them already."""
@@ -499,7 +487,7 @@ class ReceiverLoop:
                     lane.end("a Hello, connection or last ack did not come before the deadline")
 
     def close(self) -> None:
-        """Release all resources after `run` has returned. Only tests need this, because the process ends then."""
+        """Release all resources after `run` has returned; only tests need this."""
         for lane in list(self._lanes):
             lane.end("the receiver ends")
         self._listener.close()
@@ -508,7 +496,7 @@ class ReceiverLoop:
         os.close(self._wake)
 
     def watch(self, lane: ReceiverLane, fd: int, mask: int) -> None:
-        """Report events of `fd` to the lane. `mask`: the events, bits of select.epoll; 0: none, not even a hang-up."""
+        """Report events of `fd` to the lane. `mask`: bits of select.epoll; 0: none, not even a hang-up."""
         before = self._watched.get(fd)
         if before is None:
             if mask:
@@ -523,14 +511,13 @@ class ReceiverLoop:
             self._watched[fd] = (mask, lane)
 
     def forget(self, lane: ReceiverLane, *fds: int) -> None:
-        """Forget a lane that has ended, and its descriptors `fds`."""
         self._lanes.discard(lane)
         for fd in fds:
             self.watch(lane, fd, 0)
 
     def connect(self, address: str, then: Callable[[Connection], None]) -> None:
-        """Connect to an address in a thread, because name look-ups block and a handshake may take long. `then` is
-        called with the result in the event loop's thread."""
+        """Connect in a thread, because name look-ups block and a handshake may take long. `then` is called with the
+        result in the event loop's thread."""
 
         def work() -> None:
             found: Connection

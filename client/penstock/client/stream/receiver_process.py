@@ -20,19 +20,16 @@ START_S = 30.0
 """Seconds within which the receiver must listen. On an idle machine the start takes 0.1 s."""
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 20)}
-"""Environment variables for glibc's malloc in the receiver. Unpacking allocates and frees 256 KiB for each piece. By
-default glibc returns this memory to the kernel each time, which took more than half of the receiver's time with lz4:
-9.5 ms for 8 MiB instead of 4."""
+"""Environment variables for glibc's malloc in the receiver. Unpacking allocates and frees 256 KiB for each piece, which
+glibc by default returns to the kernel each time: 9.5 ms for 8 MiB with lz4 instead of 4."""
 
 
 class Receiver:
-    """Handle on the receiver process of this training process. `start` may be called often, because it starts a process
-    only if none is running.
+    """Handle on the receiver process of this training process.
 
     Args:
         max_batch_bytes: largest ring entry in bytes; larger ones are refused.
-        tls: TLS files for connections to workers; None: no TLS.
-    """
+        tls: TLS files for connections to workers; None: no TLS."""
 
     def __init__(self, max_batch_bytes: int = 1 << 30, tls: Tls | None = None) -> None:
         self.max_batch_bytes = max_batch_bytes
@@ -44,18 +41,12 @@ class Receiver:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the running receiver; None if none runs."""
         process = self._process
         return process.pid if process is not None and process.status is None else None
 
     def start(self, parent_watch: int | None = None) -> str:
-        """Start the receiver if it does not run. Wait until it listens, and return the name of its socket, to connect
-        to by `lane.connect_local`.
-
-        parent_watch: id of the process whose end also ends the receiver; None: this process.
-
-        Raises DeadlineError or PenstockError if no receiver can be started.
-        """
+        """Start the receiver if none runs. Return the name of its socket, for `connect_local`. The receiver ends with
+        the process `parent_watch` (None: this one). Raises DeadlineError or PenstockError if it cannot be started."""
         with self._lock:
             if self.pid is None:
                 self._end()
@@ -63,7 +54,6 @@ class Receiver:
             return self.name
 
     def stop(self) -> None:
-        """End the receiver process, if one runs, and with it all its lanes."""
         with self._lock:
             self._end()
 
@@ -97,7 +87,6 @@ class Receiver:
         self.name = name
 
     def _tls_arguments(self) -> list[str]:
-        """Return the command-line arguments for TLS: names of files, and no secrets."""
         tls = self.tls
         if tls is None:
             return []

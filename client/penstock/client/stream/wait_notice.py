@@ -1,9 +1,8 @@
 """Lines on standard error about the reason for which a training job waits: to open a run, for its first batch, or for a
-later batch of a slot that has no worker. No line is written if the wait is short.
+later batch of a slot that has no worker.
 
 A first batch takes a fraction of a second on an idle machine, and many seconds if the machine is busy or no worker is
-free. Without such lines a job that waits looks like one that hangs.
-"""
+free. Without such lines a job that waits looks like one that hangs."""
 
 from __future__ import annotations
 
@@ -16,10 +15,8 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["STAGES", "WaitNotice"]
 
 FIRST_S = 2.0
-"""Seconds for which the job has waited when the first line is due."""
 LEAST_S, MOST_S = 10.0, 60.0
-"""Smallest and largest number of seconds between two lines. Within these limits, the next line is due when the time
-waited at the last line has doubled."""
+"""Limits of the seconds between two lines. Within them, the next line is due when the time waited has doubled."""
 
 STAGES: dict[int, str] = {
     pb.FORK_SERVER: "import of torch in the fork server",
@@ -27,8 +24,7 @@ STAGES: dict[int, str] = {
     pb.RESTORE: "restore of its state",
     pb.FIRST_BATCH: "first batch of its loader",
 }
-"""Text for each stage in the start of a runner (the process that runs input_fn), shown in messages about what the loop
-waits for."""
+"""Text for each stage in the start of a runner."""
 
 
 def _print(line: str) -> None:
@@ -39,24 +35,18 @@ def _print(line: str) -> None:
 
 
 class WaitNotice:
-    """Writer of the lines that say what a training job waits for, with the clock of that wait. The clock starts when
-    the object is created.
-
-    Args:
-        clock: function that returns a monotonic time in seconds.
-        write: function that writes a line.
-    """
+    """Writer of the lines that say what a training job waits for. Its clock starts when the object is created."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, write: Callable[[str], None] = _print) -> None:
         self._clock, self._write = clock, write
         self._since = clock()
         self._waited_s: float | None = None
-        """Seconds that had been waited when the clock was paused; None while the clock runs."""
+        """Seconds that had been waited when the clock was paused; None while it runs."""
         self._next_s = FIRST_S
 
     @property
     def due(self) -> float:
-        """Time of `clock`, in seconds, at which the next line is due if the wait continues."""
+        """Time of `clock` at which the next line is due if the wait continues."""
         return self._since + self._next_s
 
     def pause(self) -> None:
@@ -65,13 +55,11 @@ class WaitNotice:
             self._waited_s = self._clock() - self._since
 
     def resume(self) -> None:
-        """Let the clock run again after `pause`."""
         if self._waited_s is not None:
             self._since, self._waited_s = self._clock() - self._waited_s, None
 
     def tell(self, what: str, why: str) -> None:
-        """Write the line "waiting for WHAT (WHY, N s)" if the next line is due. `what`: what the job waits for. `why`:
-        why that takes time."""
+        """Write the line "waiting for WHAT (WHY, N s)" if the next line is due."""
         waited_s = self._clock() - self._since
         if waited_s >= self._next_s:
             self._next_s = waited_s + min(max(waited_s, LEAST_S), MOST_S)
