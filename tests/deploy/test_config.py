@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 
-from penstock.deploy.console.daemon_settings import (
+from penstock.deploy.console.settings import (
     CoordinatorSettings,
     PeerSettings,
-    TlsSettings,
+    UpSettings,
     WorkerSettings,
+    check_settings_file,
     describe,
     resolve,
 )
-from penstock.deploy.console.fleet_settings import UpSettings
-from penstock.deploy.console.settings_sources import check_settings_file
 from penstock.deploy.operations.list_settings import example
 from penstock.proto.errors import InvalidArgumentError
 from penstock.runtime.config.job_settings import JobSettings
@@ -41,7 +40,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_flag_beats_variable_beats_file(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written.write_text(CLUSTER + '[worker]\nslots = 4\nallow = ["mypackage", "other.data"]\nname = "of-file"\n')
     settings = resolve(WorkerSettings)
-    assert (settings.slots, settings.prefixes) == (4, ["mypackage", "other.data"])
+    assert (settings.slots, settings.allow) == (4, "mypackage,other.data")
     monkeypatch.setenv("PENSTOCK_WORKER_SLOTS", "5")
     flags = {"name": "of-flag"}
     settings = resolve(WorkerSettings, **flags)
@@ -68,7 +67,7 @@ def test_flag_beats_variable_beats_file(written: Path, monkeypatch: pytest.Monke
 def test_paths_in_a_file_are_relative_to_it(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written.write_text(CLUSTER + '[coordinator]\nstate_dir = "state"\n')
     monkeypatch.chdir("/")
-    assert resolve(TlsSettings).tls_ca == str(written.parent / "pki" / "ca.pem")
+    assert resolve(PeerSettings).tls_ca == str(written.parent / "pki" / "ca.pem")
     assert resolve(CoordinatorSettings).state_dir == written.parent / "state"
     written.write_text('[coordinator]\nstate_dir = ":memory:"\n')
     assert str(resolve(CoordinatorSettings).state_dir) == ":memory:"
@@ -106,7 +105,7 @@ def test_example_has_every_setting_at_its_default(written: Path) -> None:
     text = "\n".join(example())
     assert tomllib.loads(text) == {"cluster": {}, "coordinator": {}, "worker": {}, "client": {}, "up": {}}
     parsed = tomllib.loads(re.sub(r"^#(\w+ = )", r"\1", text, flags=re.MULTILINE))
-    for section in (CoordinatorSettings, WorkerSettings, PeerSettings, TlsSettings, JobSettings):
+    for section in (CoordinatorSettings, WorkerSettings, PeerSettings, JobSettings):
         for name, field in section.model_fields.items():
             if section.place(name) != (section.table, name):
                 continue
@@ -115,12 +114,12 @@ def test_example_has_every_setting_at_its_default(written: Path) -> None:
             assert field.description is not None
             assert field.description in text
     # All of it taken for real is what nothing at all is.
-    sections: list[type[Section]] = [PeerSettings, TlsSettings, JobSettings]
+    sections: list[type[Section]] = [PeerSettings, JobSettings]
     before = [section() for section in sections]
     written.write_text(re.sub(r"^#(\w+ = )", r"\1", text, flags=re.MULTILINE))
     check_settings_file()
     address = {"address": "127.0.0.1:7070"}  # a job is embedded unless the file names a coordinator, as this one does
-    assert [section() for section in sections] == [*before[:2], before[2].model_copy(update=address)]
+    assert [section() for section in sections] == [before[0], before[1].model_copy(update=address)]
     assert resolve(WorkerSettings, slots=1, allow="a").listen == "127.0.0.1:0"
 
 
@@ -222,7 +221,8 @@ def test_description_says_where_each_came_from(monkeypatch: pytest.MonkeyPatch) 
         "runner_memory=- (default), starts=0 (default), start_timeout=600.0 (default), liveness_file=- (default), "
         "http=- (default), name=- (default), "
         "drain=10.0 (default), runner_user=- (default), runner_processes=0 (default), no_sandbox=False (default), "
-        "insecure=False (default)"
+        "insecure=False (default), log_format=text (default), tls_ca=- (default), tls_cert=- (default), "
+        "tls_key=- (default), tls_name=- (default), coordinator=127.0.0.1:7070 (default)"
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 import streams
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.peer import Peer
 from penstock.deploy.operations import show_dashboard
 from penstock.proto.errors import PenstockError
 

@@ -12,7 +12,8 @@ import pytest
 from typer.main import get_command
 
 from penstock.deploy.cli.main import app
-from penstock.deploy.console.daemon_settings import CoordinatorSettings, WorkerSettings, variable
+from penstock.deploy.console.settings import CoordinatorSettings, WorkerSettings
+from penstock.runtime.config.settings import variable
 
 REPO = Path(__file__).parents[2]
 DOCKERFILE = (REPO / "deploy" / "docker" / "Dockerfile").read_text()

@@ -14,7 +14,7 @@ import pytest
 import streams
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.peer import Peer
 from penstock.deploy.engines.engine import Fleet
 from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.proto.errors import InvalidArgumentError, NotPermittedError, SupersededError, TlsError
@@ -140,7 +140,7 @@ def test_token_is_that_of_the_coordinator(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "token").write_text("announced")
     announce(replace(one(), token_file=str(tmp_path / "token")))
     monkeypatch.setenv("PENSTOCK_TOKEN", "mine")
-    monkeypatch.setattr("penstock.deploy.console.coordinator_options.accepts", lambda address: False)
+    monkeypatch.setattr("penstock.deploy.console.peer.accepts", lambda address: False)
     assert Peer().token() == "announced"
     assert Peer(coordinator="unix:/x/lm").token() == "announced"
     assert Peer(coordinator="head:1").token() == "mine"
@@ -158,7 +158,7 @@ def test_given_tls_files_take_precedence() -> None:
 
 @pytest.mark.usefixtures("_no_settings")
 def test_daemon_at_default_address_is_listed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.deploy.console.coordinator_options.accepts", lambda address: True)
+    monkeypatch.setattr("penstock.deploy.console.peer.accepts", lambda address: True)
     announce(one())
     assert Peer().address == "unix:/x/lm"  # without a token a command could not call the other one
     monkeypatch.setenv("PENSTOCK_TOKEN", "of-the-daemon")

@@ -238,7 +238,7 @@ def test_down_means_the_fleet_that_up_would(shell: Any) -> None:
         (("--allow", "not a module"), 2, "a module prefix must be"),
         (("--allow", "x", "--near", "gpu"), 2, "--near must be given only with --engine ray, got --engine local"),
         (("--allow", "x", "--state-dir", "x"), 2, "--state-dir must be given only with --engine ray, got --engine lo"),
-        (("--allow", "x", "--engine", "docker"), 2, "--engine docker: the engine must be one of local, ray"),
+        (("--allow", "x", "--engine", "docker"), 2, "--engine docker: it should be 'local' or 'ray'"),
         (("--allow", "x", "--name", "My Fleet"), 2, "--name My Fleet: a fleet's name must have 1 to"),
         (("--allow", "x", "--name", "A_b"), 2, "lowercase letters"),
         (("--allow", "x", "--listen", "10.1.2.3:0"), 16, "--insecure"),
@@ -317,4 +317,4 @@ def test_down_names_an_engine_it_does_not_know(shell: Any) -> None:
     folder.save(FleetRecord("later", "penstock", str(folder.path), "", "token"))
     done = shell.call("down", "--dir", "fleet")
     assert done.returncode == 2
-    assert "the engine must be one of local, ray, got later" in done.error
+    assert "the engine must be local or ray, got later" in done.error

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from penstock.appliance.edge.coordinator_metrics import CoordinatorCounters, readings
 from penstock.appliance.edge.dashboard_data import MOST_BOXES, dashboard
-from penstock.deploy.doctor.cluster_check import check_worker
 from penstock.deploy.operations.show_status import tables
 from penstock.deploy.operations.watch_screen import Screen
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -84,7 +83,7 @@ def test_runs_that_have_all_ended_are_one_line() -> None:
     assert runs.empty.startswith("No run is open at head:7070 (Penstock 0.1.0, up 0")
 
 
-def test_metrics_and_doctor_agree_on_lost_worker() -> None:
+def test_metrics_and_view_agree_on_lost_worker() -> None:
     found = readings(status(), CoordinatorCounters(CallCounters(), Histogram([1.0]), 0, 0, {}))
     workers = {
         sample.labels["phase"]: sample.value
@@ -93,7 +92,8 @@ def test_metrics_and_doctor_agree_on_lost_worker() -> None:
         if sample.name == "penstock_workers"
     }
     assert workers == {"live": 1, "draining": 0, "lost": 1}
-    assert check_worker(view(status()).workers[1], "", False, "0.1.0").found == "lost, last heartbeat 2 min ago"
+    lost = view(status()).workers[1]
+    assert (lost.state, lost.heard_of) == ("lost", "2 min ago")
 
 
 def test_json_keeps_its_names() -> None:

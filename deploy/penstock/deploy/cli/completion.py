@@ -1,12 +1,9 @@
-"""Shell completion of the names of runs and workers, which the coordinator reports.
-
-A person waits for the completion, so the coordinator has one second to answer. After any failure no names are offered.
-"""
+"""Shell completion of the names of runs and workers. A person waits for it, so the coordinator has one second to
+answer. After any failure no names are offered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import typer
@@ -29,13 +26,14 @@ def worker_names(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def _names(ctx: typer.Context, incomplete: str, of: Callable[[Any], list[str]]) -> list[str]:
-    from penstock.deploy.console.common_options import quiet_grpc
+    from penstock.deploy.console.app import quiet_grpc
+    from penstock.deploy.console.peer import Peer
+    from penstock.deploy.console.settings import PeerSettings
 
     quiet_grpc()
-    from penstock.deploy.console.coordinator_options import Peer
-
     try:
-        with Peer(**{each.name: ctx.params.get(each.name) for each in fields(Peer)}).client() as client:
+        named = ("job", "token_file", *PeerSettings.model_fields)
+        with Peer(**{name: ctx.params.get(name) for name in named}).client() as client:
             return [name for name in of(client.status(deadline_s=DEADLINE_S)) if name.startswith(incomplete)]
     except PenstockError:
         return []

@@ -27,8 +27,8 @@ from penstock.deploy.cli.commands.state import state
 from penstock.deploy.cli.commands.status import status
 from penstock.deploy.cli.commands.up import down, up
 from penstock.deploy.cli.commands.worker import worker
-from penstock.deploy.console.common_options import CONTEXT, EPILOG, App, Group
-from penstock.deploy.console.exit_codes import INTERRUPTED, UNSAID, USAGE, guarded
+from penstock.deploy.console.app import CONTEXT, App, Group
+from penstock.deploy.console.exit_codes import EXIT_LINES, INTERRUPTED, UNSAID, USAGE
 from penstock.deploy.console.options import ConfigFile
 from penstock.runtime.telemetry.logs import printable
 
@@ -57,7 +57,8 @@ app = App(
     "  penstock doctor                                         is this machine ready?\n"
     "  penstock coordinator --state-dir ~/penstock             once in a cluster\n"
     "  penstock worker --slots 8 --allow mypackage             on each input node\n"
-    "  penstock status                                         which box waits for which worker\n\n" + EPILOG,
+    "  penstock status                                         which box waits for which worker\n\n"
+    f"\b\nExit codes:\n{EXIT_LINES}\n\n\b\nMore: docs/cli.md",
     no_args_is_help=True,
     rich_markup_mode=None,  # plain text: the same in a terminal, a file and a bug report
     pretty_exceptions_enable=False,  # an expected error is one line (see exit_codes.py), a bug is a plain traceback
@@ -81,19 +82,19 @@ def _penstock(
         raise typer.Exit(2)
 
 
-app.command()(guarded(coordinator))
+app.command()(coordinator)
 app.add_typer(worker, name="worker")
-app.command()(guarded(up))
-app.command()(guarded(down))
-app.command()(guarded(demo))
-app.command()(guarded(status))
-app.command()(guarded(dashboard))
-app.command()(guarded(mix))
+app.command()(up)
+app.command()(down)
+app.command()(demo)
+app.command()(status)
+app.command()(dashboard)
+app.command()(mix)
 app.add_typer(run, name="run")
-app.command()(guarded(state))
-app.command()(guarded(replay))
+app.command()(state)
+app.command()(replay)
 app.add_typer(doctor, name="doctor")
-app.command()(guarded(config))
+app.command()(config)
 app.add_typer(data, name="data")
 
 

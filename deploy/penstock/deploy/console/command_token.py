@@ -1,6 +1,5 @@
-"""Choice of the credential token of a command. The token is never an argument, because every user of the machine can
-read arguments. It is never printed or logged. A coordinator that is given no token writes a new one to a file and logs
-the file's name."""
+"""Credential tokens of a coordinator. A token is never an argument, which every user of the machine can read, and is
+never printed or logged. A coordinator that is given none writes a new one to a file and logs the file's name."""
 
 from __future__ import annotations
 
@@ -10,21 +9,14 @@ import secrets
 from pathlib import Path
 
 from penstock.proto.errors import InvalidArgumentError, JournalError
-from penstock.proto.rpc.channel import read_token, read_tokens
-from penstock.proto.rpc.credentials.roles import Role
+from penstock.proto.rpc.channel import read_tokens
 from penstock.runtime.config.settings_file import token_file_of_settings
 
-__all__ = ["coordinator_tokens", "make_token", "peer_token"]
+__all__ = ["coordinator_tokens", "make_token"]
 
 _log = logging.getLogger("penstock.deploy")
 FILE = "token"
 """Name of the token file in a coordinator's state directory."""
-
-
-def peer_token(role: Role, file: Path | None) -> str:
-    """Return the credential token of a worker or an operator: from `file`, otherwise from the environment or the
-    settings file."""
-    return read_token(role, file=file)
 
 
 def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:

@@ -1,22 +1,24 @@
-"""Typer options made from settings: the help of a flag is the description of its setting, with its variable and its
+"""Options of commands. The help of a setting's flag is the description of the setting, with its variable and its
 default.
 
 Typer itself is told neither the variable nor the default. So the value of a flag that was not given is None, and
-penstock.deploy.console.settings_sources alone decides which source takes precedence.
+penstock.deploy.console.settings alone decides which source takes precedence.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from penstock.deploy.console.daemon_settings import Section, flag, variable
 from penstock.deploy.console.exit_codes import set_debug
+from penstock.deploy.console.settings import flag
+from penstock.proto.errors import InvalidArgumentError
 from penstock.runtime.config import settings_file
-from penstock.runtime.config.settings import IsList, Unit
+from penstock.runtime.config.settings import IsList, Section, Unit, is_marked, variable
 
 __all__ = [
     "LARGEST",
@@ -31,9 +33,10 @@ __all__ = [
     "ReadyFile",
     "TokenFile",
     "flags_of",
+    "listed",
     "option",
+    "pairs_of",
 ]
-
 
 LARGEST = 2**63 - 1
 """Largest step or attempt that an option accepts. It is also the largest in messages and in the journal."""
@@ -61,12 +64,40 @@ def option(section: type[Section], field: str) -> Any:
 
 def flags_of(section: type[Section]) -> dict[str, Any]:
     """Return the type annotation of each setting's flag, by the setting's name."""
-    found: dict[str, Any] = {}
-    for field, info in section.model_fields.items():
-        several = any(isinstance(fact, IsList) for fact in info.metadata)
-        kind: Any = list[str] if several else info.annotation if info.annotation in (bool, int, float, Path) else str
-        found[field] = Annotated[kind | None, option(section, field)]
-    return found
+    annotations: dict[str, Any] = {}
+    for field in section.names():
+        info = section.model_fields[field]
+        kind: Any = info.annotation if info.annotation in (bool, int, float, Path) else str
+        kind = list[str] if is_marked(info, IsList) else kind
+        annotations[field] = Annotated[kind | None, option(section, field)]
+    return annotations
+
+
+def listed(option: str, text: str) -> list[str]:
+    """Return the values in a text such as "A,B". Raises InvalidArgumentError if a value is empty."""
+    values = [value.strip() for value in text.split(",")]
+    if not all(values):
+        raise InvalidArgumentError(
+            f"{option} must be values separated by commas, none of them empty, got {text!r}. Give the values, or leave "
+            "the option out"
+        )
+    return values
+
+
+def pairs_of(option: str, texts: Sequence[str]) -> dict[str, str]:
+    """Return values by name, from texts such as "NAME=VALUE". Raises InvalidArgumentError for other texts, and for a
+    name that is given twice."""
+    pairs: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not (name and equals and value):
+            raise InvalidArgumentError(
+                f"{option} must have the form NAME=VALUE, got {text!r}. Put the name and = before the value"
+            )
+        if name in pairs:
+            raise InvalidArgumentError(f"{option} must have each name once, got {name!r} twice. Leave one out")
+        pairs[name] = value
+    return pairs
 
 
 TokenFile = Annotated[

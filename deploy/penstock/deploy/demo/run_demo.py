@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.console.signals import signals_as_errors
+from penstock.deploy.engines import local
 from penstock.deploy.engines.engine import Fleet, FleetPlan
 from penstock.deploy.engines.fleet_folder import FleetFolder
-from penstock.deploy.engines.local import LocalEngine
 from penstock.proto.errors import WorkerLostError
 from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.runtime.process.identity import Identity
@@ -171,10 +171,10 @@ def _fleet() -> Iterator[Fleet]:
             listen="127.0.0.1:0",
             token_file=str(folder.token_file(None)),
         )
-        LocalEngine().up(plan, folder.path, ends_with_us=True)
+        local.up(plan, folder, ends_with_us=True)
         try:
             fleet = folder.fleet()
             assert fleet is not None
             yield fleet
         finally:
-            LocalEngine().down(folder.path, 30)
+            local.down(folder, 30)

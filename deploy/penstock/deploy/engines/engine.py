@@ -1,5 +1,4 @@
-"""Input of an engine (a plan) and its result (a fleet). A fleet is a coordinator and its workers. A plan is frozen data
-made from settings; an engine starts it.
+"""Input of an engine (a plan) and its result (a fleet: a coordinator and its workers).
 
 Penstock does not schedule machines. The local engine supervises processes on this machine. The other one submits the
 same daemons to Ray, which places them, restarts them, and replaces nodes.
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["Fleet", "FleetPlan", "exports", "worker_name"]
@@ -43,13 +42,9 @@ class FleetPlan:
 
     def differences(self, other: FleetPlan) -> list[str]:
         """Return the command-line flags of the settings in which the two plans differ. --timeout does not count."""
-
-        def flat(plan: FleetPlan) -> dict[str, Any]:
-            own = {part.name: getattr(plan, part.name) for part in fields(plan)}
-            del own["timeout_s"], own["tls"], own["options"]
-            return {**own, **plan.tls, **plan.options}
-
-        mine, theirs = flat(self), flat(other)
+        mine, theirs = ({**vars(plan), **plan.tls, **plan.options} for plan in (self, other))
+        for flat in (mine, theirs):
+            del flat["timeout_s"], flat["tls"], flat["options"]
         names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
         return [f"--{name.replace('_', '-')}" for name in names]
 
@@ -57,8 +52,7 @@ class FleetPlan:
         """Return the command-line arguments of `penstock` that start the coordinator."""
         return [
             *("coordinator", "--listen", listen, "--state-dir", state_dir, "--token-file", self.token_file),
-            *self._tls_flags(),
-            *(["--insecure"] if self.insecure else []),
+            *self._shared_flags(),
         ]
 
     def worker_command(self, name: str, coordinator: str, listen: str) -> list[str]:
@@ -67,19 +61,17 @@ class FleetPlan:
             *("worker", "--name", name, "--coordinator", coordinator, "--listen", listen),
             *("--slots", str(self.slots), "--allow", self.allow, "--token-file", self.token_file),
             *(["--runner-memory", self.runner_memory] if self.runner_memory else []),
-            *self._tls_flags(),
-            *(["--insecure"] if self.insecure else []),
+            *self._shared_flags(),
         ]
 
-    def _tls_flags(self) -> list[str]:
-        names = ("tls_ca", "tls_cert", "tls_key", "tls_name")
-        given = [(name, self.tls[name]) for name in names if self.tls.get(name)]
-        return [part for name, file in given for part in (f"--{name.replace('_', '-')}", file)]
+    def _shared_flags(self) -> list[str]:
+        tls = [part for name, file in self.tls.items() for part in (f"--{name.replace('_', '-')}", file)]
+        return [*tls, *(["--insecure"] if self.insecure else [])]
 
 
 def worker_name(fleet: str, number: int) -> str:
-    """Return the name of a worker, unique in the cluster. A lost daemon is replaced under the same name, so that the
-    coordinator detects the loss immediately."""
+    """Return the name of a worker. A lost daemon is replaced under the same name, so that the coordinator detects the
+    loss immediately."""
     return f"{fleet}-{number}"
 
 

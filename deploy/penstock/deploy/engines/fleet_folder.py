@@ -1,10 +1,8 @@
 """Folder of a fleet on the machine where it was started: the plan, the record of running daemons, the token, logs.
 
-Whether the local engine's supervisor runs is decided by a lock, not by the record. The supervisor holds the lock on the
-file `lock`, and the kernel releases it when the process ends. `penstock up` takes the lock first and passes it on, so
-that a fleet that is being started counts too. The file names the process that holds the lock. Before a signal is sent,
-the recorded start time of the process and the boot id of the machine are compared with the present ones. Signals are
-sent through a pidfd. So a signal never reaches another process that has got the same process id.
+Whether the local engine's supervisor runs is decided by a lock on the file `lock`, which the kernel releases when the
+process ends. The file names the process that holds the lock (Identity), so that a signal never reaches another process
+that has got the same process id.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -33,7 +31,6 @@ _log = logging.getLogger("penstock.deploy.engines")
 
 
 def default_folder(name: str) -> Path:
-    """Return the folder of the fleet with this name, below XDG_STATE_HOME (by default ~/.local/state)."""
     home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(home) / "penstock" / name
 
@@ -51,8 +48,7 @@ class FleetFolder:
         self._address = self.path / "address"
 
     def make(self) -> None:
-        """Create the folder, if it does not exist, readable by its owner alone. Raises CommandError if it cannot be
-        created, or if other users could change it, because processes are started from its content."""
+        """Create the folder, if it does not exist, readable by its owner alone."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._refuse_others()
@@ -63,8 +59,7 @@ class FleetFolder:
             ) from error
 
     def _refuse_others(self) -> None:
-        """Raise CommandError if other users could have written the folder's content, which names processes to signal
-        and commands to start."""
+        """Refuse a folder that other users can change: it names processes to signal and commands to start."""
         found = self.path.stat()
         if found.st_uid != os.geteuid():
             raise CommandError(
@@ -83,7 +78,7 @@ class FleetFolder:
 
     def lock(self) -> int | None:
         """Take the folder's lock and return its file descriptor, which holds the lock until it is closed. Return None
-        if a supervisor, or a process that is starting one, holds the lock already."""
+        if a supervisor holds it already."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,8 +88,7 @@ class FleetFolder:
         return fd
 
     def hold(self, lock: int, identity: Identity) -> None:
-        """Record which process holds the lock of the fleet's folder, or is about to take it over. `penstock down` sends
-        its signals to this process. `lock`: descriptor of the lock file."""
+        """Record which process holds the lock: the one to which `penstock down` sends its signals."""
         data = json.dumps(asdict(identity)).encode()
         try:
             os.pwrite(lock, data, 0)
@@ -103,8 +97,7 @@ class FleetFolder:
             raise _unwritable(self.path / "lock", error) from error
 
     def holder(self) -> Identity | None:
-        """Return the process that `hold` recorded last, which may have ended since; None if there is no record. Raises
-        CommandError if other users could have written the record."""
+        """Return the process that `hold` recorded last, which may have ended since; None if there is no record."""
         try:
             self._refuse_others()
             return Identity(**json.loads((self.path / "lock").read_text()))
@@ -113,7 +106,6 @@ class FleetFolder:
 
     @property
     def supervised(self) -> bool:
-        """True if a supervisor runs or is being started."""
         if not (self.path / "lock").exists():
             return False
         fd = self.lock()
@@ -125,8 +117,7 @@ class FleetFolder:
     # ---- content
 
     def save_plan(self, plan: FleetPlan) -> None:
-        """Save the plan. Raises CommandError if it cannot be written, for example because the disk is full."""
-        _write(self._plan, _encoded(asdict(plan)))
+        _write(self._plan, json.dumps(asdict(plan), indent=2))
 
     def plan(self) -> FleetPlan | None:
         return self._read(self._plan, lambda found: FleetPlan(**found))
@@ -134,7 +125,7 @@ class FleetFolder:
     def save(self, fleet: Fleet) -> None:
         """Write the record of the running fleet, and announce its coordinator to this user's commands, unless its
         address is not known yet. Raises CommandError if the record cannot be written."""
-        _write(self._record, _encoded(asdict(fleet)))
+        _write(self._record, json.dumps(asdict(fleet), indent=2))
         if fleet.coordinator:
             supervisor = fleet.about["supervisor"] if fleet.engine == "local" else None
             try:
@@ -153,7 +144,6 @@ class FleetFolder:
                 _log.debug("the coordinator is not announced to other commands: %s", error)
 
     def fleet(self) -> Fleet | None:
-        """Return the fleet that the record shows as running; None if there is no record."""
         return self._read(self._record, _fleet)
 
     def forget(self) -> None:
@@ -186,15 +176,15 @@ class FleetFolder:
 
     @address.setter
     def address(self, value: str) -> None:
-        _write(self._address, value.encode() + b"\n")
+        _write(self._address, value)
 
     def token_file(self, given: Path | None) -> Path:
         """Return the path of the file with the fleet's token: `given`; else the file that PENSTOCK_TOKEN_FILE names, if
         PENSTOCK_TOKEN is not set; else the folder's own file, into which PENSTOCK_TOKEN or a new token is written."""
-        named = given or (None if os.environ.get("PENSTOCK_TOKEN") else _from_environment())
-        if named is not None:
-            return named.expanduser().absolute()
         text = os.environ.get("PENSTOCK_TOKEN")
+        named = given or (None if text else os.environ.get("PENSTOCK_TOKEN_FILE"))
+        if named:
+            return Path(named).expanduser().absolute()
         if text:
             self.save_token(text)
         else:
@@ -202,8 +192,7 @@ class FleetFolder:
         return self.token
 
     def save_token(self, text: str) -> None:
-        """Write a token to the folder's own file, which only this user can read. Raises CommandError if a fleet with
-        another token runs."""
+        """Write a token to the folder's own file. Raises CommandError if a fleet with another token runs."""
         if self.token.exists():
             if self.token.read_text().split() == text.split():
                 return
@@ -217,31 +206,26 @@ class FleetFolder:
             out.write(text.strip() + "\n")
 
 
-def _from_environment() -> Path | None:
-    named = os.environ.get("PENSTOCK_TOKEN_FILE")
-    return Path(named) if named else None
-
-
 def open_log(path: Path) -> BinaryIO:
     """Open a file for appending; a new file is readable by its owner alone."""
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def _fleet(found: Any) -> Fleet:
-    """Return the fleet that a record describes. Raises TypeError, KeyError or AttributeError for an invalid record."""
+    """Raises TypeError, KeyError or AttributeError for an invalid record."""
     fleet = Fleet(**found)
     if fleet.engine == "local":
         Identity(**fleet.about["supervisor"])
         for daemon in fleet.about["daemons"]:
-            daemon["name"], daemon["state"], fleet.about["ready"]
+            daemon["name"], daemon["state"], fleet.about["ready"], fleet.about["adjusted"]
             if daemon["identity"] is not None:
                 Identity(**daemon["identity"])
     return fleet
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, text: str) -> None:
     try:
-        write_whole(path, data, mode=0o600)
+        write_whole(path, f"{text}\n".encode(), mode=0o600)
     except OSError as error:
         raise _unwritable(path, error) from error
 
@@ -250,7 +234,3 @@ def _unwritable(path: Path, error: OSError) -> CommandError:
     return CommandError(
         f"{path} cannot be written: {error.strerror}. Free disk space, or let this user write there", USAGE
     )
-
-
-def _encoded(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, indent=2).encode() + b"\n"

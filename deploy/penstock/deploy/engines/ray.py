@@ -18,7 +18,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from penstock.deploy.engines.ray_actor import DaemonActor, node_folder
 from penstock.proto.errors import AuthenticationError, DeadlineError, PenstockError
 from penstock.proto.rpc.addresses import refuse_unsafe
 
-__all__ = ["NAMESPACE", "RayEngine", "worker_options"]
+__all__ = ["NAMESPACE", "ray_down", "ray_up", "worker_options"]
 
 _log = logging.getLogger("penstock.deploy.engines")
 
@@ -70,62 +70,57 @@ _LASTING: dict[str, Any] = {
 }
 
 
-class RayEngine:
-    """Engine that starts and ends a fleet (a coordinator and workers) on a Ray cluster."""
+def ray_up(plan: FleetPlan, folder: FleetFolder) -> Fleet:
+    """Start the fleet and return when all daemons are ready, or, after the plan's `timeout_s`, when the coordinator and
+    at least one worker are: Ray keeps trying to place the others. If the fleet runs already, start or end workers until
+    their number is the plan's.
 
-    def up(self, plan: FleetPlan, folder: Path) -> Fleet:
-        """Start the fleet and return when all daemons are ready, or, after the plan's `timeout_s`, when the coordinator
-        and at least one worker are: Ray keeps trying to place the others. If the fleet runs already, start or end
-        workers until their number is the plan's.
+    Raises DeadlineError if the coordinator or all workers are late; CommandError with a daemon's error, or if the fleet
+    runs with another plan, or without the package ray; PenstockError if Ray cannot be reached or lost an actor.
+    """
+    with _connected(str(plan.options["ray_address"])) as ray:
+        there, asked = _actors_of(ray, plan.name), plan
+        _refuse_another_plan(there, folder, plan)
+        token = _token(plan)
+        if token:
+            plan = replace(plan, token_file=str(node_folder(plan) / "token"))
+        started: dict[str, Any] = dict(there)
+        deadline = time.monotonic() + plan.timeout_s
+        try:
+            coordinator = _coordinator_name(plan.name)
+            if coordinator not in started:
+                started[coordinator] = _start_coordinator(ray, plan, token)
+            about = _ready(ray, {coordinator: started[coordinator]}, plan, deadline)
+            address = about[coordinator]["line"]
+            wanted = [worker_name(plan.name, number) for number in range(1, plan.workers + 1)]
+            for name in wanted:
+                if name not in started:
+                    options = worker_options(plan) | {"name": name}
+                    started[name] = _remote(ray, options, asdict(plan), name, address, token)
+            about |= _ready(ray, {name: started[name] for name in wanted}, plan, deadline, some=True)
+        except BaseException:
+            _stop(ray, {name: actor for name, actor in started.items() if name not in there}, GIVE_UP_S)
+            raise
+        _stop(ray, {name: actor for name, actor in started.items() if name not in (*wanted, *about)})
+        folder.save_plan(asked)
+        return Fleet(
+            engine="ray",
+            name=plan.name,
+            folder=str(folder.path),
+            coordinator=address,
+            token_file=asked.token_file,
+            tls=plan.tls,
+            about={
+                "ray_address": _cluster(ray, plan),
+                "daemons": [{"name": name, **status} for name, status in about.items()],
+            },
+        )
 
-        Raises DeadlineError if the coordinator or all workers are late; CommandError with a daemon's error, or if the
-        fleet runs with another plan, or without the package ray; PenstockError if Ray cannot be reached or lost an
-        actor.
-        """
-        with _connected(str(plan.options["ray_address"])) as ray:
-            there = _actors_of(ray, plan.name)
-            where, asked = FleetFolder(folder), plan
-            _refuse_another_plan(there, where, plan)
-            token = _token(plan)
-            if token:
-                plan = _with_token_on_nodes(plan)
-            started: dict[str, Any] = dict(there)
-            deadline = time.monotonic() + plan.timeout_s
-            try:
-                coordinator = _coordinator_name(plan.name)
-                if coordinator not in started:
-                    started[coordinator] = _start_coordinator(ray, plan, token)
-                about = _ready(ray, {coordinator: started[coordinator]}, plan, deadline)
-                address = about[coordinator]["line"]
-                wanted = [worker_name(plan.name, number) for number in range(1, plan.workers + 1)]
-                for name in wanted:
-                    if name not in started:
-                        options = worker_options(plan) | {"name": name}
-                        started[name] = _remote(ray, options, asdict(plan), name, address, token)
-                about |= _ready(ray, {name: started[name] for name in wanted}, plan, deadline, some=True)
-            except BaseException:
-                _stop(ray, {name: actor for name, actor in started.items() if name not in there}, GIVE_UP_S)
-                raise
-            _stop(ray, {name: actor for name, actor in started.items() if name not in (*wanted, *about)})
-            where.save_plan(asked)
-            return Fleet(
-                engine="ray",
-                name=plan.name,
-                folder=str(folder),
-                coordinator=address,
-                token_file=asked.token_file,
-                tls=plan.tls,
-                about={
-                    "ray_address": _cluster(ray, plan),
-                    "daemons": [{"name": name, **one} for name, one in about.items()],
-                },
-            )
 
-    def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
-        """End the workers, then the coordinator. Return a text for each daemon that was ended."""
-        with _connected(fleet.about["ray_address"]) as ray:
-            there = _actors_of(ray, fleet.name)
-            return _stop(ray, there, timeout_s)
+def ray_down(fleet: Fleet, timeout_s: float) -> list[str]:
+    """End the workers, then the coordinator. Return a text for each daemon that was ended."""
+    with _connected(fleet.about["ray_address"]) as ray:
+        return _stop(ray, _actors_of(ray, fleet.name), timeout_s)
 
 
 @contextlib.contextmanager
@@ -147,8 +142,7 @@ def _connected(address: str) -> Iterator[Any]:
 
 
 def _cluster(ray: Any, plan: FleetPlan) -> str:
-    """Return the address of the Ray cluster, by which `penstock down` finds it. The word "auto" is replaced by the real
-    address."""
+    """Return the address of the Ray cluster, by which `penstock down` finds it; never "auto"."""
     given = str(plan.options["ray_address"])
     return given if given.startswith("ray://") else str(ray.get_runtime_context().gcs_address)
 
@@ -158,10 +152,9 @@ def _coordinator_name(fleet: str) -> str:
 
 
 def _actors_of(ray: Any, fleet: str) -> dict[str, Any]:
-    """Return the actors of a fleet that Ray knows, by name."""
-    names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE]
+    actors = ray.util.list_named_actors(all_namespaces=True)
     found = {}
-    for name in names:
+    for name in [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]:
         head, _, tail = name.rpartition("-")
         if head == fleet and (tail == "coordinator" or tail.isdigit()):
             with contextlib.suppress(ValueError):  # the actor has ended
@@ -200,12 +193,11 @@ def _node_of_coordinator(nodes: list[dict[str, Any]], wanted: str) -> dict[str, 
     )
 
 
-def _refuse_another_plan(there: Mapping[str, Any], where: FleetFolder, plan: FleetPlan) -> None:
-    """Raise CommandError if the fleet runs with a plan that differs in more than the number of workers, because running
-    daemons would not apply the difference."""
+def _refuse_another_plan(there: Mapping[str, Any], folder: FleetFolder, plan: FleetPlan) -> None:
+    """Refuse a plan that differs in more than the number of workers from that of a running fleet."""
     if not there:
         return
-    before = where.plan()
+    before = folder.plan()
     others = [name for name in before.differences(plan) if name != "--workers"] if before is not None else ["--dir"]
     if others:
         raise CommandError(
@@ -227,23 +219,12 @@ def _token(plan: FleetPlan) -> str:
         ) from None
 
 
-def _with_token_on_nodes(plan: FleetPlan) -> FleetPlan:
-    return FleetPlan(**{**asdict(plan), "token_file": str(node_folder(plan) / "token")})
-
-
 def _ready(
     ray: Any, actors: Mapping[str, Any], plan: FleetPlan, deadline: float, *, some: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Wait until actors are ready, and return the status of each by name.
-
-    Args:
-        ray: the module ray.
-        actors: the actors by name.
-        plan: plan of the fleet.
-        deadline: latest time, by the monotonic clock.
-        some: True: return without the workers that Ray could not place in time, if others are ready. Ray keeps trying
-            to place the missing workers; they join when a node comes back.
-    """
+    """Wait until actors are ready, or until `deadline` (monotonic clock), and return the status of each by name.
+    `some`: True: return without the workers that Ray could not place in time, if others are ready. Ray keeps trying to
+    place the missing workers; they join when a node comes back."""
     waits = {actor.ready.remote(): name for name, actor in actors.items()}
     done, _ = ray.wait(list(waits), num_returns=len(waits), timeout=max(0.1, deadline - time.monotonic()))
     found: dict[str, dict[str, Any]] = {}
@@ -277,7 +258,6 @@ def _ready(
 
 
 def _stop(ray: Any, actors: Mapping[str, Any], timeout_s: float = STOP_S) -> list[str]:
-    """End the workers, all at the same time, and then the coordinator. Return "actor NAME" for each of them."""
     ended = []
     workers = {name: actor for name, actor in actors.items() if not name.endswith("-coordinator")}
     for group in (workers, {name: actor for name, actor in actors.items() if name not in workers}):

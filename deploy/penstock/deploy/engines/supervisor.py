@@ -1,7 +1,6 @@
-"""Supervisor of the local engine: one process whose children are a coordinator and its workers, and which outlives the
-shell.
+"""Supervisor of the local engine: one process whose children are a coordinator and its workers.
 
-    python -m penstock.deploy.engines.supervisor FOLDER --ready-fd FD --lock-fd FD    (started by `up --detach`)
+    python -m penstock.deploy.engines.supervisor FOLDER PLAN    (started by `up --detach`)
 
 The supervisor holds the lock of the fleet's folder and keeps the record there up to date. On SIGUSR1 it reads the plan
 again, and starts or ends workers. SIGTERM and Ctrl-C end the whole fleet: the workers first, because they migrate their
@@ -48,24 +47,15 @@ def supervise(
     folder: FleetFolder,
     ready: Callable[[Fleet], None],
     *,
-    lock: int | None = None,
     parent_pid: int | None = None,
 ) -> None:
     """Run the fleet until a signal ends it, until the process `parent_pid` ends, or until no worker is left because the
-    last one was stopped on request.
-
-    Args:
-        plan: plan of the fleet.
-        folder: folder of the fleet.
-        ready: function that is called once, when coordinator and workers are ready.
-        lock: descriptor of the folder's lock, if the caller holds it.
-        parent_pid: process with which the fleet ends; None: no such process.
+    last one was stopped on request. `ready`: called once, when coordinator and workers are ready.
 
     Raises DeadlineError if the fleet is not ready in time, CommandError if a daemon fails before that, if the
     coordinator is given up after failed starts, or if the last worker is.
     """
-    if lock is None:
-        lock = folder.lock()
+    lock = folder.lock()
     if lock is None:
         raise CommandError(f"a fleet already runs in {folder.path}. End it by `penstock down`", USAGE)
     try:
@@ -81,11 +71,10 @@ def supervise(
 
 
 def _end_leftovers(folder: FleetFolder) -> None:
-    """Wait until the daemons of a killed supervisor have ended. They detect the supervisor's end, but that may take a
-    moment. Kill those that have not ended after LEFTOVERS_S seconds."""
+    """Wait until the daemons of a killed supervisor, which detect its end, have ended; kill those that do not."""
     fleet = folder.fleet()
     deadline = time.monotonic() + LEFTOVERS_S
-    for daemon in fleet.about.get("daemons", ()) if fleet is not None else ():
+    for daemon in fleet.about["daemons"] if fleet is not None else ():
         process = Identity(**daemon["identity"]).open() if daemon["identity"] else None
         if process is None:
             continue
@@ -114,15 +103,11 @@ class _Supervisor:
         self._coordinator = self._make_coordinator()
 
     def _make_coordinator(self) -> FleetKeeper:
-        return FleetKeeper(
-            "coordinator",
-            lambda line: self._plan.coordinator_command(
-                str(self._folder.state_dir), line or self._again or self._plan.listen
-            ),
-            self._folder.logs / "coordinator.log",
-            restart_always=True,
-            changed=self._record,
-        )
+        def command(line: str) -> list[str]:
+            return self._plan.coordinator_command(str(self._folder.state_dir), line or self._again or self._plan.listen)
+
+        log = self._folder.logs / "coordinator.log"
+        return FleetKeeper("coordinator", command, log, restart_always=True, changed=self._record)
 
     async def run(self, parent_pid: int | None) -> None:
         loop = asyncio.get_running_loop()
@@ -153,8 +138,7 @@ class _Supervisor:
             await asyncio.gather(stopped, living, return_exceptions=True)
 
     async def _live(self) -> None:
-        """Start all daemons, call `ready`, and watch them. Return when the last worker was stopped on request; raise
-        an error when a failure cannot be repaired."""
+        """Start all daemons, call `ready`, and watch them. Return when the last worker was stopped on request."""
         try:
             async with asyncio.timeout(self._plan.timeout_s):
                 await self._start_coordinator()
@@ -201,9 +185,8 @@ class _Supervisor:
             await self._until_ready([self._coordinator])
 
     async def _until_ready(self, kept: list[FleetKeeper]) -> None:
-        """Wait until the daemons of `kept` are ready. Raise the error of a daemon that is given up after failed starts,
-        or CommandError for a daemon that was stopped before it was ready."""
-        waits = [asyncio.ensure_future(one.ready.wait()) for one in kept]
+        """Raises the error of a daemon that is given up, or CommandError for one that was stopped before."""
+        waits = [asyncio.ensure_future(daemon.ready.wait()) for daemon in kept]
         try:
             while not all(wait.done() for wait in waits):
                 pending = [wait for wait in waits if not wait.done()]
@@ -220,8 +203,7 @@ class _Supervisor:
         self._tasks[asyncio.ensure_future(kept.run())] = kept
 
     def _adjust(self) -> None:
-        """Start or end workers until their number is the plan's. Workers that failed or were stopped are started
-        again."""
+        """Start or end workers until their number is the plan's; start those again that failed or were stopped."""
         wanted = [worker_name(self._plan.name, number) for number in range(1, self._plan.workers + 1)]
         for name in [name for name in self._workers if name not in wanted]:
             leaving = asyncio.ensure_future(self._workers.pop(name).stop(WORKER_GRACE_S))
@@ -255,7 +237,6 @@ class _Supervisor:
                 ) from error
 
     async def _end(self) -> None:
-        """End the workers first, all at the same time; then the coordinator."""
         workers = [kept for kept in self._tasks.values() if kept is not self._coordinator]
         await asyncio.gather(*(kept.stop(WORKER_GRACE_S) for kept in workers), *self._leaving)
         await self._coordinator.stop(COORDINATOR_GRACE_S)
@@ -307,49 +288,24 @@ def _daemon(name: str, kept: FleetKeeper) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the supervisor's process, which `penstock up --detach` starts, and return its exit status. The result of the
-    start is written to the descriptor --ready-fd as one line of JSON."""
+    """Run the supervisor's process and return its exit status. A line on standard output says that the fleet is ready,
+    or the last line of standard error why it is not."""
     parser = argparse.ArgumentParser(prog="python -m penstock.deploy.engines.supervisor")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--ready-fd", type=int, required=True)
-    parser.add_argument("--lock-fd", type=int, required=True)
+    parser.add_argument("plan", type=json.loads)
     parser.add_argument("--parent-pid", type=int)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    folder, is_sent = FleetFolder(options.folder), False
-    os.set_inheritable(options.lock_fd, False)
 
-    def send_result(what: dict[str, Any]) -> None:
-        nonlocal is_sent
-        if is_sent:
-            return
-        is_sent = True
-        with contextlib.suppress(OSError):  # the command that reads the result was interrupted
-            os.write(options.ready_fd, json.dumps(what).encode() + b"\n")
-        os.close(options.ready_fd)
+    def announce(fleet: Fleet) -> None:
+        with contextlib.suppress(OSError):  # the command that waits for this was interrupted
+            os.write(sys.stdout.fileno(), b"ready\n")
 
     try:
-        plan = folder.plan()
-        if plan is None:
-            raise CommandError(f"{folder.path} must have the plan of a fleet. Start the fleet by `penstock up`", USAGE)
-        supervise(
-            plan,
-            folder,
-            lambda fleet: send_result({"fleet": asdict(fleet)}),
-            lock=options.lock_fd,
-            parent_pid=options.parent_pid,
-        )
+        supervise(FleetPlan(**options.plan), FleetFolder(options.folder), announce, parent_pid=options.parent_pid)
     except (CommandError, PenstockError) as error:
-        code = error.code if isinstance(error, CommandError) else exit_code(error)
-        _log.error("%s", error)
-        send_result({"error": str(error), "code": code})
-        return code
-    except OSError as error:
-        _log.exception("the supervisor failed")
-        send_result(
-            {"error": f"the supervisor of {folder.path} failed: {error}. See the logs in {folder.logs}", "code": BUG}
-        )
-        return BUG
+        print(f"penstock: {error}", file=sys.stderr)
+        return error.code if isinstance(error, CommandError) else exit_code(error)
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0

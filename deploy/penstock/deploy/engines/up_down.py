@@ -1,91 +1,120 @@
-"""Implementation of `penstock up` and `penstock down`: chooses the engine by the settings, and prints the result."""
+"""Implementation of `penstock up` and `penstock down`: makes the plan of the settings, chooses the engine, and prints
+the result."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
+import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.console.daemon_settings import TlsSettings, resolve
 from penstock.deploy.console.exit_codes import INTERRUPTED, USAGE, CommandError
-from penstock.deploy.console.fleet_settings import ENGINES, UpSettings
+from penstock.deploy.console.settings import UpSettings, WorkerSettings, flag, resolve
 from penstock.deploy.console.signals import signals_as_errors
+from penstock.deploy.engines import local
 from penstock.deploy.engines.engine import Fleet, FleetPlan, exports
 from penstock.deploy.engines.fleet_folder import FleetFolder, default_folder
-from penstock.deploy.engines.fleet_plan import plan_of
-from penstock.deploy.engines.local import LocalEngine
-from penstock.deploy.engines.ray import RayEngine
+from penstock.deploy.engines.ray import ray_down, ray_up
 from penstock.deploy.engines.supervisor import supervise
+from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.addresses import refuse_unsafe
+from penstock.runtime.config.job_settings import TlsFiles
+from penstock.runtime.config.settings import variable
 
 __all__ = ["run_down", "run_up"]
 
+_OF_RAY = ("ray_address", "near", "coordinator_node", "state_dir", "send_token")
+"""Names of the settings that only the engine ray has."""
+DOWN_S = 60.0
+"""Seconds in which a fleet that is stopped while it starts must end, before its processes are killed."""
 
-def run_up(
-    flags: dict[str, Any],
-    tls_flags: dict[str, str | None],
-    token_file: Path | None,
-    *,
-    detach: bool,
-    as_json: bool,
-    debug: bool,
-) -> None:
+
+def run_up(flags: dict[str, Any], token_file: Path | None, *, detach: bool, as_json: bool, debug: bool) -> None:
     """Start a fleet (a coordinator and workers). A local fleet without `detach` runs in this process, and the function
-    returns when the fleet has ended. `flags`, `tls_flags`: values from the command line; None for those not given."""
+    returns when the fleet has ended."""
     settings = resolve(UpSettings, **flags)
-    tls = resolve(TlsSettings, **tls_flags)
     folder = _folder(settings)
     folder.make()
-    plan = plan_of(settings, tls, token_file, folder)
+    plan = _plan_of(settings, token_file, folder)
     logging.basicConfig(
         level=logging.DEBUG if debug else logging.INFO, format="penstock up: %(message)s", stream=sys.stderr
     )
-    if settings.engine != "local":
+    if settings.engine == "ray":
         _refuse_another(folder, plan)
-        fleet = RayEngine().up(plan, folder.path)
+        fleet = ray_up(plan, folder)
         folder.save(fleet)
         _print_exports(fleet, as_json)
         return
-    loaded = tls.load()
-    refuse_unsafe(plan.listen, encrypted=loaded is not None and bool(loaded.cert), insecure=plan.insecure)
+    tls = settings.tls()
+    refuse_unsafe(plan.listen, encrypted=tls is not None and bool(tls.cert), insecure=plan.insecure)
     if detach:
-        with _signals_as_errors(folder) as check:
-            fleet = LocalEngine().up(plan, folder.path)
-            try:
-                check()
-            except CommandError:
-                LocalEngine().down(folder.path, DOWN_S)
-                raise
-        _print_exports(fleet, as_json)
-        return
-    supervise(plan, folder, lambda fleet: _print_exports(fleet, as_json))
+        _print_exports(_up_detached(plan, folder), as_json)
+    else:
+        supervise(plan, folder, lambda fleet: _print_exports(fleet, as_json))
 
 
-DOWN_S = 60.0
-"""Seconds in which a fleet that is stopped while it starts must end, before its processes are killed."""
+def _up_detached(plan: FleetPlan, folder: FleetFolder) -> Fleet:
+    """Start the fleet. A signal that would end this process ends a fleet that is being started, too, as Ctrl-C does."""
+    signals = signals_as_errors(
+        lambda number: CommandError(
+            f"the fleet in {folder.path} was ended by {number.name} while it was starting", INTERRUPTED
+        )
+    )
+    with signals as check:
+        fleet = local.up(plan, folder)
+        try:
+            check()
+        except CommandError:
+            local.down(folder, DOWN_S)
+            raise
+    return fleet
+
+
+def _plan_of(settings: UpSettings, token_file: Path | None, folder: FleetFolder) -> FleetPlan:
+    """Check settings of `penstock up` in the same way as the daemons check theirs, and return the plan. Write a token
+    file if there is none."""
+    if not settings.allow:
+        raise InvalidArgumentError(
+            f"{flag('allow')} (or the variable {variable(UpSettings, 'allow')}) must be given: the modules whose "
+            "input_fn workers may run. Give a prefix such as mypackage, or '*' for any"
+        )
+    is_local = settings.engine == "local"
+    for name in _OF_RAY:
+        if is_local and name in settings.model_fields_set:
+            raise InvalidArgumentError(
+                f"{flag(name)} must be given only with --engine ray, got --engine local. Omit it"
+            )
+    cores = max(1, len(os.sched_getaffinity(0)) // settings.workers)
+    slots = settings.slots or (cores if is_local else 8)
+    checked = resolve(WorkerSettings, slots=slots, allow=settings.allow, name=settings.name)
+    return FleetPlan(
+        engine=settings.engine,
+        name=settings.name,
+        workers=settings.workers,
+        slots=slots,
+        allow=checked.allow,
+        listen=settings.listen,
+        token_file=str(folder.token_file(token_file)),
+        runner_memory=settings.runner_memory,
+        insecure=settings.insecure,
+        tls={
+            name: value if name == "tls_name" else str(Path(value).expanduser().absolute())
+            for name in TlsFiles.model_fields
+            if (value := getattr(settings, name))
+        },
+        options={} if is_local else {name: getattr(settings, name) for name in _OF_RAY},
+        timeout_s=settings.timeout,
+    )
 
 
 def _folder(settings: UpSettings) -> FleetFolder:
     return FleetFolder(Path(settings.dir) if settings.dir else default_folder(settings.name))
 
 
-def _signals_as_errors(folder: FleetFolder) -> contextlib.AbstractContextManager[Callable[[], None]]:
-    """Return a context in which a signal that would end this process raises an error instead, as Ctrl-C does. So a
-    fleet that is being started is ended, too."""
-    return signals_as_errors(
-        lambda number: CommandError(
-            f"the fleet in {folder.path} was ended by {number.name} while it was starting", INTERRUPTED
-        )
-    )
-
-
 def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:
-    """Raise CommandError if another fleet runs in the folder. An engine may change its own fleet, but never replaces
-    another one."""
+    """Raise CommandError if another fleet runs in the folder: an engine never replaces it."""
     up = folder.fleet()
     if folder.supervised or (up is not None and (up.engine, up.name) != (plan.engine, plan.name)):
         what = f"{up.name} ({up.engine})" if up is not None else "a local one"
@@ -99,27 +128,27 @@ def _print_exports(fleet: Fleet, as_json: bool) -> None:
 
 def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
     """End the fleet whose record is in the folder. `flags`: flags of `penstock up` that say which folder it is."""
-    where = _folder(resolve(UpSettings, **flags))
-    if not where.path.is_dir():
+    folder = _folder(resolve(UpSettings, **flags))
+    if not folder.path.is_dir():
         raise CommandError(
-            f"no fleet was started in {where.path}. Give the same --dir or --name as for `penstock up`", USAGE
+            f"no fleet was started in {folder.path}. Give the same --dir or --name as for `penstock up`", USAGE
         )
-    fleet = where.fleet()
+    fleet = folder.fleet()
     if fleet is None or fleet.engine == "local":
-        ended = LocalEngine().down(where.path, timeout_s)
-    else:
-        if fleet.engine not in ENGINES:  # another release wrote the record
-            raise CommandError(
-                f"the engine must be one of {', '.join(ENGINES)}, got {fleet.engine} for the fleet in "
-                f"{where.path}. Run `penstock down` of the release that started it",
-                USAGE,
-            )
-        ended = RayEngine().down(fleet, timeout_s)
-        where.forget()
+        ended = local.down(folder, timeout_s)
+    elif fleet.engine == "ray":
+        ended = ray_down(fleet, timeout_s)
+        folder.forget()
+    else:  # another release wrote the record
+        raise CommandError(
+            f"the engine must be local or ray, got {fleet.engine} for the fleet in {folder.path}. Run `penstock down` "
+            "of the release that started it",
+            USAGE,
+        )
     if as_json:
         about = {"engine": fleet.engine, "name": fleet.name} if fleet is not None else {"engine": None, "name": None}
-        print(json.dumps({**about, "dir": str(where.path), "ended": ended}, indent=2))
+        print(json.dumps({**about, "dir": str(folder.path), "ended": ended}, indent=2))
     elif ended:
         print("\n".join(f"ended: {what}" for what in ended))
     else:
-        print(f"no fleet is running in {where.path}")
+        print(f"no fleet is running in {folder.path}")

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from penstock.deploy.console.coordinator_options import Peer
-from penstock.deploy.console.option_values import listed, pairs_of
+from penstock.deploy.console.options import listed, pairs_of
+from penstock.deploy.console.peer import Peer
 from penstock.deploy.console.tables import Table, show
 from penstock.proto.errors import CoordinatorUnavailableError, InvalidArgumentError
 from penstock.proto.rpc.calls import CoordinatorClient

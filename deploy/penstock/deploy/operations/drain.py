@@ -10,7 +10,7 @@ import json
 import sys
 import time
 
-from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.peer import Peer
 from penstock.proto.errors import (
     CoordinatorUnavailableError,
     DeadlineError,

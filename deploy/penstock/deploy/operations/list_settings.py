@@ -12,29 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.console.daemon_settings import (
-    CoordinatorSettings,
-    PeerSettings,
-    TelemetrySettings,
-    TlsSettings,
-    WorkerSettings,
-)
 from penstock.deploy.console.exit_codes import USAGE
-from penstock.deploy.console.fleet_settings import UpSettings
-from penstock.deploy.console.settings_sources import check_settings_file, has_own_section, refuse_unknown
+from penstock.deploy.console.settings import SETTINGS_OF, WorkerSettings, check_settings_file, refuse_unknown
 from penstock.deploy.console.tables import Table, show
-from penstock.runtime.config.job_settings import JobSettings
-from penstock.runtime.config.settings import OtherType, ResolvedSetting, Section, find, variables
+from penstock.runtime.config.settings import OtherType, ResolvedSetting, Section, find, variable
 from penstock.runtime.config.settings_file import CLUSTER, read_settings_file, token_file_of_settings
 
 __all__ = ["example", "show_config", "show_example"]
 
-OF: dict[str, tuple[type[Section], ...]] = {
-    "coordinator": (CoordinatorSettings, TlsSettings, TelemetrySettings),
-    "worker": (WorkerSettings, PeerSettings, TlsSettings, TelemetrySettings),
-    "client": (JobSettings,),
-    "up": (UpSettings,),
-}
 TITLES = {
     "coordinator": "the coordinator",
     "worker": "the worker",
@@ -48,12 +33,11 @@ def show_config(of: str | None, as_json: bool) -> int:
     """Print the effective settings of the command `of`, or of all commands. Return the exit code: 2 if a value is
     invalid."""
     check_settings_file()
-    for name in [of] if of else OF:
-        for section in OF[name]:
-            if has_own_section(section) and section is not JobSettings:  # a job's prefix begins all other prefixes
-                refuse_unknown(section)
+    sections = {of: SETTINGS_OF[of]} if of else SETTINGS_OF
+    for section in sections.values():
+        refuse_unknown(section)
     file = read_settings_file()
-    found = {name: [each for section in OF[name] for each in find(section)] for name in ([of] if of else OF)}
+    found = {name: find(section) for name, section in sections.items()}
     token = _token()
     if as_json:
         about = {
@@ -125,22 +109,21 @@ def example() -> Iterator[str]:
     yield "# Shared by coordinator, workers and training jobs. Paths are relative to this file. With a coordinator"
     yield "# here, Appliance() in a training job uses it; without one, it starts its own."
     yield f"[{CLUSTER}]"
-    yield from _lines((PeerSettings, TlsSettings, TelemetrySettings))
+    yield from _lines(WorkerSettings, CLUSTER)
     yield from _setting("token_file", '""', TOKEN_FILE, "PENSTOCK_TOKEN_FILE")
     for name, about in TITLES.items():
         yield ""
         yield f"# Settings of {about}."
         yield f"[{name}]"
-        yield from _lines(section for section in OF[name] if section.table == name)
+        yield from _lines(SETTINGS_OF[name], name)
 
 
-def _lines(sections: Any) -> Iterator[str]:
-    for section in sections:
-        for name, info in section.model_fields.items():
-            if section.place(name) != (section.table, name):
-                continue
+def _lines(section: type[Section], table: str) -> Iterator[str]:
+    for name in section.names():
+        if section.place(name) == (table, name):
+            info = section.model_fields[name]
             default = None if info.is_required() else info.default
-            yield from _setting(name, _toml(default), info.description or "", variables(section, name)[0])
+            yield from _setting(name, _toml(default), info.description or "", variable(section, name))
 
 
 def _setting(name: str, value: str, description: str, variable: str) -> Iterator[str]:

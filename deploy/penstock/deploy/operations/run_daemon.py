@@ -15,22 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.console.command_token import coordinator_tokens, peer_token
-from penstock.deploy.console.daemon_settings import (
-    IN_MEMORY,
-    CoordinatorSettings,
-    PeerSettings,
-    TelemetrySettings,
-    TlsSettings,
-    WorkerSettings,
-    bytes_of,
-    describe,
-    resolve,
-)
+from penstock.deploy.console.command_token import coordinator_tokens
+from penstock.deploy.console.settings import CoordinatorSettings, WorkerSettings, describe, resolve
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.addresses import refuse_unsafe
-from penstock.proto.rpc.channel import VERSION, is_local
+from penstock.proto.rpc.channel import VERSION, is_local, read_token
 from penstock.proto.rpc.credentials.tokens import admin_tokens
+from penstock.runtime.config.settings import IN_MEMORY
+from penstock.runtime.config.sizes import bytes_of
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.process.memory_secrecy import keep_memory_private
 from penstock.runtime.process.titles import name_process
@@ -43,36 +35,28 @@ _log = logging.getLogger("penstock.deploy")
 
 def run_coordinator(
     flags: dict[str, Any],
-    tls_flags: dict[str, str | None],
-    telemetry_flags: dict[str, Any],
     token_file: Path | None,
     ready_file: Path | None,
     debug: bool,
     parent_pid: int | None = None,
 ) -> None:
     """Run a coordinator until SIGTERM or SIGINT. With `parent_pid`, SIGINT is ignored, and the coordinator ends with
-    this process. The dicts have the values of the command's flags by name; a flag that was not given is None."""
+    this process."""
     from penstock.appliance.edge.server import serve
     from penstock.appliance.model.limits import MEMORY_BUDGET, Limits
 
     settings = resolve(CoordinatorSettings, **flags)
-    tls_settings = resolve(TlsSettings, **tls_flags)
-    telemetry = resolve(TelemetrySettings, **telemetry_flags)
-    _begin(debug, telemetry, process="coordinator")
-    tls = tls_settings.load()
+    _begin(debug, settings.log_format, process="coordinator")
+    tls = settings.tls()
     refuse_unsafe(settings.listen, encrypted=tls is not None, insecure=settings.insecure)
     if settings.http:
         refuse_unsafe(settings.http, encrypted=tls is not None, insecure=settings.insecure)
     in_memory = os.fspath(settings.state_dir) == IN_MEMORY
-    about = [
-        describe(settings, **flags),
-        describe(tls_settings, **tls_flags),
-        describe(telemetry, **telemetry_flags),
-    ]
-    _log.info("coordinator %s: %s", VERSION, ", ".join(about))
+    _log.info("coordinator %s: %s", VERSION, describe(settings, **flags))
     tokens = coordinator_tokens(token_file, None if in_memory else settings.state_dir)
-    limits = replace(Limits(), worker_lease_s=settings.lease, client_lease_s=settings.client_lease)
-    limits = replace(limits, balance_after_s=settings.balance_after)
+    limits = Limits(
+        worker_lease_s=settings.lease, client_lease_s=settings.client_lease, balance_after_s=settings.balance_after
+    )
     if in_memory:
         limits = replace(limits, budget=MEMORY_BUDGET)
     if settings.budget:
@@ -100,54 +84,38 @@ def run_coordinator(
 
 
 def run_worker(
-    coordinator: dict[str, Any],
     flags: dict[str, Any],
-    tls_flags: dict[str, str | None],
-    telemetry_flags: dict[str, Any],
     token_file: Path | None,
     ready_file: Path | None,
     debug: bool,
     parent_pid: int | None = None,
 ) -> None:
-    """Run a worker until SIGTERM or SIGINT, or until the process `parent_pid` ends. The dicts have the values of the
-    command's flags by name; a flag that was not given is None."""
+    """Run a worker until SIGTERM or SIGINT, or until the process `parent_pid` ends."""
     from penstock.worker.daemon.daemon import serve
     from penstock.worker.daemon.worker_settings import DaemonSettings, own_name
 
-    peer = resolve(PeerSettings, **coordinator)
     settings = resolve(WorkerSettings, **flags)
-    tls_settings = resolve(TlsSettings, **tls_flags)
-    telemetry = resolve(TelemetrySettings, **telemetry_flags)
     name = settings.name or own_name()
-    _begin(debug, telemetry, process="worker", worker=name)
-    tls = tls_settings.load()
+    _begin(debug, settings.log_format, process="worker", worker=name)
+    tls = settings.tls()
     refuse_unsafe(settings.listen, encrypted=tls is not None and bool(tls.cert), insecure=settings.insecure)
-    about = [
-        describe(peer, **coordinator),
-        describe(settings, **flags),
-        describe(tls_settings, **tls_flags),
-        describe(telemetry, **telemetry_flags),
-    ]
-    _log.info("worker %s: %s", VERSION, ", ".join(about))
-    if is_local(settings.listen) and not is_local(peer.coordinator):
+    _log.info("worker %s: %s", VERSION, describe(settings, **flags))
+    if is_local(settings.listen) and not is_local(settings.coordinator):
         _log.warning(
             "lanes listen on %s only: boxes on other machines cannot reach them (--listen HOST:0)", settings.listen
         )
-    token = peer_token("worker", token_file)
+    token = read_token("worker", file=token_file)
     guarded = settings.http and not is_local(settings.http)
     if guarded:
         refuse_unsafe(settings.http, encrypted=tls is not None and bool(tls.cert), insecure=settings.insecure)
 
-    def ready(name: str) -> None:
-        _announce(name, ready_file)
-
     asyncio.run(
         serve(
             DaemonSettings(
-                coordinator=peer.coordinator,
+                coordinator=settings.coordinator,
                 token=token,
                 slots=settings.slots,
-                allow=settings.prefixes,
+                allow=settings.allow.split(","),
                 listen=settings.listen,
                 name=name,
                 parent_pids=() if parent_pid is None else (parent_pid,),
@@ -164,21 +132,21 @@ def run_worker(
                 http=settings.http,
                 http_tokens=admin_tokens(file=token_file) if guarded else "",
             ),
-            ready,
+            lambda name: _announce(name, ready_file),
         )
     )
     _log.info("stopped on request")
 
 
-def _begin(debug: bool, telemetry: TelemetrySettings, **always: str) -> None:
+def _begin(debug: bool, log_format: str, **always: str) -> None:
     """Set up the process of a daemon: its log, its name, a dump of stacks at a crash, and memory that no other process
     but root's can read. `always`: fields that are added to each log line in JSON."""
     keep_memory_private()
     name_process("penstock worker" if always["process"] == "worker" else "penstock coord")
     faulthandler.enable()
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines(always) if telemetry.log_format == "json" else TextLines())
-    logging.captureWarnings(telemetry.log_format == "json")  # otherwise warnings are not JSON objects
+    handler.setFormatter(JsonLines(always) if log_format == "json" else TextLines())
+    logging.captureWarnings(log_format == "json")  # otherwise warnings are not JSON objects
     logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler])
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 

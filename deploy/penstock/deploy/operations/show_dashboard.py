@@ -6,7 +6,7 @@ import json
 import sys
 from urllib.parse import urlsplit
 
-from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.peer import Peer
 from penstock.proto.errors import PenstockError
 from penstock.proto.rpc.addresses import is_local
 from penstock.runtime.telemetry.logs import printable

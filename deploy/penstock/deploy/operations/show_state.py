@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.console.count_tables import count_tables, counts_as_dict, rows_of_workers
+from penstock.deploy.console.peer import Peer
 from penstock.deploy.console.tables import Table, show
 from penstock.deploy.operations.state_values import as_json as plain
 from penstock.deploy.operations.state_values import brief

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.peer import Peer
 from penstock.deploy.console.tables import Table, show
 from penstock.runtime.telemetry.cluster_columns import BOXES, RUNS, SLOTS, WORKERS, Columns, cells
 from penstock.runtime.telemetry.cluster_view import ClusterView, as_dict, view

@@ -11,8 +11,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.console.exit_codes import USAGE, CommandError
+from penstock.deploy.console.peer import Peer
 from penstock.deploy.console.signals import signals_as_errors
 from penstock.deploy.operations.watch_screen import Screen
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.peer import Peer
 from penstock.deploy.doctor.loader_check import json_option
 from penstock.deploy.operations.show_state import run_name
 from penstock.deploy.replay.archive import Archive, RunningArchive, StoppedArchive

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.peer import Peer
 from penstock.deploy.console.tables import Table, show
 from penstock.deploy.operations.state_values import brief
 from penstock.deploy.replay.replay_batch import ReplayRequest, archive_of, replay

@@ -1,16 +1,13 @@
-"""Base class of settings: fields with a description, whose values come from arguments, environment variables or the
-settings file.
+"""Base class of settings: each option is declared once, as a field of a `Section`. Its flag, its environment variable,
+its key in the settings file, its line in `penstock config` and its row in docs/cli.md are made from this declaration.
 
-The daemons and commands (penstock.deploy.console.daemon_settings) and the training job
-(penstock.runtime.config.job_settings) share this class, so that one file and one environment serve all of them by the
-same rules. pydantic-settings reads arguments and variables, and decides which value is used. This module reads the
-settings file, checks the types of its values, and names the source of each value for errors, `penstock config` and a
-daemon's log. An invalid setting does not hide the others. The command line of pydantic-settings is not used: Typer's
-flags are made from these fields (penstock.deploy.console.options).
+pydantic checks and converts the values, and pydantic-settings puts arguments before the other sources. Ours is the
+strictness that they lack: the settings file keeps its types, and errors name the source of a value.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +16,7 @@ from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AliasChoices, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from penstock.runtime.config.settings_file import SettingsFile, read_settings_file
 
@@ -34,7 +31,7 @@ __all__ = [
     "Unit",
     "field_of",
     "find",
-    "from_file",
+    "is_marked",
     "reason_of",
     "source_of",
     "stated",
@@ -69,9 +66,10 @@ class IsList:
 
 class Section(BaseSettings):
     """Base class of a set of settings. Subclasses name the prefix of their environment variables (`env_prefix`) and
-    their section of the settings file (`table`)."""
+    their section of the settings file (`table`). An inherited field keeps the variable and the section of the class
+    that declares it, so that one class has all settings of a command."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_ignore_empty=True)
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", populate_by_name=True)
     table: ClassVar[str] = ""
     """Name of the section of the settings file; "" if these settings have none."""
     places: ClassVar[Mapping[str, tuple[str, str]]] = {}
@@ -83,50 +81,41 @@ class Section(BaseSettings):
     """True if values come from arguments alone, not from variables or the settings file."""
 
     @classmethod
+    def declaring(cls, field: str) -> type[Section]:
+        """Return the class that declares a field."""
+        return next(base for base in cls.__mro__ if field in inspect.get_annotations(base))
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names of all fields, inherited ones last."""
+        return sorted(cls.model_fields, key=lambda field: cls.declaring(field) is not cls)
+
+    @classmethod
     def place(cls, field: str) -> tuple[str, str] | None:
         """Return the section and the key of a field in the settings file; None if the field must not be set there."""
-        if not cls.table or field in cls.not_in_file:
+        table = cls.declaring(field).table
+        if not table or field in cls.not_in_file:
             return None
-        return cls.places.get(field, (cls.table, field))
+        return cls.places.get(field, (table, field))
 
     @classmethod
     def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Return the sources of values in the order of their priority: arguments, then variables, then the settings
+        """Return the sources of values in the order of their priority: arguments, then variables and the settings
         file."""
-        sources = (init_settings,) if cls.only_given else (init_settings, env_settings, _FromFile(cls))
-        return tuple(_ByField(cls, source) for source in sources)
+        return (init_settings,) if cls.only_given else (init_settings, _Stated(settings_cls))
 
 
-class _ByField(PydanticBaseSettingsSource):
-    """Source of values for pydantic-settings: the values of another source, under the names of their fields. Each
-    release decides anew which values it names after a variable instead, and a setting that two sources name differently
-    is an error."""
-
-    def __init__(self, section: type[Section], source: PydanticBaseSettingsSource) -> None:
-        super().__init__(section)
-        self._source = source
-        self._fields = {name: field for field in section.model_fields for name in variables(section, field)}
+class _Stated(PydanticBaseSettingsSource):
+    """Source of values for pydantic-settings: environment variables and the settings file, as `stated` reads them."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return self._source.get_field_value(field, field_name)
+        raise NotImplementedError  # __call__ reads all fields at once
 
     def __call__(self) -> dict[str, Any]:
-        return {self._fields.get(name, name): value for name, value in self._source().items()}
-
-
-class _FromFile(InitSettingsSource):
-    """Source of values for pydantic-settings: what the settings file says for a set of settings."""
-
-    def __init__(self, section: type[Section]) -> None:
-        file = read_settings_file() if section.table else None
-        super().__init__(section, from_file(section, file) if file else {})
+        section: Any = self.settings_cls
+        return {field: value for field, (_, value) in stated(section).items()}
 
 
 @dataclass(frozen=True, repr=False)
@@ -150,23 +139,18 @@ def _fits(annotation: Any, value: Any) -> bool:
     return type(value) in kinds or (type(value) is int and float in kinds)
 
 
-def from_file(section: type[Section], file: SettingsFile) -> dict[str, Any]:
-    """Return field -> value for the fields of `section` that the settings file sets. A list becomes one text with
-    commas, as in variables; paths become absolute."""
-    found: dict[str, Any] = {}
-    for name, info in section.model_fields.items():
-        place = section.place(name)
-        if place is None or place[1] not in file.tables.get(place[0], {}):
-            continue
-        value = file.tables[place[0]][place[1]]
-        if value == "":  # treated like an empty variable
-            continue
-        if isinstance(value, list) and any(isinstance(fact, IsList) for fact in info.metadata):
-            value = ",".join(map(str, value))
-        if isinstance(value, str) and value != IN_MEMORY and any(isinstance(fact, IsPath) for fact in info.metadata):
-            value = file.resolved(value)
-        found[name] = value if _fits(info.annotation, value) else OtherType(value)
-    return found
+def is_marked(info: FieldInfo, mark: type[IsPath] | type[IsList]) -> bool:
+    return any(isinstance(fact, mark) for fact in info.metadata)
+
+
+def _from_file(info: FieldInfo, value: Any, file: SettingsFile) -> Any:
+    """Return a value of the settings file in the form that variables have: a list becomes one text with commas, paths
+    become absolute."""
+    if isinstance(value, list) and is_marked(info, IsList):
+        value = ",".join(map(str, value))
+    if isinstance(value, str) and value != IN_MEMORY and is_marked(info, IsPath):
+        value = file.resolved(value)
+    return value if _fits(info.annotation, value) else OtherType(value)
 
 
 def variables(section: type[Section], field: str) -> list[str]:
@@ -174,7 +158,7 @@ def variables(section: type[Section], field: str) -> list[str]:
     alias = section.model_fields[field].validation_alias
     if isinstance(alias, AliasChoices):
         return [str(choice) for choice in alias.choices]
-    return [f"{section.model_config.get('env_prefix', '')}{field}".upper()]
+    return [f"{section.declaring(field).model_config.get('env_prefix', '')}{field}".upper()]
 
 
 def variable(section: type[Section], field: str) -> str:
@@ -184,20 +168,20 @@ def variable(section: type[Section], field: str) -> str:
 
 def stated(section: type[Section]) -> dict[str, tuple[str, Any]]:
     """Return field -> (source, value), for the fields that an environment variable or the settings file sets. The
-    source is the variable's name, or FILE:LINE."""
+    source is the variable's name, or FILE:LINE. An empty text counts as unset."""
     file = read_settings_file() if section.table else None
-    found: dict[str, tuple[str, Any]] = {}
-    for field, value in (from_file(section, file) if file else {}).items():
-        place = section.place(field)
-        assert file is not None
-        assert place is not None
-        found[field] = file.where(*place), value
     there = {name.upper(): value for name, value in os.environ.items() if value}
-    for field in section.model_fields:
+    values: dict[str, tuple[str, Any]] = {}
+    for field, info in section.model_fields.items():
         name = next((name for name in variables(section, field) if name in there), None)
+        place = section.place(field)
         if name:
-            found[field] = name, there[name]
-    return found
+            values[field] = name, there[name]
+        elif file is not None and place is not None:
+            value = file.tables.get(place[0], {}).get(place[1], "")
+            if value != "":
+                values[field] = file.where(*place), _from_file(info, value, file)
+    return values
 
 
 def source_of(section: type[Section], field: str) -> str:
@@ -228,28 +212,28 @@ def find(section: type[Section]) -> list[ResolvedSetting]:
     except ValidationError as error:
         for detail in error.errors():
             problems[field_of(section, detail["loc"])] = (reason_of(detail), detail["input"])
-    found, sources = [], stated(section)
-    for name, info in section.model_fields.items():
+    resolved, sources = [], stated(section)
+    for name in section.names():
+        info = section.model_fields[name]
         if info.annotation is SecretStr:
             continue
         source, raw = sources.get(name, ("", info.default))
         if name not in problems:
-            found.append(ResolvedSetting(name, values.get(name, raw), source or "default"))
+            resolved.append(ResolvedSetting(name, values.get(name, raw), source or "default"))
         elif source:
-            found.append(ResolvedSetting(name, problems[name][1], source, problems[name][0]))
+            resolved.append(ResolvedSetting(name, problems[name][1], source, problems[name][0]))
         else:
-            found.append(ResolvedSetting(name, None, ""))
-    return found
+            resolved.append(ResolvedSetting(name, None, ""))
+    return resolved
 
 
 def field_of(section: type[Section], place: tuple[Any, ...]) -> str:
     """Return the name of the field that an error of pydantic is about. `place`: the error's location, which in some
     errors is the name of a variable."""
     name = str(place[0]) if place else "?"
-    for field in section.model_fields:
-        if name == field or name.upper() in variables(section, field):
-            return field
-    return name
+    return next(
+        (field for field in section.model_fields if name == field or name.upper() in variables(section, field)), name
+    )
 
 
 def reason_of(detail: Any) -> str:

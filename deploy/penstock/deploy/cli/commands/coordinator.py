@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from penstock.deploy.console.common_options import quiet_grpc
-from penstock.deploy.console.daemon_settings import CoordinatorSettings, TelemetrySettings, TlsSettings
+from penstock.deploy.console.app import quiet_grpc
 from penstock.deploy.console.options import Debug, Flags, ParentPid, ReadyFile, TokenFile
+from penstock.deploy.console.settings import CoordinatorSettings
 
 __all__ = ["coordinator"]
 
 
 def coordinator(
     flags: Annotated[Flags, CoordinatorSettings],
-    telemetry: Annotated[Flags, TelemetrySettings],
-    tls: Annotated[Flags, TlsSettings],
     token_file: TokenFile = None,
     ready_file: ReadyFile = None,
     parent_pid: ParentPid = None,
@@ -35,4 +33,4 @@ def coordinator(
     quiet_grpc()
     from penstock.deploy.operations.run_daemon import run_coordinator
 
-    run_coordinator(flags, tls, telemetry, token_file, ready_file, debug, parent_pid)
+    run_coordinator(flags, token_file, ready_file, debug, parent_pid)

@@ -7,10 +7,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.console.common_options import Group, subcommands
-from penstock.deploy.console.exit_codes import guarded
-from penstock.deploy.console.option_values import listed, pairs_of
-from penstock.deploy.console.options import AsJson, Debug
+from penstock.deploy.console.app import Group, subcommands
+from penstock.deploy.console.options import AsJson, Debug, listed, pairs_of
 
 __all__ = ["data"]
 
@@ -33,7 +31,6 @@ def _data() -> None:
 
 
 @data.command("index")
-@guarded
 def data_index(
     folder: Annotated[
         str, typer.Argument(metavar="FOLDER", help="Folder of the files, local or any URL that fsspec opens.")
@@ -67,7 +64,6 @@ def data_index(
 
 
 @data.command("inspect")
-@guarded
 def data_inspect(
     folder: Folder,
     samples: Annotated[
@@ -89,7 +85,6 @@ def data_inspect(
 
 
 @data.command("verify")
-@guarded
 def data_verify(folder: Folder, as_json: AsJson = False, debug: Debug = False) -> int:
     """Read every sample of a dataset, and compare files with the hashes in its index.
 
@@ -105,7 +100,6 @@ def data_verify(folder: Folder, as_json: AsJson = False, debug: Debug = False) -
 
 
 @data.command("convert")
-@guarded
 def data_convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or URL of a dataset with an index.")],
     dest: Annotated[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.deploy.console.common_options import quiet_grpc
+from penstock.deploy.console.app import quiet_grpc
 from penstock.deploy.console.options import AsJson, Debug
 
 __all__ = ["demo"]

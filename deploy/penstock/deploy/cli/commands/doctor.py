@@ -8,10 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.deploy.console.common_options import Group, subcommands
-from penstock.deploy.console.coordinator_options import Peer
-from penstock.deploy.console.exit_codes import guarded
+from penstock.deploy.console.app import Group, subcommands
 from penstock.deploy.console.options import LARGEST_SEED, AsJson, Debug
+from penstock.deploy.console.peer import Peer
 
 __all__ = ["doctor"]
 
@@ -31,8 +30,8 @@ class _DefaultsByTarget(Group):
 
 
 def _has_target(args: list[str]) -> bool:
-    """Return True if the arguments of `penstock doctor` name a loader or a checkpoint. They do if the first argument is
-    not an option, or if the last one is a MODULE:NAME or an existing path and not the value of an option."""
+    """True if the first argument is not an option, or if the last one is a MODULE:NAME or an existing path and not the
+    value of an option."""
     if not args:
         return False
     before = args[-2] if len(args) > 1 else ""
@@ -54,14 +53,13 @@ def _doctor() -> None:
     \b
     Examples:
       penstock doctor                                   is this machine ready?
-      penstock doctor cluster --boxes 8 --workers 4     can this cluster take my job, from here?
+      penstock doctor cluster                           can the workers be reached from here?
       penstock doctor mypackage.data:train_input        can my loader be saved and resumed exactly?
       penstock doctor run1/checkpoints                  are my checkpoints whole?
     """
 
 
 @doctor.command("machine")
-@guarded
 def doctor_machine(
     slots: Annotated[
         int | None,
@@ -94,43 +92,26 @@ def doctor_machine(
 
 
 @doctor.command("cluster")
-@guarded
-def doctor_cluster(
-    boxes: Annotated[int | None, typer.Option("--boxes", metavar="R", min=1, help="Boxes of the planned job.")] = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", metavar="W", min=1, help="Workers of each of its boxes.")
-    ] = None,
-    input_fn: Annotated[
-        str | None,
-        typer.Option("--input-fn", metavar="MODULE:NAME", help="input_fn of the job: check that it may run."),
-    ] = None,
-    *,
-    peer: Peer,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> int:
+def doctor_cluster(peer: Peer, as_json: AsJson = False, debug: Debug = False) -> int:
     """Check a cluster from here: can every worker's lanes be reached?
 
-    Run this command where the training job runs. Checks the coordinator's clock, and each worker. Connects to the lanes
-    (batch streams) of each worker. With --boxes and --workers, checks that the job finds
-    enough free slots; with --input-fn, counts only slots of workers that may run it. Exit code 32 if there is a
-    problem; 0 if there are only warnings. Needs a token of the role admin.
+    Run this command where the training job runs. Compares the coordinator's clock with this machine's, and connects to
+    the lanes (batch streams) of each live worker. Runs, slots and lost workers are in `penstock status`. Exit code 32
+    if there is a problem; 0 if there are only warnings. Needs a token of the role admin.
 
     \b
     Examples:
       penstock doctor cluster --coordinator head:7070
-      penstock doctor cluster --boxes 8 --workers 4 --input-fn mypackage.data:train_input
     """
-    from penstock.deploy.doctor.cluster_check import JobRequirements, check_cluster
+    from penstock.deploy.doctor.cluster_check import check_cluster
     from penstock.deploy.doctor.findings import show_findings
 
     with peer.client() as client:
-        found = list(check_cluster(client, peer.address, peer.tls(), JobRequirements(boxes, workers, input_fn)))
-    return show_findings(f"Cluster of {peer.address}", found, as_json)
+        findings = list(check_cluster(client, peer.address, peer.tls()))
+    return show_findings(f"Cluster of {peer.address}", findings, as_json)
 
 
 @doctor.command("loader")
-@guarded
 def doctor_loader(
     target: Annotated[
         str,

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from penstock.deploy.cli.completion import run_names
-from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.console.options import LARGEST, LARGEST_BOX, AsJson, Debug
+from penstock.deploy.console.peer import Peer
 
 __all__ = ["replay"]
 

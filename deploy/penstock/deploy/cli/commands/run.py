@@ -7,10 +7,9 @@ from typing import Annotated
 import typer
 
 from penstock.deploy.cli.completion import run_names
-from penstock.deploy.console.common_options import subcommands
-from penstock.deploy.console.coordinator_options import Peer
-from penstock.deploy.console.exit_codes import guarded
+from penstock.deploy.console.app import subcommands
 from penstock.deploy.console.options import LARGEST, AsJson, Debug
+from penstock.deploy.console.peer import Peer
 
 __all__ = ["mix", "run"]
 
@@ -28,7 +27,6 @@ def _run() -> None:
 
 
 @run.command("close")
-@guarded
 def run_close(
     name: Annotated[
         str,

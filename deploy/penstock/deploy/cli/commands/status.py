@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.console.options import AsJson, Debug
+from penstock.deploy.console.peer import Peer
 from penstock.proto.errors import InvalidArgumentError
 
 __all__ = ["status"]

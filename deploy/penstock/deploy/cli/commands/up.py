@@ -6,17 +6,15 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.console.common_options import quiet_grpc
-from penstock.deploy.console.daemon_settings import TlsSettings
-from penstock.deploy.console.fleet_settings import UpSettings
+from penstock.deploy.console.app import quiet_grpc
 from penstock.deploy.console.options import AsJson, Debug, Flags, TokenFile, option
+from penstock.deploy.console.settings import UpSettings
 
 __all__ = ["down", "up"]
 
 
 def up(
     flags: Annotated[Flags, UpSettings],
-    tls: Annotated[Flags, TlsSettings],
     detach: Annotated[
         bool,
         typer.Option("--detach", help="Local: return once the fleet is ready, and leave it running, as Ray does."),
@@ -41,7 +39,7 @@ def up(
     quiet_grpc()
     from penstock.deploy.engines.up_down import run_up
 
-    run_up(flags, tls, token_file, detach=detach, as_json=as_json, debug=debug)
+    run_up(flags, token_file, detach=detach, as_json=as_json, debug=debug)
 
 
 def down(

@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 from penstock.deploy.cli.completion import worker_names
-from penstock.deploy.console.common_options import completed, subcommands
-from penstock.deploy.console.coordinator_options import Peer
-from penstock.deploy.console.daemon_settings import PeerSettings, TelemetrySettings, TlsSettings, WorkerSettings
+from penstock.deploy.console.app import completed, subcommands
 from penstock.deploy.console.exit_codes import guarded
 from penstock.deploy.console.options import AsJson, Debug, Flags, ParentPid, ReadyFile, TokenFile
+from penstock.deploy.console.peer import Peer
+from penstock.deploy.console.settings import WorkerSettings
 
 __all__ = ["worker"]
 
@@ -22,10 +22,7 @@ worker = subcommands(invoke_without_command=True)
 @completed
 def _worker(
     context: typer.Context,
-    coordinator: Annotated[Flags, PeerSettings],
     flags: Annotated[Flags, WorkerSettings],
-    telemetry: Annotated[Flags, TelemetrySettings],
-    tls: Annotated[Flags, TlsSettings],
     token_file: TokenFile = None,
     ready_file: ReadyFile = None,
     parent_pid: ParentPid = None,
@@ -48,12 +45,11 @@ def _worker(
         return  # not `guarded`, because the subcommand ends the process
     from penstock.deploy.operations.run_daemon import run_worker
 
-    guarded(run_worker)(coordinator, flags, tls, telemetry, token_file, ready_file, debug, parent_pid)
+    guarded(run_worker)(flags, token_file, ready_file, debug, parent_pid)
 
 
 def _refuse_options_of_the_daemon(context: typer.Context) -> None:
-    """Raise an error if options stand before a subcommand, as in `penstock worker --slots 8 drain NAME`. They would be
-    options of the daemon, and the subcommand would ignore them."""
+    """Refuse options before a subcommand, as in `penstock worker --slots 8 drain NAME`, which would ignore them."""
     for parameter in context.command.params:
         name = parameter.name or ""
         given = context.get_parameter_source(name)
@@ -65,7 +61,6 @@ def _refuse_options_of_the_daemon(context: typer.Context) -> None:
 
 
 @worker.command("drain")
-@guarded
 def drain_worker(
     name: Annotated[
         str,

@@ -1,8 +1,7 @@
-"""Parts that commands share: the layout of their help, and the options that all of them have.
+"""How commands are made: the layout of their help, and the options that all of them have.
 
-`App` and `subcommands` make every command in the same way, so that each help ends with the exit codes and each command
-has `--config`. A command that calls the coordinator has one parameter `peer`, which stands for the options of the
-coordinator's address and of the credentials.
+A command that calls the coordinator has one parameter `peer`, which stands for the options of the coordinator's address
+and of the credentials.
 """
 
 from __future__ import annotations
@@ -10,23 +9,24 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from penstock.deploy.console.coordinator_options import Peer
-from penstock.deploy.console.daemon_settings import PeerSettings, Section, TlsSettings
-from penstock.deploy.console.exit_codes import EXIT_LINES
+from penstock.deploy.console.exit_codes import guarded
 from penstock.deploy.console.options import ConfigFile, OwnJob, TokenFile, flags_of
+from penstock.deploy.console.peer import Peer
+from penstock.deploy.console.settings import PeerSettings
+from penstock.runtime.config.settings import Section
 
-__all__ = ["CONTEXT", "EPILOG", "App", "Group", "completed", "quiet_grpc", "subcommands"]
+__all__ = ["CONTEXT", "SECTIONS", "App", "Group", "by_heading", "completed", "quiet_grpc", "subcommands"]
 
-EPILOG = f"\b\nExit codes:\n{EXIT_LINES}\n\n\b\nMore: docs/cli.md"
+EPILOG = "Exit codes: penstock --help. More: docs/cli.md"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
-_SECTIONS: tuple[tuple[str, frozenset[str]], ...] = (
+SECTIONS: tuple[tuple[str, frozenset[str]], ...] = (
     ("Coordinator", frozenset(("coordinator", "job", "token_file"))),
     ("TLS", frozenset(("tls_ca", "tls_cert", "tls_key", "tls_name"))),
     ("General", frozenset(("as_json", "config", "debug", "help", "install_completion", "show_completion", "version"))),
@@ -35,20 +35,18 @@ _SECTIONS: tuple[tuple[str, frozenset[str]], ...] = (
 options. These headings follow the command's own options."""
 
 
-def _format_options(self: Any, ctx: Any, formatter: Any) -> None:
-    arguments: list[tuple[str, str]] = []
-    own: list[tuple[str, str]] = []
-    shared: dict[str, list[tuple[str, str]]] = {head: [] for head, _ in _SECTIONS}
-    for parameter in self.get_params(ctx):
-        record = parameter.get_help_record(ctx)
-        if record is None:
-            continue
-        head = next((head for head, names in _SECTIONS if parameter.name in names), None)
-        if parameter.param_type_name == "argument":
-            arguments.append(record)
-        else:
-            (own if head is None else shared[head]).append(record)
-    for head, records in (("Arguments", arguments), ("Options", own), *shared.items()):
+def by_heading(parameters: Iterable[Any]) -> dict[str, list[Any]]:
+    """Return a command's parameters by heading; those that it has alone are under "Arguments" and "Options"."""
+    headed: dict[str, list[Any]] = {"Arguments": [], "Options": [], **{head: [] for head, _ in SECTIONS}}
+    for parameter in parameters:
+        own = "Arguments" if parameter.param_type_name == "argument" else "Options"
+        headed[next((head for head, names in SECTIONS if parameter.name in names), own)].append(parameter)
+    return headed
+
+
+def _format_options(command: Any, ctx: Any, formatter: Any) -> None:
+    for head, parameters in by_heading(command.get_params(ctx)).items():
+        records = [record for parameter in parameters if (record := parameter.get_help_record(ctx)) is not None]
         if records:
             with formatter.section(head):
                 formatter.write_dl(records)
@@ -95,15 +93,15 @@ def _first_line(command: Any) -> str:
 
 
 class App(typer.Typer):
-    """Typer application whose commands end their help with the exit codes and have the option `--config`."""
+    """Typer application whose commands have the option `--config` and end with an exit code (`guarded`)."""
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # type: ignore[override]
-        """Return a decorator that registers a command, like Typer's, with the exit codes and `--config` added."""
+        """Return a decorator that registers a command, like Typer's."""
         add = super().command(name, **{"cls": _Command, "epilog": EPILOG, **settings})
-        return lambda command: add(completed(command))
+        return lambda command: add(completed(guarded(command)))
 
 
-_PEER = {**flags_of(PeerSettings), "job": OwnJob, "token_file": TokenFile, **flags_of(TlsSettings)}
+_PEER = {**flags_of(PeerSettings), "job": OwnJob, "token_file": TokenFile}
 
 
 def completed(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,7 +126,7 @@ def completed(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def run(*, config: object = None, **given: Any) -> Any:
         for parameter, names in groups.items():
-            flags = {name: _one(given.pop(name)) for name in names}
+            flags = {name: _as_text(given.pop(name)) for name in names}
             given[parameter] = Peer(**flags) if parameter == "peer" else flags
         if "peer" in groups:
             quiet_grpc()
@@ -139,9 +137,9 @@ def completed(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _one(value: Any) -> Any:
-    """Return what Typer passes for a flag as one value. A list, which Typer passes for a flag that may be repeated,
-    becomes one text with commas: ["a", "b"] becomes "a,b". An empty list (flag not given) becomes None."""
+def _as_text(value: Any) -> Any:
+    """Return a flag's value. A list, which Typer passes for a flag that may be repeated, becomes one text with commas,
+    an empty list (flag not given) None."""
     return (",".join(value) if value else None) if isinstance(value, list) else value
 
 

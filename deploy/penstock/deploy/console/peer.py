@@ -1,0 +1,118 @@
+"""Coordinator that a command calls, and its credentials.
+
+If no option, variable or settings file names a coordinator, the command takes the one that this user runs here: an
+embedded appliance, or a fleet of `penstock up` (penstock.runtime.process.announcements). If there are several, the
+error lists them. If there is none, the default address is taken.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.deploy.console.settings import PeerSettings, resolve
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.rpc.addresses import UNIX
+from penstock.runtime.config.settings import source_of
+from penstock.runtime.config.settings_file import token_file_of_settings
+from penstock.runtime.process.announcements import Announcement, accepts, announced
+from penstock.runtime.telemetry.logs import printable
+
+if TYPE_CHECKING:  # at run time gRPC is imported only when a command needs it
+    from penstock.proto.rpc.calls import CoordinatorClient
+    from penstock.proto.rpc.tls import Tls
+
+__all__ = ["Peer"]
+
+
+class Peer:
+    """Coordinator that options, variables or the settings file name, or that runs here. `flags`: options of
+    PeerSettings; None for one that was not given. Nothing is checked before use: a method raises InvalidArgumentError,
+    TlsError or AuthenticationError if a value that it needs is invalid or missing."""
+
+    def __init__(self, *, job: str | None = None, token_file: Path | None = None, **flags: Any) -> None:
+        self._job, self._token_file, self._flags = job, token_file, flags
+
+    @property
+    def address(self) -> str:
+        """Return the coordinator's address, HOST:PORT or unix:/PATH."""
+        if self._is_named or self._announcement is None:
+            return self._named
+        return self._announcement.address
+
+    def tls(self) -> Tls | None:
+        """Return the TLS files for the connection, read and checked; None if it uses no TLS."""
+        flags = self._flags
+        if self._announcement is not None and not self._is_named:
+            flags = {**self._announcement.tls, **{name: value for name, value in flags.items() if value}}
+        return resolve(PeerSettings, **flags).tls()
+
+    def token(self) -> str:
+        """Return the operator's credential token."""
+        from penstock.proto.rpc.channel import read_token
+
+        file = self._token_file
+        if file is None and self._announcement is not None and not self._has_other_token:
+            file = Path(self._announcement.token_file)
+        return read_token("admin", file=file)
+
+    @property
+    def _is_named(self) -> bool:
+        """True if an option, a variable or the settings file names the address, and --job is not given."""
+        given = self._flags.get("coordinator") is not None
+        return self._job is None and (given or bool(source_of(PeerSettings, "coordinator")))
+
+    @property
+    def _has_other_token(self) -> bool:
+        """True if the user names the coordinator as HOST:PORT and has set a token, which then wins over the announced
+        token file."""
+        return self._is_named and not self._named.startswith(UNIX) and _has_token()
+
+    @property
+    def _named(self) -> str:
+        return resolve(PeerSettings, **self._flags).coordinator
+
+    def _unannounced(self, found: list[Announcement]) -> list[str]:
+        """Return one line about the default address if a `penstock coordinator`, which announces nothing, may listen
+        there. Without a token in a variable or the settings file the command could not call it: it may be another
+        user's."""
+        if not found or not _has_token() or self._named in [one.address for one in found] or not accepts(self._named):
+            return []
+        return [f"the default address: {self._named}"]
+
+    @cached_property
+    def _announcement(self) -> Announcement | None:
+        """Announcement (a file about a coordinator that runs here) of the named address, else of --job, else the only
+        one; None if there is none. Raises InvalidArgumentError if several fit, and if none fits --job."""
+        if self._job is not None and self._flags.get("coordinator") is not None:
+            raise InvalidArgumentError("only one of --coordinator and --job must be given, got both. Omit one")
+        found = announced()
+        if self._is_named:
+            return next((one for one in found if one.address == self._named), None)
+        fit = [one for one in found if self._job is None or one.name == self._job]
+        listed = [*map(str, fit), *(self._unannounced(fit) if self._job is None else ())]
+        if len(listed) > 1:
+            raise InvalidArgumentError(
+                f"a coordinator must be named, because {len(listed)} are known here: {printable('; '.join(listed))}. "
+                "Choose one by --job NAME or --coordinator ADDRESS"
+            )
+        if self._job is not None and not fit:
+            here = printable("; ".join(map(str, found))) or "none"
+            offer = "Name one of these, or pass" if found else "Pass"
+            raise InvalidArgumentError(
+                f"--job must be the job of an embedded appliance that runs here, or the name of a fleet of `penstock "
+                f"up`, got {self._job!r}; running: {here}. {offer} --coordinator ADDRESS"
+            )
+        return fit[0] if fit else None
+
+    def client(self) -> CoordinatorClient:
+        """Return a client of the coordinator."""
+        from penstock.proto.rpc.calls import CoordinatorClient
+
+        return CoordinatorClient(self.address, self.token(), tls=self.tls())
+
+
+def _has_token() -> bool:
+    return bool(os.environ.get("PENSTOCK_TOKEN") or os.environ.get("PENSTOCK_TOKEN_FILE") or token_file_of_settings())

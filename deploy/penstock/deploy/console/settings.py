@@ -1,0 +1,436 @@
+"""Settings of the commands, each declared once: names, valid values and descriptions. Flags take precedence over
+PENSTOCK_* variables, those over the settings file, and the file over defaults (penstock.runtime.config.settings).
+
+The variables of a daemon carry its name (PENSTOCK_COORDINATOR_LISTEN, PENSTOCK_WORKER_SLOTS), so that one environment
+can hold the settings of both daemons. Settings that processes share (PENSTOCK_COORDINATOR, PENSTOCK_TLS_*) are in the
+section [cluster] of the settings file. None of these settings is secret: for the token see command_token.py.
+
+An unknown setting is an error in every source, because a setting that is silently ignored is worse than a daemon that
+does not start. So a variable with a daemon's prefix and an unknown name is refused, except those that Kubernetes makes
+from the name of a Service, and so is every unknown section and key of the file, also in sections that the command does
+not read.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import AfterValidator, Field, ValidationError, field_validator
+from pydantic_settings import SettingsConfigDict
+
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.rpc.addresses import socket_path
+from penstock.proto.rpc.tls import Tls, load_tls
+from penstock.runtime.config.job_settings import CLUSTER_KEYS, JobSettings, TlsFiles, check_file
+from penstock.runtime.config.settings import (
+    IN_MEMORY,
+    FilePath,
+    IsList,
+    IsPath,
+    Section,
+    Unit,
+    field_of,
+    reason_of,
+    stated,
+    variable,
+)
+from penstock.runtime.config.settings_file import CLUSTER, likely, read_settings_file
+from penstock.runtime.config.sizes import bytes_of
+
+__all__ = [
+    "SETTINGS_OF",
+    "CoordinatorSettings",
+    "PeerSettings",
+    "UpSettings",
+    "WorkerSettings",
+    "check_settings_file",
+    "describe",
+    "flag",
+    "refuse_unknown",
+    "resolve",
+]
+
+DEFAULT_COORDINATOR = "127.0.0.1:7070"
+DEFAULT_HTTP = "127.0.0.1:7071"
+_MODULE = re.compile(r"\*|[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def _listen_address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host.isprintable() or " " in host:
+        raise ValueError(
+            f"a host must be printable text without blanks, got {host!r}. Correct the host before the colon"
+        )
+    if "/" in value:
+        raise ValueError('an address must be "HOST:PORT", without a scheme or path')
+    if host and port.isascii() and port.isdigit() and int(port) <= 65535:
+        if ":" in host and not (host.startswith("[") and host.endswith("]")):
+            raise ValueError(f"an IPv6 address must be in brackets. Write [{host}]:{port}")
+        return value
+    raise ValueError(
+        'an address must be "HOST:PORT" with a port from 0 to 65535. Port 0 means any free port to listen on'
+    )
+
+
+def _page_address(value: str) -> str:
+    return "" if value.lower() in ("", "off") else _listen_address(value)
+
+
+def _peer_address(value: str) -> str:
+    if (path := socket_path(value)) is not None and path.is_absolute():
+        return value
+    if value.endswith(":0"):
+        raise ValueError(
+            'an address to connect to must be "HOST:PORT" with the port that the coordinator printed, not 0'
+        )
+    return _listen_address(value)
+
+
+def _lane_address(value: str) -> str:
+    host = _listen_address(value).rpartition(":")[0].strip("[]")
+    try:
+        unspecified = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        unspecified = False
+    if unspecified:
+        raise ValueError(
+            f"must be an address that other machines can connect to, got {host}. Set the address of this machine"
+        )
+    return value
+
+
+def _memory_size(value: str) -> str:
+    if value and not re.fullmatch(r"[0-9]+(\.[0-9]+)?\s*([KMGT]i?)?B?", value):
+        raise ValueError("a size must be a number of bytes, or a number with a unit, such as 500MiB or 4GiB")
+    if value and bytes_of(value) < 1 << 20:
+        raise ValueError("the memory of a runner must be at least 1 MiB. Give a larger size, such as 4GiB")
+    return value
+
+
+def _store_size(value: str) -> str:
+    bytes_of(value)
+    return value
+
+
+def _fleet_name(value: str) -> str:
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", value):
+        raise ValueError(
+            "a fleet's name must have 1 to 42 lowercase letters (a to z), digits and dashes, without a dash at its "
+            "beginning or end"
+        )
+    return value
+
+
+Seconds = Annotated[float, Unit("SECONDS"), Field(allow_inf_nan=False)]
+Count = Annotated[int, Unit("N")]
+Listen = Annotated[str, AfterValidator(_listen_address), Unit("HOST:PORT")]
+LaneListen = Annotated[str, AfterValidator(_lane_address), Unit("HOST:PORT")]
+PageListen = Annotated[str, AfterValidator(_page_address), Unit("HOST:PORT")]
+MemorySize = Annotated[str, AfterValidator(_memory_size), Unit("SIZE")]
+Modules = Annotated[str, IsList(), Unit("PREFIX")]
+
+
+class _Tls(TlsFiles):
+    def tls(self) -> Tls | None:
+        """Return the TLS files, read and checked; None without TLS. Raises TlsError, which names the file and the
+        remedy."""
+        return load_tls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)
+
+
+class _Logging(Section):
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
+    table: ClassVar[str] = CLUSTER
+
+    log_format: Literal["text", "json"] = Field(
+        "text",
+        description="Format of the log: text for people, or json: one object a line, with run, box, slot and step.",
+    )
+
+
+class PeerSettings(_Tls):
+    """Settings of workers and of the commands that call the coordinator."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
+    table: ClassVar[str] = CLUSTER
+
+    coordinator: Annotated[str, AfterValidator(_peer_address), Unit("HOST:PORT")] = Field(
+        DEFAULT_COORDINATOR, description="Address of the coordinator, HOST:PORT."
+    )
+
+
+class CoordinatorSettings(_Tls, _Logging):
+    """Settings of `penstock coordinator`."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_COORDINATOR_")
+    table: ClassVar[str] = "coordinator"
+
+    listen: Listen = Field(DEFAULT_COORDINATOR, description="Address to listen on, HOST:PORT; port 0 takes a free one.")
+    state_dir: Annotated[Path, IsPath(), Unit("DIR")] = Field(
+        description=f"Directory of the journal, on a local disk; created if missing. {IN_MEMORY}: keep nothing."
+    )
+    http: PageListen = Field(
+        DEFAULT_HTTP,
+        description="Address of the dashboard and its data, HOST:PORT; port 0 takes a free one, off: none. If the "
+        "default is in use, another port is taken, and the log says which.",
+    )
+    insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
+    lease: Seconds = Field(
+        3.0,
+        ge=0.5,
+        le=3600,
+        description="Seconds of silence after which a worker counts as dead and its slots move to others.",
+    )
+    client_lease: Seconds = Field(
+        10.0,
+        ge=0.5,
+        le=3600,
+        description="Seconds of silence after which a training process counts as dead and its slots are freed.",
+    )
+    budget: Annotated[str, AfterValidator(_store_size), Unit("SIZE")] = Field(
+        "",
+        description="Size limit of the store of snapshots, states to resume from and large arguments, such as 8GiB "
+        "(default: 4GiB; 512MiB if kept in memory).",
+    )
+    balance_after: Seconds = Field(
+        30.0,
+        ge=0,
+        le=86400,
+        description="Seconds that a slot stays on a worker before it may migrate away from a slow or full worker; 0: "
+        "slots migrate only if their worker is lost or drained.",
+    )
+
+
+class WorkerSettings(PeerSettings, _Logging):
+    """Settings of `penstock worker`."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_WORKER_")
+    table: ClassVar[str] = "worker"
+
+    slots: Count = Field(
+        ge=1, le=4096, description="Largest number of runners here at a time; usually one for each CPU core."
+    )
+    allow: Modules = Field(
+        description="Prefix of modules whose input_fn may run here: mypackage, mypackage.data; repeatable. '*': any."
+    )
+    listen: LaneListen = Field(
+        "127.0.0.1:0", description="Address for lanes from other machines, HOST:PORT; port 0 takes a free one."
+    )
+    runner_memory: MemorySize = Field(
+        "",
+        description="Memory limit of a runner, such as 4GiB or 500MiB. Above it, the runner is replaced at a snapshot; "
+        "above twice the limit, it is killed (default: no limit).",
+    )
+    starts: Count = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="Largest number of runners that start at a time; the others wait in a queue (default, 0: one for "
+        "each CPU core).",
+    )
+    start_timeout: Seconds = Field(
+        600.0,
+        ge=1,
+        le=86400,
+        description="Seconds that the interpreter of a run's runners may take to start, or a tenth of that if it uses "
+        "no processor time; then it is killed and started again.",
+    )
+    liveness_file: FilePath = Field(
+        "",
+        description="File to write at each heartbeat, by which `python -m penstock.deploy.probe` checks that this "
+        "worker makes progress (default: none).",
+    )
+    http: PageListen = Field(
+        "", description="Address of /metrics and /healthz, HOST:PORT; port 0 takes a free one (default: none)."
+    )
+    name: Annotated[str, Unit("NAME")] = Field(
+        "", max_length=200, description="Name of this worker, unique and stable (default: HOSTNAME:PID)."
+    )
+    drain: Seconds = Field(
+        10.0,
+        ge=0,
+        le=3600,
+        description="Longest time that this worker keeps running after SIGTERM, while its slots migrate, in seconds.",
+    )
+    runner_user: Annotated[str, Unit("USER")] = Field(
+        "",
+        max_length=200,
+        description="User that your code runs as, by name or number; only root's worker can (default: its own).",
+    )
+    runner_processes: Count = Field(
+        0,
+        ge=0,
+        le=1 << 22,
+        description="Largest number of processes and threads of the runner user on this machine, over all runners; "
+        "only with runner_user (default: no limit).",
+    )
+    no_sandbox: bool = Field(
+        False,
+        description="Run runners without the sandbox: they may gain privileges (sudo, fusermount), and signal and "
+        "trace other processes of the user.",
+    )
+    insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
+
+    @field_validator("allow")
+    @classmethod
+    def _prefixes(cls, value: str) -> str:
+        prefixes = [prefix.strip() for prefix in value.split(",") if prefix.strip()]
+        for prefix in prefixes:
+            if not _MODULE.fullmatch(prefix):
+                raise ValueError(
+                    f"a module prefix must be like mypackage or mypackage.data, or '*' for all, got {prefix!r}. "
+                    "Separate several prefixes by commas"
+                )
+        if not prefixes:
+            raise ValueError("at least one module prefix must be given. Name your package, such as mypackage")
+        return ",".join(prefixes)
+
+    @field_validator("name")
+    @classmethod
+    def _printable(cls, value: str) -> str:
+        if value != value.strip() or not value.isprintable():
+            raise ValueError("a name must be printable text without blanks at its ends")
+        return value
+
+
+class UpSettings(_Tls):
+    """Settings of `penstock up`."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_UP_")
+    table: ClassVar[str] = "up"
+
+    engine: Literal["local", "ray"] = Field("local", description="Where the fleet runs: on this machine, or on Ray.")
+    name: Annotated[str, AfterValidator(_fleet_name), Unit("NAME")] = Field(
+        "penstock",
+        description="Name of the fleet: lowercase letters, digits and dashes. Workers are called NAME-1, NAME-2.",
+    )
+    dir: Annotated[str, IsPath(), Unit("DIR")] = Field(
+        "",
+        description="Folder of the fleet's record, token and logs (default: XDG_STATE_HOME/penstock/NAME).",
+    )
+    workers: Count = Field(2, ge=1, le=10_000, description="Number of worker daemons.")
+    slots: Count = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="Runners of each worker at a time (default: local: the cores, divided among workers; else 8).",
+    )
+    allow: Modules = Field(
+        "", description="Prefix of modules whose input_fn may run: mypackage, mypackage.data; repeatable. '*': any."
+    )
+    listen: LaneListen = Field(
+        DEFAULT_COORDINATOR,
+        description="Address of the coordinator, HOST:PORT; port 0 takes a free one. Ray: only the port is "
+        "used, on its node's address.",
+    )
+    runner_memory: MemorySize = Field("", description="Memory limit of a runner, such as 4GiB: see `penstock worker`.")
+    insecure: bool = Field(False, description="Listen beyond one machine without TLS.")
+    timeout: Seconds = Field(120.0, ge=1, le=86_400, description="Seconds to wait until all is ready.")
+    ray_address: Annotated[str, Unit("ADDRESS")] = Field(
+        "auto", description="Ray: the cluster, as `ray.init` takes it: auto, HOST:PORT, ray://..."
+    )
+    near: Annotated[str, Unit("RESOURCE|KEY=VALUE")] = Field(
+        "",
+        description="Ray: put workers on nodes with this resource (accelerator_type:H100) or label (KEY=VALUE).",
+    )
+    coordinator_node: Annotated[str, Unit("NODE")] = Field(
+        "", description="Ray: id or address of the coordinator's node (default: the head node)."
+    )
+    send_token: bool = Field(
+        False, description="Ray: send the token to the nodes through Ray, which stores it in clear text."
+    )
+    state_dir: Annotated[str, Unit("DIR")] = Field(
+        "", description="Ray: the coordinator's journal, on a disk of its node (default: below /var/tmp)."
+    )
+
+
+SETTINGS_OF: dict[str, type[Section]] = {
+    "coordinator": CoordinatorSettings,
+    "worker": WorkerSettings,
+    "client": JobSettings,
+    "up": UpSettings,
+}
+"""Settings of each command that has a section of its own in the settings file, by the name of the section; client: a
+training job."""
+
+_KUBERNETES = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_.+)?)?)")
+"""Pattern of the variables that Kubernetes puts into every pod for a Service with a name such as
+penstock-coordinator."""
+
+_Section = TypeVar("_Section", bound=Section)
+
+
+def flag(field: str) -> str:
+    """Return the command-line flag of a setting: "--state-dir" for "state_dir"."""
+    return "--" + field.replace("_", "-")
+
+
+def resolve(section: type[_Section], **flags: Any) -> _Section:
+    """Return the settings of a command, from all sources. `flags`: values from the command line; None for those not
+    given.
+
+    Raises InvalidArgumentError, which names every invalid or missing setting and its source.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    refuse_unknown(section)
+    check_settings_file()
+    try:
+        return section(**given)
+    except ValidationError as error:
+        raise InvalidArgumentError(_explain(section, error, given)) from error
+
+
+def check_settings_file() -> None:
+    """Raise InvalidArgumentError if the settings file has an unknown section or key."""
+    file = read_settings_file()
+    if file is None:
+        return
+    check_file()
+    shared = dict.fromkeys(CLUSTER_KEYS, "it is shared by the whole cluster and belongs in [cluster]")
+    for table, section in SETTINGS_OF.items():
+        if section is not JobSettings:
+            file.check(table, [name for name in section.names() if section.place(name) == (table, name)], shared)
+
+
+def refuse_unknown(section: type[Section]) -> None:
+    """Raise InvalidArgumentError if an environment variable has the prefix of these settings but is none of them."""
+    prefix = str(section.model_config.get("env_prefix", ""))
+    if section is JobSettings or section.table == CLUSTER:  # their prefix begins all others
+        return
+    known = {variable(section, field) for field in section.names() if section.declaring(field) is section}
+    for name in sorted(os.environ):
+        if not name.upper().startswith(prefix) or name.upper() in known or _KUBERNETES.fullmatch(name):
+            continue
+        raise InvalidArgumentError(f"the environment variable {name} is not a setting{likely(name.upper(), known)}")
+
+
+def _explain(section: type[Section], error: ValidationError, given: dict[str, Any]) -> str:
+    parts, sources = [], stated(section)
+    for detail in error.errors():
+        field = field_of(section, detail["loc"])
+        if field not in section.model_fields:
+            parts.append(f"{flag(field)} {detail['input']}: {detail['msg']}")
+        elif detail["type"] == "missing":
+            what = (section.model_fields[field].description or "").rstrip(".")
+            parts.append(f"{flag(field)} (or the variable {variable(section, field)}) must be given: {what}")
+        elif field in given:
+            parts.append(f"{flag(field)} {detail['input']}: {reason_of(detail)}")
+        else:
+            source, _ = sources[field]
+            # FILE:LINE does not name the setting, so it is added; the name of a variable does.
+            what = f"{source}: {field} = {detail['input']!r}" if ":" in source else f"{source}={detail['input']}"
+            parts.append(f"{what}: {reason_of(detail)}")
+    return "; ".join(parts)
+
+
+def describe(settings: Section, **flags: Any) -> str:
+    """Return a text with every setting, its value and its source, for a daemon's log."""
+    sources, parts = stated(type(settings)), []
+    for field in settings.names():
+        value = getattr(settings, field)
+        source = flag(field) if flags.get(field) is not None else sources.get(field, ("default",))[0]
+        parts.append(f"{field}={value if value != '' else '-'} ({source})")
+    return ", ".join(parts)

@@ -1,0 +1,80 @@
+"""The part of docs/cli.md that is made from the commands: their help, their options and the exit codes.
+
+python -m cli_page    (make cli) writes it anew
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+from penstock.deploy.cli.main import app
+from penstock.deploy.console.app import SECTIONS, by_heading
+from penstock.deploy.console.exit_codes import CODES
+
+PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
+MARK = "<!-- `make cli` makes the rest from the commands. -->\n"
+
+
+def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield name and command of all commands below a group, the group itself included."""
+    yield name, command
+    for below in command.list_commands(None) if hasattr(command, "commands") else ():
+        yield from commands(command.commands[below], f"{name} {below}")
+
+
+def described(parameters: Iterable[Any]) -> dict[str, str]:
+    """Return options and arguments as a user writes them, each with its meaning."""
+    meanings = {}
+    for parameter in parameters:
+        if parameter.hidden or not parameter.help:
+            continue
+        facts = ["required"] if parameter.required and parameter.param_type_name == "option" else []
+        facts += [f"default: {parameter.default:g}"] if type(parameter.default) in (int, float) else []
+        words = parameter.opts if parameter.param_type_name == "option" else ()
+        written = " ".join([", ".join(words), *([parameter.metavar] if parameter.metavar else [])]).strip()
+        meanings[written] = parameter.help + (f" [{'; '.join(facts)}]" if facts else "")
+    return meanings
+
+
+def listed(rows: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"- `{name}`: {text}" for name, text in rows)
+
+
+def section(name: str, command: Any) -> str:
+    """Return the section of a command: its help, without the examples and the options that many commands have."""
+    parameters = by_heading(command.params)
+    usage = " ".join([name, *(argument.metavar for argument in parameters["Arguments"])])
+    text = (command.help or "").partition("\b\nExamples:\n")[0]
+    paragraphs = [" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n")]
+    if hasattr(command, "commands"):
+        paragraphs.append(f"Commands: {', '.join(command.list_commands(None))}.")
+    shared = [head for head, _ in SECTIONS[:2] if parameters[head]]
+    own = described([*parameters["Arguments"], *parameters["Options"]])
+    lists = [f"Options: {', '.join(shared)} (above){', and:' if own else '.'}"] if shared else []
+    lists += [listed(own.items())] if own else []
+    return "\n\n".join([f"## {name}", *([f"`{usage}`"] if usage != name else []), *paragraphs, *lists])
+
+
+def made() -> str:
+    """Return the part of the page that is made from the commands."""
+    everything = list(commands(typer.main.get_command(app), "penstock"))
+    shared: dict[str, dict[str, str]] = {head: {} for head, _ in SECTIONS}
+    for _, command in everything:
+        for head, parameters in by_heading(command.params).items():
+            if head in shared:
+                shared[head] |= described(parameters)
+    parts = [
+        "\n## Exit codes",
+        "A number keeps its meaning for ever. [Errors](errors.md) has the code of each error.",
+    ]
+    parts += [listed((str(code.number), code.meaning) for code in CODES), "## Options that many commands have"]
+    parts += [f"**{head}**\n\n{listed(options.items())}" for head, options in shared.items()]
+    return "\n\n".join([*parts, *(section(*command) for command in everything[1:])]) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(PAGE.read_text().partition(MARK)[0] + MARK + made())
