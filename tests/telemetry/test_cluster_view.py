@@ -11,7 +11,7 @@ from rich.console import Console
 from penstock.appliance.edge.coordinator_metrics import CoordinatorCounters, readings
 from penstock.appliance.edge.dashboard_data import MOST_BOXES, dashboard
 from penstock.deploy.operations.show_status import tables
-from penstock.deploy.operations.watch_screen import Screen
+from penstock.deploy.operations.watch_status import Screen
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.cluster_view import as_dict, view
 from penstock.runtime.telemetry.counters import CallCounters, Histogram

@@ -37,9 +37,7 @@ _ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check whether a container's daemon is live or ready. Return the exit status: 0 yes, 1 no or unknown. A mistake in
-    the arguments ends the process with status 2. `arguments`: ROLE, "live" or "ready", and options; None: those of the
-    command line."""
+    """Check whether a container's daemon is live or ready, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m penstock.deploy.probe", description="Check whether this daemon is live or ready."
     )

@@ -22,11 +22,7 @@ FILE = "token"
 def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
     """Return the credential tokens that a coordinator accepts, as text: one token, or lines `role:token`. The text is
     that of `file`, otherwise of the environment or the settings file. If none of these has a token, make one that is
-    valid for all roles, in the folder `state_dir`.
-
-    Raises AuthenticationError for a file that cannot be read, JournalError for a file that cannot be written, and
-    InvalidArgumentError if there is no token and `state_dir` is None (the coordinator keeps nothing on disk).
-    """
+    valid for all roles, in the folder `state_dir` (None: the coordinator keeps nothing on disk)."""
     named = os.environ.get("PENSTOCK_TOKEN") or os.environ.get("PENSTOCK_TOKEN_FILE") or token_file_of_settings()
     if file is not None or named:
         return read_tokens(file)
@@ -68,8 +64,7 @@ def _refuse_planted(path: Path) -> None:
 
 
 def make_token(path: Path) -> bool:
-    """Write a new token to a file that only this user can read. Return False, without a change, if the file exists
-    already. Raises JournalError if the file cannot be written."""
+    """Write a new token to a file that only this user can read. Return False if the file exists already."""
     if path.exists():
         return False
     beside = path.with_name(f"{FILE}.{secrets.token_hex(4)}")

@@ -13,14 +13,12 @@ __all__ = ["count_tables", "counts_as_dict", "rows_of_workers"]
 
 
 def rows_of_workers(states: Iterable[Any]) -> Rows:
-    """Return the sum of the sample counts in workers' states, as one row for each pair of source and key. States
-    without counts add nothing."""
+    """Return the sum of the sample counts in workers' states, as one row for each pair of source and key."""
     counts = [state.get(COUNTS) for state in states if isinstance(state, Mapping)]
-    return merged_rows(saved_rows(own.get("rows")) for own in counts if isinstance(own, Mapping) and "rows" in own)
+    return merged_rows(saved_rows(saved["rows"]) for saved in counts if isinstance(saved, Mapping) and "rows" in saved)
 
 
 def counts_as_dict(rows: Rows) -> dict[str, Any]:
-    """Return sample counts as JSON values: {"sources": {name: counts}, "keys": {name: counts}}."""
     return {
         "sources": {name: counts.plain() for name, counts in by_source(rows).items()},
         "keys": {name: counts.plain() for name, counts in by_key(rows).items()},
@@ -28,8 +26,6 @@ def counts_as_dict(rows: Rows) -> dict[str, Any]:
 
 
 def count_tables(rows: Rows) -> list[Table]:
-    """Return three tables of a run's sample counts: by source, by key (such as a language), and by number of tokens in
-    a sample. The tables have no rows if nothing was counted."""
     tables = [_table("Counts by source", "source", by_source(rows)), _table("Counts by key", "key", by_key(rows))]
     lengths = Table("Samples by number of tokens", ("tokens", "samples>"))
     total = merged_rows([{("", ""): row} for row in rows.values()])

@@ -3,12 +3,10 @@
 Codes below 10 are general (0 success, 1 a bug, 2 usage, 3 TLS). 10 to 19 concern the coordinator, the network and runs;
 20 to 29 states, user code and datasets; 30 to 39 the findings of `penstock doctor` (30 also a replayed batch that
 differs from the delivered one). 130 is an interrupted command. A number that is in use never changes its meaning.
-`docs/cli.md` has the same table, and a test compares the two.
 
 An error of Penstock ends a command with one line on standard error, or with one JSON object if --json is given. Its
-traceback, and the remote traceback that it may carry, are shown only with --debug; `penstock doctor MODULE:NAME` always
-shows the remote traceback of a loader. Any other exception is a bug, and its traceback is always shown. Errors are
-never written to standard output."""
+traceback, and the remote traceback that it may carry, are shown only with --debug. Any other exception is a bug, and
+its traceback is always shown."""
 
 from __future__ import annotations
 
@@ -52,8 +50,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class ExitCode:
-    """Exit code of a command, and its meaning. `errors`: classes of penstock.proto.errors that end a command with this
-    code."""
+    """Exit code of a command. `errors`: classes of penstock.proto.errors that end a command with this code."""
 
     number: int
     meaning: str
@@ -143,7 +140,6 @@ _REMEDIES: dict[type[PenstockError], str] = {
 _CODE_OF = {name: code.number for code in CODES for name in code.errors}
 
 EXIT_LINES = "\n".join(f"{code.number:>3}  {code.meaning}" for code in CODES)
-"""Table of the exit codes as text, for --help."""
 
 
 class CommandError(Exception):
@@ -164,7 +160,6 @@ _debug = False
 
 
 def set_debug(value: bool) -> bool:
-    """Set whether tracebacks of expected errors are shown too (the option --debug); return `value`."""
     global _debug
     _debug = _debug or value
     return value
@@ -197,8 +192,7 @@ def _code_of(command: Callable[[], int | None], *, as_json: bool) -> int:
 
 
 def _print_error(message: str, name: str | None, code: int, as_json: bool) -> None:
-    """Print an error to standard error, as a line or as JSON. With --debug also print its traceback, and the remote
-    traceback that it carries. `name`: its class; None for a CommandError. Call this within the `except` block."""
+    """Print an error to standard error. `name`: its class; None for a CommandError. Call this in the `except` block."""
     if _debug:
         traceback.print_exc()
     line = printable(" ".join(message.split()))

@@ -19,17 +19,11 @@ def ending_signals() -> list[signal.Signals]:
 @contextlib.contextmanager
 def signals_as_errors(error: Callable[[signal.Signals], BaseException]) -> Iterator[Callable[[], None]]:
     """Turn SIGTERM and SIGHUP (a closed terminal) into an exception within the context, as Python turns Ctrl-C into
-    KeyboardInterrupt. Under nohup, SIGHUP stays ignored. `error`: function that returns the exception for a signal.
+    KeyboardInterrupt. Under nohup, SIGHUP stays ignored. `error`: returns the exception for a signal.
 
     Python drops an exception that a signal handler raises while a finalizer or the callback of a weak reference runs.
-    So the end of the context raises the exception again. A loop within the context would not reach this end, so it must
-    call the function that the context yields: this function raises the exception if a signal has come.
-
-    Example::
-
-        with signals_as_errors(lambda number: SystemExit(128 + number)) as check:
-            while work():
-                check()
+    So the end of the context raises it again. A loop within the context would not reach this end: it must call the
+    function that the context yields, which raises the exception if a signal has come.
     """
     received: list[signal.Signals] = []
 

@@ -2,9 +2,8 @@
 
 Cells contain text from peers, so control characters in them are replaced.
 
-The text is made for grep, awk and bug reports: the title as a line, a header, one line for each row, two blanks between
-columns, no cell cut. An empty cell is a "-", so that columns can be counted. The text is not made by rich, because rich
-takes six seconds for the 10,000 slots of a fleet, and a tenth of a second to import.
+The text is made for grep, awk and bug reports: no cell is cut, and an empty one is a "-", so that columns can be
+counted. It is not made by rich, which takes six seconds for the 10,000 slots of a fleet.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ __all__ = ["Table", "drawn", "show"]
 
 @dataclass(frozen=True)
 class Table:
-    """Table that a command prints. A heading that ends with ">" belongs to a column of numbers, which is aligned to the
-    right."""
+    """Table that a command prints. A heading that ends with ">" belongs to a column that is aligned to the right."""
 
     title: str
     headings: Sequence[str]
@@ -38,7 +36,6 @@ class Table:
 
 
 def show(tables: Iterable[Table]) -> None:
-    """Print the tables. Instead of a table without rows, print its `empty` line."""
     draw = _draw if sys.stdout.isatty() else _write
     first = True
     for table in tables:

@@ -44,9 +44,8 @@ class _Demo:
         """Longest time in seconds that the training loop waited for one batch after the worker was killed."""
 
     def stream(self, job: str, workers: int, *, state: dict[str, Any] | None = None, until: int = STEPS) -> Any:
-        """Run a training loop of a job up to step `until`. Return the stream digest after each batch, by step, and the
-        state at the end (None unless `until` is SAVE_AT). `state`: state from which the loop resumes; None: from the
-        beginning."""
+        """Run a training loop up to step `until`, from the beginning or from `state`. Return the stream digest after
+        each batch, by step, and the state at the end (None unless `until` is SAVE_AT)."""
         from penstock.client import Appliance, DataExecutor, DataLoader
         from penstock.deploy.demo.demo_input import images
 
@@ -81,7 +80,7 @@ class _Demo:
         """Kill by SIGKILL a worker daemon that makes batches of the run. Its child processes notice that and end."""
         with CoordinatorClient(self._fleet.coordinator, self._token) as client:
             reply = client.status()
-        slots = [slot for one in reply.runs if one.run == run for box in one.boxes for slot in box.slots]
+        slots = [slot for status in reply.runs if status.run == run for box in status.boxes for slot in box.slots]
         self.killed = slots[0].worker
         record = FleetFolder(Path(self._fleet.folder)).fleet()
         assert record is not None
@@ -94,8 +93,7 @@ class _Demo:
 
 
 def run_demo(as_json: bool) -> int:
-    """Run the demo and print the result. Return 0 if the batches with faults equal those without faults and the loop
-    had to recover, otherwise 1."""
+    """Run the demo and print the result. Return 0 if the batches with faults equal those without, otherwise 1."""
     began = time.monotonic()
 
     def show(line: str) -> None:
@@ -113,20 +111,20 @@ def run_demo(as_json: bool) -> int:
         warnings.simplefilter("ignore", UserWarning)  # the warning about the recovery, which the demo reports itself
         demo = _Demo(fleet, show)
         show(f"1   penstock up: the coordinator listens on {fleet.coordinator}, with two workers {took(began)}")
-        at = time.monotonic()
+        since = time.monotonic()
         show(f"2   A training loop streams {STEPS} shuffled batches, which both workers make in turn.")
         show("    The workers import PyTorch first, which takes seconds.")
         whole, _ = demo.stream("undisturbed", 2)
-        show(f"    digest of the stream: {whole[STEPS]:016x} {took(at)}")
-        at = time.monotonic()
+        show(f"    digest of the stream: {whole[STEPS]:016x} {took(since)}")
+        since = time.monotonic()
         show("3   The same again, with a fault.")
         disturbed, state = demo.stream("disturbed", 2, until=SAVE_AT)
         show(f"    the loop waited {demo.longest_s:.1f} s at most: the coordinator moved the work to another worker")
-        show(f"    step {SAVE_AT}: the loop saves its state and ends {took(at)}")
-        at = time.monotonic()
+        show(f"    step {SAVE_AT}: the loop saves its state and ends {took(since)}")
+        since = time.monotonic()
         show("4   Resumed from the state, with three workers instead of two.")
         resumed, _ = demo.stream("resumed", 3, state=state)
-        show(f"    digest of the stream: {resumed[STEPS]:016x} {took(at)}\n")
+        show(f"    digest of the stream: {resumed[STEPS]:016x} {took(since)}\n")
         both = disturbed | resumed
         same = sum(both.get(step) == digest for step, digest in whole.items())
         checks = {

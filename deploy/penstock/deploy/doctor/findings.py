@@ -10,9 +10,7 @@ from typing import Literal
 from penstock.deploy.console.exit_codes import UNFIT
 from penstock.deploy.console.tables import Table, show
 
-__all__ = ["Finding", "Level", "ok", "problem", "show_findings", "warning"]
-
-Level = Literal["ok", "warning", "problem"]
+__all__ = ["Finding", "ok", "problem", "show_findings", "warning"]
 
 
 @dataclass(frozen=True)
@@ -20,29 +18,27 @@ class Finding:
     """Result of one check of `penstock doctor`: what was found, whether it suffices, and the remedy."""
 
     check: str
-    level: Level
+    level: Literal["ok", "warning", "problem"]
     found: str
     remedy: str = ""
     """Remedy, if possible as a command to run; "" if no remedy is needed."""
 
 
 def ok(check: str, found: str) -> Finding:
-    """Return a finding that reports no problem. `check`: name of the check; `found`: what was found."""
     return Finding(check, "ok", found)
 
 
 def warning(check: str, found: str, remedy: str) -> Finding:
-    """Return a finding that warns: Penstock works, but perhaps not well or not for long."""
+    """Penstock works, but perhaps not well or not for long."""
     return Finding(check, "warning", found, remedy)
 
 
 def problem(check: str, found: str, remedy: str) -> Finding:
-    """Return a finding that reports a problem: Penstock does not work."""
     return Finding(check, "problem", found, remedy)
 
 
 def show_findings(what: str, findings: Sequence[Finding], as_json: bool) -> int:
-    """Print findings and return the exit code: UNFIT if a finding is a problem. `what`: title of the table."""
+    """Print findings and return the exit code: UNFIT if a finding is a problem."""
     count = {level: sum(each.level == level for each in findings) for level in ("ok", "warning", "problem")}
     code = UNFIT if count["problem"] else 0
     if as_json:

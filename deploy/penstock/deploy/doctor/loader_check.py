@@ -11,9 +11,8 @@
 
 A loader without state methods is tested by a new start alone: the first of the single restores.
 
-A run compares what a restored loader makes with the batches that were delivered. If they differ, it makes the epoch
-again from its beginning instead. So even a loader with wrong states can be saved and resumed, if it yields the same
-batches again. The verdict names the cost of that, and the consequences for other numbers of workers.
+A run that finds other batches behind a state makes the epoch again from its beginning. So even a loader with wrong
+states can be saved and resumed, if it yields the same batches again. The verdict names the cost of that.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from penstock.deploy.doctor.trial_process import TrialProcesses
 from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError
 
 __all__ = [
+    "METHODS",
     "REPLAY",
     "STATE",
     "ExaminedLoader",
@@ -59,11 +59,9 @@ _WHERE = {
     "uneven": "after batch {total}, by aggregate and deaggregate, the others one batch behind",
 }
 GENERATIONS = 3
-"""Number of restores in a chain. The first one uses a state of the first stream, each later one a state of the loader
-that was restored before."""
+"""Number of restores in a chain. Each one but the first uses a state of the loader that was restored before."""
 _CHAINED = ("early", "end")
-"""Names of the restart points from which chains of restores start: early in the first epoch, and after its last
-batch."""
+"""Names of the restart points from which chains of restores start."""
 _AGAIN = ("", ", saved by a loader that was restored", ", saved by one that was restored twice")
 
 
@@ -77,9 +75,7 @@ class LoaderRequest:
     kwargs: str
     """Keyword arguments of input_fn, as a JSON object."""
     batches: int
-    """Number of batches that each worker streams."""
     workers: int
-    """Number of workers of the one box that is simulated."""
     replay: bool
     """True if replay is allowed as a way to save a loader without state methods."""
     seed: int
@@ -87,8 +83,8 @@ class LoaderRequest:
     """Longest time of each child process, in seconds."""
 
     def fields(self, slot: int) -> dict[str, Any]:
-        """Return the fields that every task for a child process has (see loader_trials.py). The process runs the loader
-        as worker `slot`. Raises InvalidArgumentError for an invalid target or invalid JSON."""
+        """Return the fields that every task for a child process has (see loader_trials.py); it runs the loader as
+        worker `slot`. Raises InvalidArgumentError for an invalid target or invalid JSON."""
         module, _, name = self.input_fn.partition(":")
         if not module or not name:
             raise InvalidArgumentError(
@@ -106,8 +102,7 @@ class LoaderRequest:
 
 
 def json_option(option: str, text: str, kind: type) -> Any:
-    """Return the value of a command-line option whose text is JSON. `kind`: type that the value must have. Raises
-    InvalidArgumentError for other texts."""
+    """Return the value of a command-line option whose text is JSON of this type. Raises InvalidArgumentError."""
     what = "list, such as '[1, \"a\"]'" if kind is list else "object, such as '{\"name\": 1}'"
     try:
         value = json.loads(text)
@@ -132,12 +127,11 @@ class LoaderCheck:
     """1 for a restore of the first stream's state, 2 for a restore of the state that this restored loader saved, ..."""
     exact: bool = True
     differs: int | None = None
-    """First batch that differs from the first stream, as the number of the worker's batch from 1; None if none does, or
-    if the restored loader raised an error."""
+    """Number of the worker's first batch that differs, from 1; None if none does, or if the loader raised an error."""
     what: str = ""
-    """Text that says what differs, or the message of the error; "" if the restore was exact."""
+    """What differs, or the message of the error; "" if the restore was exact."""
     traceback: str = ""
-    """Traceback of the error that user code raised in the restored loader's process; "" if it raised none."""
+    """Traceback of the error that user code raised; "" if it raised none."""
 
 
 @dataclass
@@ -148,19 +142,25 @@ class ExaminedLoader:
     capabilities: dict[str, Any]
     streamed: dict[str, Any]
     """Results of the first, uninterrupted stream, from loader_trials.py: `events`; `looked_at` (input_fn has read its
-    assignment); `worker_info` (what torch's get_worker_info() answered it, a name of WorkerInfoAnswer in lower case);
-    `samples` (number); `unsaved` (why no state could be encoded, or ""); `state_bytes` (largest);
-    `batch_ms` and `snapshot_ms` (times in milliseconds: median and max; None if there are none)."""
+    assignment); `worker_info` (what torch's get_worker_info() answered it); `samples` (number); `unsaved` (why no state
+    could be encoded, or ""); `state_bytes` (largest); `batch_ms` and `snapshot_ms` (median and max; or None)."""
     points: dict[str, tuple[int, bool, bytes]]
     """Restart points by name: (number of batches before it, True if it is the start of an epoch, encoded state)."""
     rows: Sequence[int] = ()
     """Digests of the samples (rows) in the batches of the first epoch, as far as it was streamed."""
     checks: list[LoaderCheck] = field(default_factory=list)
 
+    @property
+    def batches(self) -> int:
+        return sum(event[2] is not None for event in self.streamed["events"])
+
+    @property
+    def epochs_ended(self) -> int:
+        return len(self.streamed["events"]) - self.batches
+
     def events_after(self, total: int, *, epoch_start: bool) -> list[list[Any]]:
-        """Return the events (batches and ends of epochs) of the first stream after its first `total` batches. If
-        `epoch_start`, begin with the first batch of the new epoch; otherwise, with the end of the old one if it ends
-        there."""
+        """Return the events (batches and ends of epochs) of the first stream after its first `total` batches, with
+        `epoch_start` from the first batch of a new epoch on."""
         events: list[list[Any]] = self.streamed["events"]
         start = next(
             (i for i, event in enumerate(events) if event[1] > total or (event[1] == total and event[2] is None)),
@@ -172,8 +172,6 @@ class ExaminedLoader:
 
 @dataclass
 class LoaderReport:
-    """All findings about a loader, and the verdict: whether, and how, it can be saved."""
-
     request: LoaderRequest
     loaders: list[ExaminedLoader]
     code: int
@@ -182,16 +180,14 @@ class LoaderReport:
 
 
 def examine(request: LoaderRequest) -> LoaderReport:
-    """Run all checks of a loader and return the report. Raises the loader's error if it fails before it can be
-    examined."""
+    """Run all checks of a loader. Raises the loader's error if it fails before it can be examined."""
     request.fields(0)
     with TrialProcesses(request.deadline_s) as trials:
         return examine_in(trials, request)
 
 
 def examine_in(trials: TrialProcesses, request: LoaderRequest) -> LoaderReport:
-    """Run all checks of a loader in `trials`, which are running already, and return the report. The deadline of
-    `trials` applies to each task."""
+    """Run all checks of a loader in `trials`, which are running already."""
     loaders = [_streamed(trials, request, slot) for slot in range(request.workers)]
     for examined in loaders:
         for name in _restored(examined):
@@ -203,7 +199,6 @@ def examine_in(trials: TrialProcesses, request: LoaderRequest) -> LoaderReport:
 
 
 def _saves(examined: ExaminedLoader) -> bool:
-    """Return True if the loader has snapshots that can be restored."""
     capabilities = examined.capabilities
     return (
         bool(capabilities["state_methods"]) and not capabilities["not_restartable"] and not examined.streamed["unsaved"]
@@ -211,13 +206,13 @@ def _saves(examined: ExaminedLoader) -> bool:
 
 
 def _needs_deaggregation(examined: ExaminedLoader) -> bool:
-    """Return True if the loader's load_state_dict accepts only results of its deaggregate_state_dict."""
+    """True if the loader's load_state_dict accepts only results of its deaggregate_state_dict."""
     return bool(examined.capabilities["state_methods"] == 4 and not examined.capabilities["loads_own_state"])
 
 
 def _restored(examined: ExaminedLoader) -> Iterator[str]:
-    """Yield the names of the restart points at which the loader is restored: always "start", the others only if the
-    worker's own states can be loaded. Of two points after the last batch of the first epoch, only "end" is used."""
+    """Yield the restart points at which the loader is restored: always "start", the others only if the worker's own
+    states can be loaded. Of two points after the last batch of the first epoch, only "end" is used."""
     end = examined.points.get("end", (0, False, b""))[0]
     for name, (total, epoch_start, _) in examined.points.items():
         alone = _saves(examined) and not _needs_deaggregation(examined)
@@ -248,11 +243,8 @@ def _ask(
     **fields: Any,
 ) -> bytes | None:
     """Restore the loader at a restart point in a child process. Record in `check` whether it then yields the same
-    events (batches and ends of epochs) as the first, uninterrupted stream.
-
-    Return the state that the restored loader saved, from which the next check of a chain restores it again; None if it
-    was asked for none, or raised an error, or yielded a wrong batch before.
-    """
+    events as the first stream. Return the state that it saved, for the next check of a chain; None if it was asked for
+    none, or raised an error, or yielded a wrong batch before."""
     examined.checks.append(check)
     try:
         answer = trials.ask(
@@ -274,8 +266,7 @@ def _ask(
 
 
 def _chain(trials: TrialProcesses, request: LoaderRequest, examined: ExaminedLoader, name: str) -> None:
-    """Restore a loader at one restart point. If a chain starts there, restore it again from the state that the restored
-    loader saved, and so on."""
+    """Restore a loader at one restart point; if a chain starts there, again from the state that it saved, and so on."""
     total, epoch_start, data = examined.points[name]
     last = GENERATIONS if name in _CHAINED else 1
     for generation in range(1, last + 1):
@@ -293,8 +284,7 @@ def _chain(trials: TrialProcesses, request: LoaderRequest, examined: ExaminedLoa
 
 
 def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
-    """Return the events up to and with the last batch. Ends of epochs after this batch are left out, because a state is
-    taken after a batch and never at the end of an epoch."""
+    """Leave out ends of epochs after the last batch: a state is taken after a batch, never at the end of an epoch."""
     while events and events[-1][2] is None:
         events = events[:-1]
     return events
@@ -304,16 +294,13 @@ def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
 
 
 def _launches(trials: TrialProcesses, request: LoaderRequest, loaders: list[ExaminedLoader]) -> None:
-    """Check launches (resumes of all workers). Some start where all workers have made the same number of batches, in
-    their first epoch; if a worker's own state cannot be loaded, further launches follow from the states saved then. One
-    starts from a step at which worker 0 is one batch ahead of the others."""
+    """Check launches (resumes of all workers): where all workers have made the same number of batches, in their first
+    epoch, with further launches from the states saved then if a worker's own state cannot be loaded; and from a step at
+    which worker 0 is one batch ahead of the others."""
     if _within_first_epoch(loaders[0], "uneven"):
-        one, others = (
-            loaders[0].points["uneven"],
-            [examined.points["early"] for examined in loaders[1:]],
-        )
-        states = [point[2] for point in (one, *others)]
-        _launch(trials, request, loaders, "uneven", [point[0] for point in (one, *others)], states, 1)
+        points = [loaders[0].points["uneven"], *(examined.points["early"] for examined in loaders[1:])]
+        states = [point[2] for point in points]
+        _launch(trials, request, loaders, "uneven", [point[0] for point in points], states, 1)
     for name in ("early", "mid"):
         if not all(_within_first_epoch(examined, name) for examined in loaders):
             continue
@@ -336,18 +323,12 @@ def _launch(
     parts: list[bytes],
     generation: int,
 ) -> list[bytes] | None:
-    """Resume all workers and compare their next COMPARED batches with the first stream. Return their states after these
-    batches; None if a worker raised an error or a batch was wrong, or if a worker's epoch ends within them or right
-    after.
+    """Resume all workers and compare their next COMPARED batches with the first stream; the results are added to their
+    checks. Return their states after these batches; None if a worker raised an error or a batch was wrong, if a
+    worker's epoch ends within them or right after, or for "uneven".
 
-    Args:
-        trials: processes that run the loader.
-        request: loader and settings.
-        loaders: workers with their first streams. The results are added to their checks.
-        name: key of _WHERE: "resume" or "uneven". No states are returned for "uneven".
-        totals: number of batches of each worker before the resume.
-        parts: encoded state of each worker.
-        generation: number of the launch in its chain, from 1.
+    `name`: key of _WHERE: "resume" or "uneven"; `totals`: number of batches of each worker before the resume; `parts`:
+    encoded state of each worker; `generation`: number of the launch in its chain, from 1.
     """
     where = _WHERE[name].format(total=totals[0]) + _AGAIN[generation - 1]
     try:
@@ -362,7 +343,6 @@ def _launch(
         loaders[0].checks.append(failed)
         return None
     step = sum(totals)
-    launch = {"step": step, "totals": totals}
     following = []
     for examined, total, part in zip(loaders, totals, parts, strict=True):
         events = examined.events_after(total, epoch_start=False)[:COMPARED]
@@ -371,10 +351,9 @@ def _launch(
         goes_on = inside and name == "resume"
         then = [total + COMPARED, step + COMPARED * len(loaders)] if goes_on else None
         check = LoaderCheck(where, total, False, generation)
-        data = _ask(
-            trials, request, examined, check, "resume", [part, aggregated], events=events, launch=launch, then=then
-        )
-        following.append(data)
+        launch = {"step": step, "totals": totals}
+        fields = {"events": events, "launch": launch, "then": then}
+        following.append(_ask(trials, request, examined, check, "resume", [part, aggregated], **fields))
     return [data for data in following if data is not None] if all(following) else None
 
 
@@ -389,7 +368,6 @@ def _within_first_epoch(examined: ExaminedLoader, name: str) -> bool:
 
 
 def saved_by(request: LoaderRequest, loaders: list[ExaminedLoader]) -> str | None:
-    """Return how the loader can be saved: STATE, METHODS or REPLAY; None if it cannot be saved."""
     capabilities = loaders[0].capabilities
     unsaved = any(examined.streamed["unsaved"] for examined in loaders)
     wrong = [check for examined in loaders for check in examined.checks if not check.exact]
@@ -407,14 +385,10 @@ def _is_uneven(check: LoaderCheck) -> bool:
 
 
 def _verdict(request: LoaderRequest, loaders: list[ExaminedLoader]) -> tuple[int, str]:
-    capabilities, unsaved = (
-        loaders[0].capabilities,
-        next((p.streamed["unsaved"] for p in loaders if p.streamed["unsaved"]), ""),
-    )
-    if capabilities["not_restartable"]:
-        return CANNOT_SAVE, f"cannot be saved: {capabilities['not_restartable']}"
-    if unsaved:
-        return CANNOT_SAVE, f"cannot be saved: {unsaved}"
+    capabilities = loaders[0].capabilities
+    reasons = [capabilities["not_restartable"], *(examined.streamed["unsaved"] for examined in loaders)]
+    if any(reasons):
+        return CANNOT_SAVE, f"cannot be saved: {next(filter(None, reasons))}"
     wrong = [check for examined in loaders for check in examined.checks if not check.exact]
     if (again := next((check for check in wrong if check.where == _WHERE["start"]), None)) is not None:
         return DIFFERS, _not_repeatable(capabilities, again)
@@ -442,7 +416,6 @@ def _verdict(request: LoaderRequest, loaders: list[ExaminedLoader]) -> tuple[int
 
 
 def _not_repeatable(capabilities: dict[str, Any], check: LoaderCheck) -> str:
-    """Return the verdict on a loader that yields other batches, or raises an error, when it is started again."""
     if check.differs is None:
         return (
             f"cannot be resumed: started again in a fresh process, the loader fails ({check.what}). Let input_fn "
@@ -476,7 +449,6 @@ def _equal_samples(loaders: list[ExaminedLoader]) -> Iterator[str]:
 
 
 def _wrong_length(loaders: list[ExaminedLoader]) -> Iterator[str]:
-    """Warn of the first worker whose loader has another number of batches than its len()."""
     for examined in loaders:
         length, epoch = examined.capabilities["length"], [e for e in examined.streamed["events"] if e[0] == 0]
         batches = sum(digest is not None for _, _, digest in epoch)
@@ -493,7 +465,7 @@ def _wrong_length(loaders: list[ExaminedLoader]) -> Iterator[str]:
 def _warnings(request: LoaderRequest, loaders: list[ExaminedLoader]) -> Iterator[str]:
     digests = [[event[2] for event in examined.streamed["events"] if event[2] is not None] for examined in loaders]
     reads_assignment = any(examined.streamed["looked_at"] for examined in loaders)
-    if request.workers > 1 and (not reads_assignment or all(of_one == digests[0] for of_one in digests)):
+    if request.workers > 1 and (not reads_assignment or all(each == digests[0] for each in digests)):
         why = "and all stream the same batches" if reads_assignment else "and the loader never reads its assignment"
         yield (
             f"there are {request.workers} workers, {why}, so each worker streams the whole input. Shard the input by "
@@ -508,5 +480,5 @@ def _warnings(request: LoaderRequest, loaders: list[ExaminedLoader]) -> Iterator
                 f"resumed {check.where}, {check.what}. A state at a step where workers have different numbers of "
                 "batches is therefore resumed by counted replay, with the same numbers of boxes and workers only"
             )
-    if all(len(set(of_one)) == 1 for of_one in digests):
+    if all(len(set(each)) == 1 for each in digests):
         yield "all batches are the same, so a wrong batch cannot be detected. Check with real data"

@@ -50,8 +50,7 @@ _WORKER_INFO = {
 
 
 def show_doctor(request: LoaderRequest, as_json: bool) -> int:
-    """Run all checks of a loader and print the findings; return the exit code. Tracebacks of user code are shown in
-    full."""
+    """Run all checks of a loader, print the findings, and return the exit code."""
     try:
         diagnosis = examine(request)
     except PenstockError as error:
@@ -76,7 +75,7 @@ def _show_traceback(text: str) -> None:
 
 
 def as_dict(diagnosis: LoaderReport) -> dict[str, Any]:
-    """Return the findings as plain values. Their names are stable for scripts (docs/cli.md)."""
+    """Return the findings as plain values, whose names are stable for scripts."""
     request = diagnosis.request
     return {
         "input_fn": request.input_fn,
@@ -97,8 +96,8 @@ def as_dict(diagnosis: LoaderReport) -> dict[str, Any]:
                 "own_workers": examined.capabilities["own_workers"],
                 "looked_at_assignment": examined.streamed["looked_at"],
                 "worker_info": examined.streamed["worker_info"],
-                "batches": sum(event[2] is not None for event in examined.streamed["events"]),
-                "epochs_ended": sum(event[2] is None for event in examined.streamed["events"]),
+                "batches": examined.batches,
+                "epochs_ended": examined.epochs_ended,
                 "samples": examined.streamed["samples"],
                 "batch_ms": examined.streamed["batch_ms"],
                 "snapshot_ms": examined.streamed["snapshot_ms"],
@@ -115,13 +114,10 @@ def _check(check: LoaderCheck) -> dict[str, Any]:
 
 
 def _time(value_ms: float) -> str:
-    """Return a time in milliseconds as a text without unit: with three significant digits, or as a whole number from
-    100 ms on."""
     return f"{value_ms:.3g}" if value_ms < 100 else f"{value_ms:.0f}"
 
 
 def tables(diagnosis: LoaderReport) -> list[Table]:
-    """Return the findings as tables for people."""
     request, loaders = diagnosis.request, diagnosis.loaders
     capabilities = loaders[0].capabilities
     workers = "1 worker" if request.workers == 1 else f"{request.workers} workers"
@@ -148,13 +144,13 @@ def tables(diagnosis: LoaderReport) -> list[Table]:
     checks = Table("Restored in a fresh process", ("worker>", "where", "next batches", "what differs"))
     for examined in loaders:
         streamed = examined.streamed
-        events, batch_ms, snapshot_ms = streamed["events"], streamed["batch_ms"], streamed["snapshot_ms"]
+        batch_ms, snapshot_ms = streamed["batch_ms"], streamed["snapshot_ms"]
         stream.rows.append(
             (
                 str(examined.slot),
-                str(sum(event[2] is not None for event in events)),
+                str(examined.batches),
                 str(streamed["samples"]),
-                str(sum(event[2] is None for event in events)),
+                str(examined.epochs_ended),
                 _time(batch_ms["median"]),
                 _time(batch_ms["max"]),
                 _time(snapshot_ms["median"]) if snapshot_ms else "",

@@ -63,8 +63,7 @@ def _do_task(channel: ControlChannel) -> None:
 
 
 def _callable(spec: records_pb2.LoaderSpec, fields: Mapping[str, Any]) -> Callable[..., Any]:
-    """Import and return input_fn. Raises InvalidArgumentError if its signature does not accept the arguments that the
-    command was given (--args, --kwargs)."""
+    """Import and return input_fn. Raises InvalidArgumentError if it does not accept the command's arguments."""
     input_fn = load_input_fn(spec)
     try:
         # The outermost wrapper is called, and a decorator may supply arguments of the function inside.
@@ -191,8 +190,8 @@ class _Stream:
             self._source.open_epoch(step=self._step())
 
     def _step(self) -> int:
-        """Return the step at which the box would deliver the newest batch, computed as if no other slot had ended its
-        epoch: with 2 workers, batch 3 of slot 0 is step 5. Return 0 before the first batch."""
+        """Return the step at which the box would deliver the newest batch if no other slot had ended its epoch: with 2
+        workers, batch 3 of slot 0 is step 5. Return 0 before the first batch."""
         total = self._source.position.total
         return self._slot + 1 + (total - 1) * self._workers if total else 0
 
@@ -217,7 +216,6 @@ class _Stream:
 
 
 def _take(source: PositionedLoader, replay_digest: ReplayDigest, batch: Any) -> None:
-    """Record the digest and the number of samples of a batch, as if it had been delivered."""
     try:
         source.digest, samples = replay_digest.take(batch)
     except UnsupportedLeafError as error:
@@ -245,11 +243,8 @@ def _check(
 def _resume(
     source: PositionedLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]
 ) -> None:
-    """Resume as a runner does on the same number of boxes and workers: by the loader's deaggregate_state_dict and
-    load_state_dict, and with the random generators as they were when the state was saved.
-
-    parts: encoded state of this worker, and encoded result of aggregate_state_dict.
-    """
+    """Resume as a runner does on the same number of boxes and workers. `parts`: encoded state of this worker, and
+    encoded result of aggregate_state_dict."""
     point = RestartPoint.taken(parts[0])
     source.build()
     launch = Launch(fields["launch"]["step"], point.position.total, point.position.samples, source.worker)
@@ -263,9 +258,9 @@ def _resume(
 
 
 def _compare(source: PositionedLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
-    """Compare the loader's next events with the expected ones, and send the first event that differs, if there is one.
-    If the field `then` is a pair (batches, step), also send a snapshot for the next restore. It is taken once the
-    worker has made that many batches, which the box delivers at that step."""
+    """Compare the loader's next events with the expected ones, and send the first one that differs, if any. If the
+    field `then` is a pair (batches, step), also send a snapshot for the next restore, taken once the worker has made
+    that many batches, which the box delivers at that step."""
     replay_digest, then = ReplayDigest(cover=DigestCover.FULL), fields.get("then")
     for epoch, total, digest in fields["events"]:
         if not source.is_open:
@@ -293,8 +288,7 @@ def _compare(source: PositionedLoader, channel: ControlChannel, fields: Mapping[
 
 
 def _aggregate(_: PositionedLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]) -> None:
-    """Call aggregate_state_dict as a training process does: on a loader that is built for this call and belongs to no
-    worker."""
+    """Call aggregate_state_dict as a training process does: on a loader that belongs to no worker."""
     input_fn = load_input_fn(records_pb2.LoaderSpec(input_fn=fields["input_fn"]))
     with place_of.assigned(place_of.NEUTRAL):
         loader = input_fn(*fields["args"], **fields["kwargs"])

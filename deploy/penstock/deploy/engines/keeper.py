@@ -6,10 +6,9 @@ watches this process by a pidfd (`--parent-pid`). A parent-death signal is not u
 *thread* that started the child ends. The daemon has a session of its own. So a Ctrl-C reaches only the supervisor,
 which ends its daemons in the right order.
 
-A daemon that dies is started again, after a pause that doubles each time. A daemon is given up (not started again) in
-three cases: it dies soon after its start several times in a row; it reports that it cannot run with its settings (a
-usage error, an unreadable token); or it dies before it was ready for the first time, when the user who started it still
-reads the output. The error then has the daemon's name and its last log lines.
+A daemon that dies is started again, after a pause that doubles each time. It is given up if it dies soon after its
+start several times in a row, if it reports that it cannot run with its settings, or if it dies before it was ready for
+the first time, when the user who started it still reads the output.
 """
 
 from __future__ import annotations
@@ -53,16 +52,15 @@ LOG_LINES = 5
 
 
 class FleetKeeper:
-    """Keeper of one daemon: starts it, and starts it again whenever it fails, until `stop` is called. After several
-    failed starts in a row, or an error that a restart cannot fix, the daemon is given up (see `run`).
+    """Keeper of one daemon: starts it, and starts it again whenever it fails, until `stop` is called.
 
     Args:
         title: name of the daemon for people, such as "worker fleet-1".
-        command: function that returns the command-line arguments of `penstock` for the next start. Its argument is
-            `line`, the first line of output of the last start that became ready; "" if no start has.
+        command: returns the command-line arguments of `penstock` for the next start. Its argument is `line`, the first
+            line of output of the last start that became ready; "" if no start has.
         log: file to which the daemon's standard error is appended.
         restart_always: start the daemon again also after an orderly end that `stop` did not cause. It is not set for
-            workers, which an operator may end on purpose (SIGTERM, `penstock worker drain`).
+            workers, which an operator may end on purpose.
         changed: called whenever `pid`, `line`, `restarts` or `state` changes.
     """
 
@@ -89,8 +87,8 @@ class FleetKeeper:
         self._child: Spawned | None = None
 
     async def run(self) -> None:
-        """Keep the daemon running until `stop` is called. Without `restart_always`, also return when the daemon ends
-        without an error. Raises CommandError when the daemon is given up (not started again)."""
+        """Keep the daemon running until `stop` is called, or, without `restart_always`, until it ends without an error.
+        Raises CommandError when the daemon is given up."""
         quick, pause = 0, PAUSE_S
         while True:
             began = time.monotonic()
@@ -120,8 +118,7 @@ class FleetKeeper:
             self.restarts += 1
 
     async def stop(self, grace_s: float) -> None:
-        """Send SIGTERM to the daemon, and SIGKILL after `grace_s` seconds. `run` returns soon after the daemon's
-        end."""
+        """Send SIGTERM to the daemon, and SIGKILL after `grace_s` seconds."""
         self._stopping.set()
         self._send(signal.SIGTERM)
         end = time.monotonic() + grace_s
@@ -142,7 +139,6 @@ class FleetKeeper:
             self._child.send(number)
 
     async def _run_once(self) -> int:
-        """Start the daemon and wait for its end. Return its exit status, which is negative if a signal ended it."""
         loop = asyncio.get_running_loop()
         self._gone, ended = asyncio.Event(), asyncio.Event()
 
@@ -176,8 +172,7 @@ class FleetKeeper:
 
 
 def log_end(log: Path, lines: int = LOG_LINES) -> str:
-    """Return the end of a log, for an error message: the last line if it is an error of Penstock, otherwise the last
-    `lines` lines."""
+    """Return the end of a log, for an error: its last line if that is an error of Penstock, else the last `lines`."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -185,9 +180,9 @@ def log_end(log: Path, lines: int = LOG_LINES) -> str:
             text = file.read().decode(errors="replace")
     except OSError as error:
         return f"its log {log} cannot be read: {error.strerror}"
-    found = [printable(line) for line in text.splitlines() if line.strip()]
-    if not found:
+    written = [printable(line) for line in text.splitlines() if line.strip()]
+    if not written:
         return f"its log is empty ({log})"
-    if found[-1].startswith("penstock: "):
-        return f"{found[-1].removeprefix('penstock: ')} ({log})"
-    return f"{' | '.join(found[-lines:])} ({log})"
+    if written[-1].startswith("penstock: "):
+        return f"{written[-1].removeprefix('penstock: ')} ({log})"
+    return f"{' | '.join(written[-lines:])} ({log})"

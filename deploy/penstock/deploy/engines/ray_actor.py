@@ -1,10 +1,8 @@
 """Actor on a Ray node: the parent of one real daemon, which it keeps running.
 
 Ray places the actors, and restarts those of workers elsewhere when their node is lost. Each start of an actor starts a
-new daemon under the same name. As soon as the new daemon registers, the coordinator takes the slots from the old daemon
-and places them again. A daemon watches the actor's process by a pidfd, and ends when this process ends. So no daemon is
-left behind by a killed actor or a lost raylet. Batches and control calls have connections of their own and never pass
-through Ray's object store. Ray carries only the plan and the results of the methods below.
+new daemon under the same name. A daemon ends when the actor's process ends, so none is left behind by a killed actor or
+a lost raylet. Ray carries only the plan and the results of the methods below, never batches or control calls.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ __all__ = ["DaemonActor", "node_folder"]
 
 
 def node_folder(plan: FleetPlan) -> Path:
-    """Return the folder of a daemon on its node, for the coordinator's journal, logs, and a token that came through
-    Ray."""
     return Path(plan.options["state_dir"] or f"/var/tmp/penstock-{os.getuid()}") / plan.name
 
 
@@ -95,16 +91,14 @@ class DaemonActor:
             self._over.set()
 
     def ready(self) -> dict[str, Any]:
-        """Wait until the daemon is ready, or is given up after failed starts. Return its status, or its `error`, exit
-        `code` and `host`."""
+        """Wait until the daemon is ready, or is given up. Return its status, or its `error`, exit `code` and `host`."""
         self._over.wait()
         if self._error is not None:
             return {"error": str(self._error), "code": self._error.code, "host": self._host}
         return self.about()
 
     def about(self) -> dict[str, Any]:
-        """Return the daemon's present status without waiting: state, process id, restarts, first line of output, host
-        and Ray node."""
+        """Return the daemon's present status without waiting."""
         import ray
 
         return {

@@ -1,9 +1,7 @@
 """Views of a batch for people, for JSON and as a file: the names and values of its leaves, and one row. A leaf is a
-value in the batch that is not a container, such as a tensor. A list or tuple of plain values, and an empty container,
-is one leaf too.
+value that is not a container, such as a tensor; a list or tuple of plain values, and an empty container, is one too.
 
-The views are made in the child process that made the batch, because only this process has the user's classes. A
-namedtuple or a dataclass is taken apart there, and the result consists of plain values.
+The views are made in the child process that made the batch, because only this process has the user's classes.
 """
 
 from __future__ import annotations
@@ -35,19 +33,18 @@ _PLAIN = (*_SCALARS, torch.Tensor)
 
 
 def _is_column(value: Any) -> bool:
-    """Return True if the value is a list or tuple of plain values. Such a value is one leaf, with a value for each
-    row."""
+    """Return True for a list or tuple of plain values. It is one leaf, with a value for each row."""
     return type(value) in (list, tuple) and len(value) > 0 and all(type(item) in _SCALARS for item in value)
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the name and the value of each leaf of a batch. Names are like `tokens`, `meta.length`, `pair.0`; "" if the
     batch is a leaf itself."""
-    if _is_column(value) or not _is_container(value) or not any(True for _ in _fields(value, name)):
+    fields = [] if _is_column(value) else list(_fields(value, name))
+    if not fields:
         yield name, value
-    else:
-        for there, item in _fields(value, name):
-            yield from leaves(item, there)
+    for there, item in fields:
+        yield from leaves(item, there)
 
 
 def _is_container(value: Any) -> bool:
@@ -55,7 +52,6 @@ def _is_container(value: Any) -> bool:
 
 
 def _fields(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of a container's children; nothing for a leaf."""
     dot = f"{name}." if name else ""
     if isinstance(value, Mapping):
         named: Iterable[tuple[Any, Any]] = value.items()
@@ -70,11 +66,9 @@ def _fields(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def rows_in(batch: Any) -> int | None:
-    """Return the number of rows of a batch: the length of its first tensor or array that has a dimension, or otherwise
-    of its first list or tuple of plain values. Return None if the batch has no rows.
-
-    A batch that is a list of samples, because there is no collate function, has one row for each sample.
-    """
+    """Return the number of rows of a batch: of a list of samples (there is no collate function) their number, else the
+    length of its first tensor or array that has a dimension, else of its first list or tuple of plain values; None if
+    there is none of these."""
     if _is_samples(batch):
         return len(batch)
     for _, value in leaves(batch):
@@ -84,12 +78,8 @@ def rows_in(batch: Any) -> int | None:
 
 
 def _is_samples(value: Any) -> bool:
-    """Return True if the value is a list of samples: of dicts and the like, of lists without tensors, or of tuples that
-    are not all plain values of one type.
-
-    Other lists, and all tuples, are fields of one batch, as torch's collate function makes them, for example a list of
-    tuples of texts.
-    """
+    """Return True for a list of dicts and the like, of lists without tensors, or of tuples that are not all plain
+    values of one type. Other lists, and all tuples, are fields of one batch, as torch's collate function makes them."""
     if type(value) is not list or not value:
         return False
     if all(isinstance(item, Mapping) or _is_record(item) for item in value):
@@ -107,8 +97,6 @@ def _is_record(value: Any) -> bool:
 
 
 def _length_in(value: Any) -> int | None:
-    """Return the length of the first list or tuple of plain values, or of the first list of samples; None if there is
-    none."""
     if _is_column(value) or _is_samples(value):
         return len(value)
     items = (item for _, item in _fields(value, ""))
@@ -116,9 +104,8 @@ def _length_in(value: Any) -> int | None:
 
 
 def describe(batch: Any, row: int | None) -> dict[str, Any]:
-    """Return the number of rows of a batch, and name, type, shape and first values of each leaf, as plain values.
-    `row`: number of a row, from 0, whose values are returned too; None: no row. Raises InvalidArgumentError if the
-    batch has no such row."""
+    """Return the number of rows of a batch, and name, type, shape and first values of each leaf, as plain values; with
+    `row` also the values of this row, from 0. Raises InvalidArgumentError if the batch has no such row."""
     rows = rows_in(batch)
     if row is not None and (rows is None or row >= rows):
         have = "no rows, because it has no tensor with a dimension and no list" if rows is None else _range(rows)
@@ -126,7 +113,7 @@ def describe(batch: Any, row: int | None) -> dict[str, Any]:
         raise InvalidArgumentError(f"--row must be a row of the batch, which has {have}, got {row}. {remedy}")
     found: dict[str, Any] = {"rows": rows, "leaves": [_leaf(name, value) for name, value in leaves(batch)]}
     if row is not None:
-        found["row"] = {"row": row, "leaves": [_of_row(name, value) for name, value in _row(batch, "", row, rows)]}
+        found["row"] = {"row": row, "leaves": [_of_row(name, cell) for name, cell in _row(batch, "", row, rows)]}
     return found
 
 
@@ -135,7 +122,6 @@ def _range(rows: int) -> str:
 
 
 def _row(value: Any, name: str, row: int, rows: int | None) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each leaf that has one value for each row, and the leaf's value in row number `row`."""
     if isinstance(value, torch.Tensor | np.ndarray):
         if value.ndim and value.shape[0] == rows:
             yield name, value[row]
@@ -147,17 +133,16 @@ def _row(value: Any, name: str, row: int, rows: int | None) -> Iterator[tuple[st
             yield from _row(item, there, row, rows)
 
 
-def _of_row(name: str, of_one: Any) -> dict[str, Any]:
-    if isinstance(of_one, np.generic):
-        of_one = of_one.item()
-    if not isinstance(of_one, torch.Tensor | np.ndarray):
-        return {"name": name, "shape": [], "values": as_json(of_one)}
-    shape = list(of_one.shape)
-    return {"name": name, "shape": shape, "values": _values(of_one, ROW_VALUES) if shape else _values(of_one, 1)[0]}
+def _of_row(name: str, cell: Any) -> dict[str, Any]:
+    if isinstance(cell, np.generic):
+        cell = cell.item()
+    if not isinstance(cell, torch.Tensor | np.ndarray):
+        return {"name": name, "shape": [], "values": as_json(cell)}
+    shape = list(cell.shape)
+    return {"name": name, "shape": shape, "values": _values(cell, ROW_VALUES) if shape else _values(cell, 1)[0]}
 
 
 def _values(value: torch.Tensor | np.ndarray[Any, Any], count: int) -> list[Any]:
-    """Return the first `count` values of a leaf, as values that JSON has."""
     first = value.reshape(-1)[:count].tolist()
     return [str(item) if isinstance(item, complex) else as_json(item) for item in first]
 
@@ -175,8 +160,6 @@ def _leaf(name: str, value: Any) -> dict[str, Any]:
 
 
 def _numbers(value: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Return minimum, maximum and mean of a leaf's numbers, and the number of NaNs; an empty dict if they are not real
-    numbers, or numpy cannot compute with their dtype."""
     try:
         if isinstance(value, torch.Tensor):
             value = _resolved(value)
@@ -205,12 +188,8 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write(batch: Any, path: Path) -> None:
-    """Write the batch to a new file in one of FORMATS and sync the file to disk. The command then renames it to its
-    final name.
-
-    Raises InvalidArgumentError if the format cannot hold the batch as it is, or if the file exists or cannot be
-    written.
-    """
+    """Write the batch to a new file in one of FORMATS and sync it to disk. Raises InvalidArgumentError if the format
+    cannot hold the batch as it is, or if the file exists or cannot be written."""
     data = {".pst": _envelope, ".npz": _arrays, ".pt": _torch}[path.suffix](batch)
     try:
         with path.open("xb") as file:
@@ -249,8 +228,6 @@ def _arrays(batch: Any) -> bytes:
 
 
 def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
-    """Return a leaf's value as a numpy array. Raises InvalidArgumentError if an array cannot hold its value and type
-    unchanged."""
     if isinstance(value, bytes):
         return np.frombuffer(value, np.uint8)
     try:
@@ -269,14 +246,13 @@ def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
 
 
 def _is_kept(value: Any, array: np.ndarray[Any, Any]) -> bool:
-    """Return True if an array holds plain values unchanged. Numpy drops trailing NULs of a str, and changes large
-    integers and values of mixed types."""
+    """Numpy drops trailing NULs of a str, and changes large integers and values of mixed types."""
     if not _is_column(value):
         if type(value) not in _SCALARS:
             return True
         value, array = [value], array.reshape(1)
     pairs = zip(value, array.tolist(), strict=True)
-    return all(type(one) is type(held) and (one == held or one != one) for one, held in pairs)
+    return all(type(given) is type(held) and (given == held or given != given) for given, held in pairs)
 
 
 def _torch(batch: Any) -> bytes:
@@ -286,8 +262,8 @@ def _torch(batch: Any) -> bytes:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Return the batch in the form that torch.load(weights_only=True) reads. A tensor that is a view is copied, because
-    torch would save its whole storage."""
+    """Return the batch in the form that torch.load(weights_only=True) reads. A view is copied, because torch would save
+    its whole storage."""
     if type(value) in (list, tuple):
         return type(value)(_plain(item, f"{name}[{index}]") for index, item in enumerate(value))
     if type(value) is dict:

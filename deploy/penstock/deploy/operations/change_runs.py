@@ -1,5 +1,4 @@
-"""Implementation of `penstock run close`, which ends the open attempts of a run or a job at its coordinator, and of
-`penstock mix`, which changes the weights of a run's mixture.
+"""Implementation of `penstock run close` and of `penstock mix`.
 
 Each order of `penstock mix` has a random key. If the coordinator restarts before it has answered, the command sends the
 order again, and the key tells the coordinator whether the change was already made.
@@ -30,8 +29,6 @@ RETRY_S = 0.3
 
 
 def close_runs(name: str, peer: Peer, as_json: bool) -> None:
-    """End a run (`name` is JOB/ORDINAL) or all runs of a job (`name` is JOB), and print what was ended. Raises
-    UnknownRunError if the coordinator does not know the run or the job."""
     with peer.client() as client:
         runs = client.end_run(name).runs
     if as_json:
@@ -58,8 +55,6 @@ class Order:
     def parsed(
         cls, run: str, from_step: int, weights: str | None, added: Sequence[str], retired: Sequence[str]
     ) -> Self:
-        """Return the order for the command's arguments. Raises InvalidArgumentError for texts that are not
-        NAME=VALUE, and if there are neither weights nor retired sources."""
         given = [] if weights is None else listed("--weights", weights)
         if not given and not retired:
             raise InvalidArgumentError("--weights or --retire must be given, got neither. Give the new weights")
@@ -79,8 +74,7 @@ class Order:
 
 
 def change_mixture(order: Order, deadline_s: float, peer: Peer, *, dry_run: bool, as_json: bool) -> None:
-    """Change the weights of a run's mixture, or with `dry_run` only try that, and print the change. Raises an error if
-    the change was not made."""
+    """Change the weights of a run's mixture, or with `dry_run` only try that, and print the change."""
     with peer.client() as client:
         reply = _ordered(client, order, deadline_s, dry_run=dry_run)
     (_print_json if as_json else _print)(reply, dry_run=dry_run)

@@ -11,12 +11,7 @@ import sys
 import time
 
 from penstock.deploy.console.peer import Peer
-from penstock.proto.errors import (
-    CoordinatorUnavailableError,
-    DeadlineError,
-    SupersededError,
-    UnknownWorkerError,
-)
+from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, SupersededError, UnknownWorkerError
 from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -30,12 +25,9 @@ heartbeats of its workers within about a second."""
 
 
 def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) -> None:
-    """Order a worker to give up its slots, and wait until it has none left. `undo`: True: let the worker take slots
-    again. `timeout_s`: longest wait in seconds; 0: do not wait.
-
-    Raises DeadlineError if it still has slots after `timeout_s` seconds, SupersededError if the order was withdrawn or
-    the worker was restarted.
-    """
+    """Order a worker to give up its slots, and wait until it has none left, for at most `timeout_s` seconds. `undo`:
+    let the worker take slots again. Raises DeadlineError if it still has slots then, SupersededError if the order was
+    withdrawn or the worker was restarted."""
     with peer.client() as client:
         left = client.drain(worker, undo=undo)
         if not undo and timeout_s:
@@ -56,11 +48,9 @@ def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) 
 def _wait(
     client: CoordinatorClient, worker: str, left: pb.DrainWorkerReply, until: float, *, quiet: bool
 ) -> pb.DrainWorkerReply:
-    """Wait until the worker has no slots left, or until the time `until` (monotonic clock, in seconds). Return the
-    coordinator's last report on the worker; a worker that the coordinator has not known for GONE_S seconds has no slots
-    left. `left`: its first report; `quiet`: True: do not print the number of slots when it changes.
-
-    Raises SupersededError if the worker was restarted or another command ended the drain."""
+    """Wait until the worker has no slots left, or until the time `until` (monotonic clock). Return the coordinator's
+    last report; a worker that the coordinator has not known for GONE_S seconds has no slots left. `left`: the first
+    report; `quiet`: do not print the number of slots when it changes."""
     session, printed, seen = left.session, -1, time.monotonic()
     while left.slots and time.monotonic() < until:
         if left.slots != printed and not quiet:

@@ -1,7 +1,4 @@
-"""Implementation of `penstock config`: shows every setting with its value and source, and an example settings file.
-
-Both are made from the settings' classes, so that a new setting is included automatically.
-"""
+"""Implementation of `penstock config`: every setting with its value and source, and an example settings file."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from penstock.deploy.console.tables import Table, show
 from penstock.runtime.config.settings import OtherType, ResolvedSetting, Section, find, variable
 from penstock.runtime.config.settings_file import CLUSTER, read_settings_file, token_file_of_settings
 
-__all__ = ["example", "show_config", "show_example"]
+__all__ = ["example", "show_config"]
 
 TITLES = {
     "coordinator": "the coordinator",
@@ -30,8 +27,7 @@ TOKEN_FILE = "File that holds the token, or lines ROLE:TOKEN, readable by its ow
 
 
 def show_config(of: str | None, as_json: bool) -> int:
-    """Print the effective settings of the command `of`, or of all commands. Return the exit code: 2 if a value is
-    invalid."""
+    """Print the effective settings of the command `of`, or of all commands. Return 2 if a value is invalid."""
     check_settings_file()
     sections = {of: SETTINGS_OF[of]} if of else SETTINGS_OF
     for section in sections.values():
@@ -55,7 +51,6 @@ def show_config(of: str | None, as_json: bool) -> int:
 
 
 def _token() -> str:
-    """Return a text that names where the credential token comes from; "" if no token is given."""
     if os.environ.get("PENSTOCK_TOKEN"):
         return "the variable PENSTOCK_TOKEN"
     if named := os.environ.get("PENSTOCK_TOKEN_FILE"):
@@ -92,17 +87,8 @@ def _tables(found: dict[str, list[ResolvedSetting]]) -> Iterator[Table]:
         yield table
 
 
-# ------------------------------------------------------------------------------------------------------- the example
-
-
-def show_example() -> None:
-    """Print the example settings file."""
-    print("\n".join(example()))
-
-
 def example() -> Iterator[str]:
-    """Yield the lines of an example settings file, in which every setting is a comment. A setting has its default as
-    the value, or no value if it has no default."""
+    """Yield the lines of an example settings file, in which every setting is a comment with its default."""
     yield "# Settings of Penstock. A flag wins over a variable, a variable over this file, this file over the default."
     yield "# Remove the # before a setting to use it. `penstock config` shows the effective values and their sources."
     yield ""

@@ -1,9 +1,6 @@
 """Files with saved states, as training jobs write them: the result of `DataLoader.state_dict()`, alone or within a
-larger checkpoint, written by Penstock's `encode_state` or by `torch.save`.
-
-A file of torch is read with weights_only=True, which accepts tensors and plain values and runs no code. Of the
-commands, only this module calls `torch.load`, and only for files that the user named on the command line.
-"""
+larger checkpoint, written by Penstock's `encode_state` or by `torch.save`. A file of torch is read with
+weights_only=True, which runs no code, and only if the user named it on the command line."""
 
 from __future__ import annotations
 
@@ -20,19 +17,18 @@ from penstock.client.states.saved_state import KEY, SavedState, read
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError
 from penstock.proto.state.codec import decode_state
 
-__all__ = ["ZIP", "FoundState", "SavedFile", "of_torch"]
+__all__ = ["FoundState", "SavedFile"]
 
-_ENVELOPE, ZIP = b"PENSTATE", b"PK\x03\x04"
+_ENVELOPE, _ZIP = b"PENSTATE", b"PK\x03\x04"
 DEEPEST = 16
 """Largest number of containers (dicts, lists) within each other in which saved states are searched."""
 
 
 @dataclass(frozen=True)
 class FoundState:
-    """Saved state in a file, with the keys that lead to it."""
+    """Saved state in a file. `path`: keys that lead to it from the file's content."""
 
     path: tuple[Any, ...]
-    """Keys that lead from the file's content to the state; () if the file contains only the state."""
     saved: SavedState
 
     @property
@@ -55,8 +51,8 @@ class SavedFile:
             data = path.read_bytes()
         except OSError as error:
             raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}. Check the path") from error
-        if data.startswith(ZIP):
-            value = of_torch(path, data)
+        if data.startswith(_ZIP):
+            value = _of_torch(path, data)
         elif data.startswith(_ENVELOPE):
             try:
                 value = decode_state(data)
@@ -67,7 +63,7 @@ class SavedFile:
                 f"{path} must be a file that encode_state() or torch.save() wrote, got one that begins with "
                 f"{data[:8]!r}. Pass a file with a saved state"
             )
-        self.states = [FoundState(at, read(state)) for at, state in _states(value, ())]
+        self.states = [FoundState(keys, read(state)) for keys, state in _states(value, ())]
         if not self.states:
             raise StateMismatchError(
                 f"{path} has no state of a DataLoader: nothing in it has the key {KEY!r}. Pass a file with the value "
@@ -89,9 +85,7 @@ class SavedFile:
         )
 
 
-def of_torch(path: Path, data: bytes) -> Any:
-    """Return the value in a file that torch.save wrote. Raises InvalidArgumentError if reading it would run code,
-    StateCorruptError if the file is damaged."""
+def _of_torch(path: Path, data: bytes) -> Any:
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -105,13 +99,9 @@ def of_torch(path: Path, data: bytes) -> Any:
         ) from error
 
 
-def _states(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if isinstance(value, Mapping):
-        if KEY in value:
-            yield at, value
-        elif len(at) < DEEPEST:
-            for key, item in value.items():
-                yield from _states(item, (*at, key))
-    elif isinstance(value, list | tuple) and len(at) < DEEPEST:
-        for index, item in enumerate(value):
-            yield from _states(item, (*at, index))
+def _states(value: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, Mapping) and KEY in value:
+        yield keys, value
+    elif isinstance(value, Mapping | list | tuple) and len(keys) < DEEPEST:
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _states(item, (*keys, key))

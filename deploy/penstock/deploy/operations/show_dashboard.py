@@ -15,8 +15,6 @@ __all__ = ["show_dashboard"]
 
 
 def show_dashboard(peer: Peer, *, browser: bool, as_json: bool) -> None:
-    """Print the URL of the coordinator's dashboard. `browser`: True: also open it in a browser. Raises PenstockError if
-    the coordinator serves no dashboard, or if no browser can be opened."""
     with peer.client() as client:
         url = client.open_dashboard()
     parts = urlsplit(url)

@@ -1,8 +1,5 @@
-"""Implementation of `penstock state`: fetches the state of a run at a step from the coordinator, and shows it as tables
-or JSON: the position of each box, and for each worker the fields of its DataLoaderCheckpoint.
-
-Decoding the state of a user's loader needs torch. Nothing in the state is executed or unpickled.
-"""
+"""Implementation of `penstock state`: the position of each box, and for each worker the fields of its
+DataLoaderCheckpoint. Nothing in the state is executed or unpickled."""
 
 from __future__ import annotations
 
@@ -28,15 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["as_dict", "run_name", "show_state", "show_state_file", "tables"]
 
 
-def show_state(
-    run: str,
-    step: int | None,
-    deadline_s: float,
-    peer: Peer,
-    as_json: bool,
-) -> None:
-    """Fetch and print the state of a run at a step. `run`: "JOB/ORDINAL", or "JOB" for the job's first loader; `step`:
-    None for the newest step."""
+def show_state(run: str, step: int | None, deadline_s: float, peer: Peer, as_json: bool) -> None:
+    """Fetch and print the state of a run at a step; `step`: None for the newest."""
     name = run_name(run)
     request = pb.FetchStateRequest(run=name, step=step or 0, newest=step is None, deadline_s=deadline_s)
     with peer.client() as client:
@@ -51,8 +41,7 @@ def show_state(
 
 
 def run_name(run: str) -> str:
-    """Return the name of a run as "JOB/ORDINAL"; "JOB" alone means JOB/0. Raises InvalidArgumentError for other
-    texts."""
+    """Return the name of a run as "JOB/ORDINAL"; "JOB" alone means JOB/0."""
     job, slash, ordinal = run.partition("/")
     if not job or (slash and not (ordinal.isascii() and ordinal.isdigit())):
         raise InvalidArgumentError(
@@ -62,8 +51,6 @@ def run_name(run: str) -> str:
 
 
 def as_dict(run: str, fetched: FetchedState) -> dict[str, Any]:
-    """Return a fetched state as plain values: positions of the boxes, fields of each worker's DataLoaderCheckpoint with
-    `user_state_dict` decoded, and counts of samples."""
     workers = [_worker(record, data) for record, data in fetched.records]
     first = fetched.records[0][0] if fetched.records else pb.WorkerRecord()
     rows = rows_of_workers(worker["user_state_dict"] for worker in workers)
@@ -118,7 +105,6 @@ def _user_state(data: bytes) -> Any:
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """Return what `as_dict` returned as tables for people."""
     boxes = Table(
         f"Run {found['run']} at step {found['step']}: {topology(found['num_boxes'], found['num_workers_per_box'])}",
         ("box>", "step>", "epoch>", "next slot>", "live slots", "batches of each slot (this epoch / in all)", "digest"),
@@ -130,20 +116,10 @@ def tables(found: dict[str, Any]) -> list[Table]:
         boxes.rows.append(
             (str(box["box"]), str(box["step"]), str(box["epoch"]), nxt, live, counts, box["digest"] or "")
         )
+    columns = ("worker", "box", "slot", "step", "worker_step", "samples", "epoch")
     workers = Table(
         "DataLoaderCheckpoint records",
-        (
-            "worker>",
-            "box>",
-            "slot>",
-            "step>",
-            "worker_step>",
-            "samples>",
-            "epoch>",
-            "last digest",
-            "state>",
-            "user_state_dict",
-        ),
+        (*(f"{name}>" for name in columns), "last digest", "state>", "user_state_dict"),
     )
     for worker in found["workers"]:
         numbers = ("global_worker_id", "box", "slot", "step", "worker_step", "samples_streamed", "epoch")
@@ -163,7 +139,6 @@ def tables(found: dict[str, Any]) -> list[Table]:
 
 
 def show_state_file(path: Path, as_json: bool) -> None:
-    """Print the saved states in a file, as tables or JSON. Raises the errors of SavedFile."""
     from penstock.deploy.operations.saved_file import SavedFile
 
     file = SavedFile(path)

@@ -1,5 +1,5 @@
-"""Implementation of `penstock status`: prints the coordinator's present state, as tables or as one JSON object (see
-penstock.runtime.telemetry.cluster_view)."""
+"""Implementation of `penstock status`: prints the coordinator's present state (penstock.runtime.telemetry.cluster_view)
+as tables or as one JSON object."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ __all__ = ["show_status", "tables"]
 
 
 def show_status(peer: Peer, *, show_all: bool, as_json: bool) -> None:
-    """Ask the coordinator for its state and print it. `show_all`: True: with a row for each run that has ended. JSON
-    always has all runs."""
     with peer.client() as client:
         found = view(client.status(), peer.address)
     if as_json:

@@ -1,45 +1,59 @@
 """Implementation of `penstock status --watch`: shows the coordinator's state on a terminal, anew each second.
 
-If the coordinator cannot be reached at the start, that is an error. If it cannot be reached later, the command waits
-for it, because training continues meanwhile, and the screen reports that.
+A fleet has more slots than a terminal has lines. So each table is sorted by importance, for example slots by how long
+boxes wait for them, and is cut at the end of the screen. The sentence that names the bottleneck is never cut. This
+module chooses the rows itself, because rich squeezes or wraps rows that do not fit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import textwrap
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from penstock.deploy.console.exit_codes import USAGE, CommandError
 from penstock.deploy.console.peer import Peer
 from penstock.deploy.console.signals import signals_as_errors
-from penstock.deploy.operations.watch_screen import Screen
+from penstock.deploy.console.tables import Table, drawn
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError
-from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.runtime.telemetry.cluster_columns import BOXES, EVENTS, SLOTS, WORKERS, Columns, cells
 from penstock.runtime.telemetry.cluster_view import ClusterView, view
+from penstock.runtime.telemetry.logs import printable
 from penstock.runtime.telemetry.units import seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions
+    from rich.segment import Segment
+    from rich.table import Table as RichTable
 
-__all__ = ["watch_status"]
+__all__ = ["Screen", "watch_status"]
 
 DEADLINE_S = 5.0
 """Longest time in seconds to wait for one answer of the coordinator. A later answer would not show the present."""
 INTERVAL_S = 1.0
 """Seconds between two updates."""
+LEAST_ROWS = 3
+"""Number of rows that every table gets before a table gets more."""
+WIDEST = 1000
+"""Width in characters at which a table is drawn. It is then cut at the right edge of the screen, because the first
+columns matter most."""
+STYLES = {"": "", "info": "cyan", "warn": "yellow", "bad": "red"}
 
 
 def watch_status(peer: Peer) -> None:
-    """Show the screen until Ctrl-C. A signal that ends the process raises SystemExit."""
+    """Show the screen until Ctrl-C. A signal that ends the process raises SystemExit. If the coordinator cannot be
+    reached at the start, that is an error; later the command waits for it, because training continues meanwhile."""
     from rich.live import Live
 
     console = _terminal()
     with peer.client() as client, contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual end
-        watch = _Watch(client, peer.address)
-        watch.ask()  # the first query's error is raised before the screen starts
-        live = Live(Screen(watch.found, watch.away), console=console, screen=True, auto_refresh=False)
+        address = peer.address
+        found, answered_at = view(client.status(deadline_s=DEADLINE_S), address), time.monotonic()
+        live = Live(Screen(found), console=console, screen=True, auto_refresh=False)
         # A signal restores the terminal too, also in the middle of the first drawing.
         with signals_as_errors(lambda number: SystemExit(128 + number)) as check, contextlib.ExitStack() as leaving:
             leaving.callback(live.stop)
@@ -47,13 +61,20 @@ def watch_status(peer: Peer) -> None:
             while True:
                 time.sleep(INTERVAL_S)
                 check()
-                watch.ask()
-                live.update(Screen(watch.found, watch.away), refresh=True)
+                away = ""
+                try:
+                    found, answered_at = view(client.status(deadline_s=DEADLINE_S), address), time.monotonic()
+                except (CoordinatorUnavailableError, DeadlineError):
+                    away_s = seconds(time.monotonic() - answered_at)
+                    away = (
+                        f"the coordinator at {address} has not answered for {away_s}; training continues, and the last "
+                        "answer is shown"
+                    )
+                    client.reach(0.2)  # gives the channel time to reconnect
+                live.update(Screen(found, away), refresh=True)
 
 
 def _terminal() -> Console:
-    """Return a rich console for standard output. Raises CommandError if standard output is not a terminal whose cursor
-    can be moved."""
     from rich.console import Console
 
     console = Console()
@@ -66,39 +87,101 @@ def _terminal() -> Console:
     return console
 
 
-class _Watch:
-    """Repeated question to the coordinator for its state. The last answer is kept."""
+@dataclass(frozen=True)
+class Section:
+    """Table of the screen, with its rows sorted by importance. The `alarm` of a row decides its color."""
 
-    def __init__(self, client: CoordinatorClient, address: str) -> None:
-        self._client, self._address = client, address
-        self._found: ClusterView | None = None
-        self._away_s = 0.0
-        """Seconds since the coordinator's last answer; 0 if the last question was answered."""
-        self._answered_at = 0.0
+    columns: Columns[Any]
+    headings: Sequence[str]
+    rows: Sequence[Any]
 
-    def ask(self) -> None:
-        """Ask the coordinator for its state and keep the answer. If the coordinator cannot be reached, keep the last
-        answer, or raise the error if there is none yet. Raises every other error of the call."""
-        try:
-            self._found = view(self._client.status(deadline_s=DEADLINE_S), self._address)
-        except (CoordinatorUnavailableError, DeadlineError):
-            if self._found is None:
-                raise
-            self._away_s = time.monotonic() - self._answered_at
-            self._client.reach(0.2)  # gives the channel time to reconnect
-            return
-        self._answered_at, self._away_s = time.monotonic(), 0.0
+    def table(self, count: int) -> RichTable:
+        *others, last = self.headings
+        shown, more = self.rows[:count], len(self.rows) - count
+        heads = (*others, f"{last.rstrip('>')} ({more} more)" if more else last)
+        table = Table("", heads, cells(self.columns, self.headings, shown))
+        styles = [STYLES[view.alarm] for view in shown]
+        return drawn(table, styles, no_wrap=True, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
 
-    @property
-    def found(self) -> ClusterView:
-        assert self._found is not None, "it was never queried"
-        return self._found
 
-    @property
-    def away(self) -> str:
-        if not self._away_s:
-            return ""
-        return (
-            f"the coordinator at {self._address} has not answered for {seconds(self._away_s)}; training continues, and "
-            "the last answer is shown"
-        )
+@dataclass(frozen=True)
+class Screen:
+    """Whole screen, which rich draws so that it fits the terminal. `away`: why the shown state is out of date."""
+
+    found: ClusterView
+    away: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        from rich.segment import Segment
+        from rich.text import Text
+
+        width, height = options.max_width, options.height or console.height
+        parts: list[Any] = [Text(line, style) for style, line in self._head(width, height)]
+        sections = [section for section in _sections(self.found) if section.rows]
+        counts = fit([len(section.rows) for section in sections], height - len(parts))
+        for section, count in zip(sections, counts, strict=True):
+            if count:
+                parts += [Text(""), section.table(count)]
+        wide = options.update(width=WIDEST, height=None)
+        lines = [line for one in parts for line in console.render_lines(one, wide, pad=False)]
+        for line in lines[:height]:
+            yield from Segment.adjust_line_length(line, width, pad=False)
+            yield Segment.line()
+
+    def _head(self, width: int, height: int) -> list[tuple[str, str]]:
+        """Return the first lines of the screen, each with its style. If many runs are open, only the first ones are
+        shown, so that lines are left for the tables."""
+        coordinator, runs = self.found.coordinator, self.found.open_runs
+        about = coordinator.about + (f"  dashboard {coordinator.dashboard}" if coordinator.dashboard else "")
+        lines = [("bold reverse", about.ljust(width))]
+        if self.away:
+            lines.append(("bold red", printable(self.away)))
+        for run in runs[: max(1, (height - len(lines)) // 4)]:
+            lines.append(("bold", printable("  ".join((run.run, *run.figures)))))
+            style = STYLES[run.finding.alarm] or "green"
+            text = textwrap.wrap(printable(run.finding.text), max(20, width - 4), max_lines=3)
+            lines += [(style, f"  {line}") for line in text]
+        if self.found.ended or not runs:
+            ended = f"{self.found.ended} (`penstock status --all`)." if self.found.ended else ""
+            lines.append(("dim" if runs else "", ended if runs else f"No run is open. {ended}".rstrip()))
+        return lines
+
+
+def fit(rows: Sequence[int], height: int) -> list[int]:
+    """Return how many of each table's `rows` are shown in `height` lines; the first tables matter most. Each table
+    takes two more lines: its header and a blank line."""
+    counts = [0] * len(rows)
+    for index, count in enumerate(rows):
+        least = min(count, LEAST_ROWS)
+        if height >= least + 2:
+            counts[index] = least
+            height -= least + 2
+    for index, count in enumerate(rows):
+        if counts[index]:
+            more = min(count - counts[index], height)
+            counts[index] += more
+            height -= more
+    return counts
+
+
+def _sections(found: ClusterView) -> list[Section]:
+    boxes = [box for run in found.open_runs for box in run.boxes]
+    slots = [slot for box in boxes for slot in box.slots]
+    return [
+        Section(
+            SLOTS,
+            ("slot", "waited for>", "queued>", "batches/s>", "worker", "phase", "restarts>", "saved>", "note"),
+            sorted(slots, key=lambda slot: slot.urgency, reverse=True),
+        ),
+        Section(EVENTS, tuple(EVENTS), sorted(found.events, key=lambda event: (event.fault, event.at), reverse=True)),
+        Section(
+            BOXES,
+            ("box", "state", "step>", "epoch>", "steps/s>", "waits>", "waits for"),
+            sorted(boxes, key=lambda box: -box.wait_share),
+        ),
+        Section(
+            WORKERS,
+            ("worker", "state", "slots used>", "batches/s>", "waited for>", "heard of>"),
+            sorted(found.workers, key=lambda worker: -worker.wait_share),
+        ),
+    ]

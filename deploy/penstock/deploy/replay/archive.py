@@ -4,8 +4,7 @@ stopped one."""
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from penstock.appliance.core.box_history import StoppedCoordinator
 from penstock.proto.errors import StateUnavailableError, UnknownRunError
@@ -13,25 +12,6 @@ from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 __all__ = ["Archive", "RunningArchive", "StoppedArchive"]
-
-
-class Archive(Protocol):
-    def histories(self, run: str, box: int) -> list[pb.History]:
-        """Return what the coordinator recorded of a box in each attempt of the run (start, epochs, positions, skipped
-        batches), oldest attempt first. Raises UnknownRunError if it has no record of the box."""
-
-    def snapshot(self, header: pb.SnapshotHeader) -> bytes:
-        """Return the bytes of a snapshot that a history lists. Raises StateUnavailableError if it is no longer kept."""
-
-    def blob(self, name: str) -> bytes | None:
-        """Return the content of the blob (a large value stored by itself) with this name; None if it is no longer
-        kept."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None: ...
 
 
 def _unknown(run: str, box: int, where: str, remedy: str) -> UnknownRunError:
@@ -50,10 +30,12 @@ class RunningArchive:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._client.close()
 
     def histories(self, run: str, box: int) -> list[pb.History]:
+        """Return what the coordinator recorded of a box in each attempt of the run (start, epochs, positions, skipped
+        batches), oldest attempt first. Raises UnknownRunError if it has no record of the box."""
         found = self._client.fetch_histories(run, box)
         if not found:
             raise _unknown(
@@ -65,9 +47,11 @@ class RunningArchive:
         return found
 
     def snapshot(self, header: pb.SnapshotHeader) -> bytes:
+        """Return the bytes of a snapshot that a history lists. Raises StateUnavailableError if it is no longer kept."""
         return self._client.fetch_snapshot(header)
 
     def blob(self, name: str) -> bytes | None:
+        """Return a large value that is stored by itself; None if it is no longer kept."""
         try:
             return self._client.get_blob(name)
         except StateUnavailableError:
@@ -100,3 +84,6 @@ class StoppedArchive(StoppedCoordinator):
                 f"batch {header.total}. Start from a checkpoint (--checkpoint)"
             )
         return data
+
+
+Archive = RunningArchive | StoppedArchive

@@ -1,14 +1,11 @@
 """Plan of the replay of a delivered batch: the position of the box from which the replay starts, and how each worker is
 restored there.
 
-Which worker made the batch of a given step depends on the lengths of all workers' epochs, which are not recorded, and
-on the epochs that the loop abandoned by `break`, which are. So all workers of the box run again. They start at the
-newest recorded position before the step that all of them can reach: the position of a checkpoint, or a position that
-each worker can reach from a durable snapshot. If there is none, all workers start where the attempt (one launch of the
-run) began.
-
-The replay of all workers also yields the box's stream digest (the chained digest of its batches). This digest is
-compared at a position for which the box or a checkpoint recorded it.
+Which worker made the batch of a given step depends on the lengths of all workers' epochs, which are not recorded. So
+all workers of the box run again, from the newest recorded position before the step that all of them can reach: that of
+a checkpoint, or one that each worker can reach from a durable snapshot. If there is none, they start where the attempt
+(one launch of the run) began. The box's stream digest (the chained digest of its batches) is compared at a position for
+which the box or a checkpoint recorded it.
 
 The functions are pure: they read the history of the run, and run nothing.
 """
@@ -33,11 +30,10 @@ recorded. If more steps than that were replayed to reach the batch, their number
 
 @dataclass(frozen=True)
 class KnownPosition:
-    """Position of the box that its history or a checkpoint contains."""
+    """Position of the box, and the checkpoint that was saved there, if there is one."""
 
     position: Position
     checkpoint: SavedState | None = None
-    """Checkpoint saved at this position, from which the workers can start; None if there is no such checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +82,9 @@ def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int
     chosen = (came or begun)[-1]
     if not came and chosen.settled:
         had = [
-            f"{one.opening.start.step + 1} to {_last(one)} of attempt {one.attempt}"
-            for one in of_number
-            if _last(one) > one.opening.start.step
+            f"{history.opening.start.step + 1} to {_last(history)} of attempt {history.attempt}"
+            for history in of_number
+            if _last(history) > history.opening.start.step
         ]
         if not had:
             whose = "the run" if number is None else f"attempt {number} of the run"
@@ -104,14 +100,11 @@ def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int
 
 
 def _last(history: pb.History) -> int:
-    """Return the last step that is known to have been delivered to the box."""
     return max(history.opening.start.step, max((position.step for position in history.known), default=0))
 
 
 def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> ReplayPlan:
-    """Return the plan of a replay up to `step`. Raises StateMismatchError if a checkpoint is not of this run, or if it
-    is of a step after the attempt's start and has other numbers of boxes and workers. Checkpoints of steps before the
-    attempt's start are not used."""
+    """Return the plan of a replay up to `step`. Raises StateMismatchError if a checkpoint does not fit the attempt."""
     opening = history.opening
     point = Position.received(opening.start)
     abandoned = {abandoned_epoch.epoch: abandoned_epoch.step for abandoned_epoch in history.abandoned}
@@ -121,17 +114,16 @@ def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> R
         if position is not None:
             known.append(KnownPosition(position, saved))
     if history.slots and by_own_methods(history.slots[0].capabilities):
-        for one in known:
-            one.position.carry()
+        for place in known:
+            place.position.carry()
     start, snapshots = _start(history, known, abandoned, step)
-    with_digest = [one.position for one in known if one.position.step >= step and one.position.chain is not None]
+    positions = [place.position for place in known]
+    with_digest = [position for position in positions if position.step >= step and position.chain is not None]
     check = min(with_digest, key=lambda position: position.step, default=None)
     unverified = ""
     if start.position.chain is None:
-        check, unverified = (
-            None,
-            f"the stream digest is not known at step {start.position.step}, where the replay starts",
-        )
+        check = None
+        unverified = f"the stream digest is not known at step {start.position.step}, where the replay starts"
     elif check is None and history.attempt and step > _last(history):
         unverified = f"the box has reported step {_last(history)}, and it is unknown whether this one was delivered"
     elif check is None:
@@ -182,31 +174,22 @@ def _start(
     history: pb.History, known: Sequence[KnownPosition], abandoned: dict[int, int], step: int
 ) -> tuple[KnownPosition, tuple[pb.SnapshotHeader | None, ...]]:
     """Return the newest known position before step `step` from which the replay can start, and each worker's snapshot
-    for it; None for a worker that is replayed from the attempt's start. There are no snapshots for a position of a
-    checkpoint. The first position in `known` must be the attempt's start."""
-    before = [one for one in known if one.position.step < step]
-    for one in sorted(before, key=lambda one: (one.position.step, one.checkpoint is not None), reverse=True):
-        if one.checkpoint is not None:
-            return one, ()
-        snapshots = [_snapshot(history, slot, one.position, abandoned) for slot in range(len(one.position.total))]
-        if None not in snapshots or one is known[0]:
-            return one, tuple(snapshots)
+    for it; None for a worker that is replayed from the attempt's start, which is the first position in `known`. There
+    are no snapshots for a position of a checkpoint."""
+    before = [place for place in known if place.position.step < step]
+    for place in sorted(before, key=lambda place: (place.position.step, place.checkpoint is not None), reverse=True):
+        if place.checkpoint is not None:
+            return place, ()
+        snapshots = [_snapshot(history, slot, place.position, abandoned) for slot in range(len(place.position.total))]
+        if None not in snapshots or place is known[0]:
+            return place, tuple(snapshots)
     raise AssertionError("the workers must be able to start where the attempt began")
 
 
-def _abandoned_between(first: int, epoch: int, abandoned: dict[int, int]) -> bool:
-    """Return True if the loop abandoned an epoch from `first` on, before `epoch`. Then it cannot be computed which
-    positions the workers reach on the way."""
-    return any(first <= abandoned_epoch < epoch for abandoned_epoch in abandoned)
-
-
 def _snapshot(history: pb.History, slot: int, at: Position, abandoned: dict[int, int]) -> pb.SnapshotHeader | None:
-    """Return the newest durable snapshot from which a slot can reach the position `at` of its box; None: replay the
-    slot from the attempt's start.
-
-    None is returned if there is no such snapshot, and if the loader can be restored only by its aggregate_state_dict
-    and deaggregate_state_dict. A snapshot that is not exact shows in the stream digest.
-    """
+    """Return the newest durable snapshot from which a slot can reach the position `at` of its box. None: replay the
+    slot from the attempt's start, because there is no such snapshot, or the loader can be restored only by its
+    aggregate_state_dict and deaggregate_state_dict. A snapshot that is not exact shows in the stream digest."""
     if slot >= len(history.slots):
         return None
     kept = history.slots[slot]
@@ -216,7 +199,8 @@ def _snapshot(history: pb.History, slot: int, at: Position, abandoned: dict[int,
         header
         for header in kept.snapshots
         if header.epoch <= at.epoch and header.total <= at.total[slot]
-        if not _abandoned_between(header.epoch, at.epoch, abandoned)
+        # Across an abandoned epoch it cannot be computed which positions the workers reach.
+        if not any(header.epoch <= epoch < at.epoch for epoch in abandoned)
         if header.size  # without a size, it is the attempt's start
     ]
     return max(fits, key=lambda header: (header.epoch, header.total), default=None)

@@ -62,15 +62,12 @@ class ReplayRequest:
     """State directory of a stopped coordinator; None: if there is a run, a running coordinator is asked."""
     checkpoints: Sequence[Path] = ()
     args: str | None = None
-    """Positional arguments of input_fn as a JSON list; None: those of the run, or none if `run` is None."""
+    """Arguments of input_fn as JSON, like `kwargs`; None: those of the run, or none if `run` is None."""
     kwargs: str | None = None
-    """Keyword arguments of input_fn as a JSON object; None: those of the run, or none if `run` is None."""
     allow: Sequence[str] = ()
-    """Prefixes of the modules whose input_fn may run here."""
     script: Path | None = None
     """Script that defines the input_fn, if the job defined it in its main script."""
     timeout_s: float = 3600.0
-    """Longest time of the replay of one batch, in seconds."""
 
     def __post_init__(self) -> None:
         from penstock.deploy.operations.batch_tables import FORMATS
@@ -96,7 +93,6 @@ class ReplayRequest:
 
 
 def archive_of(request: ReplayRequest, peer: Peer) -> Archive | None:
-    """Return the archive that has the run's history; None if the batch is replayed from a checkpoint alone."""
     if request.run is None:
         return None
     if request.state_dir is not None:
@@ -119,12 +115,12 @@ def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker
         history = attempt_of(archive.histories(name, request.box), request.box, request.step, request.attempt)
         saved = [file.the(history.opening.loader.input_fn).saved for file in files]
     else:
-        saved = sorted((file.the(None).saved for file in files), key=lambda one: one.step)
+        saved = sorted((file.the(None).saved for file in files), key=lambda state: state.step)
         history = _of_checkpoint(saved[0], request)
-    way = plan(history, saved, request.step)
+    steps = plan(history, saved, request.step)
     history.opening.loader.CopyFrom(_loader(request, history, archive))
     with ExitStack() as closing:
-        going = BatchReplay(request, history, way, archive)
+        going = BatchReplay(request, history, steps, archive)
         forker = forker or closing.enter_context(ReplayForker())
         processes = closing.enter_context(
             ReplayProcesses(forker, history.opening.num_workers_per_box, going.until, going.report_progress)
@@ -133,9 +129,7 @@ def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker
 
 
 def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
-    """Return the history of an attempt, as far as a saved state tells it: the arguments of input_fn are missing. Raises
-    StateUnavailableError if the requested step cannot be replayed from the state, BoxOutOfRangeError for an unknown
-    box."""
+    """Return the history of an attempt, as far as a saved state tells it: the arguments of input_fn are missing."""
     if saved.step >= request.step or not saved.positions:
         have = (
             f"only steps from {saved.step + 1} on can be replayed from it. Pass an earlier checkpoint, or name the RUN"
@@ -163,9 +157,7 @@ def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
 
 
 def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None) -> records_pb2.LoaderSpec:
-    """Return what the child processes need to import and call input_fn. Raises InputFnNotAllowedError if its module is
-    not allowed, InputFnNotFoundError if the job's script is needed and was not given, StateUnavailableError if the
-    run's arguments are no longer kept."""
+    """Return what the child processes need to import and call input_fn."""
     from penstock.proto.state.codec import decode_state, encode_state
 
     opened = history.opening.loader
@@ -200,8 +192,6 @@ def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None
 
 
 def _publish(part: Path, out: Path) -> None:
-    """Rename the file `part`, which was synced to disk, to its final name `out`. Raises InvalidArgumentError if that
-    fails."""
     try:
         os.replace(part, out)
     except OSError as error:
@@ -215,18 +205,18 @@ def _counted(number: int, what: str) -> str:
 class BatchReplay:
     """Replay of a delivered batch, which follows a plan (plan.py)."""
 
-    def __init__(self, request: ReplayRequest, history: pb.History, way: ReplayPlan, archive: Archive | None) -> None:
-        self._request, self._history, self._plan, self._archive = request, history, way, archive
+    def __init__(self, request: ReplayRequest, history: pb.History, plan: ReplayPlan, archive: Archive | None) -> None:
+        self._request, self._history, self._plan, self._archive = request, history, plan, archive
         self._began = time.monotonic()
         self.until = self._began + request.timeout_s
         self._made: dict[int, int] = {}
         self._line = Progress()
 
     def run(self, processes: ReplayProcesses) -> dict[str, Any]:
-        """Start the workers' loaders, advance to the step, read the batch there, and advance to the position where the
-        stream digest is compared. Return the batch's content and origin."""
-        request, way = self._request, self._plan
-        start = way.start.position
+        """Advance to the step, read the batch there, and advance to the position where the stream digest is compared.
+        Return the batch's content and origin."""
+        request = self._request
+        start = self._plan.start.position
         count = len(start.total)
         print(
             f"penstock: replaying box {request.box} from {self._where}: {_counted(request.step - start.step, 'step')} "
@@ -235,9 +225,9 @@ class BatchReplay:
             flush=True,
         )
         processes.ask({slot: self._begin(slot) for slot in range(count)})
-        stream = StreamReplay(processes.ask, start, way.abandoned)
+        stream = StreamReplay(processes.ask, start, self._plan.abandoned)
         stream.to(request.step)
-        at, slot = stream.at.copy(), stream.slot
+        reached, slot = stream.at.copy(), stream.slot
         out = None if request.out is None else request.out.absolute()
         part = None if out is None else out.with_name(f".{secrets.token_hex(8)}{out.suffix}")
         try:
@@ -256,8 +246,8 @@ class BatchReplay:
             "box": request.box,
             "step": request.step,
             "slot": slot,
-            "worker_step": at.total[slot],
-            "epoch": at.epoch,
+            "worker_step": reached.total[slot],
+            "epoch": reached.epoch,
             "input_fn": opening.loader.input_fn,
             "seed": opening.seed,
             "num_boxes": opening.num_boxes,
@@ -280,7 +270,6 @@ class BatchReplay:
         return f"the start of attempt {self._history.attempt} (step {self._history.opening.start.step})"
 
     def _begin(self, slot: int) -> Task:
-        """Return the first task for the child process of a worker: build its loader and go to the plan's start."""
         opening, start = self._history.opening, self._plan.start
         position, saved = start.position, start.checkpoint
         slots = self._history.slots
@@ -329,9 +318,8 @@ class BatchReplay:
         return data
 
     def _verify(self, stream: StreamReplay) -> tuple[bool, str]:
-        """Compare the stream digest (the chained digest of a box's batches), if the plan has a position for that.
-        Return True if it was compared, and a text about the comparison. Raises ReplayMismatchError if the digests
-        differ, or the numbers of batches that the slots have made."""
+        """Compare the stream digest, if the plan has a position for that. Return True if it was compared, and a text
+        about the comparison."""
         check, first = self._plan.check, self._plan.start.position.step + 1
         if check is None:
             return False, f"not verified: {self._plan.unverified}"
@@ -352,6 +340,6 @@ class BatchReplay:
         self._made[slot] = total
         if self._line.due():
             start: Position = self._plan.start.position
-            made = max(0, sum(total - start.total[of] for of, total in self._made.items()))
+            made = max(0, sum(total - start.total[slot] for slot, total in self._made.items()))
             took_s = time.monotonic() - self._began
             self._line.show(f"penstock: {made} of {self._request.step - start.step} batches, {seconds(took_s)}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from penstock.deploy.console.peer import Peer
@@ -11,7 +11,7 @@ from penstock.deploy.console.tables import Table, show
 from penstock.deploy.operations.state_values import brief
 from penstock.deploy.replay.replay_batch import ReplayRequest, archive_of, replay
 
-__all__ = ["numbers_of", "show_replay", "tables"]
+__all__ = ["show_replay", "tables"]
 
 ROW_TEXT = 160
 """Largest number of characters of the values of a row that a table shows. --json shows more of them."""
@@ -20,18 +20,10 @@ ONE_TEXT = 8192
 cut."""
 
 
-def show_replay(
-    request: ReplayRequest,
-    peer: Peer,
-    as_json: bool,
-) -> None:
+def show_replay(request: ReplayRequest, peer: Peer, as_json: bool) -> None:
     """Recreate the batch and print its content as tables or JSON."""
-    archive = archive_of(request, peer)
-    if archive is None:
-        found = replay(request, None)
-    else:
-        with archive:
-            found = replay(request, archive)
+    with archive_of(request, peer) or contextlib.nullcontext() as archive:
+        found = replay(request, archive)
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -58,14 +50,23 @@ def tables(found: dict[str, Any]) -> list[Table]:
         ],
     )
     if found["samples"]:
-        about.rows.append(("samples", numbers_of(found["samples"])))
+        numbers = ", ".join(f"{first} to {end - 1}" for first, end in found["samples"])
+        about.rows.append(("samples", numbers))
     leaves = Table("Batch", ("leaf", "kind", "dtype", "shape", "min>", "max>", "mean>", "NaN>", "first values"))
     for leaf in found["leaves"]:
         shape = "" if leaf["shape"] is None else "[" + ", ".join(map(str, leaf["shape"])) + "]"
-        numbers = (_number(leaf.get(name)) for name in ("min", "max", "mean"))
+        figures = (_number(leaf.get(name)) for name in ("min", "max", "mean"))
         nan = str(leaf["nan"]) if "nan" in leaf else ""
         leaves.rows.append(
-            (leaf["name"] or "batch", leaf["kind"], leaf["dtype"] or "", shape, *numbers, nan, _first(leaf))
+            (
+                leaf["name"] or "batch",
+                leaf["kind"],
+                leaf["dtype"] or "",
+                shape,
+                *figures,
+                nan,
+                " ".join(map(_value, leaf["first"])),
+            )
         )
     shown = [about, *_counts(found), leaves]
     if "row" in found:
@@ -75,12 +76,6 @@ def tables(found: dict[str, Any]) -> list[Table]:
             row.rows.append((leaf["name"] or "batch", shape, _text(leaf["values"])))
         shown.append(row)
     return shown
-
-
-def numbers_of(ranges: Sequence[Sequence[int]] | None) -> str:
-    """Return the numbers of samples as a text, such as "3 to 7, 12 to 12". `ranges`: pairs (first number, last number
-    plus 1), here (3, 8) and (12, 13); None: ""."""
-    return ", ".join(f"{first} to {end - 1}" for first, end in ranges or ())
 
 
 def _counts(found: dict[str, Any]) -> list[Table]:
@@ -100,10 +95,6 @@ def _number(value: Any) -> str:
     if isinstance(value, dict):
         return str(value["value"])
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _first(leaf: dict[str, Any]) -> str:
-    return " ".join(_value(item) for item in leaf["first"])
 
 
 def _value(item: Any) -> str:

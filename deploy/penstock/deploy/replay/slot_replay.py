@@ -74,8 +74,6 @@ def _serve(channel: ControlChannel) -> None:
 
 
 class _SlotReplay:
-    """Replay of one worker's batches, in its child process."""
-
     def __init__(self, channel: ControlChannel, assignment: records_pb2.WorkerAssignment) -> None:
         self._channel = channel
         self._source = PositionedLoader(assignment)
@@ -87,12 +85,9 @@ class _SlotReplay:
         self._reported_at = 0.0
 
     def start(self, parts: Sequence[bytes], fields: Mapping[str, Any]) -> None:
-        """Build the loader, restore it, and advance it to batch `total` in epoch `epoch`. If the slot had ended this
-        epoch (`live` is False), go on to the beginning of the next one.
-
-        `parts`: snapshot or saved state to restore; empty: the loader starts at its beginning. `fields`: fields of the
-        task (`total`, `epoch`, `live`; `snapshot`: True if `parts` has a snapshot).
-        """
+        """Build the loader, restore it, and advance it to batch `total` in epoch `epoch`; if the slot had ended this
+        epoch (`live` is False), to the beginning of the next one. `parts`: snapshot (the field `snapshot` is True) or
+        saved state to restore; empty: the loader starts at its beginning."""
         source, total, epoch = self._source, fields["total"], fields["epoch"]
         source.build()
         if fields["snapshot"]:
@@ -109,8 +104,7 @@ class _SlotReplay:
         self._point = point
 
     def _seek(self, leg: Leg) -> None:
-        """Advance to the end of a leg, which is a position that the run is known to have reached. Raises
-        ReplayMismatchError if the loader cannot reach it or yields other batches."""
+        """Advance to the end of a leg, which is a position that the run is known to have reached."""
         source, total, epoch, digest = self._source, leg.total, leg.epoch, leg.digest
         replayed = source.position.total < total
         if not source.seek(total, epoch, self._seen):
@@ -167,8 +161,7 @@ class _SlotReplay:
         self._channel.send("done", text, digest=self._source.digest)
 
     def _restore_keys(self) -> list[str] | None:
-        """Return the restore keys of the newest batch's rows; None if the batch has none. (A restore key is a text by
-        which a source can read one sample again.)"""
+        """Return the texts by which a source can read each row of the newest batch again; None if it has none."""
         name = self._source.key_field
         keys = self._batch.get(name) if name is not None and isinstance(self._batch, Mapping) else None
         return list(map(str, keys)) if isinstance(keys, list) else None

@@ -21,13 +21,9 @@ Ask = Callable[[Mapping[int, Task]], Mapping[int, ControlMessage]]
 
 
 class StreamReplay:
-    """Replay of a box's stream of batches.
-
-    Args:
-        ask: function that runs tasks in the workers' child processes, by slot (slot_replay.py).
-        start: position of the box at which the workers are.
-        abandoned: last step of each epoch that the loop abandoned, by the epoch's number.
-    """
+    """Replay of a box's stream of batches. `ask`: runs tasks in the workers' child processes, by slot (slot_replay.py);
+    `start`: position of the box at which the workers are; `abandoned`: last step of each epoch that the loop abandoned,
+    by the epoch's number."""
 
     def __init__(self, ask: Ask, start: Position, abandoned: dict[int, int]) -> None:
         self.at = start.copy()
@@ -84,6 +80,5 @@ class StreamReplay:
                     self._ends[slot, plan.epoch] = total
 
     def chain(self) -> int | None:
-        """Return the stream digest at the present position; None if the digest at the start of the replay is not
-        known."""
+        """Return the stream digest at the present position; None if that at the start is not known."""
         return chain_at(self._start, self.at.step, self._ends, self._abandoned, self._digests)

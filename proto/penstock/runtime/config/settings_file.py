@@ -15,9 +15,8 @@ or this one, is refused. PENSTOCK_CONFIG=/dev/null means no file.
 pydantic-settings' own TomlConfigSettingsSource is not used, because it does not report the line of a value, ignores a
 missing file, and opens any kind of file.
 
-The file must not hold secrets, because such files get copied, mounted and committed: the key `token` raises an error,
-which names the right place for tokens. Paths in the file are relative to its own folder, not to the working directory,
-and may begin with "~".
+The file must not hold secrets, because such files get copied, mounted and committed. Paths in it are relative to its
+own folder, and may begin with "~".
 """
 
 from __future__ import annotations
@@ -46,21 +45,17 @@ _KEY = re.compile(r"""\s*(?:([\w-]+)\s*\.\s*)?["']?([\w-]+)["']?\s*=""")
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """Content of a settings file, parsed."""
-
     path: Path
     tables: Mapping[str, Mapping[str, Any]]
     lines: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """(section, key) -> number of the line with the key, from 1."""
 
     def where(self, table: str, key: str = "") -> str:
-        """Return "FILE:LINE" of a key, or of the section's heading if `key` is "". If the line is unknown, return only
-        the file's path."""
+        """Return "FILE:LINE" of a key; only the file's path if the line is unknown."""
         line = self.lines.get((table, key))
         return f"{self.path}:{line}" if line else str(self.path)
 
     def resolved(self, path: str) -> str:
-        """Return the absolute form of a path in the settings file. A relative path counts from the file's folder."""
         return os.path.join(self.path.absolute().parent, os.path.expanduser(path)) if path else path
 
     def check(self, table: str, known: Collection[str], foreign: Mapping[str, str] | None = None) -> None:
@@ -83,11 +78,8 @@ def likely(name: str, known: Collection[str]) -> str:
 
 
 def read_settings_file() -> SettingsFile | None:
-    """Return the settings file of this process; None if it has none.
-
-    Raises InvalidArgumentError if a file was named explicitly and does not exist, or if the file is unreadable,
-    invalid, or writable by other users.
-    """
+    """Return the settings file of this process; None if it has none. Raises InvalidArgumentError if the named file does
+    not exist, or if the file is unreadable, invalid, or writable by other users."""
     named = os.environ.get(VARIABLE, "")
     if named:
         return None if named == os.devnull else _read(Path(named))
@@ -126,14 +118,14 @@ def _read(path: Path) -> SettingsFile:
         )
     try:
         text = raw.decode()
-        found = tomllib.loads(text)
+        tables = tomllib.loads(text)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidArgumentError(f"the settings file {path} must be TOML: {error}. Correct the file") from error
     except RecursionError:  # without its long traceback
         raise InvalidArgumentError(
             f"the settings file {path} cannot be read as TOML: its brackets are nested too deep. Correct the file"
         ) from None
-    return _checked(SettingsFile(path, found, _lines(text)))
+    return _checked(SettingsFile(path, tables, _lines(text)))
 
 
 def _refuse_others(path: Path, found: os.stat_result) -> None:
@@ -181,8 +173,8 @@ def _checked(file: SettingsFile) -> SettingsFile:
 
 
 def _lines(text: str) -> dict[tuple[str, str], int]:
-    """Return (section, key) -> line number for the text of a settings file, which tomllib does not report. Numbers
-    after a multi-line string may be wrong."""
+    """Return (section, key) -> line number, which tomllib does not report. They may be wrong after a multi-line
+    text."""
     table, lines = "", dict[tuple[str, str], int]()
     for number, line in enumerate(text.splitlines(), 1):
         if head := _HEAD.match(line):
@@ -194,8 +186,7 @@ def _lines(text: str) -> dict[tuple[str, str], int]:
 
 
 def token_file_of_settings() -> str:
-    """Return the path of the token file that the settings file names; "" if it names none. Raises
-    InvalidArgumentError."""
+    """Return the path of the token file that the settings file names; "" if it names none."""
     file = read_settings_file()
     named = file.tables.get(CLUSTER, {}).get("token_file", "") if file else ""
     if not isinstance(named, str):

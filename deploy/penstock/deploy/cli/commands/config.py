@@ -48,9 +48,10 @@ def config(
       penstock config client --json | jq .settings      for a script
       penstock config --example > ~/.config/penstock/config.toml
     """
-    from penstock.deploy.operations.list_settings import show_config, show_example
+    from penstock.deploy.operations.list_settings import example as example_lines
+    from penstock.deploy.operations.list_settings import show_config
 
     if example:
-        show_example()
+        print("\n".join(example_lines()))
         return 0
     return show_config(of.value if of else None, as_json)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.deploy.operations.watch_screen import LEAST_ROWS, Screen, fit
+from penstock.deploy.operations.watch_status import LEAST_ROWS, Screen, fit
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.cluster_view import ClusterView, view
 
