@@ -117,20 +117,6 @@ def test_a_state_directory_that_cannot_be(shell: Any, tmp_path: Path) -> None:
         assert "file/state" in done.error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("worker", "--slots", "0", "--allow", "x"), "--slots 0: it should be greater than or equal to 1"),
-        (("coordinator",), "--state-dir (or the variable PENSTOCK_COORDINATOR_STATE_DIR) must be given"),
-    ],
-)
-def test_bad_settings_are_usage_errors(shell: Any, arguments: tuple[str, ...], says: str) -> None:
-    done = shell.call(*arguments)
-    assert done.returncode == 2
-    assert says in done.error
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize("path", ["no/such/file", "folder", "."])
 def test_a_ready_file_that_cannot_be_written(coordinator: Any, path: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()

@@ -10,12 +10,16 @@ import pytest
 from penstock.deploy.engines.engine import FleetPlan
 
 
+def plan(**more: Any) -> FleetPlan:
+    settings = {"engine": "ray", "name": "f", "workers": 2, "slots": 4, "allow": "m", "token_file": "/token"}
+    return FleetPlan.model_validate({**settings, **more})
+
+
 def test_what_ray_is_asked_for() -> None:
     from penstock.deploy.engines.ray import worker_options
 
     def options(near: str) -> dict[str, Any]:
-        plan = FleetPlan("ray", "f", 2, 4, "m", "127.0.0.1:0", "/token", options={"near": near})
-        return worker_options(plan)
+        return worker_options(plan(near=near))
 
     assert options("")["num_cpus"] == 4
     assert "resources" not in options("")
@@ -32,7 +36,6 @@ def test_the_living_nodes_will_do(caplog: pytest.LogCaptureFixture) -> None:
     def actor(name: str) -> Any:
         return SimpleNamespace(ready=SimpleNamespace(remote=lambda: name))
 
-    plan = FleetPlan("ray", "f", 2, 4, "m", "127.0.0.1:0", "/token", timeout_s=7, options={"near": ""})
     ray: Any = SimpleNamespace(
         wait=lambda waits, num_returns, timeout: (["f-1"], ["f-2"]),
         get=lambda name: {"host": "node", "line": name},
@@ -40,9 +43,9 @@ def test_the_living_nodes_will_do(caplog: pytest.LogCaptureFixture) -> None:
     )
     actors = {name: actor(name) for name in ("f-1", "f-2")}
     with pytest.raises(DeadlineError, match="Ray did not start f-2 within 7 s"):
-        _ready(ray, actors, plan, 0.0)
-    assert set(_ready(ray, actors, plan, 0.0, some=True)) == {"f-1"}
+        _ready(ray, actors, plan(timeout=7), 0.0)
+    assert set(_ready(ray, actors, plan(timeout=7), 0.0, some=True)) == {"f-1"}
     assert "the cluster has 1 free now. The fleet runs with 1 workers" in caplog.text
     ray.wait = lambda waits, num_returns, timeout: ([], ["f-1", "f-2"])
     with pytest.raises(DeadlineError, match="did not start f-1, f-2"):
-        _ready(ray, actors, plan, 0.0, some=True)
+        _ready(ray, actors, plan(timeout=7), 0.0, some=True)

@@ -43,42 +43,36 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("role", choices=["coordinator", "worker"])
     parser.add_argument("what", choices=["live", "ready"])
-    parser.add_argument("--address", help="address of the coordinator [PENSTOCK_COORDINATOR_LISTEN]")
-    parser.add_argument("--liveness-file", help="liveness file of the worker [PENSTOCK_WORKER_LIVENESS_FILE]")
-    parser.add_argument("--within", type=float, metavar="SECONDS", help="largest age of a worker's last heartbeat")
     given = parser.parse_args(arguments)
     try:
         if given.role == "coordinator":
-            _ask_coordinator(_given(given.address, "--address", "PENSTOCK_COORDINATOR_LISTEN"), given.what == "ready")
+            _ask_coordinator(_variable("PENSTOCK_COORDINATOR_LISTEN"), given.what == "ready")
         else:
-            file = _given(given.liveness_file, "--liveness-file", "PENSTOCK_WORKER_LIVENESS_FILE")
-            _look_at_worker(file, given.what == "ready", given.within)
+            _look_at_worker(_variable("PENSTOCK_WORKER_LIVENESS_FILE"), given.what == "ready")
     except PenstockError as error:
         print(f"penstock probe: {error.message}", file=sys.stderr)
         return 1
     return 0
 
 
-def _given(flag_value: str | None, flag: str, name: str) -> str:
-    value = flag_value or os.environ.get(name, "")
+def _variable(name: str) -> str:
+    value = os.environ.get(name, "")
     if not value:
-        raise InvalidArgumentError(
-            f"{flag} (or the variable {name}) must be given. Set it in the container, as the manifests do"
-        )
+        raise InvalidArgumentError(f"the variable {name} must be set in the container. Set it, as the manifests do")
     return value
 
 
-def _look_at_worker(file: str, ready: bool, within_s: float | None) -> None:
+def _look_at_worker(file: str, ready: bool) -> None:
     from penstock.runtime.process.liveness_file import read_liveness
 
     liveness = read_liveness(file)
-    if ready and liveness.heard_s_ago > (within_s or READY_S):
+    if ready and liveness.heard_s_ago > READY_S:
         since = "yet" if liveness.heard_s_ago == float("inf") else f"for {liveness.heard_s_ago:.0f} s"
         raise DeadlineError(
-            f"the coordinator has not answered the worker {since} (limit {within_s or READY_S:g} s). See whether it "
+            f"the coordinator has not answered the worker {since} (limit {READY_S:g} s). See whether it "
             "runs, and whether the worker reaches it"
         )
-    if liveness.turned_s_ago > (within_s or LIVE_S):
+    if liveness.turned_s_ago > LIVE_S:
         raise DeadlineError(
             f"the worker has made no progress for {liveness.turned_s_ago:.0f} s, so it hangs or is stopped. Restart it"
         )

@@ -10,21 +10,32 @@ from pathlib import Path
 
 from penstock.proto.errors import InvalidArgumentError, JournalError
 from penstock.proto.rpc.channel import read_tokens
-from penstock.runtime.config.settings_file import token_file_of_settings
+from penstock.runtime.config.settings_file import CLUSTER, read_settings_file, token_file_of_settings
 
-__all__ = ["coordinator_tokens", "make_token"]
+__all__ = ["coordinator_tokens", "make_token", "token_source"]
 
 _log = logging.getLogger("penstock.deploy")
 FILE = "token"
 """Name of the token file in a coordinator's state directory."""
 
 
+def token_source() -> str:
+    """Return a text that names where the credential token comes from; "" if no variable or settings file has one."""
+    if os.environ.get("PENSTOCK_TOKEN"):
+        return "the variable PENSTOCK_TOKEN"
+    if named := os.environ.get("PENSTOCK_TOKEN_FILE"):
+        return f"the file {named} (PENSTOCK_TOKEN_FILE)"
+    if named := token_file_of_settings():
+        file = read_settings_file()
+        return f"the file {named} ({file.where(CLUSTER, 'token_file') if file else ''})"
+    return ""
+
+
 def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
     """Return the credential tokens that a coordinator accepts, as text: one token, or lines `role:token`. The text is
     that of `file`, otherwise of the environment or the settings file. If none of these has a token, make one that is
     valid for all roles, in the folder `state_dir` (None: the coordinator keeps nothing on disk)."""
-    named = os.environ.get("PENSTOCK_TOKEN") or os.environ.get("PENSTOCK_TOKEN_FILE") or token_file_of_settings()
-    if file is not None or named:
+    if file is not None or token_source():
         return read_tokens(file)
     if state_dir is None:
         raise InvalidArgumentError(

@@ -50,82 +50,66 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class ExitCode:
-    """Exit code of a command. `errors`: classes of penstock.proto.errors that end a command with this code."""
+    """Exit code of a command. `errors`: classes of penstock.proto.errors that end a command with it, with blanks."""
 
     number: int
     meaning: str
-    errors: tuple[str, ...] = ()
+    errors: str = ""
 
 
 CODES = (
     ExitCode(0, "done; daemons: ended by a signal"),
     ExitCode(BUG, "unexpected: a bug in Penstock, its traceback is shown"),
-    ExitCode(
-        USAGE,
-        "usage: an invalid flag, variable or argument",
-        ("InvalidArgumentError", "BoxOutOfRangeError"),
-    ),
-    ExitCode(3, "a certificate cannot be used or is not trusted, or only one end uses TLS", ("TlsError",)),
+    ExitCode(USAGE, "usage: an invalid flag, variable or argument", "InvalidArgumentError BoxOutOfRangeError"),
+    ExitCode(3, "a certificate cannot be used or is not trusted, or only one end uses TLS", "TlsError"),
     ExitCode(
         UNSAID,
         "another error of Penstock, or standard output cannot be written",
-        ("PenstockError", "ProtocolError", "ForkedProcessError", "AmbiguousContextError"),
+        "PenstockError ProtocolError ForkedProcessError AmbiguousContextError",
     ),
+    ExitCode(11, "the coordinator cannot be reached, or is overloaded", "CoordinatorUnavailableError OverloadedError"),
     ExitCode(
-        11,
-        "the coordinator cannot be reached, or is overloaded",
-        ("CoordinatorUnavailableError", "OverloadedError"),
+        12, "the token is missing, unreadable, wrong, or of another role", "AuthenticationError NotPermittedError"
     ),
-    ExitCode(
-        12,
-        "the token is missing, unreadable, wrong, or of another role",
-        ("AuthenticationError", "NotPermittedError"),
-    ),
-    ExitCode(PORT_TAKEN, "the address to listen on is in use", ("PortTakenError",)),
-    ExitCode(14, "the coordinator's state on disk cannot be read or written", ("JournalError",)),
-    ExitCode(15, "the two ends are of different releases", ("VersionSkewError",)),
-    ExitCode(16, "refused to listen beyond this machine without TLS (see --insecure)", ("UnsafeBindError",)),
-    ExitCode(17, "a deadline passed", ("DeadlineError", "NoWorkersError")),
+    ExitCode(PORT_TAKEN, "the address to listen on is in use", "PortTakenError"),
+    ExitCode(14, "the coordinator's state on disk cannot be read or written", "JournalError"),
+    ExitCode(15, "the two ends are of different releases", "VersionSkewError"),
+    ExitCode(16, "refused to listen beyond this machine without TLS (see --insecure)", "UnsafeBindError"),
+    ExitCode(17, "a deadline passed", "DeadlineError NoWorkersError"),
     ExitCode(
         18,
         "no such run or worker, or it does not match the request",
-        ("UnknownRunError", "UnknownWorkerError", "SupersededError", "BoxTakenError", "TopologyError"),
+        "UnknownRunError UnknownWorkerError SupersededError BoxTakenError TopologyError",
     ),
     ExitCode(
         19,
         "a worker or lane was lost, or delivers damaged data",
-        ("WorkerLostError", "LaneLostError", "LaneClosedError", "BatchCorruptError"),
+        "WorkerLostError LaneLostError LaneClosedError BatchCorruptError",
     ),
-    ExitCode(20, "no state is available for this step", ("StateUnavailableError",)),
-    ExitCode(21, "the loader cannot be saved", ("NotRestartableError", "UnsupportedStateError")),
+    ExitCode(20, "no state is available for this step", "StateUnavailableError"),
+    ExitCode(21, "the loader cannot be saved", "NotRestartableError UnsupportedStateError"),
     ExitCode(
         22,
         "a state is damaged, too new, or another loader's",
-        ("StateCorruptError", "StateVersionError", "StateMismatchError"),
+        "StateCorruptError StateVersionError StateMismatchError",
     ),
     ExitCode(
-        23,
-        "a checkpoint does not exist, or cannot be written or read",
-        ("CheckpointError", "CheckpointNotFoundError"),
+        23, "a checkpoint does not exist, or cannot be written or read", "CheckpointError CheckpointNotFoundError"
     ),
-    ExitCode(24, "a checkpoint is damaged", ("CheckpointCorruptError",)),
+    ExitCode(24, "a checkpoint is damaged", "CheckpointCorruptError"),
     ExitCode(
         25,
         "input_fn or its loader raised, cannot be found, or is not allowed",
-        ("InputFnError", "InputFnNotFoundError", "InputFnNotAllowedError"),
+        "InputFnError InputFnNotFoundError InputFnNotAllowedError",
     ),
     ExitCode(
         26,
         "a batch cannot be sent, or there is none",
-        ("UnsupportedLeafError", "StructureChangedError", "BatchTooLargeError", "EmptyInputError"),
+        "UnsupportedLeafError StructureChangedError BatchTooLargeError EmptyInputError",
     ),
-    ExitCode(27, "a runner holds more memory than its worker allows", ("MemoryLimitError",)),
-    ExitCode(
-        28,
-        "a dataset cannot be fetched or read",
-        ("DatasetError", "ShardCorruptError", "ShardUnavailableError"),
-    ),
-    ExitCode(DIFFERS, "a restored loader yields other batches", ("ReplayMismatchError",)),
+    ExitCode(27, "a runner holds more memory than its worker allows", "MemoryLimitError"),
+    ExitCode(28, "a dataset cannot be fetched or read", "DatasetError ShardCorruptError ShardUnavailableError"),
+    ExitCode(DIFFERS, "a restored loader yields other batches", "ReplayMismatchError"),
     ExitCode(CANNOT_SAVE, "doctor: the loader streams, but cannot be saved as it is"),
     ExitCode(UNFIT, "doctor: this machine or this cluster has a problem, which is named"),
     ExitCode(INTERRUPTED, "interrupted (Ctrl-C); `penstock up`: ended by a signal while it started"),
@@ -137,7 +121,7 @@ _REMEDIES: dict[type[PenstockError], str] = {
 }
 """Remedies that commands add to some errors, because in a training job these errors have another remedy."""
 
-_CODE_OF = {name: code.number for code in CODES for name in code.errors}
+_CODE_OF = {name: code.number for code in CODES for name in code.errors.split()}
 
 EXIT_LINES = "\n".join(f"{code.number:>3}  {code.meaning}" for code in CODES)
 

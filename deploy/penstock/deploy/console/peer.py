@@ -7,16 +7,15 @@ error lists them. If there is none, the default address is taken.
 
 from __future__ import annotations
 
-import os
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.deploy.console.command_token import token_source
 from penstock.deploy.console.settings import PeerSettings, resolve
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.addresses import UNIX
 from penstock.runtime.config.settings import source_of
-from penstock.runtime.config.settings_file import token_file_of_settings
 from penstock.runtime.process.announcements import Announcement, accepts, announced
 from penstock.runtime.telemetry.logs import printable
 
@@ -68,7 +67,7 @@ class Peer:
     def _has_other_token(self) -> bool:
         """True if the user names the coordinator as HOST:PORT and has set a token, which then wins over the announced
         token file."""
-        return self._is_named and not self._named.startswith(UNIX) and _has_token()
+        return self._is_named and not self._named.startswith(UNIX) and bool(token_source())
 
     @property
     def _named(self) -> str:
@@ -78,7 +77,7 @@ class Peer:
         """Return one line about the default address if a `penstock coordinator`, which announces nothing, may listen
         there. Without a token in a variable or the settings file the command could not call it: it may be another
         user's."""
-        if not found or not _has_token() or self._named in [one.address for one in found] or not accepts(self._named):
+        if not found or not token_source() or self._named in [one.address for one in found] or not accepts(self._named):
             return []
         return [f"the default address: {self._named}"]
 
@@ -112,7 +111,3 @@ class Peer:
         from penstock.proto.rpc.calls import CoordinatorClient
 
         return CoordinatorClient(self.address, self.token(), tls=self.tls())
-
-
-def _has_token() -> bool:
-    return bool(os.environ.get("PENSTOCK_TOKEN") or os.environ.get("PENSTOCK_TOKEN_FILE") or token_file_of_settings())

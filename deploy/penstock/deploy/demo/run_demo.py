@@ -160,15 +160,8 @@ def _fleet() -> Iterator[Fleet]:
     with tempfile.TemporaryDirectory(prefix="penstock-demo-") as path:
         folder = FleetFolder(Path(path) / "fleet")
         folder.make()
-        plan = FleetPlan(
-            engine="local",
-            name="demo",
-            workers=2,
-            slots=3,
-            allow=INPUT,
-            listen="127.0.0.1:0",
-            token_file=str(folder.token_file(None)),
-        )
+        settings = {"name": "demo", "workers": 2, "slots": 3, "allow": INPUT, "listen": "127.0.0.1:0"}
+        plan = FleetPlan.model_validate({**settings, "token_file": str(folder.token_file(None))})
         local.up(plan, folder, ends_with_us=True)
         try:
             fleet = folder.fleet()

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.deploy.console.exit_codes import CANNOT_SAVE, DIFFERS
-from penstock.deploy.doctor.trial_process import TrialProcesses
+from penstock.deploy.doctor.trial_process import TrialAnswer, TrialProcesses
 from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError
 
 __all__ = [
@@ -188,14 +188,7 @@ def examine(request: LoaderRequest) -> LoaderReport:
 
 def examine_in(trials: TrialProcesses, request: LoaderRequest) -> LoaderReport:
     """Run all checks of a loader in `trials`, which are running already."""
-    loaders = [_streamed(trials, request, slot) for slot in range(request.workers)]
-    for examined in loaders:
-        for name in _restored(examined):
-            _chain(trials, request, examined, name)
-    if _saves(loaders[0]) and loaders[0].capabilities["state_methods"] == 4:
-        _launches(trials, request, loaders)
-    code, verdict = _verdict(request, loaders)
-    return LoaderReport(request, loaders, code, verdict, list(_warnings(request, loaders)))
+    return _Examination(trials, request).run()
 
 
 def _saves(examined: ExaminedLoader) -> bool:
@@ -220,67 +213,128 @@ def _restored(examined: ExaminedLoader) -> Iterator[str]:
             yield name
 
 
-def _streamed(trials: TrialProcesses, request: LoaderRequest, slot: int) -> ExaminedLoader:
-    what = f"streaming {request.batches} batches of {request.input_fn}, worker {slot}"
-    answer = trials.ask(what, "stream", **request.fields(slot), batches=request.batches)
-    points = {
-        message.fields["name"]: (message.fields["total"], message.fields["epoch_start"], message.payload)
-        for message in answer
-        if message.kind == "point"
-    }
-    found = dict(answer.done.fields)
-    rows = array("Q", next(message.payload for message in answer if message.kind == "rows"))
-    return ExaminedLoader(slot, found.pop("capabilities"), found, points, rows)
+class _Examination:
+    def __init__(self, trials: TrialProcesses, request: LoaderRequest) -> None:
+        self._trials, self._request = trials, request
 
+    def run(self) -> LoaderReport:
+        request = self._request
+        loaders = [self._stream(slot) for slot in range(request.workers)]
+        for examined in loaders:
+            for name in _restored(examined):
+                self._chain(examined, name)
+        if _saves(loaders[0]) and loaders[0].capabilities["state_methods"] == 4:
+            self._launches(loaders)
+        code, verdict = _verdict(request, loaders)
+        return LoaderReport(request, loaders, code, verdict, list(_warnings(request, loaders)))
 
-def _ask(
-    trials: TrialProcesses,
-    request: LoaderRequest,
-    examined: ExaminedLoader,
-    check: LoaderCheck,
-    task: str,
-    parts: Sequence[bytes],
-    **fields: Any,
-) -> bytes | None:
-    """Restore the loader at a restart point in a child process. Record in `check` whether it then yields the same
-    events as the first stream. Return the state that it saved, for the next check of a chain; None if it was asked for
-    none, or raised an error, or yielded a wrong batch before."""
-    examined.checks.append(check)
-    try:
-        answer = trials.ask(
-            f"restoring {request.input_fn} {check.where}, worker {examined.slot}",
-            task,
-            parts,
-            **request.fields(examined.slot),
-            **fields,
-        )
-    except DeadlineError:
-        raise
-    except PenstockError as error:
-        check.exact, check.what, check.traceback = False, error.message, error.remote_traceback
-        return None
-    done = answer.done.fields
-    if not done["same"]:
-        check.exact, check.differs, check.what = False, done["differs"], done["what"]
-    return next((message.payload for message in answer if message.kind == "point"), None)
+    def _stream(self, slot: int) -> ExaminedLoader:
+        request = self._request
+        what = f"streaming {request.batches} batches of {request.input_fn}, worker {slot}"
+        answer = self._trials.ask(what, "stream", **request.fields(slot), batches=request.batches)
+        points = {
+            message.fields["name"]: (message.fields["total"], message.fields["epoch_start"], message.payload)
+            for message in answer
+            if message.kind == "point"
+        }
+        streamed = dict(answer.done.fields)
+        rows = array("Q", next(message.payload for message in answer if message.kind == "rows"))
+        return ExaminedLoader(slot, streamed.pop("capabilities"), streamed, points, rows)
 
+    def _restore(
+        self, examined: ExaminedLoader, check: LoaderCheck, task: str, parts: Sequence[bytes], **fields: Any
+    ) -> bytes | None:
+        """Restore the loader at a restart point in a child process. Record in `check` whether it then yields the same
+        events as the first stream. Return the state that it saved, for the next check of a chain; None if it was asked
+        for none, or raised an error, or yielded a wrong batch before."""
+        examined.checks.append(check)
+        what = f"restoring {self._request.input_fn} {check.where}, worker {examined.slot}"
+        answer = self._ask(check, what, task, parts, examined.slot, **fields)
+        if answer is None:
+            return None
+        done = answer.done.fields
+        if not done["same"]:
+            check.exact, check.differs, check.what = False, done["differs"], done["what"]
+        return next((message.payload for message in answer if message.kind == "point"), None)
 
-def _chain(trials: TrialProcesses, request: LoaderRequest, examined: ExaminedLoader, name: str) -> None:
-    """Restore a loader at one restart point; if a chain starts there, again from the state that it saved, and so on."""
-    total, epoch_start, data = examined.points[name]
-    last = GENERATIONS if name in _CHAINED else 1
-    for generation in range(1, last + 1):
-        events = examined.events_after(total, epoch_start=epoch_start)
-        if generation > 1 and not events:
-            return
-        until = _up_to_a_batch(events[:COMPARED])
-        where = _WHERE[name].format(total=total) if generation == 1 else f"after batch {total}{_AGAIN[generation - 1]}"
-        check = LoaderCheck(where, total, not epoch_start, generation)
-        then = [until[-1][1], until[-1][1] * request.workers] if generation < last and until else None
-        following = _ask(trials, request, examined, check, "check", [data], events=events, then=then)
-        if following is None or then is None or not check.exact:
-            return
-        total, epoch_start, data = then[0], False, following
+    def _ask(
+        self, check: LoaderCheck, what: str, task: str, parts: Sequence[bytes], slot: int, **fields: Any
+    ) -> TrialAnswer | None:
+        """Run a task of a check. If it raises an error, record that in `check`, and return None."""
+        try:
+            return self._trials.ask(what, task, parts, **self._request.fields(slot), **fields)
+        except DeadlineError:
+            raise
+        except PenstockError as error:
+            check.exact, check.what, check.traceback = False, error.message, error.remote_traceback
+            return None
+
+    def _chain(self, examined: ExaminedLoader, name: str) -> None:
+        """Restore a loader at one restart point; if a chain starts there, again from the state that it saved, ..."""
+        total, epoch_start, data = examined.points[name]
+        last = GENERATIONS if name in _CHAINED else 1
+        for generation in range(1, last + 1):
+            events = examined.events_after(total, epoch_start=epoch_start)
+            if generation > 1 and not events:
+                return
+            until = _up_to_a_batch(events[:COMPARED])
+            where = (_WHERE[name] if generation == 1 else "after batch {total}").format(total=total)
+            check = LoaderCheck(where + _AGAIN[generation - 1], total, not epoch_start, generation)
+            then = [until[-1][1], until[-1][1] * self._request.workers] if generation < last and until else None
+            following = self._restore(examined, check, "check", [data], events=events, then=then)
+            if following is None or then is None or not check.exact:
+                return
+            total, epoch_start, data = then[0], False, following
+
+    # ---- launches, by the loader's own aggregate and deaggregate
+
+    def _launches(self, loaders: list[ExaminedLoader]) -> None:
+        """Check launches (resumes of all workers): where all workers have made the same number of batches, in their
+        first epoch, with further launches from the states saved then if a worker's own state cannot be loaded; and from
+        a step at which worker 0 is one batch ahead of the others."""
+        if _within_first_epoch(loaders[0], "uneven"):
+            points = [loaders[0].points["uneven"], *(examined.points["early"] for examined in loaders[1:])]
+            self._launch(loaders, "uneven", [point[0] for point in points], [point[2] for point in points], 1)
+        for name in ("early", "mid"):
+            if not all(_within_first_epoch(examined, name) for examined in loaders):
+                continue
+            total = loaders[0].points[name][0]
+            parts: list[bytes] | None = [examined.points[name][2] for examined in loaders]
+            last = GENERATIONS if _needs_deaggregation(loaders[0]) and name in _CHAINED else 1
+            for generation in range(1, last + 1):
+                if parts is not None:
+                    parts = self._launch(loaders, "resume", [total] * len(loaders), parts, generation)
+                    total += COMPARED
+
+    def _launch(
+        self, loaders: list[ExaminedLoader], name: str, totals: list[int], parts: list[bytes], generation: int
+    ) -> list[bytes] | None:
+        """Resume all workers and compare their next COMPARED batches with the first stream; the results are added to
+        their checks. Return their states after these batches; None if a worker raised an error or a batch was wrong, if
+        a worker's epoch ends within them or right after, or for "uneven".
+
+        `name`: "resume" or "uneven"; `totals`: number of batches of each worker before the resume; `parts`: encoded
+        state of each worker; `generation`: number of the launch in its chain, from 1.
+        """
+        where = _WHERE[name].format(total=totals[0]) + _AGAIN[generation - 1]
+        aggregation = LoaderCheck(where, totals[0], False, generation)
+        what = f"aggregate_state_dict() of {self._request.input_fn}"
+        answer = self._ask(aggregation, what, "aggregate", parts, 0)
+        if answer is None:
+            loaders[0].checks.append(aggregation)
+            return None
+        step = sum(totals)
+        following = []
+        for examined, total, part in zip(loaders, totals, parts, strict=True):
+            events = examined.events_after(total, epoch_start=False)[:COMPARED]
+            beyond = examined.events_after(total + COMPARED, epoch_start=False)[:1]
+            inside = len(events) == COMPARED and all(event[2] is not None for event in [*events, *beyond])
+            goes_on = inside and name == "resume"
+            then = [total + COMPARED, step + COMPARED * len(loaders)] if goes_on else None
+            fields = {"events": events, "launch": {"step": step, "totals": totals}, "then": then}
+            check = LoaderCheck(where, total, False, generation)
+            following.append(self._restore(examined, check, "resume", [part, answer.done.payload], **fields))
+        return [data for data in following if data is not None] if all(following) else None
 
 
 def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
@@ -288,73 +342,6 @@ def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
     while events and events[-1][2] is None:
         events = events[:-1]
     return events
-
-
-# ---- launches, by the loader's own aggregate and deaggregate
-
-
-def _launches(trials: TrialProcesses, request: LoaderRequest, loaders: list[ExaminedLoader]) -> None:
-    """Check launches (resumes of all workers): where all workers have made the same number of batches, in their first
-    epoch, with further launches from the states saved then if a worker's own state cannot be loaded; and from a step at
-    which worker 0 is one batch ahead of the others."""
-    if _within_first_epoch(loaders[0], "uneven"):
-        points = [loaders[0].points["uneven"], *(examined.points["early"] for examined in loaders[1:])]
-        states = [point[2] for point in points]
-        _launch(trials, request, loaders, "uneven", [point[0] for point in points], states, 1)
-    for name in ("early", "mid"):
-        if not all(_within_first_epoch(examined, name) for examined in loaders):
-            continue
-        total, parts = loaders[0].points[name][0], [examined.points[name][2] for examined in loaders]
-        last = GENERATIONS if _needs_deaggregation(loaders[0]) and name in _CHAINED else 1
-        for generation in range(1, last + 1):
-            following = _launch(trials, request, loaders, "resume", [total] * len(loaders), parts, generation)
-            total += COMPARED
-            if following is None:
-                break
-            parts = following
-
-
-def _launch(
-    trials: TrialProcesses,
-    request: LoaderRequest,
-    loaders: list[ExaminedLoader],
-    name: str,
-    totals: list[int],
-    parts: list[bytes],
-    generation: int,
-) -> list[bytes] | None:
-    """Resume all workers and compare their next COMPARED batches with the first stream; the results are added to their
-    checks. Return their states after these batches; None if a worker raised an error or a batch was wrong, if a
-    worker's epoch ends within them or right after, or for "uneven".
-
-    `name`: key of _WHERE: "resume" or "uneven"; `totals`: number of batches of each worker before the resume; `parts`:
-    encoded state of each worker; `generation`: number of the launch in its chain, from 1.
-    """
-    where = _WHERE[name].format(total=totals[0]) + _AGAIN[generation - 1]
-    try:
-        aggregated = trials.ask(
-            f"aggregate_state_dict() of {request.input_fn}", "aggregate", parts, **request.fields(0)
-        ).done.payload
-    except DeadlineError:
-        raise
-    except PenstockError as error:
-        failed = LoaderCheck(where, totals[0], False, generation, False)
-        failed.what, failed.traceback = error.message, error.remote_traceback
-        loaders[0].checks.append(failed)
-        return None
-    step = sum(totals)
-    following = []
-    for examined, total, part in zip(loaders, totals, parts, strict=True):
-        events = examined.events_after(total, epoch_start=False)[:COMPARED]
-        beyond = examined.events_after(total + COMPARED, epoch_start=False)[:1]
-        inside = len(events) == COMPARED and all(event[2] is not None for event in [*events, *beyond])
-        goes_on = inside and name == "resume"
-        then = [total + COMPARED, step + COMPARED * len(loaders)] if goes_on else None
-        check = LoaderCheck(where, total, False, generation)
-        launch = {"step": step, "totals": totals}
-        fields = {"events": events, "launch": launch, "then": then}
-        following.append(_ask(trials, request, examined, check, "resume", [part, aggregated], **fields))
-    return [data for data in following if data is not None] if all(following) else None
 
 
 def _within_first_epoch(examined: ExaminedLoader, name: str) -> bool:

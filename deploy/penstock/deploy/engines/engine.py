@@ -11,42 +11,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.deploy.console.settings import UpSettings, flag
+from penstock.runtime.config.job_settings import TlsFiles
+
 __all__ = ["Fleet", "FleetPlan", "exports", "worker_name"]
 
 
-@dataclass(frozen=True)
-class FleetPlan:
-    """Plan of a fleet: one coordinator and a number of equal workers."""
+class FleetPlan(UpSettings):
+    """Plan of a fleet: the settings of `penstock up`, complete and checked (`model_validate`)."""
 
-    engine: str
-    name: str
-    """Name of the fleet, with which the names of its daemons begin."""
-    workers: int
-    slots: int
-    """Number of slots of each worker, which is the largest number of runners that it has at a time."""
-    allow: str
-    """Prefixes of the modules that workers may run, separated by commas."""
-    listen: str
-    """Address on which the coordinator listens, HOST:PORT. Ray uses only the port."""
     token_file: str
     """Path of the token file on this machine. Ray uses the same path on all nodes, unless it sends the token."""
-    runner_memory: str = ""
-    insecure: bool = False
-    tls: Mapping[str, str] = field(default_factory=dict)
-    """TLS settings (tls_ca, tls_cert, tls_key, tls_name) that were given, by name. Files are paths on the daemons'
-    machines."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that this plan's engine has and not every engine, by name."""
-    timeout_s: float = 120.0
-    """Longest time in seconds until all daemons must be ready."""
+
+    @property
+    def tls(self) -> dict[str, str]:
+        """TLS settings that were given, by name. Files are paths on the daemons' machines."""
+        return {name: value for name in TlsFiles.model_fields if (value := getattr(self, name))}
 
     def differences(self, other: FleetPlan) -> list[str]:
-        """Return the command-line flags of the settings in which the two plans differ. --timeout does not count."""
-        mine, theirs = ({**vars(plan), **plan.tls, **plan.options} for plan in (self, other))
-        for flat in (mine, theirs):
-            del flat["timeout_s"], flat["tls"], flat["options"]
-        names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
-        return [f"--{name.replace('_', '-')}" for name in names]
+        """Return the flags of the settings in which the two plans differ. --dir and --timeout do not count."""
+        mine, theirs = (plan.model_dump(exclude={"dir", "timeout"}) for plan in (self, other))
+        return [flag(name) for name in mine if mine[name] != theirs[name]]
 
     def coordinator_command(self, state_dir: str, listen: str) -> list[str]:
         """Return the command-line arguments of `penstock` that start the coordinator."""
@@ -65,7 +50,7 @@ class FleetPlan:
         ]
 
     def _shared_flags(self) -> list[str]:
-        tls = [part for name, file in self.tls.items() for part in (f"--{name.replace('_', '-')}", file)]
+        tls = [part for name, file in self.tls.items() for part in (flag(name), file)]
         return [*tls, *(["--insecure"] if self.insecure else [])]
 
 

@@ -117,10 +117,10 @@ class FleetFolder:
     # ---- content
 
     def save_plan(self, plan: FleetPlan) -> None:
-        _write(self._plan, json.dumps(asdict(plan), indent=2))
+        _write(self._plan, plan.model_dump_json(indent=2))
 
     def plan(self) -> FleetPlan | None:
-        return self._read(self._plan, lambda found: FleetPlan(**found))
+        return self._read(self._plan, FleetPlan.model_validate)
 
     def save(self, fleet: Fleet) -> None:
         """Write the record of the running fleet, and announce its coordinator to this user's commands, unless its

@@ -3,11 +3,9 @@ process. All data of the fleet is in its folder, so that a command in another sh
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
-from dataclasses import asdict, replace
 
 from penstock.deploy.console.exit_codes import BUG, INTERRUPTED, USAGE, CommandError
 from penstock.deploy.engines.engine import Fleet, FleetPlan
@@ -34,14 +32,14 @@ def up(plan: FleetPlan, folder: FleetFolder, *, ends_with_us: bool = False) -> F
     started or changed, DeadlineError if a running one is not changed in time."""
     if folder.supervised:
         return _adjust(plan, folder)
-    command = module("penstock.deploy.engines.supervisor", str(folder.path), json.dumps(asdict(plan)))
+    command = module("penstock.deploy.engines.supervisor", str(folder.path), plan.model_dump_json())
     if ends_with_us:
         command += ["--parent-pid", str(os.getpid())]
     log = folder.logs / "supervisor.log"
     with LinePipe() as ready:
         process = spawn(command, stdout=ready.theirs, stderr=open_log(log))
         try:
-            line, in_time = ready.line(plan.timeout_s + 60), True
+            line, in_time = ready.line(plan.timeout + 60), True
         except TimeoutError:
             line, in_time = None, False
         except BaseException:
@@ -97,11 +95,11 @@ def _adjust(plan: FleetPlan, folder: FleetFolder) -> Fleet:
         raise CommandError(
             f"a fleet already runs in {folder.path}{what}. End it by `penstock down`, or change only --workers", USAGE
         )
-    folder.save_plan(replace(current, workers=plan.workers))
+    folder.save_plan(current.model_copy(update={"workers": plan.workers}))
     if not Identity(**fleet.about["supervisor"]).send(signal.SIGUSR1):
         raise CommandError(f"the fleet in {folder.path} has just ended. Try again", USAGE)
     before = fleet.about["adjusted"]
-    deadline = time.monotonic() + plan.timeout_s
+    deadline = time.monotonic() + plan.timeout
     while time.monotonic() < deadline:
         fleet = folder.fleet()
         if fleet is None:
@@ -113,7 +111,7 @@ def _adjust(plan: FleetPlan, folder: FleetFolder) -> Fleet:
             return fleet
         time.sleep(POLL_S)
     raise DeadlineError(
-        f"the fleet in {folder.path} does not have {plan.workers} workers ready after {plan.timeout_s:g} s. See the "
+        f"the fleet in {folder.path} does not have {plan.workers} workers ready after {plan.timeout:g} s. See the "
         f"logs in {folder.logs}"
     )
 

@@ -18,7 +18,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +49,13 @@ STOP_S = 40.0
 
 def worker_options(plan: FleetPlan) -> dict[str, Any]:
     """Return the options with which Ray places one worker: a core for each slot, and the workers spread over the nodes.
-    With the plan's option `near`, only nodes with this resource (`NAME`) or label (`KEY=VALUE`) are used."""
-    near = str(plan.options["near"])
-    key, equals, value = near.partition("=")
+    With the plan's `near`, only nodes with this resource (`NAME`) or label (`KEY=VALUE`) are used."""
+    key, equals, value = plan.near.partition("=")
     where: dict[str, Any] = {}
     if equals:
         where["label_selector"] = {key: value}
-    elif near:
-        where["resources"] = {near: NODE_SHARE}
+    elif plan.near:
+        where["resources"] = {plan.near: NODE_SHARE}
     return {"num_cpus": plan.slots, "scheduling_strategy": "SPREAD", **where, **_LASTING}
 
 
@@ -78,14 +76,14 @@ def ray_up(plan: FleetPlan, folder: FleetFolder) -> Fleet:
     Raises DeadlineError if the coordinator or all workers are late; CommandError with a daemon's error, or if the fleet
     runs with another plan, or without the package ray; PenstockError if Ray cannot be reached or lost an actor.
     """
-    with _connected(str(plan.options["ray_address"])) as ray:
+    with _connected(plan.ray_address) as ray:
         there, asked = _actors_of(ray, plan.name), plan
         _refuse_another_plan(there, folder, plan)
         token = _token(plan)
         if token:
-            plan = replace(plan, token_file=str(node_folder(plan) / "token"))
+            plan = plan.model_copy(update={"token_file": str(node_folder(plan) / "token")})
         started: dict[str, Any] = dict(there)
-        deadline = time.monotonic() + plan.timeout_s
+        deadline = time.monotonic() + plan.timeout
         try:
             coordinator = _coordinator_name(plan.name)
             if coordinator not in started:
@@ -96,7 +94,7 @@ def ray_up(plan: FleetPlan, folder: FleetFolder) -> Fleet:
             for name in wanted:
                 if name not in started:
                     options = worker_options(plan) | {"name": name}
-                    started[name] = _remote(ray, options, asdict(plan), name, address, token)
+                    started[name] = _remote(ray, options, plan.model_dump(), name, address, token)
             about |= _ready(ray, {name: started[name] for name in wanted}, plan, deadline, some=True)
         except BaseException:
             _stop(ray, {name: actor for name, actor in started.items() if name not in there}, GIVE_UP_S)
@@ -143,8 +141,7 @@ def _connected(address: str) -> Iterator[Any]:
 
 def _cluster(ray: Any, plan: FleetPlan) -> str:
     """Return the address of the Ray cluster, by which `penstock down` finds it; never "auto"."""
-    given = str(plan.options["ray_address"])
-    return given if given.startswith("ray://") else str(ray.get_runtime_context().gcs_address)
+    return plan.ray_address if plan.ray_address.startswith("ray://") else str(ray.get_runtime_context().gcs_address)
 
 
 def _coordinator_name(fleet: str) -> str:
@@ -169,7 +166,7 @@ def _remote(ray: Any, options: Mapping[str, Any], *arguments: Any) -> Any:
 def _start_coordinator(ray: Any, plan: FleetPlan, token: str) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    node = _node_of_coordinator(ray.nodes(), str(plan.options["coordinator_node"]))
+    node = _node_of_coordinator(ray.nodes(), plan.coordinator_node)
     host, port = node["NodeManagerAddress"], plan.listen.rpartition(":")[2]
     refuse_unsafe(f"{host}:{port}", encrypted=bool(plan.tls.get("tls_cert")), insecure=plan.insecure)
     options = {
@@ -178,7 +175,7 @@ def _start_coordinator(ray: Any, plan: FleetPlan, token: str) -> Any:
         "num_cpus": 0,  # a head node is often configured without CPUs
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
     }
-    return _remote(ray, options, asdict(plan), "", "", token)
+    return _remote(ray, options, plan.model_dump(), "", "", token)
 
 
 def _node_of_coordinator(nodes: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
@@ -209,7 +206,7 @@ def _refuse_another_plan(there: Mapping[str, Any], folder: FleetFolder, plan: Fl
 
 def _token(plan: FleetPlan) -> str:
     """Return the credential token to send through Ray; "" if --send-token is not given."""
-    if not plan.options["send_token"]:
+    if not plan.send_token:
         return ""
     try:
         return Path(plan.token_file).read_text()
@@ -242,10 +239,10 @@ def _ready(
         found[waits[ref]] = status
     if len(found) < len(waits):
         late = sorted(set(waits.values()) - set(found))
-        text = f"Ray did not start {', '.join(late)} within {plan.timeout_s:g} s"
+        text = f"Ray did not start {', '.join(late)} within {plan.timeout:g} s"
         if late == [_coordinator_name(plan.name)]:  # the coordinator requests only its node, not CPUs
             raise DeadlineError(f"{text}. See `ray status` for lost nodes, or raise --timeout")
-        near = f" on nodes with {plan.options['near']}" if plan.options["near"] else ""
+        near = f" on nodes with {plan.near}" if plan.near else ""
         free = ray.available_resources().get("CPU", 0)
         text += f": a worker requests {plan.slots} CPUs{near}; the cluster has {free:g} free now"
         if not (some and found):

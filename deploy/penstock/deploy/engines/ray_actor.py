@@ -22,7 +22,7 @@ __all__ = ["DaemonActor", "node_folder"]
 
 
 def node_folder(plan: FleetPlan) -> Path:
-    return Path(plan.options["state_dir"] or f"/var/tmp/penstock-{os.getuid()}") / plan.name
+    return Path(plan.state_dir or f"/var/tmp/penstock-{os.getuid()}") / plan.name
 
 
 class DaemonActor:
@@ -38,7 +38,7 @@ class DaemonActor:
     def __init__(self, plan: dict[str, Any], name: str, coordinator: str, token: str) -> None:
         import ray
 
-        self._plan = FleetPlan(**plan)
+        self._plan = FleetPlan.model_validate(plan)
         self._folder = FleetFolder(node_folder(self._plan))
         self._folder.make()
         self._host: str = ray.util.get_node_ip_address()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -140,7 +139,7 @@ class _Supervisor:
     async def _live(self) -> None:
         """Start all daemons, call `ready`, and watch them. Return when the last worker was stopped on request."""
         try:
-            async with asyncio.timeout(self._plan.timeout_s):
+            async with asyncio.timeout(self._plan.timeout):
                 await self._start_coordinator()
                 self._folder.address = self._coordinator.line
                 self._adjust()
@@ -148,7 +147,7 @@ class _Supervisor:
         except TimeoutError:
             waits = [kept.title for kept in (self._coordinator, *self._workers.values()) if not kept.ready.is_set()]
             raise DeadlineError(
-                f"the fleet in {self._folder.path} is not ready after {self._plan.timeout_s:g} s: it waits for "
+                f"the fleet in {self._folder.path} is not ready after {self._plan.timeout:g} s: it waits for "
                 f"{', '.join(waits)}. See the logs in {self._folder.logs}, or raise --timeout"
             ) from None
         self._up = True
@@ -292,7 +291,7 @@ def main() -> int:
     or the last line of standard error why it is not."""
     parser = argparse.ArgumentParser(prog="python -m penstock.deploy.engines.supervisor")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("plan", type=json.loads)
+    parser.add_argument("plan", type=FleetPlan.model_validate_json)
     parser.add_argument("--parent-pid", type=int)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -302,7 +301,7 @@ def main() -> int:
             os.write(sys.stdout.fileno(), b"ready\n")
 
     try:
-        supervise(FleetPlan(**options.plan), FleetFolder(options.folder), announce, parent_pid=options.parent_pid)
+        supervise(options.plan, FleetFolder(options.folder), announce, parent_pid=options.parent_pid)
     except (CommandError, PenstockError) as error:
         print(f"penstock: {error}", file=sys.stderr)
         return error.code if isinstance(error, CommandError) else exit_code(error)

@@ -20,7 +20,6 @@ from penstock.deploy.engines.ray import ray_down, ray_up
 from penstock.deploy.engines.supervisor import supervise
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.addresses import refuse_unsafe
-from penstock.runtime.config.job_settings import TlsFiles
 from penstock.runtime.config.settings import variable
 
 __all__ = ["run_down", "run_up"]
@@ -89,24 +88,13 @@ def _plan_of(settings: UpSettings, token_file: Path | None, folder: FleetFolder)
     cores = max(1, len(os.sched_getaffinity(0)) // settings.workers)
     slots = settings.slots or (cores if is_local else 8)
     checked = resolve(WorkerSettings, slots=slots, allow=settings.allow, name=settings.name)
-    return FleetPlan(
-        engine=settings.engine,
-        name=settings.name,
-        workers=settings.workers,
-        slots=slots,
-        allow=checked.allow,
-        listen=settings.listen,
-        token_file=str(folder.token_file(token_file)),
-        runner_memory=settings.runner_memory,
-        insecure=settings.insecure,
-        tls={
-            name: value if name == "tls_name" else str(Path(value).expanduser().absolute())
-            for name in TlsFiles.model_fields
-            if (value := getattr(settings, name))
-        },
-        options={} if is_local else {name: getattr(settings, name) for name in _OF_RAY},
-        timeout_s=settings.timeout,
-    )
+    files = {
+        name: str(Path(file).expanduser().absolute())
+        for name in ("tls_ca", "tls_cert", "tls_key")
+        if (file := getattr(settings, name))
+    }
+    checked_values = {"slots": slots, "allow": checked.allow, "token_file": str(folder.token_file(token_file))}
+    return FleetPlan.model_validate({**settings.model_dump(), **files, **checked_values})
 
 
 def _folder(settings: UpSettings) -> FleetFolder:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock.deploy.console.command_token import token_source
 from penstock.deploy.console.exit_codes import USAGE
 from penstock.deploy.console.settings import SETTINGS_OF, WorkerSettings, check_settings_file, refuse_unknown
 from penstock.deploy.console.tables import Table, show
 from penstock.runtime.config.settings import OtherType, ResolvedSetting, Section, find, variable
-from penstock.runtime.config.settings_file import CLUSTER, read_settings_file, token_file_of_settings
+from penstock.runtime.config.settings_file import CLUSTER, read_settings_file
 
 __all__ = ["example", "show_config"]
 
@@ -34,7 +34,7 @@ def show_config(of: str | None, as_json: bool) -> int:
         refuse_unknown(section)
     file = read_settings_file()
     found = {name: find(section) for name, section in sections.items()}
-    token = _token()
+    token = token_source()
     if as_json:
         about = {
             "file": str(file.path) if file else None,
@@ -48,17 +48,6 @@ def show_config(of: str | None, as_json: bool) -> int:
         print(f"Settings file: {file.path if file else 'none'}")
         print(f"Token: {token or 'none; a coordinator makes one in its state directory'}")
     return USAGE if any(each.problem for settings in found.values() for each in settings) else 0
-
-
-def _token() -> str:
-    if os.environ.get("PENSTOCK_TOKEN"):
-        return "the variable PENSTOCK_TOKEN"
-    if named := os.environ.get("PENSTOCK_TOKEN_FILE"):
-        return f"the file {named} (PENSTOCK_TOKEN_FILE)"
-    if named := token_file_of_settings():
-        file = read_settings_file()
-        return f"the file {named} ({file.where(CLUSTER, 'token_file') if file else ''})"
-    return ""
 
 
 def _plain(value: Any) -> Any:
