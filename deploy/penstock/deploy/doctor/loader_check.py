@@ -56,7 +56,6 @@ _WHERE = {
     "second epoch": "at the start of the next epoch (batch {total} done)",
     "late": "after batch {total}",
     "resume": "after batch {total}, by aggregate and deaggregate",
-    "uneven": "after batch {total}, by aggregate and deaggregate, the others one batch behind",
 }
 GENERATIONS = 3
 """Number of restores in a chain. Each one but the first uses a state of the loader that was restored before."""
@@ -289,12 +288,8 @@ class _Examination:
     # ---- launches, by the loader's own aggregate and deaggregate
 
     def _launches(self, loaders: list[ExaminedLoader]) -> None:
-        """Check launches (resumes of all workers): where all workers have made the same number of batches, in their
-        first epoch, with further launches from the states saved then if a worker's own state cannot be loaded; and from
-        a step at which worker 0 is one batch ahead of the others."""
-        if _within_first_epoch(loaders[0], "uneven"):
-            points = [loaders[0].points["uneven"], *(examined.points["early"] for examined in loaders[1:])]
-            self._launch(loaders, "uneven", [point[0] for point in points], [point[2] for point in points], 1)
+        """Check launches (resumes of all workers) in their first epoch, with further launches from the states saved
+        then if a worker's own state cannot be loaded."""
         for name in ("early", "mid"):
             if not all(_within_first_epoch(examined, name) for examined in loaders):
                 continue
@@ -303,35 +298,32 @@ class _Examination:
             last = GENERATIONS if _needs_deaggregation(loaders[0]) and name in _CHAINED else 1
             for generation in range(1, last + 1):
                 if parts is not None:
-                    parts = self._launch(loaders, "resume", [total] * len(loaders), parts, generation)
+                    parts = self._launch(loaders, total, parts, generation)
                     total += COMPARED
 
     def _launch(
-        self, loaders: list[ExaminedLoader], name: str, totals: list[int], parts: list[bytes], generation: int
+        self, loaders: list[ExaminedLoader], total: int, parts: list[bytes], generation: int
     ) -> list[bytes] | None:
-        """Resume all workers and compare their next COMPARED batches with the first stream; the results are added to
-        their checks. Return their states after these batches; None if a worker raised an error or a batch was wrong, if
-        a worker's epoch ends within them or right after, or for "uneven".
-
-        `name`: "resume" or "uneven"; `totals`: number of batches of each worker before the resume; `parts`: encoded
-        state of each worker; `generation`: number of the launch in its chain, from 1.
-        """
-        where = _WHERE[name].format(total=totals[0]) + _AGAIN[generation - 1]
-        aggregation = LoaderCheck(where, totals[0], False, generation)
+        """Resume all workers after `total` batches of each, and compare their next COMPARED batches with the first
+        stream; the results are added to their checks. Return their states after these batches; None if a worker raised
+        an error or a batch was wrong, or if a worker's epoch ends within them or right after. `parts`: encoded state of
+        each worker; `generation`: number of the launch in its chain, from 1."""
+        where = _WHERE["resume"].format(total=total) + _AGAIN[generation - 1]
+        aggregation = LoaderCheck(where, total, False, generation)
         what = f"aggregate_state_dict() of {self._request.input_fn}"
         answer = self._ask(aggregation, what, "aggregate", parts, 0)
         if answer is None:
             loaders[0].checks.append(aggregation)
             return None
-        step = sum(totals)
+        step = total * len(loaders)
         following = []
-        for examined, total, part in zip(loaders, totals, parts, strict=True):
+        for examined, part in zip(loaders, parts, strict=True):
             events = examined.events_after(total, epoch_start=False)[:COMPARED]
             beyond = examined.events_after(total + COMPARED, epoch_start=False)[:1]
             inside = len(events) == COMPARED and all(event[2] is not None for event in [*events, *beyond])
-            goes_on = inside and name == "resume"
-            then = [total + COMPARED, step + COMPARED * len(loaders)] if goes_on else None
-            fields = {"events": events, "launch": {"step": step, "totals": totals}, "then": then}
+            then = [total + COMPARED, step + COMPARED * len(loaders)] if inside else None
+            launch = {"step": step, "totals": [total] * len(loaders)}
+            fields = {"events": events, "launch": launch, "then": then}
             check = LoaderCheck(where, total, False, generation)
             following.append(self._restore(examined, check, "resume", [part, answer.done.payload], **fields))
         return [data for data in following if data is not None] if all(following) else None
@@ -363,12 +355,8 @@ def saved_by(request: LoaderRequest, loaders: list[ExaminedLoader]) -> str | Non
     if not capabilities["state_methods"]:
         return REPLAY if request.replay else None
     if _needs_deaggregation(loaders[0]):
-        return METHODS if all(_is_uneven(check) for check in wrong) else REPLAY
+        return REPLAY if wrong else METHODS
     return REPLAY if wrong else STATE
-
-
-def _is_uneven(check: LoaderCheck) -> bool:
-    return "one batch behind" in check.where
 
 
 def _verdict(request: LoaderRequest, loaders: list[ExaminedLoader]) -> tuple[int, str]:
@@ -387,12 +375,12 @@ def _verdict(request: LoaderRequest, loaders: list[ExaminedLoader]) -> tuple[int
             "RestartableDataLoader, or save by replay: Appliance(replay=True), which --replay checks here"
         )
     aggregated = [check for check in wrong if not check.snapshot and "aggregate" in check.where]
-    if not all(_is_uneven(check) for check in aggregated):
+    if aggregated:
         return DIFFERS, (
             f"cannot be resumed by its own methods: {_describe_failure(aggregated[-1])}. With the same numbers of "
             "boxes and workers that is an error in a run; with other numbers the run goes on with other batches"
         )
-    if wrong and not aggregated:
+    if wrong:
         return 0, (
             f"can be saved at any step and resumed exactly, by counted replay: {_describe_failure(wrong[0])}. So a run "
             "that finds other batches behind a state makes the epoch again from its start, which takes as long as "
@@ -461,11 +449,5 @@ def _warnings(request: LoaderRequest, loaders: list[ExaminedLoader]) -> Iterator
     else:
         yield from _equal_samples(loaders)
     yield from _wrong_length(loaders)
-    for check in loaders[0].checks:
-        if not check.exact and _is_uneven(check):
-            yield (
-                f"resumed {check.where}, {check.what}. A state at a step where workers have different numbers of "
-                "batches is therefore resumed by counted replay, with the same numbers of boxes and workers only"
-            )
     if all(len(set(each)) == 1 for each in digests):
         yield "all batches are the same, so a wrong batch cannot be detected. Check with real data"

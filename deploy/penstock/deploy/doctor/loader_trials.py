@@ -132,8 +132,6 @@ class _Stream:
         source, place = self._source, self._source.position
         replay_digest = ReplayDigest(cover=DigestCover.FULL)
         self._open("start")
-        if source.by_own_methods and self._slot == 0 and self._workers > 1:
-            self._keep.setdefault(2, "uneven")
         while place.total < self._batches:
             epoch, started = place.epoch, time.monotonic()
             batch = source.next()

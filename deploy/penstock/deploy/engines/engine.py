@@ -24,7 +24,7 @@ class FleetPlan(UpSettings):
     """Path of the token file on this machine. Ray uses the same path on all nodes, unless it sends the token."""
 
     @property
-    def tls(self) -> dict[str, str]:
+    def tls_files(self) -> dict[str, str]:
         """TLS settings that were given, by name. Files are paths on the daemons' machines."""
         return {name: value for name in TlsFiles.model_fields if (value := getattr(self, name))}
 
@@ -50,7 +50,7 @@ class FleetPlan(UpSettings):
         ]
 
     def _shared_flags(self) -> list[str]:
-        tls = [part for name, file in self.tls.items() for part in (flag(name), file)]
+        tls = [part for name, file in self.tls_files.items() for part in (flag(name), file)]
         return [*tls, *(["--insecure"] if self.insecure else [])]
 
 

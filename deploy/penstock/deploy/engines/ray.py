@@ -107,7 +107,7 @@ def ray_up(plan: FleetPlan, folder: FleetFolder) -> Fleet:
             folder=str(folder.path),
             coordinator=address,
             token_file=asked.token_file,
-            tls=plan.tls,
+            tls=plan.tls_files,
             about={
                 "ray_address": _cluster(ray, plan),
                 "daemons": [{"name": name, **status} for name, status in about.items()],
@@ -168,7 +168,7 @@ def _start_coordinator(ray: Any, plan: FleetPlan, token: str) -> Any:
 
     node = _node_of_coordinator(ray.nodes(), plan.coordinator_node)
     host, port = node["NodeManagerAddress"], plan.listen.rpartition(":")[2]
-    refuse_unsafe(f"{host}:{port}", encrypted=bool(plan.tls.get("tls_cert")), insecure=plan.insecure)
+    refuse_unsafe(f"{host}:{port}", encrypted=bool(plan.tls_files.get("tls_cert")), insecure=plan.insecure)
     options = {
         **_LASTING,
         "name": _coordinator_name(plan.name),

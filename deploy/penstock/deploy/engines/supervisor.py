@@ -250,7 +250,7 @@ class _Supervisor:
             folder=str(self._folder.path),
             coordinator=self._coordinator.line,
             token_file=self._plan.token_file,
-            tls=self._plan.tls,
+            tls=self._plan.tls_files,
             about={
                 "supervisor": asdict(Identity.of(os.getpid())),
                 "ready": self._up,
