@@ -128,7 +128,7 @@ def test_a_name_that_means_nothing_is_refused(name: str) -> None:
         unpack(b"", name, limit=0)
 
 
-@pytest.mark.parametrize(("name", "package"), [("zstd", "zstandard"), ("br", "brotli"), ("snappy", "snappy")])
+@pytest.mark.parametrize(("name", "package"), [("zstd", "zstandard"), ("br", "brotli"), ("snappy", "cramjam")])
 def test_missing_library_names_the_remedy(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(DatasetError, match=rf"package {package}. Run pip install 'penstock\[streaming\]'"):

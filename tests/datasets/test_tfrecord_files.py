@@ -157,7 +157,7 @@ def test_error_counts_samples_in_the_whole_file(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(file_ranges, "MIN_RANGE_BYTES", 1)
     root = tmp_path / "root"
     root.mkdir()
-    (root / "a.tfrecord").write_bytes(framed(b"ab", b"cd"))
+    (root / "a.tfrecord").write_bytes(framed(b"ab", b"ef"))
     index_folder(root, format="tfrecord-example")
     with ShardServer(root) as server, pytest.raises(ShardCorruptError, match=r"sample 1 must be a tf\.train\.Example"):
         StreamingDataset(server.url, tmp_path / "cache")[1]

@@ -40,7 +40,7 @@ COMPRESSIONS = {
     "br": _Family("brotli", 11, range(12)),
     "bz2": _Family("", 9, range(1, 10)),
     "gz": _Family("", 9, range(10)),
-    "snappy": _Family("snappy", 0, range(0)),
+    "snappy": _Family("cramjam", 0, range(0)),
     "zstd": _Family("zstandard", 3, range(1, 23)),
 }
 
@@ -92,7 +92,7 @@ def pack(data: bytes, compression: str) -> bytes:
         case "gz":
             packed = gzip.compress(data, level, mtime=0)
         case "snappy":
-            packed = _library(family).compress(data)
+            packed = _library(family).snappy.compress_raw(data)
         case _:
             packed = _library(family).ZstdCompressor(level=level).compress(data)
     return bytes(packed)
@@ -188,22 +188,13 @@ def _br(data: bytes, limit: int) -> bytes:
 
 
 def _snappy(data: bytes, limit: int) -> bytes:
-    snappy = _library("snappy")
-    # A snappy file begins with its length, 7 bits in each byte. The library allocates that many bytes before it reads
-    # on.
-    size = shift = 0
-    for byte in data[:5]:
-        size |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            break
-    else:
-        raise _broken("snappy", "their length is missing or too long")
-    if size > limit:
-        raise _too_long("snappy", limit)
+    cramjam = _library("snappy")
     try:
-        return bytes(snappy.decompress(data))
-    except Exception as error:  # the library's own error class is not public in all versions
+        # A snappy file begins with its length, for which the library allocates memory before it reads on.
+        if cramjam.snappy.decompress_raw_len(data) > limit:
+            raise _too_long("snappy", limit)
+        return bytes(cramjam.snappy.decompress_raw(data))
+    except cramjam.DecompressionError as error:
         raise _broken("snappy", str(error) or "they do not decompress") from error
 
 

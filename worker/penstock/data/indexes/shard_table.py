@@ -38,7 +38,7 @@ from penstock.data.formats.index import (
     shard_of,
     write_index,
 )
-from penstock.data.formats.ranges.file_ranges import MIN_RANGE_BYTES
+from penstock.data.formats.ranges.file_ranges import are_large_parts
 from penstock.data.formats.shards import Shard, StoredFile
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError
@@ -386,9 +386,8 @@ class _Columns:
 
 def _has_ranges(entry: _Entry) -> bool:
     """Return the same as `file_ranges.has_ranges` for the entry's shard."""
-    count = len(entry.blocks or entry.spans or ())
     packed = entry.zip_data is not None or entry.zip_meta is not None
-    return count > 1 and not packed and entry.raw_data.bytes >= count * MIN_RANGE_BYTES
+    return not packed and are_large_parts(len(entry.blocks or entry.spans or ()), entry.raw_data.bytes)
 
 
 def _begin_of(entry: msgspec.Raw, data: bytes) -> int:

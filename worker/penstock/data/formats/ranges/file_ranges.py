@@ -19,7 +19,7 @@ import numpy as np
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.ordering.permutation import Ints
 
-__all__ = ["file_range", "has_ranges", "part_shard", "spans_of", "with_spans"]
+__all__ = ["are_large_parts", "file_range", "has_ranges", "part_shard", "spans_of", "with_spans"]
 
 MIN_RANGE_BYTES = 256 << 10
 """Smallest mean size in bytes of a file's parts for which parts are fetched one by one. Below it the file is fetched as
@@ -33,9 +33,13 @@ needed."""
 def has_ranges(shard: Shard) -> bool:
     """Return True if the parts of a shard's file are to be fetched one by one: it has several, the index lists their
     ranges, the file is not compressed, and the parts are large enough (MIN_RANGE_BYTES on average)."""
-    count = len(shard.parts)
     packed = any(file.packed for file in shard.files)
-    return count > 1 and bool(shard.ranges) and not packed and shard.files[0].raw.size >= count * MIN_RANGE_BYTES
+    return bool(shard.ranges) and not packed and are_large_parts(len(shard.parts), shard.files[0].raw.size)
+
+
+def are_large_parts(count: int, size: int) -> bool:
+    """Return True if a file of `size` bytes has several parts, and these have MIN_RANGE_BYTES on average."""
+    return count > 1 and size >= count * MIN_RANGE_BYTES
 
 
 def part_shard(shard: Shard, part: int) -> Shard:
