@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 from penstock.data import index_folder
 from penstock.data.formats.records import tar_samples
-from penstock.data.writing import index_each
+from penstock.data.writing import indexing
 
 __all__ = ["main"]
 
@@ -48,7 +48,7 @@ def not_plain(*arguments: Any) -> Iterator[Any]:
 def ways() -> dict[str, Callable[[ExitStack], object]]:
     """Return the compared ways to index, by name, each as a function that makes its settings. The settings end with the
     ExitStack that it gets."""
-    alone = patch.object(index_each, "WORTH_S", 1e9)
+    alone = patch.object(indexing, "WORTH_S", 1e9)
     return {
         "one process": lambda stack: stack.enter_context(alone),
         "several processes": lambda stack: None,

@@ -17,7 +17,7 @@ from shardsets import numbers
 
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.formats.index import INDEX, read_index
-from penstock.data.remote import retries
+from penstock.data.remote import transfer
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.streaming_dataset import StreamingDataset
 
@@ -61,7 +61,7 @@ def dataset(hundred: Path) -> Iterator[StreamingDataset]:
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServer]:
     """A web server for the folder `served`; who asks it again does so soon."""
-    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.01)
     (tmp_path / "served").mkdir()
     with ShardServer(tmp_path / "served") as server:
         yield server

@@ -27,7 +27,7 @@ from penstock.data import (
     index_folder,
     job_processes,
 )
-from penstock.data.converting import conversion_plan, convert, convert_part
+from penstock.data.converting import convert, convert_part
 from penstock.data.formats.index import INDEX
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.remote.folders import RemoteFolder
@@ -45,7 +45,7 @@ def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def part_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make each shard a part of its own, however small."""
-    monkeypatch.setattr(conversion_plan, "SHARD_BYTES", conversion_plan.PART_BYTES)
+    monkeypatch.setattr(convert_part, "SHARD_BYTES", convert_part.PART_BYTES)
 
 
 def run_until(fsyncs: int, work: Callable[[], object]) -> None:
@@ -74,7 +74,7 @@ def finished(folder: Path) -> dict[str, int]:
 def test_killed_run_is_continued(to: str, shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill every run after some writes, more from time to time, until one comes to its end. `shards`: those in a
     part."""
-    monkeypatch.setattr(conversion_plan, "SHARD_BYTES", conversion_plan.PART_BYTES // 2 // shards)
+    monkeypatch.setattr(convert_part, "SHARD_BYTES", convert_part.PART_BYTES // 2 // shards)
     numbers(tmp_path / "from", 50 * shards)
 
     def work(folder: str = "to") -> Any:
@@ -104,21 +104,21 @@ def sized(size: int, samples: int, blocks: tuple[int, ...] = ()) -> Shard:
 
 def test_parts_have_every_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, within the limits, of shards that are large, small and empty, with blocks and without."""
-    monkeypatch.setattr(conversion_plan, "PART_BYTES", 1000)
-    monkeypatch.setattr(conversion_plan, "SHARD_BYTES", 20)
+    monkeypatch.setattr(convert_part, "PART_BYTES", 1000)
+    monkeypatch.setattr(convert_part, "SHARD_BYTES", 20)
     for seed in range(50):
         draw = np.random.default_rng(seed)
         shards = [sized(int(draw.choice([0, 5, 400, 3000])), int(draw.choice([0, 1, 7, 30]))) for _ in range(40)]
         shards += [sized(4000, 20, (3, 10, 0, 7)), sized(0, 0)]
-        parts = conversion_plan.parts_of(shards)
+        parts = convert_part.parts_of(shards)
         pieces = [[(shards[number], range(begin, end)) for number, begin, end in part] for part in parts]
         taken = [(id(shard), number) for piece in pieces for shard, numbers in piece for number in numbers]
         assert taken == [(id(shard), number) for shard in shards for number in range(shard.samples)]
         for piece in pieces:
             sizes = [20 + shard.size * len(numbers) / shard.samples for shard, numbers in piece]
             assert len(piece) == 1 or sum(sizes[:-1]) < 500
-    assert conversion_plan.parts_of([sized(4000, 20, (3, 10, 0, 7))]) == [[(0, 0, 3)], [(0, 3, 13)], [(0, 13, 20)]]
-    assert conversion_plan.parts_of([]) == []
+    assert convert_part.parts_of([sized(4000, 20, (3, 10, 0, 7))]) == [[(0, 0, 3)], [(0, 3, 13)], [(0, 13, 20)]]
+    assert convert_part.parts_of([]) == []
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -143,7 +143,7 @@ def test_error_in_a_part_names_the_shard(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("forked_processes", "part_each")
 def test_parts_are_shared_by_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that fails ends the run; the others are kept, and the next run makes only the rest."""
-    monkeypatch.setattr(conversion_plan, "PART_BYTES", 500)
+    monkeypatch.setattr(convert_part, "PART_BYTES", 500)
     monkeypatch.setattr(convert, "SAMPLED_ROWS", 3)  # the damaged one is not looked at before
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"n": {n}, "name": "{name}"}}\n' for n in range(99)))

@@ -21,8 +21,8 @@ from small_disk import small_disk_at
 
 from penstock.data import CSVWriter, MDSWriter, StreamingDataset, index_folder, job_processes
 from penstock.data.formats.records import json_lines
-from penstock.data.writing import index_each, index_process
-from penstock.data.writing.index_each import STAMPS
+from penstock.data.writing import indexing
+from penstock.data.writing.indexing import STAMPS
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
 
@@ -96,13 +96,13 @@ def test_unchanged_files_are_not_read_again(
         write(tmp_path / f"{part}.jsonl", range(3))
     index_folder(tmp_path)
     assert "have not changed" not in capsys.readouterr().err
-    indexed, read = index_each.indexed, list[str]()
+    indexed, read = indexing.index_one, list[str]()
 
     def noted(index_file: Any, path: Path, name: str, out: Path) -> Any:
         read.append(name)
         return indexed(index_file, path, name, out)
 
-    monkeypatch.setattr(index_each, "indexed", noted)
+    monkeypatch.setattr(indexing, "index_one", noted)
     first = (tmp_path / "index.json").read_bytes()
     index_folder(tmp_path)
     assert (read, (tmp_path / "index.json").read_bytes()) == ([], first)
@@ -129,13 +129,13 @@ def test_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             index_folder(source, out=disk)
         assert not (disk / "index.json").exists()
         os.system(f"mount -o remount,size=2000000 {disk}")
-        indexed, read = index_each.indexed, list[str]()
+        indexed, read = indexing.index_one, list[str]()
 
         def noted(index_file: Any, path: Path, name: str, out: Path) -> Any:
             read.append(name)
             return indexed(index_file, path, name, out)
 
-        monkeypatch.setattr(index_each, "indexed", noted)
+        monkeypatch.setattr(indexing, "index_one", noted)
         assert [shard.samples for shard in index_folder(source, out=disk)] == [1000] * 30
         assert 10 < len(read) < 28
         dataset = StreamingDataset(source, disk)
@@ -146,7 +146,7 @@ def test_entries_of_another_release_do_not_count(tmp_path: Path, monkeypatch: py
     write(tmp_path / "a.jsonl", range(3))
     index_folder(tmp_path)
     before = (tmp_path / "a.jsonl.penstock-index").stat().st_ino
-    monkeypatch.setattr(index_each, "STAMPS_VERSION", 2)
+    monkeypatch.setattr(indexing, "STAMPS_VERSION", 2)
     index_folder(tmp_path)
     assert (tmp_path / "a.jsonl.penstock-index").stat().st_ino != before
 
@@ -261,9 +261,9 @@ def test_damage_is_named(tmp_path: Path, damage: str) -> None:
 @pytest.fixture
 def in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """All files but the first are indexed in two processes, which are forked."""
-    monkeypatch.setattr(job_processes, "spawn", forked_jobs(index_process.indexing))
-    monkeypatch.setattr(index_each, "MEASURE_S", 0.0)
-    monkeypatch.setattr(index_each, "WORTH_S", 0.0)
+    monkeypatch.setattr(job_processes, "spawn", forked_jobs(indexing.index_jobs))
+    monkeypatch.setattr(indexing, "MEASURE_S", 0.0)
+    monkeypatch.setattr(indexing, "WORTH_S", 0.0)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
 
 
@@ -291,7 +291,7 @@ def test_error_in_a_process_is_raised(tmp_path: Path) -> None:
 def test_killed_processes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for part in range(30):
         write(tmp_path / f"{part:02}.jsonl", range(3))
-    plain, indexed = job_processes.in_processes, index_each.indexed
+    plain, indexed = job_processes.in_processes, indexing.index_one
 
     def dying(*given: Any) -> Any:
         for count, said in enumerate(plain(*given)):
@@ -300,7 +300,7 @@ def test_killed_processes_are_continued(tmp_path: Path, monkeypatch: pytest.Monk
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def killed() -> None:
-        monkeypatch.setattr(index_each, "in_processes", dying)
+        monkeypatch.setattr(indexing, "in_processes", dying)
         index_folder(tmp_path)
 
     child = Child(killed)
@@ -314,7 +314,7 @@ def test_killed_processes_are_continued(tmp_path: Path, monkeypatch: pytest.Monk
         read.append(name)
         return indexed(index_file, path, name, out)
 
-    monkeypatch.setattr(index_each, "indexed", noted)
-    monkeypatch.setattr(index_each, "WORTH_S", 60.0)
+    monkeypatch.setattr(indexing, "index_one", noted)
+    monkeypatch.setattr(indexing, "WORTH_S", 60.0)
     assert len(index_folder(tmp_path)) == 30
     assert len(read) == 30 - lines

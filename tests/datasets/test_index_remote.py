@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from penstock.data import StreamingDataset, index_folder
 from penstock.data.formats.index import INDEX
 from penstock.data.remote.folders import RemoteFolder
-from penstock.data.writing.index_each import STAMPS
+from penstock.data.writing.indexing import STAMPS
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
 BUCKET = "memory://remote-index"

@@ -22,7 +22,7 @@ from shard_folder import raw_bytes
 from shard_server import Fault, ShardServer
 from waiting import until
 
-from penstock.data.remote import folders, retries, transfer
+from penstock.data.remote import folders, transfer
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.remote_loop import RemoteLoop
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, ShardUnavailableError
@@ -34,7 +34,7 @@ DATA = raw_bytes(1, SIZE)
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServer]:
-    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.01)
     file = tmp_path / "served" / NAME
     file.parent.mkdir(parents=True)
     file.write_bytes(DATA)
@@ -96,7 +96,7 @@ def test_an_outage_is_waited_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Many more failures in a row than any number of tries would be, and the log says what is being waited for."""
-    monkeypatch.setattr(retries, "LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr(transfer, "LONGEST_PAUSE_S", 0.02)
     server.faults[NAME] = [fault] * 30
     place = RemoteFolder(server.url)
     assert fetch(place, tmp_path) == DATA
@@ -107,8 +107,8 @@ def test_an_outage_is_waited_out(
 
 
 def test_an_outage_ends_at_the_deadline(server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "LONGEST_PAUSE_S", 1000)
-    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 1000)
+    monkeypatch.setattr(transfer, "LONGEST_PAUSE_S", 1000)
+    monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 1000)
     server.faults[NAME] = [Fault(503, stays=True)]
     place = RemoteFolder(server.url)
     with pytest.raises(ShardUnavailableError, match=r"within 1 s, \d+ tries: HTTP 503"):
@@ -118,7 +118,7 @@ def test_an_outage_ends_at_the_deadline(server: ShardServer, tmp_path: Path, mon
 
 
 def test_a_host_that_nobody_has_is_said_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.001)
     error = aiohttp.ClientConnectorDNSError(Mock(), socket.gaierror(socket.EAI_NONAME, "unknown"))
     assert transfer.judge(error).no_such_host
     assert not transfer.judge(socket.gaierror(socket.EAI_AGAIN, "busy")).no_such_host
@@ -247,7 +247,7 @@ def test_closed_remote_refuses_calls_at_once(url: str) -> None:
 
 def test_long_outage_is_retried_to_the_end() -> None:
     failure = transfer.FailureKind("the server is away", final=False)
-    assert retries.pause_before_retry(5000, 1e6, failure) <= retries.LONGEST_PAUSE_S
+    assert transfer.pause_before_retry(5000, 1e6, failure) <= transfer.LONGEST_PAUSE_S
 
 
 def test_a_forked_child_opens_its_own(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:

@@ -160,8 +160,6 @@ def placed(count: int, parts: Sequence[tuple[Ints, Values]]) -> Values:
 
 
 def _by_row(values: Values) -> list[Any]:
-    """Return the values as a list, one for each row. A list is returned as it is; of an array of shape (rows,) come
-    Python's numbers or bools, of any other array the rows' arrays."""
     if isinstance(values, list):
         return values
     return values.tolist() if values.ndim == 1 else list(values)

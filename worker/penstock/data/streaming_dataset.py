@@ -24,8 +24,7 @@ from penstock.data.batch_columns import Columns, ColumnSource, by_number, joined
 from penstock.data.cache.dataset_versions import Version, check_version, open_version
 from penstock.data.cache.decode_ahead import DecodeAhead
 from penstock.data.cache.index_watch import IndexWatch
-from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
-from penstock.data.cache.part_tables import PartTables
+from penstock.data.cache.open_shards import MIN_OPEN, OpenShards, PartTables
 from penstock.data.cache.prefetch import FetchStats, host_process_id
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY

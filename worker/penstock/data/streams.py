@@ -133,8 +133,6 @@ def prepared_folder(stream: Stream) -> Path | None:
 
 
 def _remote_below(stream: Stream, below: str) -> tuple[RemoteFolder, Path]:
-    """Return the remote folder and the cache folder for the subfolder `below` of a stream's remote; "" for the remote
-    itself."""
     url = os.fspath(stream.remote or "")
     remote = RemoteFolder(joined(url, below) if below else url, stream.storage_options)
     if stream.local is not None:

@@ -101,8 +101,6 @@ def _opened(folder: Path, shards: Sequence[Shard], **options: Any) -> Iterator[S
 
 
 def _split_of(shards: Sequence[Shard]) -> str | None:
-    """Return the argument `split` that selects all samples of a dataset: "*" if its index lists splits, otherwise
-    None."""
     return "*" if any("splits" in shard.settings for shard in shards) else None
 
 
@@ -115,7 +113,6 @@ def _shards(folder: Path) -> list[Shard]:
 
 
 def _index_of(folder: Path) -> Path:
-    """Return the path of the index in a dataset's folder. Raises DatasetError if the folder has no index."""
     path = folder / INDEX
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing"

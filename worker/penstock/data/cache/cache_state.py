@@ -136,8 +136,6 @@ class CacheState:
             os.close(folder)
 
     def _share(self, folder: int) -> None:
-        """Let the members of the cache's group write to a folder, and let its new files inherit the group. Do nothing
-        if the cache has no group. `folder`: file descriptor of the folder."""
         if self._group is None:
             return
         with contextlib.suppress(PermissionError):  # the folder belongs to another member of the group
@@ -207,8 +205,6 @@ class CacheState:
             self._clear(base, lock)
 
     def _clear(self, base: str, lock: FileLock) -> None:
-        """Remove the temporary files of a process that fetched a shard, and the process's lock file at `base`. Then
-        release `lock`, the lock on this file."""
         try:
             with contextlib.suppress(FileNotFoundError):  # the folder was removed
                 self.remove_temporary(base)

@@ -123,12 +123,10 @@ class Downloads:
         return version.hash == self._validate if self._validate else bool(version.hash) or not self._verified_by(shard)
 
     def _verified_by(self, shard: Shard) -> str:
-        """Return the name of the hash algorithm that verifies a shard's files; "" if they are not verified."""
         stored = (shard.files[0].raw, shard.files[0].packed)
         return next((name for each in stored if each and (name := self._algorithm(each))), "")
 
     def _algorithm(self, stored: StoredFile) -> str:
-        """Return the name of the hash algorithm that verifies a file; "" if it is not verified."""
         if self._validate is None:
             return fastest_of(stored.hashes)
         return self._validate or ""
@@ -205,7 +203,6 @@ class Downloads:
         return ShardVersion(tuple(raw), tuple(packed), tuple(evictable), size, verified_by, tuple(found), made_of)
 
     def _unlink(self, name: str) -> None:
-        """Remove a file of the cache's folder, if there is one."""
         with contextlib.suppress(FileNotFoundError):
             unlink_below(self._folder, name)
 
@@ -367,6 +364,5 @@ class Downloads:
         put(raw, temporary, self._folder, file.raw.name, source)
 
     def _remove_packed(self, path: Path, packed: StoredFile) -> None:
-        """Remove a compressed file that can be fetched again, unless compressed files are kept."""
         if not self._keep_packed and not self._is_only_copy(path, packed):
             self._unlink(packed.name)

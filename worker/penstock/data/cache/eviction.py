@@ -154,8 +154,6 @@ class Eviction:
         return excess
 
     def _evict(self, key: str, *, whole: bool, sparing: bool) -> int:
-        """Evict a shard. Return the number of freed bytes; 0 if the shard must stay. `whole` and `sparing`: as in
-        `_shrink`."""
         if sparing:
             try:
                 mark = take(self._state.root, f"{self._state.prefetched}/{key}", shared=False, create=False)
@@ -215,8 +213,6 @@ def _encoded_bound(bound: int) -> bytes:
 
 
 def _decoded_bound(text: bytes) -> int | None:
-    """Return the upper bound of the bytes in use, given the text of the eviction lock's file; None if the text is
-    anything else."""
     found = _BOUND_TEXT.fullmatch(text)
     return int(found[1]) if found else None
 

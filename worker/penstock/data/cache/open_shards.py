@@ -9,21 +9,28 @@ so the file is closed after that thread has finished.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container
+from typing import Any
 
-from penstock.data.cache.shard_cache import HeldShard
-from penstock.data.formats.shards import ShardReader
+from penstock.data.cache.shard_cache import HeldShard, ShardCache
+from penstock.data.formats.format_table import FORMATS
+from penstock.data.formats.shards import Shard, ShardReader
+from penstock.proto.errors import DatasetError, ShardCorruptError
 
-__all__ = ["MIN_OPEN", "OpenShards"]
+__all__ = ["MIN_OPEN", "OpenShards", "PartTables"]
 
 MIN_OPEN = 64
 """Smallest number of shards that may be open before shards are closed, if the limit of file descriptors allows this
 number. A dataset raises it to the number of shards that it needs soon."""
+
+MOST_TABLES = 64
+"""Largest number of tables of one dataset that stay in memory."""
 
 
 class _Open:
@@ -95,7 +102,6 @@ class OpenShards:
 
 
 def _descriptors() -> int:
-    """Return the largest number of file descriptors that this process may have open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
@@ -108,3 +114,46 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+class PartTables:
+    """Tables (footers, headers or offsets) of a dataset's files whose parts are fetched one by one. Any thread may call
+    its methods. A pickled copy starts empty."""
+
+    def __init__(self) -> None:
+        # There is no lock, which a forked child would inherit: two threads that fetch the same table do no harm.
+        self._known: dict[tuple[int, str], Any] = {}
+
+    def __reduce__(self) -> tuple[Callable[[], PartTables], tuple[()]]:
+        return PartTables, ()
+
+    def of(self, stream: int, cache: ShardCache, file: Shard, source: str) -> Any:
+        """Return the table of a file: its footer, header or offsets, which say where its parts lie.
+
+        stream: number of the dataset's stream. source: address of the file, for errors. Raises as `ShardCache.hold`
+        does, and ShardCorruptError if the table cannot be read or does not match the index.
+        """
+        key = stream, file.name
+        table = self._known.get(key)
+        if table is None:
+            by_part = FORMATS[file.format].by_part
+            assert by_part is not None
+            with cache.hold(by_part.table(file)) as held:
+                path = held.paths[0]
+                try:
+                    table = by_part.read(file, path)
+                except ShardCorruptError as error:
+                    raise ShardCorruptError(f"{source}: {error.message}") from error
+                except DatasetError:
+                    raise
+                except Exception as error:
+                    raise ShardCorruptError(
+                        f"{source}: the cached copy of the file's table (its footer, header or offsets), {path}, "
+                        f"cannot be read: {error}. Remove the copy to fetch the table again; if that does not help, "
+                        "index the file again"
+                    ) from error
+            self._known[key] = table
+            if len(self._known) > MOST_TABLES:
+                with contextlib.suppress(KeyError, RuntimeError):  # another thread removed it first
+                    del self._known[next(iter(self._known))]
+        return table

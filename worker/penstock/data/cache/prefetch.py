@@ -106,7 +106,6 @@ class HostReaders:
             own.release()
 
     def _lives(self, name: str) -> bool:
-        """Return True if the process that made the lock file `name` is alive. Otherwise remove the file."""
         try:
             left = take(self._state.root, f"{self._state.readers}/{name}", shared=True, create=False)
         except OSError:  # removed just now
@@ -255,7 +254,6 @@ class Prefetcher:
 
 
 def _drop(lock: FileLock) -> None:
-    """Release a shared lock, such as the mark of a prefetched shard. If no other process holds it, remove its file."""
     lock.release()
     with contextlib.suppress(OSError):  # the file was removed already, or is no longer a lock
         last = take(lock.root, lock.name, shared=False, create=False)

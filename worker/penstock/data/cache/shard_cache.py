@@ -297,8 +297,6 @@ class ShardCache:
         return HeldShard(self, key, in_use.paths)
 
     def _taken(self, shard: Shard, key: str, until: float) -> tuple[FileLock, tuple[Path, ...]]:
-        """Acquire the shard's lock, and fetch its files if needed. Return the lock, and the paths of the decompressed
-        files."""
         self._state.prepare()
         lock = self._state.wait(f"{self._state.shards}/{key}", until, shard.name, shared=True)
         try:
@@ -424,8 +422,6 @@ class ShardCache:
                 raise
 
     def _could_evict(self, size: int, until: float, *, demand: bool) -> bool:
-        """Evict shards because the disk is full. Return False if none can be evicted, or the disk is too small for
-        `size` bytes. A reader (`demand`) first waits up to FULL_WAIT_S seconds for other processes to release some."""
         if disk_bytes(self._root) < size:  # eviction does not help
             return False
         yield_until = min(until, time.monotonic() + FULL_WAIT_S)
@@ -437,7 +433,6 @@ class ShardCache:
         return True
 
     def _source(self, shard: Shard) -> str:
-        """Return the address or path of a shard, for errors."""
         return self.remote.url_of(shard.name) if self.remote else str(self.folder / shard.name)
 
     def _free(self, size: int, until: float, *, demand: bool) -> int:
@@ -472,7 +467,6 @@ class ShardCache:
         return 0
 
     def _disk_has(self, size: int, until: float, *, demand: bool) -> bool:
-        """Evict shards if fewer than `size` bytes of the disk are free. Return True if `size` bytes are free then."""
         return free_bytes(self._root) >= size or (
             disk_bytes(self._root) >= size
             and self._free(size, until, demand=demand) > 0
@@ -513,7 +507,6 @@ class ShardCache:
         return True
 
     def _others_fetch_ahead(self, key: str) -> bool:
-        """Return True if any shard other than `key`, which this process is fetching, is being prefetched now."""
         prefetched = set(os.listdir(os.path.join(self._root, self._state.prefetched))) - {key}
         return not prefetched.isdisjoint(os.listdir(os.path.join(self._root, self._state.fetching_folder)))
 
@@ -557,7 +550,6 @@ class ShardCache:
         return 1 if self.in_place else self._prefetcher.readers.groups(group)
 
     def _prefetch_one(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
-        """Fetch a shard before a reader needs it. Return False if the cache has no space."""
         until = time.monotonic() + self.timeout_s
 
         def fetched() -> bool:

@@ -1,6 +1,6 @@
 """Conversion of a dataset of any format that Penstock reads to MDS or Parquet.
 
-The source is divided into parts of some 32 to 96 MiB (conversion_plan.py), which several processes copy in parallel,
+The source is divided into parts of some 32 to 96 MiB, which several processes copy in parallel,
 each into a folder of its own (convert_part.py). A part is finished or it is not there, so a run that was killed is
 simply started again, and skips the parts that are finished. The index of the result is written when all parts are.
 
@@ -29,8 +29,14 @@ from penstock.data.arguments import at_least_one, byte_count, one_of, truth
 from penstock.data.cache.file_hashes import digest_of
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.cache.shard_versions import origin_of
-from penstock.data.converting.conversion_plan import ConversionPlan, part_folder, parts_of
-from penstock.data.converting.convert_part import UNFINISHED, converting, read_rows
+from penstock.data.converting.convert_part import (
+    UNFINISHED,
+    ConversionPlan,
+    converting,
+    part_folder,
+    parts_of,
+    read_rows,
+)
 from penstock.data.converting.target_columns import TargetColumn, mds_columns, parquet_columns
 from penstock.data.formats.arrow.ipc_messages import MAGIC
 from penstock.data.formats.compressed_files import parse_compression
@@ -166,8 +172,6 @@ def convert_dataset(
 def _settings(
     to: str, compression: str | None, hashes: Collection[str] | None, limit: int | str | None
 ) -> dict[str, Any]:
-    """Return the settings of the result's files. The arguments are those of `convert_dataset`. Raise
-    InvalidArgumentError for settings that the writer would refuse, before anything is read or written."""
     one_of("to", to, ("mds", "parquet"))
     size = byte_count("size_limit", limit)
     if to == "parquet":
@@ -244,8 +248,6 @@ def _chosen(columns: Sequence[str] | None, known: Sequence[str], types: Mapping[
 
 
 def _declared(cache: ShardCache, shard: Shard) -> dict[str, Any]:
-    """Return the pyarrow type of each column in the source's files, by the column's name, with storage types in place
-    of extension types. Return an empty dict if the source is neither Parquet nor Arrow."""
     if shard.format not in ("parquet", "arrow"):
         return {}
     arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
@@ -260,8 +262,6 @@ def _declared(cache: ShardCache, shard: Shard) -> dict[str, Any]:
 
 
 def _known_encodings(shards: Sequence[Shard], names: Sequence[str]) -> dict[str, str]:
-    """Return the MDS encodings, by column, that the source itself gives: those of all columns of an MDS dataset, or
-    "jpeg" and "png" for the images in tar archives. Other encodings are chosen from samples."""
     kinds = {"jpg": "jpeg", "jpeg": "jpeg", "png": "png"}
     if shards[0].format == "webdataset":
         return {name: kinds[end] for name in names if (end := name.rpartition(".")[2]) in kinds}
@@ -272,7 +272,6 @@ def _known_encodings(shards: Sequence[Shard], names: Sequence[str]) -> dict[str,
 
 
 def _sampled(cache: ShardCache, shards: Sequence[Shard]) -> list[dict[str, Any]]:
-    """Return some rows of some shards, as dicts, from which the types of columns are chosen."""
     filled = [shard for shard in shards if shard.samples]
     step = -(-len(filled) // SAMPLED_SHARDS)
     found: list[dict[str, Any]] = []
@@ -308,7 +307,6 @@ def _finished(plan: ConversionPlan, remote: RemoteFolder) -> dict[int, bytes]:
 
 
 def _made(plan: ConversionPlan, missing: Sequence[int], processes: int, url: str) -> dict[int, bytes]:
-    """Convert parts, show the progress, and return the index of each of them by the part's number."""
     made: dict[int, bytes] = {}
     line, done = Progress(FILES_S), len(plan.parts) - len(missing)
     try:
@@ -331,7 +329,6 @@ def _reports(plan: bytes, missing: Sequence[int], processes: int) -> Iterator[Ma
 def _published(
     plan: ConversionPlan, parts: Sequence[bytes], notes: Mapping[str, Any], remote: RemoteFolder, made: int
 ) -> Converted:
-    """Write the index of the result. `parts`: the index of each part; `notes`: notes of the result's index."""
     shards = join_indexes(
         (part_folder(number), read_index(text, remote.url_of(part_folder(number)))) for number, text in enumerate(parts)
     )

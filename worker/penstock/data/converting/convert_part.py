@@ -1,4 +1,4 @@
-"""Conversion of one part of a dataset (see conversion_plan.py), and the program of a process that shares the parts of a
+"""Conversion of one part of a dataset , and the program of a process that shares the parts of a
 conversion with others (see job_processes.py).
 
 A part is a folder with its own index. It gets its name when it is complete, after its rows were read back and compared.
@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 from penstock.data.cache.shard_cache import ShardCache
-from penstock.data.converting.conversion_plan import ConversionPlan, part_folder
 from penstock.data.converting.row_digest import RowDigest
-from penstock.data.converting.target_columns import arrow_value, given_json, stored_row
+from penstock.data.converting.target_columns import TargetColumn, arrow_value, given_json, stored_row
 from penstock.data.formats.index import INDEX, read_index, write_index
 from penstock.data.formats.parquet.parquet_shards import parquet_shards
 from penstock.data.formats.readers import open_shard
@@ -31,7 +33,7 @@ from penstock.data.writing.writers import MDSWriter
 from penstock.proto.errors import DatasetError
 from penstock.runtime.files.atomic_files import sync_folder, write_whole
 
-__all__ = ["UNFINISHED", "converting", "read_rows"]
+__all__ = ["PART_BYTES", "UNFINISHED", "ConversionPlan", "converting", "part_folder", "parts_of", "read_rows"]
 
 UNFINISHED = ".converting-"
 """Beginning of the names of folders in which parts are written."""
@@ -43,6 +45,84 @@ FETCHES = 16
 source."""
 
 Row = Mapping[str, Any]
+PART_BYTES = 64 << 20
+"""Size in bytes above which a shard is divided. A part ends with the shard or piece with which it has half of this. So
+most shards are one part, and small ones are joined: each part costs about ten file operations and waits for the disk
+three times. A conversion that is killed loses the part that each process works on."""
+SHARD_BYTES = 16 << 10
+"""Number of bytes that count for a shard besides its size, because opening one takes at least about 0.5 ms."""
+
+Piece = tuple[int, int, int]
+"""Samples of one shard: (number of the shard, its first sample, the sample after the last one)."""
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """Plan of the conversion of one dataset."""
+
+    source: str
+    dest: str
+    to: str
+    """Format of the result: "mds" or "parquet"."""
+    columns: Sequence[TargetColumn]
+    schema: str
+    """Serialized Arrow schema of the columns, in hexadecimal, if the result is Parquet; "" for MDS."""
+    encoded: bool
+    """True if the values of MDS columns are copied as they are stored, without decoding."""
+    settings: Mapping[str, Any]
+    """Settings of the result's files, such as their compression, as keyword arguments of their writer."""
+    parts: Sequence[Sequence[Piece]]
+    """Pieces of shards of which each part consists."""
+    key: str
+    """Digest of everything that decides the result's content. A part that an earlier run finished under the same key is
+    kept."""
+    verify: bool
+    timeout_s: float
+    cache: str
+    """Folder on this machine that caches the files of a remote source."""
+    cache_limit: int
+    source_options: Mapping[str, Any]
+    dest_options: Mapping[str, Any]
+
+    def encoded_text(self) -> bytes:
+        """Return the plan as JSON. Paths and options must be plain values."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def decoded(text: bytes) -> ConversionPlan:
+        """Return the plan from the text that `encoded_text` returned."""
+        fields = json.loads(text)
+        return ConversionPlan(**{**fields, "columns": [TargetColumn(**each) for each in fields["columns"]]})
+
+
+def part_folder(number: int) -> str:
+    """Return the name of a part's folder in the result's folder."""
+    return f"part-{number:06}"
+
+
+def parts_of(shards: Sequence[Shard]) -> list[list[Piece]]:
+    """Return the parts of a dataset. Small shards are joined; a large shard is divided between its blocks, or between
+    any samples if it has no blocks."""
+    parts: list[list[Piece]] = []
+    size = PART_BYTES
+    for number, shard in enumerate(shards):
+        end = 0
+        for samples in filter(None, shard.blocks or _even_pieces(shard)):
+            begin, end = end, end + samples
+            if size >= PART_BYTES // 2:
+                parts.append([])
+                size = 0
+            if parts[-1] and parts[-1][-1][0] == number:
+                _, begin, _ = parts[-1].pop()
+            parts[-1].append((number, begin, end))
+            size += SHARD_BYTES + shard.size * samples // shard.samples
+    return parts
+
+
+def _even_pieces(shard: Shard) -> list[int]:
+    pieces = max(1, -(-shard.size // PART_BYTES))
+    bounds = [shard.samples * piece // pieces for piece in range(pieces + 1)]
+    return [end - begin for begin, end in pairwise(bounds)]
 
 
 @contextlib.contextmanager
@@ -101,8 +181,6 @@ class PartConverter:
             raise type(error)(f"{self._where}: {error.message}") from error
 
     def _written(self, number: int, folder: Path) -> bytes:
-        """Write a part's files into a local folder, upload them if the result is remote, compare them with the source,
-        and return the part's index."""
         digest, address = RowDigest(), str(folder)
         write = _write_mds if self.plan.to == "mds" else _write_parquet
         with contextlib.closing(self._rows(number, digest)) as rows:
@@ -116,7 +194,6 @@ class PartConverter:
         return write_index(shards, {"convert": {"key": self.plan.key, "digest": digest.hexdigest()}})
 
     def _rows(self, number: int, digest: RowDigest) -> Generator[tuple[Row, int], None, None]:
-        """Yield each row of a part as it is stored, and its size in bytes. Add the rows to `digest`."""
         pieces = [(self._shards[shard], range(begin, end)) for shard, begin, end in self.plan.parts[number]]
         self._where = whole = f"{pieces[0][0].name} to {pieces[-1][0].name}"
         self._fetch([shard for shard, _ in pieces])
@@ -136,7 +213,6 @@ class PartConverter:
                 list(threads.map(lambda shard: self._source.hold(shard).release(), shards))
 
     def _verify(self, address: str, shards: Sequence[Shard], written: RowDigest) -> None:
-        """Read a part back after it was written, and raise DatasetError if its rows differ from those written."""
         digest = RowDigest()
         with (
             TemporaryDirectory(prefix="penstock-verify-") as scratch,
@@ -166,7 +242,6 @@ def read_rows(cache: ShardCache, shard: Shard, samples: range, options: ReadOpti
 
 
 def _write_mds(folder: Path, plan: ConversionPlan, rows: Iterable[tuple[Row, int]]) -> list[Shard]:
-    """Write rows, each with its size, as any number of MDS shards, and return these."""
     writer = MDSWriter(folder, {column.name: column.type for column in plan.columns}, **plan.settings)
     writer.name = folder.name
     writer.remedy_of = lambda name: f"Give the column another type, for example with {given_json(name)}"
@@ -176,7 +251,6 @@ def _write_mds(folder: Path, plan: ConversionPlan, rows: Iterable[tuple[Row, int
 
 
 def _write_parquet(folder: Path, plan: ConversionPlan, rows: Iterable[tuple[Row, int]]) -> list[Shard]:
-    """Write rows, each with its size, as one Parquet file, and return its shard."""
     arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     schema = arrow.ipc.read_schema(arrow.py_buffer(bytes.fromhex(plan.schema)))
     path, compression = folder / PARQUET_FILE, plan.settings["compression"]
@@ -189,7 +263,6 @@ def _write_parquet(folder: Path, plan: ConversionPlan, rows: Iterable[tuple[Row,
 
 
 def _groups(rows: Iterable[tuple[Row, int]], group_bytes: int) -> Iterator[list[Row]]:
-    """Yield the rows of each row group."""
     group, total = [], 0
     for row, size in rows:
         group.append(row)

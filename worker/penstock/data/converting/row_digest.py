@@ -107,8 +107,6 @@ def _of_array(value: np.ndarray[Any, Any]) -> bytes:
 
 
 def _of_list(value: Sequence[Any]) -> bytes:
-    """Return the bytes for a list. A list of integers alone, or of floats alone, has the same bytes as an equal
-    array."""
     kinds = {type(each) for each in value}
     if kinds == {int} and all(-(1 << 63) <= each < 1 << 64 for each in value):
         return _of_array(np.array([each if each < 1 << 63 else each - (1 << 64) for each in value], np.int64))

@@ -46,7 +46,6 @@ def _json_text(value: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """Return a value in a form that JSON can hold: arrays become lists, and numpy's scalars become Python's numbers."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, np.generic):
@@ -127,7 +126,6 @@ def given_json(column: str) -> str:
 
 
 def _remedy(change: str, name: str) -> str:
-    """Return the remedy for an error about a value that a function of CHANGES has refused."""
     if change == "float":
         return f"Give the column's type with {given_json(name)}"
     if change in ("only", "file"):
@@ -201,7 +199,6 @@ def _unwrapped(values: Sequence[Any]) -> tuple[str, Sequence[Any]]:
 
 
 def _file_encoding(files: Sequence[bytes]) -> str:
-    """Return the MDS encoding of files, from their first bytes: "jpeg", "png", or "bytes" for others."""
     for encoding, begin in (("jpeg", b"\xff\xd8\xff"), ("png", b"\x89PNG\r\n\x1a\n")):
         if all(file.startswith(begin) for file in files):
             return encoding
@@ -209,7 +206,6 @@ def _file_encoding(files: Sequence[bytes]) -> str:
 
 
 def _mds_encoding(kinds: set[type], values: Sequence[Any]) -> str | None:
-    """Return the MDS encoding for values of these types; None if no single encoding fits all of them."""
     if len(kinds) != 1:
         return None
     (kind,) = kinds
@@ -302,7 +298,6 @@ def _parquet_column(
 
 
 def _arrow_type(arrow: Any, kinds: set[type], present: Sequence[Any]) -> Any:
-    """Return the Arrow type that all these values have in common; None if they have none. The values exclude None."""
     if kinds == {np.datetime64}:
         return arrow.timestamp("ns", "UTC")
     if kinds == {np.timedelta64}:

@@ -224,8 +224,6 @@ def _encode_array(dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, va
 
 
 def _text(kind: type) -> Encoding:
-    """Return the encoding of numbers of type `kind` as decimal text, with any number of digits."""
-
     def decode(sample: bytes, begin: int, end: int) -> Any:
         return kind(sample[begin:end].decode())
 
@@ -264,8 +262,6 @@ def _image(
 
 
 def _images(one: Encoding, encode: images.Encode) -> Encoding:
-    """Return the encoding of a list of images. `one`: encoding of one image; `encode`: function that encodes the
-    list."""
     decoders = (one.decode, one.decode_array or one.decode, one.decode_file or as_bytes)
     pil, array, file = map(images.list_decoder, decoders)
     return Encoding(None, pil, images.list_encoder(encode), array, file)

@@ -128,5 +128,4 @@ def joined(arrays: Sequence[Ints]) -> Ints:
 
 
 def _begins(numbers: Ints) -> npt.NDArray[np.bool_]:
-    """Return, for each of these ascending numbers, True if it differs from the number before it."""
     return np.append(True, numbers[1:] != numbers[:-1])[: len(numbers)]

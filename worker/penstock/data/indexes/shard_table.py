@@ -269,8 +269,6 @@ class ShardTable(Sequence[Shard]):
 
 
 def _read(number: int, text: msgspec.Raw, where: str, files: dict[str, StoredFile]) -> Shard:
-    """Return the shard of entry `number`, or raise the error that says what is wrong with it. `files`: as in
-    `shard_of`."""
     try:
         return shard_of(parsed_entry(text), {}, files)
     except (InvalidField, DatasetError) as error:
@@ -391,7 +389,6 @@ def _has_ranges(entry: _Entry) -> bool:
 
 
 def _begin_of(entry: msgspec.Raw, data: bytes) -> int:
-    """Return the offset in `data` of an entry, which is a part of it."""
     addresses = (np.frombuffer(each, np.uint8).__array_interface__["data"][0] for each in (entry, data))
     return int(next(addresses) - next(addresses))
 

@@ -33,10 +33,10 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from penstock.data.remote.blocking_filesystems import PlainFilesystems
 from penstock.data.remote.local_files import copy_file, files_below, read_file, write_file
 from penstock.data.remote.remote_loop import RemoteLoop
-from penstock.data.remote.retries import LAST_PAUSE_S, pause_before_retry, tries_text
 from penstock.data.remote.transfer import (
     CLOSED,
     LARGEST_COPY,
+    LAST_PAUSE_S,
     PARALLEL,
     DownloadProgress,
     DownloadTarget,
@@ -49,8 +49,10 @@ from penstock.data.remote.transfer import (
     http_headers,
     judge,
     over_http,
+    pause_before_retry,
     s3_piece,
     scrubbed,
+    tries_text,
 )
 from penstock.proto.errors import (
     DatasetError,
@@ -411,7 +413,6 @@ class RemoteFolder:
             loop.close()
 
     def _fetch(self, name: str, file: io.FileIO | io.BytesIO, expected: int | None, deadline_s: float) -> int:
-        """Write the content of the remote file `name` into an open file, and return its size in bytes."""
         until = time.monotonic() + deadline_s
         parallel = self._asynchronous or self._protocol in _BY_RANGES
         progress = DownloadProgress(expected, parallel=PARALLEL if parallel else 1)
@@ -456,15 +457,12 @@ class RemoteFolder:
             self._closed.wait(pause)
 
     def _check_open(self, name: str, done: str) -> None:
-        """Raise ShardUnavailableError if this object was closed. `done`: as in `_retry`."""
         if self._closed.is_set():
             raise ShardUnavailableError(
                 f"{self.url_of(name)} could not be {done}, because {CLOSED}. Open the dataset again"
             )
 
     def _absent(self, name: str, failure_kind: FailureKind) -> FileNotFoundError | None:
-        """Return a FileNotFoundError, as the cause of the error to raise, if the remote does not have the file; None
-        for any other failure."""
         return (
             FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url_of(name))
             if failure_kind.absent
@@ -474,7 +472,6 @@ class RemoteFolder:
     def _too_late(
         self, name: str, done: str, deadline_s: float, failures: int, failure_kind: FailureKind
     ) -> ShardUnavailableError:
-        """Return the error for an operation on a file that did not succeed before the deadline."""
         return ShardUnavailableError(
             f"{self.url_of(name)} could not be {done} within {deadline_s:.3g} s, {tries_text(failures)}: "
             f"{failure_kind.reason}. Check that the server answers and that storage_options are right, or raise "
@@ -506,7 +503,6 @@ class RemoteFolder:
         return joined(self._root, name)
 
     def _call(self, until: float, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the filesystem, see `_begin`."""
         return self._begin(until, method, *args, **kwargs).result()
 
     def _begin(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> _Request:
@@ -562,7 +558,6 @@ class RemoteFolder:
                 self._moving.discard(future)
 
     def _opened(self, until: float) -> tuple[RemoteLoop, Any, str]:
-        """Return this process's event loop for the remote, its filesystem, and the path of the folder there."""
         with self._lock:
             if self._closed.is_set():
                 raise TransferBroken(CLOSED)

@@ -61,7 +61,6 @@ async def _check_redirect(session: Any, context: Any, request: Any) -> None:
 
 
 async def _addresses(host: str | None) -> list[Address]:
-    """Return a host's addresses. The list is empty for a name that only a proxy can resolve."""
     with contextlib.suppress(OSError, ValueError):
         found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found]

@@ -13,6 +13,7 @@ import email.utils
 import errno
 import io
 import os
+import random
 import re
 import socket
 import tarfile
@@ -30,6 +31,7 @@ __all__ = [
     "CLOSED",
     "LARGEST_COPY",
     "LARGE_PIECE",
+    "LAST_PAUSE_S",
     "PARALLEL",
     "PIECE",
     "DownloadProgress",
@@ -45,8 +47,10 @@ __all__ = [
     "is_full",
     "judge",
     "over_http",
+    "pause_before_retry",
     "s3_piece",
     "scrubbed",
+    "tries_text",
 ]
 
 PIECE = 4 << 20
@@ -60,6 +64,12 @@ CLOSED = "the dataset was closed"
 """Reason, in errors, of calls that end because the RemoteFolder was closed."""
 LARGEST_COPY = 1 << 44
 """Largest size in bytes of a file of unknown size that is copied to a disk."""
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 10.0
+MOST_DOUBLINGS = 30
+"""Largest number of times that the pause is doubled: enough for LONGEST_PAUSE_S, and a float holds the result."""
+LAST_PAUSE_S = 0.2
+"""Smallest number of seconds until the deadline with which a new attempt begins."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PASSING = frozenset((408, 425, 429))
 """HTTP statuses below 500 that mean a temporary error, after which the request is tried again."""
@@ -306,7 +316,6 @@ async def s3_piece(fs: Any, path: str, start: int, end: int) -> _Piece:
 
 
 def _status(error: Any) -> int:
-    """Return the HTTP status in an error of botocore; 0 if the error has none."""
     return int(getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
@@ -446,8 +455,6 @@ def _no_such_host(error: BaseException) -> bool:
 
 
 def _retry_after(headers: Any) -> float:
-    """Return the seconds to wait according to the header Retry-After, a number or a date; 0 if it is missing or
-    invalid."""
     text = str(headers.get("Retry-After", "")).strip()
     if text.isdecimal():
         return float(text)
@@ -455,3 +462,21 @@ def _retry_after(headers: Any) -> float:
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
     except ValueError:
         return 0.0
+
+
+def pause_before_retry(failures: int, left: float, failure_kind: FailureKind) -> float:
+    """Return the seconds to wait before the next attempt of a transfer.
+
+    Args:
+        failures: number of failed attempts in a row.
+        left: seconds until the deadline.
+        failure_kind: what is known about the last failure.
+    """
+    growth = 2.0 ** min(failures - 1, MOST_DOUBLINGS)
+    pause: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * growth) * random.uniform(0.5, 1.0)
+    return max(min(pause, left / 2), failure_kind.again_after_s)
+
+
+def tries_text(count: int) -> str:
+    """Return a number of attempts as text for an error: "1 try" or "3 tries"."""
+    return "1 try" if count == 1 else f"{count} tries"

@@ -15,11 +15,11 @@ from penstock.data.formats.index import INDEX, SOURCE_NOTE, join_indexes, read_i
 from penstock.data.formats.records.energon_folder import prepared_note
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder, joined
-from penstock.data.writing.index_each import index_each
 from penstock.data.writing.index_parquet import index_parquet, is_hidden, is_pattern
 from penstock.data.writing.index_prepared import index_prepared, warn_of_loader
 from penstock.data.writing.index_remote import StandIn
 from penstock.data.writing.indexable_files import INDEXABLE
+from penstock.data.writing.indexing import index_files
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.atomic_files import write_whole
 
@@ -98,13 +98,12 @@ def index_folder(
 
 
 def _index_local(root: Path, format: str | None, out: Path, ranges: bool) -> list[Shard]:
-    """Index the files in a local folder. `out`: folder of the index; other arguments as in `index_folder`."""
     name, named = _found(root, format, str(root))
     _refuse_written(out)
     if name == PARQUET:
         return index_parquet(root, out=None if out == root else out, ranges=ranges)
     out.mkdir(parents=True, exist_ok=True)
-    shards = _joined(root, str(root), name, index_each(root, named, name, out), ranges)
+    shards = _joined(root, str(root), name, index_files(root, named, name, out), ranges)
     notes = prepared_note(root) if name == "webdataset" else {}
     warn_of_loader(notes, str(root))
     if out != root:
@@ -121,7 +120,6 @@ def _index_remote(
     ranges: bool,
     timeout_s: float,
 ) -> list[Shard]:
-    """Index the files in a remote folder. Arguments as in `index_folder`."""
     options: dict[str, Any] = {"ranges": ranges, "timeout_s": timeout_s, "storage_options": storage_options}
     if format == PARQUET or is_pattern(remote.address):
         return index_parquet(remote.address, out=out, **options)
@@ -146,7 +144,7 @@ def _index_remote(
         if name == PARQUET:
             return index_parquet(remote.address, out=out, **options)
         made.mkdir(parents=True, exist_ok=True)
-        shards = _joined(root, remote.url, name, stand_in.index_each(named, name, made), ranges)
+        shards = _joined(root, remote.url, name, stand_in.index_files(named, name, made), ranges)
         if out is None:
             stand_in.upload(shards, made)
             remote.write(INDEX, write_index(shards), deadline_s=timeout_s)
@@ -156,8 +154,6 @@ def _index_remote(
 
 
 def _found(root: Path, format: str | None, where: str) -> tuple[str, list[tuple[str, Path]]]:
-    """Return the format of the files in a folder, and (path relative to it, path) of each of them. `where`: address of
-    the folder, for errors. Raises DatasetError."""
     files, found = _files(root), {}
     for name in [format] if format else [PARQUET, *(name for name in INDEXABLE if "-" not in name)]:
         own = (
@@ -180,9 +176,6 @@ def _found(root: Path, format: str | None, where: str) -> tuple[str, list[tuple[
 
 
 def _joined(root: Path, where: str, format: str, shards: list[Shard], ranges: bool) -> list[Shard]:
-    """Return the shards of a folder's files, checked and completed as those of one dataset. Without `ranges`, the
-    shards have no parts that can be fetched alone. Raises DatasetError if the shards do not fit together, or have no
-    sample."""
     shards = INDEXABLE[format].join(root, shards)
     if not any(shard.samples for shard in shards):
         raise DatasetError(
@@ -207,7 +200,6 @@ def _refuse_written(out: Path) -> None:
 
 
 def _refuse_packed(root: Path, files: Sequence[Path], name: str) -> None:
-    """Raise DatasetError if some files of the format `name` are compressed, because they would be left out."""
     for path in files:
         if path.suffix.lower() in PACKED and INDEXABLE[name].find(root, [path.with_suffix("")]):
             raise DatasetError(
@@ -216,8 +208,6 @@ def _refuse_packed(root: Path, files: Sequence[Path], name: str) -> None:
 
 
 def _files(root: Path) -> list[Path]:
-    """Return the files in a folder and its subfolders, in the order of their paths, without hidden and temporary
-    ones."""
     found = [path for path in sorted(root.rglob("*")) if not is_hidden(path.relative_to(root).as_posix())]
     for path in found:
         if path.is_symlink() and not path.is_file():

@@ -142,7 +142,6 @@ def _split(folder: str) -> tuple[str, str]:
 
 
 def _expression(pattern: str) -> str:
-    """Return the regular expression that matches the same paths as a pattern with wildcards."""
     kinds = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]/]+\])", pattern)
     return "".join(

@@ -89,7 +89,6 @@ def _archives(remote: RemoteFolder, folder: Path, timeout_s: float) -> list[Shar
 
 
 def _archive(remote: RemoteFolder, folder: Path, timeout_s: float, name: str) -> Shard:
-    """Read the offsets of an archive's samples, write them below `folder`, and return the archive's shard."""
     size, offsets = remote.size(name, deadline_s=timeout_s), _offsets(remote, name, timeout_s)
     if offsets[0] < 0 or (offsets[1:] <= offsets[:-1]).any() or (offsets % BLOCK).any() or offsets[-1] > size - BLOCK:
         _refuse(remote, name, "the offsets must ascend within the archive")

@@ -19,9 +19,9 @@ from penstock.data.formats.arrow.saved_datasets import DICT, INFO, STATE
 from penstock.data.formats.records.offset_file import ENDING
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
-from penstock.data.writing.index_each import Key, indexed, resumed
 from penstock.data.writing.index_parquet import is_hidden
 from penstock.data.writing.indexable_files import INDEXABLE
+from penstock.data.writing.indexing import Key, continued, index_one
 from penstock.proto.errors import PenstockError
 
 __all__ = ["StandIn"]
@@ -54,13 +54,13 @@ class StandIn:
             if path.name in (DICT, STATE, INFO):
                 path.write_bytes(self.remote.read(name, deadline_s=self.timeout_s))
 
-    def index_each(self, files: Sequence[tuple[str, Path]], format: str, out: Path) -> list[Shard]:
-        """Return the shards of files, in their order. Arguments as in `index_each.index_each`. Raises
+    def index_files(self, files: Sequence[tuple[str, Path]], format: str, out: Path) -> list[Shard]:
+        """Return the shards of files, in their order. Arguments as in `indexing.index_files`. Raises
         ShardUnavailableError, DatasetError, and what `index_file` raises."""
         names = [name for name, _ in files]
         with ThreadPoolExecutor(REQUESTS) as threads:
             keys = dict(zip(names, threads.map(self._key, names), strict=True))
-        return resumed(self.remote.url, keys, format, out, partial(self._shards, keys, format, out))
+        return continued(self.remote.url, keys, format, out, partial(self._shards, keys, format, out))
 
     def _key(self, name: str) -> Key:
         size, version = self.remote.size(name, deadline_s=self.timeout_s), None
@@ -93,7 +93,7 @@ class StandIn:
                 self.remote.copy(other, self.root / other, deadline_s=self.timeout_s)
             else:
                 self.remote.download(name, path, expected_size=key[1], deadline_s=self.timeout_s)
-            return indexed(INDEXABLE[format].index_file, path, name, out)
+            return index_one(INDEXABLE[format].index_file, path, name, out)
 
     def upload(self, shards: Sequence[Shard], out: Path) -> None:
         """Upload the shards' files of offsets, so that they lie beside the data files. `out`: local folder with the

@@ -46,8 +46,6 @@ class IndexableFormat:
 
 
 def _without_offsets(index_file: Callable[[Path, str], Shard]) -> IndexFile:
-    """Return `index_file` as a function that also takes the index's folder and ignores it: this format needs no file
-    with the offsets of its records."""
     return lambda path, name, out: index_file(path, name)
 
 
@@ -94,8 +92,6 @@ def _of_same_header(root: Path, shards: list[Shard]) -> list[Shard]:
 
 
 def _of_one_kind(root: Path, shards: list[Shard]) -> list[Shard]:
-    """Return the shards, all with the same kind of records: "example" if every shard that is not empty holds examples,
-    else "bytes"."""
     kinds = {shard.settings["records"] for shard in shards if shard.samples}
     return _as("example" if kinds == {"example"} else "bytes")(root, shards)
 

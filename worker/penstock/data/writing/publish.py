@@ -96,7 +96,6 @@ def check_no_versions(names: Sequence[str], url: str) -> None:
 
 
 def _is_version_index(name: str) -> bool:
-    """Return True if `name` is the name of a version's index, such as "index-000001.json"."""
     number = name.removeprefix("index-").removesuffix(".json")
     return number.isdecimal() and name == version_index(int(number))
 

@@ -305,7 +305,6 @@ class Writer(ABC):
         return self._joined(values)
 
     def _config(self) -> dict[str, Any]:
-        """Return the settings that are stored inside a shard. Readers ignore these settings."""
         return {
             "version": 2,
             "format": self.format,
@@ -375,8 +374,6 @@ class Writer(ABC):
 
 
 def _destination(out: Any, storage_options: Mapping[str, Any] | None) -> tuple[Path, RemoteFolder | None]:
-    """Return the local folder of a writer, and the remote to which files are uploaded from there; None without a
-    remote."""
     if isinstance(out, tuple | list):
         if len(out) != 2:
             raise InvalidArgumentError(f"out must be (local folder, remote), got {len(out)} values: {out!r}")

@@ -42,7 +42,6 @@ class CSVRowsReader(RecordFile):
             self._check_header()
 
     def _check_header(self) -> None:
-        """Raise ShardCorruptError if the header differs from the one that the file had when it was indexed."""
         assert self._file is not None
         try:
             header = self._file.read(self._offsets[0], 0).decode("utf-8-sig")
@@ -114,7 +113,6 @@ def check_same_header(shards: Sequence[Shard]) -> None:
 
 
 def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[int]]:
-    """Return the names of the columns of a CSV file, its size in bytes, and the offsets of its rows and of its end."""
     _, size = opened(path, name)
     consumed = line = 0
 

@@ -127,7 +127,6 @@ def sample_loader_of(folder: Path) -> str:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Return the digest of each file in META from which an index is made, by the file's name."""
     found = {}
     for name in META_FILES:
         path = folder / META / name
@@ -224,12 +223,10 @@ def field_of(sample: Mapping[str, Any], text: str) -> Any:
 
 
 def _split_path(folder: Path) -> Path:
-    """Return the path of the file that lists a prepared folder's splits."""
     return next((path for name in SPLITS if (path := folder / META / name).is_file()), folder / META / SPLITS[0])
 
 
 def _splits(folder: Path) -> dict[str, list[str]]:
-    """Return the names of the splits that each archive belongs to, by the archive's path in the folder."""
     path = _split_path(folder)
     content = _read(path)
     parts, exclude = content.get("split_parts"), content.get("exclude") or []
@@ -297,8 +294,6 @@ def _too_many(path: Path, pattern: str) -> DatasetError:
 
 
 def _fields(folder: Path) -> dict[str, Any]:
-    """Return the shard settings that describe the fields of a sample; an empty dict if a sample's columns are the
-    members of the archive."""
     path = folder / META / DATASET
     fields = _read(path).get("field_map") if path.is_file() else None
     if fields is None:
@@ -311,8 +306,6 @@ def _fields(folder: Path) -> dict[str, Any]:
 
 
 def _counts(folder: Path) -> dict[str, Any]:
-    """Return the number of samples in each archive, as Energon has counted them, by the archive's path in the
-    folder."""
     for name in INFOS:
         path = folder / META / name
         if path.is_file():

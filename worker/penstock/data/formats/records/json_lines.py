@@ -63,7 +63,6 @@ def index_json_lines(path: Path, name: str, out: Path) -> Shard:
 
 
 def _lines(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:
-    """Return the size of a file in bytes, and the offsets of its lines that have text and of the file's end."""
     file, size = opened(path, name)
     begins, spaces = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)]
     for at in range(0, size, READ_AT_ONCE):

@@ -123,8 +123,6 @@ class RecordFile:
         raise NotImplementedError
 
     def _bytes(self, begin: int, end: int) -> bytes:
-        """Return the bytes from offset `begin` to offset `end` of the whole file. Raises ShardCorruptError if they
-        cannot be read."""
         file, size = self._file, end - begin
         if file is None:
             raise ValueError(f"{self.name} is closed: open the dataset again to read from it")

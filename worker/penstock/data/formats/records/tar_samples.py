@@ -114,8 +114,6 @@ class TarReader(RecordFile):
         return self._mapped(index, sample) if self._fields else sample
 
     def _mapped(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
-        """Return a sample with the columns that Energon's field map names (energon_folder.py). `index`: number of the
-        sample."""
         try:
             return {KEY: sample[KEY], **{field: field_of(sample, text) for field, text in self._fields.items()}}
         except ValueError as error:
@@ -165,8 +163,6 @@ def _plain_members(record: bytes) -> list[Member] | None:
 
 
 def _plain_header(head: bytes) -> tuple[bytes, int, str] | None:
-    """Return (kind, size of the data in bytes, name) from a member's header; None if the header is damaged or not
-    plain."""
     try:
         # Numbers are octal. Sizes too large for octal begin with another byte, and do not match here.
         size, checksum = (int(field.strip(b" \0"), 8) for field in (head[124:136], head[148:156]))
@@ -178,7 +174,6 @@ def _plain_header(head: bytes) -> tuple[bytes, int, str] | None:
 
 
 def _says_times_and_owners(extended: bytes) -> bool:
-    """Return True if an extended header changes neither the name nor the size of the member after it."""
     for line in extended.splitlines(keepends=True):
         length, _, rest = line.partition(b" ")
         if rest.partition(b"=")[0] not in _TIMES_AND_OWNERS or length != b"%d" % len(line) or line[-1:] != b"\n":
@@ -193,7 +188,6 @@ def _name_of(head: bytes) -> bytes:
 
 
 def _any_members(record: bytes) -> Iterator[Member]:
-    """Yield the members in a part of an archive, read by tarfile. Raises tarfile.TarError for a damaged archive."""
     with tarfile.open(fileobj=io.BytesIO(record), mode="r:") as archive:
         for name, key, column, member in _members(archive):
             begin, end = member.offset_data, member.offset_data + member.size
@@ -205,7 +199,6 @@ def _any_members(record: bytes) -> Iterator[Member]:
 
 
 def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, str, tarfile.TarInfo]]:
-    """Yield (name, key, column, member) for each member of an archive that belongs to a sample."""
     for member in archive:
         if member.issparse():
             raise MemberError(f"{member.name} must not be a sparse file. Write the archive without --sparse")
@@ -218,7 +211,6 @@ def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, str, tarfile.
 
 
 def _split(name: str) -> tuple[str, str] | None:
-    """Return the key and the column that a member's name stands for; None if the member belongs to no sample."""
     found = _NAME.fullmatch(name)
     return (found[1], found[2].lower()) if found and not _META.search(name) else None
 
@@ -268,7 +260,6 @@ class _NotPlainError(Exception):
 
 
 def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:
-    """Return the size of an archive in bytes, and the offsets of its samples and of the end of the last one."""
     file, size = opened(path, name)
     ended = 0
 
@@ -310,8 +301,6 @@ def _plain_found(file: Descriptor, size: int) -> Generator[IndexedMember, None, 
 
 
 def _samples_by_tarfile(path: Path, name: str, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the offsets of an archive's samples and of the end of the last one, read by tarfile. It reads all kinds of
-    headers."""
     try:
         with open(path, "rb", opener=open_plain) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             offsets = _offsets(_tarfile_found(file, archive, name), name, size)

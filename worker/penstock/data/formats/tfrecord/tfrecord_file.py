@@ -98,8 +98,6 @@ def index_tfrecord(path: Path, name: str, out: Path) -> Shard:
 
 
 def _scanned(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]], bytes]:
-    """Return the size of a file in bytes, the offsets of its records and of its end, and the data of the first
-    record."""
     file, size = opened(path, name)
     offsets, at = [0], 0
     begin, data = 0, b""

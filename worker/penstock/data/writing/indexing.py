@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,20 +18,20 @@ from typing import IO, Any
 from penstock.data.formats.index import read_index, write_index
 from penstock.data.formats.records.offset_file import ENDING
 from penstock.data.formats.shards import Shard
-from penstock.data.job_processes import in_processes
+from penstock.data.job_processes import in_processes, serve_jobs
 from penstock.data.writing.indexable_files import INDEXABLE, IndexFile
 from penstock.proto.errors import DatasetError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.telemetry.progress import FILES_S, Progress
 
-__all__ = ["STAMPS", "Key", "index_each", "indexed", "resumed"]
+__all__ = ["STAMPS", "Key", "continued", "index_files", "index_one"]
 
 STAMPS = ".penstock-indexed"
 """Name of the file with the entries of the files that were indexed, each with the identity of the file's content."""
 STAMPS_VERSION = 1
 """Version of the entries in STAMPS. Increase it when a change of the code gives the same file another entry in the
 index. Entries of older versions are ignored, so all files are read again."""
-PROGRAM = "penstock.data.writing.index_process"
+PROGRAM = "penstock.data.writing.indexing"
 MEASURE_S = 0.5
 """Seconds for which this process indexes files before it estimates the time for the remaining files."""
 WORTH_S = 2.0
@@ -41,7 +42,7 @@ Key = tuple[Any, ...]
 """Identity of a file's content: its name, its size in bytes, then numbers or texts that change with the content."""
 
 
-def index_each(root: Path, files: Sequence[tuple[str, Path]], format: str, out: Path) -> list[Shard]:
+def index_files(root: Path, files: Sequence[tuple[str, Path]], format: str, out: Path) -> list[Shard]:
     """Return the shards of files, in their order.
 
     Args:
@@ -55,10 +56,10 @@ def index_each(root: Path, files: Sequence[tuple[str, Path]], format: str, out: 
     """
     names = [name for name, _ in files]
     keys = {name: _key(root, name) for name in names}
-    return resumed(str(root), keys, format, out, lambda left: _shards(root, left, format, out))
+    return continued(str(root), keys, format, out, lambda left: _shards(root, left, format, out))
 
 
-def resumed(
+def continued(
     where: str,
     keys: Mapping[str, Key],
     format: str,
@@ -71,8 +72,8 @@ def resumed(
     Args:
         where: address of the dataset's folder, for messages.
         keys: identity of each file's content, by name.
-        format, out: as in `index_each`.
-        index: function that indexes files, and yields the name and the shard of each. Raises as `index_each` does.
+        format, out: as in `index_files`.
+        index: function that indexes files, and yields the name and the shard of each. Raises as `index_files` does.
     """
     done = {name: entry for name, entry in _finished(out, format).items() if entry[0] == keys.get(name)}
     left, stamps = [name for name in keys if name not in done], out / STAMPS
@@ -100,7 +101,7 @@ def _shards(root: Path, names: Sequence[str], format: str, out: Path) -> Generat
     files would take more than WORTH_S, several processes share them."""
     index_file, began = INDEXABLE[format].index_file, time.monotonic()
     for count, name in enumerate(names, 1):
-        yield name, indexed(index_file, root / name, name, out)
+        yield name, index_one(index_file, root / name, name, out)
         left, spent = len(names) - count, time.monotonic() - began
         processes = min(len(os.sched_getaffinity(0)), left)
         if processes > 1 and spent >= MEASURE_S and spent / count * left >= WORTH_S:
@@ -117,7 +118,7 @@ def _in_processes(
         yield names[said["number"]], shard
 
 
-def indexed(index_file: IndexFile, path: Path, name: str, out: Path) -> Shard:
+def index_one(index_file: IndexFile, path: Path, name: str, out: Path) -> Shard:
     """Return the shard of a file, as `index_file` returns it. Raises DatasetError in place of an OSError."""
     try:
         return index_file(path, name, out)
@@ -138,7 +139,6 @@ def _key(root: Path, name: str) -> Key:
 
 
 def _head(format: str) -> bytes:
-    """Return the first line of the file STAMPS. Entries after any other first line are ignored."""
     return json.dumps([STAMPS_VERSION, format]).encode() + b"\n"
 
 
@@ -175,3 +175,21 @@ def _finished(out: Path, format: str) -> dict[str, tuple[Key, Shard]]:
         if whole:
             found[name] = (name, *numbers), shard
     return found
+
+
+@contextlib.contextmanager
+def index_jobs(plan: bytes) -> Iterator[Callable[[int], dict[str, Any]]]:
+    """Yield a function that indexes the file with a given number. `plan`: JSON text that `index_files` made."""
+    task = json.loads(plan)
+    root, out, names = Path(task["root"]), Path(task["out"]), task["names"]
+    index_file = INDEXABLE[task["format"]].index_file
+
+    def index(number: int) -> dict[str, Any]:
+        shard = index_one(index_file, root / names[number], names[number], out)
+        return {"number": number, "entry": write_index([shard]).decode()}
+
+    yield index
+
+
+if __name__ == "__main__":
+    sys.exit(serve_jobs(index_jobs))
