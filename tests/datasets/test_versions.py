@@ -196,7 +196,7 @@ def test_other_version_is_named(place: str, tmp_path: Path) -> None:
     append(place, 0, 60)
     state = state_in(loader(place, tmp_path / "cache")())
     append(place, 60, 30)
-    with pytest.raises(StateMismatchError, match=r"versions was \[1\] and is \[2\] now"):
+    with pytest.raises(StateMismatchError, match=r"versions\[0\] was 1 and is 2 now"):
         loader(place, tmp_path / "cache", 2)().load_state_dict(state)
 
 

@@ -26,10 +26,10 @@ from penstock.data import (
     Repeated,
     WindowShuffled,
 )
+from penstock.data.ordering.order_states import differences
 from penstock.data.sharded.layers.layer import Layer
 from penstock.data.sharded.protocol import Cursor, PositionOf, SavedPosition
 from penstock.data.sharded.shard_loader import ShardLoader
-from penstock.data.sharded.shard_states import differences
 from penstock.proto.errors import (
     DatasetError,
     InvalidArgumentError,

@@ -3,7 +3,7 @@ saved position can be resumed on other numbers of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,8 @@ from penstock.data.loading.map_reading import MapReader
 from penstock.data.loading.position_loader import Fetcher, PositionLoader, balanced_order, check_settings
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.balance import Balance
-from penstock.data.ordering.epoch_plan import BatchPlan, SampleOrder, WorkerBatches
+from penstock.data.ordering.epoch_plan import SampleOrder, WorkerBatches
 from penstock.data.ordering.partition import Tail
-from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.unsharded_order import UnshardedOrder
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
@@ -176,12 +175,6 @@ class MapLoader(PositionLoader):
                 f"{length}. Make a new loader"
             )
         return super().__iter__()
-
-    def _read_samples(self, plan: BatchPlan) -> list[Any]:
-        return self._reader.samples(plan)
-
-    def _sources_of(self, numbers: Ints) -> Sequence[str] | None:
-        return self._reader.sources(numbers)
 
     def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
         if self._threads:

@@ -2,25 +2,22 @@
 
 The order (ordering/sharded_order.py, unsharded_order.py) maps positions to samples. The epoch plan
 (ordering/epoch_plan.py) divides an epoch into batches, and WorkerBatches selects the batches that this process makes.
-So a position is a few integers, and a state with these integers can be resumed on any topology (numbers of boxes and
-workers; a box is one data-parallel rank). Subclasses define how the samples of a batch are read.
+Subclasses define how the samples of a batch are read.
 """
 
 from __future__ import annotations
 
-import copy
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, get_args
 
 import numpy as np
-import torch.utils.data
 
-from penstock.data.arguments import at_least_one, one_of, whole
+from penstock.data.arguments import one_of, whole
 from penstock.data.loading.counting import LoaderCounts, skipped_rows
+from penstock.data.loading.loader import Loader
 from penstock.data.loading.map_reading import MapReader
-from penstock.data.loading.restore_keys import PositionKeys, checked_name, with_keys
+from penstock.data.loading.restore_keys import PositionKeys, with_keys
 from penstock.data.loading.worker_identity import WorkerIdentity
 from penstock.data.ordering.balance import Balance, Balanced, Imbalance
 from penstock.data.ordering.epoch_plan import BatchPlan, EpochPlan, EpochRemainder, SampleOrder, WorkerBatches
@@ -36,10 +33,9 @@ from penstock.data.ordering.order_states import (
     state_of,
 )
 from penstock.data.ordering.partition import Tail
-from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.skips import ranges_of
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
-from penstock.proto.state.counts import Group, Row, Tally, merged_rows, note_imbalance
+from penstock.proto.state.counts import Group, Row, merged_rows, note_imbalance
 
 __all__ = ["Fetcher", "PositionLoader", "balanced_order", "check_settings"]
 
@@ -59,12 +55,10 @@ class Fetcher(Protocol):
         """Stop making batches. The next call of `take` starts again."""
 
 
-class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
-    """Loader of batches in an order that does not depend on the numbers of boxes and workers. One iteration is one
-    epoch, or the rest of an epoch after a loaded state."""
+class PositionLoader(Loader):
+    """Loader that can compute which sample is at a position of the order."""
 
-    loads_own_state = True
-    exact_states = True
+    _balance: Balanced | None
 
     def __init__(
         self,
@@ -80,50 +74,24 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         counts: LoaderCounts,
         balance: Balanced | None = None,
     ) -> None:
-        """Store the settings, and go to the beginning of epoch 0, or if `skip` leaves out all of it, of the first epoch
-        that has a batch.
-
-        Args:
-            name: name of the data, for messages.
-            order: order of the samples.
-            described: all settings that decide the order, by name. load_state_dict refuses a state with other settings.
-            identity: number of this process's box, and of this process among the workers.
-            batch: number of rows of all boxes' batches together.
-            tail: treatment of an incomplete last batch, as in MapLoader.
-            skip: ranges of samples to leave out, as in MapLoader.
-            keys: name of the field for restore keys; None: batches have no restore keys.
-            counts: counts of the samples. If the loader counts, its reader and fetchers return a CountedBatch.
-            balance: assignment of rows to boxes by cost, see Balanced; None: rows are assigned to the boxes round
-                robin.
-        """
-        super().__init__()
-        self._name, self._order, self._described, self._identity, self._batch = name, order, described, identity, batch
+        """Go to the beginning of epoch 0, or if `skip` leaves out all of it, of the first epoch that has a batch."""
+        super().__init__(name, identity, batch, keys, counts, balance)
+        self._order, self._described = order, described
         self._epochs = EpochPlan(len(order), tail, ranges_of(skip))
-        self._balance = balance
-        self._keys, self._key_field = PositionKeys.of(described, len(order)), checked_name(keys)
-        self._counts = counts
-        self.draws_nothing = self._reader.draws_nothing and type(self).__module__.startswith("penstock.data.")
-        """True if batches do not depend on the process's random generators, so that states need not hold these. Not
-        known of a user's subclass."""
-        if counts.tally is not None or not self.draws_nothing:
-            # to count needs the samples, and an advanced state lacks the generators' states
-            self.advance_state = None  # type: ignore[method-assign, assignment]
+        self._keys = PositionKeys.of(described, len(order))
+        self._promise(draws_nothing=self._reader.draws_nothing)
         self._last: tuple[EpochRemainder, int] | None = None
-        """Batch that was returned or skipped last, as a pair (EpochRemainder with the batch, number of the batch in
-        it); None before the first batch."""
+        """Batch that was returned or skipped last: (rest of the epoch, number of the batch in it)."""
         self._epoch = self._start = self._done = self._first = 0
         self._partitioned_for = self._topology()
-        """Topology (numbers of boxes and workers) for which `_done` counts this worker's batches."""
-        self._at_position = True
-        """True if the next iteration begins at the present position; False if at the next epoch's beginning."""
+        """Topology for which `_done` counts this worker's batches."""
         self._epoch_is_set = False
         """True if `set_epoch` was called since the last iteration began. The next iteration is then over that epoch,
         even if the epoch has no batch left."""
         self._counted = 0, 0
-        """Position from which `state_after` counts batches: (epoch, number of samples before it in the epoch)."""
+        """Position from which `state_after` counts batches: (epoch, start)."""
         self._epochs_begun = 0
-        """Number that grows when an iteration begins, and when `load_state_dict` or `set_epoch` changes the position.
-        An iterator ends if it has changed since the iterator was made."""
+        """Grows when an iteration begins and when the position is set: an iterator from before has then ended."""
         if EpochPlan(len(order), tail).remainder(0, 0, batch, identity.boxes).batches == 0:
             raise DatasetError(
                 f"{name}: a global batch must have at most {len(order)} rows, the samples of an epoch, with "
@@ -140,37 +108,18 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     # ---- methods of subclasses
 
-    @abstractmethod
-    def _read_samples(self, plan: BatchPlan) -> list[Any]:
-        """Return the samples of a batch. `plan`: says which samples these are."""
-
     _reader: MapReader
-    """Reader that makes the batches; a subclass sets it."""
+    """Reader that makes the batches; a subclass sets it before it calls `__init__`."""
 
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
-        """Prepare to prefetch data for the next batches. Called from time to time; the default does nothing.
-        `own_batches`: this worker's batches of the epoch; `plans`: plans of the next of them."""
+        """Prepare to prefetch data for the next batches, whose plans are `plans`. Called from time to time."""
 
     def _approach(self, plan: BatchPlan) -> None:
-        """Prefetch the data that will be needed soon. Called before each batch, with its plan; the default does
-        nothing."""
+        """Prefetch the data that will be needed soon. Called before each batch, with its plan."""
 
     def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
-        """Return the Fetcher for a new epoch; None if each batch is made only when it is needed. `own_batches`: this
-        worker's batches of the epoch."""
+        """Return the Fetcher for a new epoch; None if each batch is made only when it is needed."""
         return None
-
-    # ---- cost
-
-    def imbalance(self, steps: int = 100) -> Imbalance:
-        """Return how unequal the costs of the boxes are, without balance and with it, as a mean over the first `steps`
-        steps of the present epoch. No sample is read. Raise InvalidArgumentError for a loader without `balance`."""
-        if self._balance is None:
-            raise InvalidArgumentError(
-                f"{self._name}: imbalance() needs the costs of samples. Pass balance=Balance(cost, report=True) to the "
-                "loader"
-            )
-        return self._balance.imbalance(self._remainder(self._epoch, 0), at_least_one("steps", steps))
 
     # ---- epochs
 
@@ -202,92 +151,62 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return _Epoch(self, self._worker_batches())
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch. The next iteration starts at that epoch's beginning; or, if a state in this
+        """Set the epoch of the next iteration. The iteration starts at the epoch's beginning; or, if a state in this
         epoch was loaded, at that state's position. If that position is the epoch's end, the iteration has no batch."""
-        epoch = whole("epoch", epoch)
-        if epoch < 0:
-            raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}. Count epochs from 0")
-        if not self._at_position or epoch != self._epoch:
-            self._move_to(epoch, self._epochs.begin(epoch, self._batch, (self._epoch, self._start)))
+        super().set_epoch(epoch)
         self._epoch_is_set = True
         self._count_from_here()
 
+    def _epoch_number(self) -> int:
+        return self._epoch
+
+    def _go_to_epoch(self, epoch: int) -> None:
+        self._move_to(epoch, self._epochs.begin(epoch, self._batch, (self._epoch, self._start)))
+
+    def _imbalance(self, steps: int) -> Imbalance:
+        assert self._balance is not None
+        return self._balance.imbalance(self._remainder(self._epoch, 0), steps)
+
     # ---- states
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this worker's position after the batches that it has yielded so far."""
-        progress = OrderProgress(self._epoch, self._start, self._done, self._topology(), self._first)
-        return {**state_of(progress, self._described, self._epochs.skip), **self._counts.saved()}
+    def _saved(self) -> dict[str, Any]:
+        return self._state_of(OrderProgress(self._epoch, self._start, self._done, self._topology(), self._first))
 
-    @staticmethod
-    def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return the state that a worker will have after `batches` more of its batches in the same epoch. It is
-        computed from `state_dict`, without reading data or running user code."""
-        return {**state_dict, "done": progress_of(state_dict).done + batches}
+    def _state_of(self, position: OrderProgress) -> dict[str, Any]:
+        return state_of(position, self._described, self._epochs.skip)
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        """Set `advance_state` to None in a subclass that overrides `state_dict` but not `advance_state`, because the
-        inherited function does not know the subclass's states. None means that states cannot be advanced."""
-        super().__init_subclass__(**keywords)
-        if "state_dict" in vars(cls) and "advance_state" not in vars(cls):
-            cls.advance_state = None  # type: ignore[assignment]
+    def _check_order(self, state: Any, *, strict: bool) -> None:
+        progress_of(state)
+        check_order(state, self._described, self._epochs, strict=strict)
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to the position of a state. A state from aggregate_state_dict or state_after, or from a box with a single
-        worker, fits any topology. Any other state, unless it was saved before the first batch, fits only the numbers of
-        boxes and workers, the global batch and the `skip` with which it was saved.
+    def _is_whole(self, topology: Topology) -> bool:
+        return topology.workers == 1  # all boxes have delivered equally many batches
 
-        Raises:
-            StateMismatchError: the state belongs to another order of samples; or it is the state of one of several
-                workers, with another topology or `skip`; or `skip` leaves out more samples before the position than
-                when the state was saved; or its counts are by another key. With strict=False the first and the
-                third are only warnings, and the counts begin at zero.
-            StateCorruptError, StateVersionError: the state cannot be read.
-        """
-        progress, topology = progress_of(state_dict), self._topology()
-        check_order(state_dict, self._described, self._epochs, strict=strict)
-        counts: Mapping[str, Any] = state_dict
-        if "others" in state_dict or (progress.done and progress.topology != topology):
-            counts = {**state_dict, **self._counts_part(state_dict)}
-        if "others" in state_dict:
-            progress = self._part(state_dict, strict=strict)
-        elif progress.done and progress.topology != topology:
-            if progress.topology.workers > 1:
-                raise StateMismatchError(
-                    f"{self._name}: the state of one of several workers must be loaded in its own topology, "
-                    f"{progress.topology}, got {topology}. Load a state that aggregate_state_dict or state_after "
-                    "returned, which fits any topology"
-                )
-            progress = self._part(state_dict, strict=strict)  # all boxes have delivered equally many batches
-        elif skip_of(state_dict) != self._epochs.skip:
-            if progress.done and topology.workers > 1:
-                raise StateMismatchError(
-                    f"{self._name}: the state of one of several workers must be loaded with the same skip, "
-                    f"{skip_of(state_dict)}, got {self._epochs.skip}. Load a state that aggregate_state_dict or "
-                    "state_after returned, which fits any skip"
-                )
-            start = replanned(state_dict, self._epochs, progress.done, strict=strict)
-            progress = OrderProgress(progress.epoch, start, 0, topology, progress.first)
-        self._counts.load(counts, strict=strict)
-        self._move_to(progress.epoch, progress.start, progress.done, progress.first)
-        self._count_from_here()
-
-    def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
-        """Merge the states of all workers, in order of global_worker_id, into one state that fits any topology."""
-        whole = aggregated(worker_states, self._described, self._epochs)
-        return {**whole, **LoaderCounts.aggregated(worker_states)}
-
-    def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
-        """Return this worker's part of a state that `aggregate_state_dict` or `state_after` returned."""
-        progress = progress_of(aggregated)
-        if "others" not in aggregated and progress.done and progress.topology.workers > 1:
+    def _own_position(self, state: Mapping[str, Any], *, strict: bool) -> OrderProgress:
+        progress, topology, skip = progress_of(state), self._topology(), skip_of(state)
+        if skip == self._epochs.skip:
+            return progress
+        if progress.done and topology.workers > 1:
             raise StateMismatchError(
-                "deaggregate_state_dict needs a state that aggregate_state_dict returned, got the state of one "
-                "worker. Merge the states of all workers first"
+                f"{self._name}: the state of one of several workers must be loaded with the same skip, {skip}, got "
+                f"{self._epochs.skip}. Load a state that aggregate_state_dict or state_after returned, which fits any "
+                "skip"
             )
-        check_order(aggregated, self._described, self._epochs, strict=strict)
-        part = state_of(self._part(aggregated, strict=strict), self._described, self._epochs.skip)
-        return {**part, **self._counts_part(aggregated)}
+        start = replanned(state, self._epochs, progress.done, strict=strict)
+        return OrderProgress(progress.epoch, start, 0, topology, progress.first)
+
+    def _part(self, aggregated: Mapping[str, Any], *, strict: bool) -> OrderProgress:
+        identity = self._identity
+        return deaggregated(
+            aggregated, identity.number, identity.all_workers, self._topology(), self._epochs, strict=strict
+        )
+
+    def _aggregated(self, states: list[Any]) -> dict[str, Any]:
+        return aggregated(states, self._described, self._epochs)
+
+    def _go_to(self, position: OrderProgress) -> None:
+        self._move_to(position.epoch, position.start, position.done, position.first)
+        self._count_from_here()
 
     def state_after(self, batches: int) -> dict[str, Any]:
         """Return the state after `batches` more batches of this rank. They are counted from the position at which the
@@ -298,16 +217,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         if batches < 0:
             raise InvalidArgumentError(f"batches must be at least 0, got {batches}. Pass the number of batches done")
         epoch, start = self._remainder(*self._counted).position_after(batches)
-        return state_of(OrderProgress(epoch, start, 0, self._topology()), self._described, self._epochs.skip)
-
-    def config(self) -> dict[str, Any]:
-        """Return the settings that decide the order of samples, as a dict of JSON values. A state with different
-        settings is refused."""
-        return {"kind": type(self).__name__, **copy.deepcopy(self._described)}
-
-    def can_restore_sample(self) -> bool:
-        """Return True: `restore_sample` can read any sample again."""
-        return True
+        return self._state_of(OrderProgress(epoch, start, 0, self._topology()))
 
     def restore_sample(self, key: str) -> Any:
         """Read the sample of one row of an earlier batch again. `key`: the row's text in the field that the loader's
@@ -317,29 +227,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         """
         epoch, position = self._keys.position_of(key)
         positions = np.array([position])
-        return self._read_samples(BatchPlan(epoch, positions, self._order.ids(epoch, positions)))[0]
-
-    def _part(self, aggregated: Any, *, strict: bool) -> OrderProgress:
-        identity = self._identity
-        return deaggregated(
-            aggregated, identity.number, identity.all_workers, self._topology(), self._epochs, strict=strict
-        )
-
-    def _counts_part(self, aggregated: Any) -> dict[str, Any]:
-        identity = self._identity
-        return self._counts.part(aggregated, identity.box, identity.boxes, identity.turn().number)
-
-    # ---- counts
-
-    @property
-    def tally(self) -> Tally | None:
-        """Counts of the samples up to the present position, by source and key; None without `counts`."""
-        return self._counts.tally
-
-    @property
-    def key_field(self) -> str | None:
-        """Name of the field of a batch that holds its restore keys; None without `keys`."""
-        return self._key_field
+        return self._reader.samples(BatchPlan(epoch, positions, self._order.ids(epoch, positions)))[0]
 
     def last_samples(self) -> list[range]:
         """Return the samples of the global batch that was returned or skipped last, as ranges that `skip` accepts; an
@@ -350,22 +238,18 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         begin = remainder.epoch * self._epochs.length
         return [range(first + begin, end + begin) for first, end in remainder.kept_ranges(number)]
 
-    def _sources_of(self, numbers: Ints) -> Sequence[str] | None:
-        """Return the name of the source of each sample with these numbers; None if the sources are unknown."""
-        return None
-
     def _skipped(self, remainder: EpochRemainder, number: int) -> dict[str, int]:
-        """Return the number of samples, by source, that `skip` leaves out from the end of batch `number` - 1 to the end
-        of batch `number`. On boxes other than 0 return an empty dict, so that these samples are counted once."""
+        """Return the number of samples, by source, that `skip` leaves out just before the end of batch `number`. Only
+        box 0 counts them."""
         if not self._epochs.skip or self._identity.box:
             return {}
-        found: Counter[str] = Counter()
+        skipped: Counter[str] = Counter()
         for first, end in remainder.skipped_ranges(number):
             for begin in range(first, end, COUNTED_AT_ONCE):
                 positions = np.arange(begin, min(end, begin + COUNTED_AT_ONCE))
-                sources = self._sources_of(self._order.ids(remainder.epoch, positions))
-                found.update(sources if sources is not None else {"": len(positions)})
-        return found
+                sources = self._reader.sources(self._order.ids(remainder.epoch, positions))
+                skipped.update(sources if sources is not None else {"": len(positions)})
+        return skipped
 
     def _move_to(self, epoch: int, start: int = 0, done: int = 0, first: int = 0) -> None:
         self._epochs_begun += 1
@@ -378,9 +262,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         self._counted = self._remainder(self._epoch, self._start).position_after(done)
 
     def _repartition(self) -> None:
-        """Adapt this loader's position to the processes that share the batches now. A worker process of a torch
-        DataLoader has a copy of a loader that was made, and perhaps loaded a state, in the parent process. There the
-        position was that of a single process, which makes all batches."""
+        """Adapt the position to the processes that share the batches now: a worker process of a torch DataLoader has a
+        copy of a loader whose position was that of a single process."""
         topology = self._topology()
         if not self._done or self._partitioned_for == topology:
             # the topology stays fixed: with persistent_workers=True each copy counts its own epochs
@@ -396,11 +279,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     # ---- division among processes
 
-    def _topology(self) -> Topology:
-        return Topology(self._identity.boxes, self._identity.turn().of, self._batch)
-
     def _worker_batches(self) -> WorkerBatches:
-        """Return the batches that this process makes in the present epoch."""
         remainder = self._remainder(self._epoch, self._start)
         balance = self._balance
         # a balance that only reports is measured for the counts
@@ -454,14 +333,13 @@ class _Epoch:
         if self._fetcher is not None:
             self._fetcher.close()
         if self._loader._counts.tally is not None:
-            sources = self._loader._sources_of(plan.ids)
+            sources = self._loader._reader.sources(plan.ids)
             rows = 0 if plan.empty else len(plan.ids)
             self._count(skipped_rows(Counter(sources if rows and sources is not None else {"": rows})))
         self._move_on()
 
     def _count(self, counted: dict[Group, Row]) -> None:
-        """Add the counts of a batch that is returned or skipped, and of the samples that `skip` leaves out since the
-        batch before. `counted`: row of counts of each group in the batch."""
+        """Add the counts of a batch that is returned or skipped, and of the samples that `skip` leaves out before."""
         loader, remainder, imbalance = self._loader, self._worker_batches.remainder, self._ready[-1].imbalance
         if imbalance is not None and counted:
             note_imbalance(counted, imbalance)
@@ -499,24 +377,14 @@ class _Epoch:
 def balanced_order(
     balance: Balance | None, order: SampleOrder, dataset: Any, length: int, batch: int, described: dict[str, Any]
 ) -> Balanced | None:
-    """Return the object that assigns a loader's rows to boxes by cost; None without `balance`.
-
-    Args:
-        balance: user's argument.
-        order: order of the samples without balance.
-        dataset: dataset, for costs that it contains.
-        length: number of samples in the dataset.
-        batch: number of rows of all boxes' batches together.
-        described: settings that decide the loader's order. The balance is added, if it changes which step has a row.
-
-    Raises InvalidArgumentError or DatasetError for invalid costs or steps.
-    """
+    """Return the object that assigns a loader's rows to boxes by cost; None without `balance`. If it changes which step
+    has a row, it is added to `described`. `length`: number of samples in the dataset."""
     if balance is None:
         return None
-    found = Balanced(balance, order, dataset, length, batch)
-    if found.described:
-        described["balance"] = found.described
-    return found
+    balanced = Balanced(balance, order, dataset, length, batch)
+    if balanced.described:
+        described["balance"] = balanced.described
+    return balanced
 
 
 def check_settings(tail: str, **numbers: int | None) -> None:

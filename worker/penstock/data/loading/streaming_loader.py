@@ -329,12 +329,6 @@ class StreamingLoader(PositionLoader):
         begun = state_of(OrderProgress(epoch, 0, 0, topology), self._described)
         return {**begun, **{name: state[name] for name in ("workers", "others", COUNTS) if name in state}}
 
-    def _read_samples(self, plan: BatchPlan) -> list[Any]:
-        return self._reader.samples(plan)
-
-    def _sources_of(self, numbers: Ints) -> Sequence[str] | None:
-        return self._reader.sources(numbers)
-
     def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
         if not self._threads:
             return None

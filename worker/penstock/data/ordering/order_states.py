@@ -24,17 +24,21 @@ from typing import Any
 from penstock.data.ordering.epoch_plan import EpochPlan, EpochRemainder
 from penstock.data.ordering.partition import Tail, WorkerTurn
 from penstock.data.ordering.skips import Ranges, added_before
-from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError, StateVersionError
+from penstock.proto.errors import StateCorruptError, StateMismatchError, StateVersionError
 from penstock.proto.state.envelope import damaged_state
 
 __all__ = [
+    "TAKEN",
     "VERSIONS",
     "OrderProgress",
     "Topology",
     "aggregated",
     "check_format",
     "check_order",
+    "check_same_order",
+    "common_progress",
     "deaggregated",
+    "differences",
     "epoch_to_begin",
     "others_of",
     "progress_of",
@@ -47,6 +51,8 @@ FORMAT = 3
 """Version of the format in which the states of loaders are written."""
 VERSIONS = "versions"
 """Name of the setting with the version of each stream's dataset: a number, or None for a dataset without versions."""
+TAKEN = "taken"
+"""Name of the entry of a state that was advanced: `done` of the state from which it was advanced."""
 NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a state."""
 
@@ -200,37 +206,73 @@ def others_of(state: Mapping[str, Any], default: Any = None) -> Mapping[str, Any
 
 
 def check_order(state: Mapping[str, Any], order: Mapping[str, Any], epochs: EpochPlan, *, strict: bool) -> None:
-    """Check that a state is a position in this loader's order. `order`: settings of this loader's order; `strict`:
-    False to warn instead of raising StateMismatchError. Raises StateMismatchError for another order, StateCorruptError
-    for a position outside of the order."""
-    saved = state["order"]
-    names = [name for name in {**saved, **order} if saved.get(name) != order.get(name)]
-    if not names:
-        least = -state["epoch"] * epochs.length if epochs.tail == "carry" else 0
-        if not least <= state["start"] <= epochs.length or state["done"] > epochs.length - least:
-            raise StateCorruptError(
-                f"the loader's state is damaged: its position must lie in an epoch of {epochs.length} samples, got "
-                f"{state['done']} batches after sample {state['start']}. Load an older state"
-            )
+    """Raise StateMismatchError for a state of another order than `order`, the settings of this loader (strict=False:
+    only warn), StateCorruptError for a position outside of the order."""
+    differing = differences(state["order"], order)
+    if differing:
+        _refuse(f"the state was saved with another order of samples: {', '.join(differing.values())}", strict=strict)
         return
-    differing = ", ".join(f"{name} was {saved.get(name)!r} and is {order.get(name)!r} now" for name in names)
-    _refuse(f"the state was saved with another order of samples: {differing}", strict=strict)
+    least = -state["epoch"] * epochs.length if epochs.tail == "carry" else 0
+    if not least <= state["start"] <= epochs.length or state["done"] > epochs.length - least:
+        raise StateCorruptError(
+            f"the loader's state is damaged: its position must lie in an epoch of {epochs.length} samples, got "
+            f"{state['done']} batches after sample {state['start']}. Load an older state"
+        )
 
 
-def _check_same_order(states: Sequence[Mapping[str, Any]]) -> None:
+def check_same_order(states: Sequence[Mapping[str, Any]]) -> None:
     """Raise StateMismatchError unless all workers divided the same order into the same batches. If they did not, the
-    run has left out and repeated samples. `states`: states of all workers."""
-    first = _settings(states[0])
-    for number, state in enumerate(states):
-        settings = _settings(state)
-        names = [name for name in {**first, **settings} if first.get(name) != settings.get(name)]
-        if names:
-            differing = ", ".join(f"{name} {first.get(name)!r} and {settings.get(name)!r}" for name in names)
+    run has left out and repeated samples."""
+    orders = [{**state["order"], "topology": dict(state["topology"]), "skip": skip_of(state)} for state in states]
+    for number, order in enumerate(orders):
+        if order != orders[0] and (differing := differences(orders[0], order)):
+            if all(name.startswith("topology.") for name in differing):
+                raise StateMismatchError(
+                    f"the states of all workers must have the same numbers of boxes and workers, and the same global "
+                    f"batch. From worker 0 to worker {number}, {', '.join(differing.values())}. Pass the states that "
+                    "one run saved, and give the loader the same batch size on each worker"
+                )
             raise StateMismatchError(
-                f"all workers must read samples in the same order, but worker {number} and worker 0 differ, so samples "
-                f"were lost and repeated. The settings of worker 0 and worker {number} differ: {differing}. Make the "
-                "same loader on each worker"
+                f"all workers must read samples in the same order, but worker {number} and worker 0 differ. From "
+                f"worker 0 to worker {number}, {', '.join(differing.values())}. Make the same loader on each worker, "
+                "for example from a sorted list of files"
             )
+
+
+def differences(was: Any, now: Any, path: str = "") -> dict[str, str]:
+    """Return the differences between two JSON values, as a dict from the path in the values, such as "source.length",
+    to a text such as "source.length was 128 and is 64 now". `path`: path of the two values themselves."""
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        texts: dict[str, str] = {}
+        for name in {**was, **now}:
+            inner = f"{path}.{name}" if path else str(name)
+            if name not in now:
+                texts[inner] = f"{inner} was {was[name]!r:.200} and is absent now"
+            elif name not in was:
+                texts[inner] = f"{inner} was absent and is {now[name]!r:.200} now"
+            else:
+                texts.update(differences(was[name], now[name], inner))
+        return texts
+    if _is_list(was) and _is_list(now):
+        was, now = list(was), list(now)
+        if len(was) == len(now):
+            pairs = enumerate(zip(was, now, strict=True))
+            return {name: text for at, pair in pairs for name, text in differences(*pair, f"{path}[{at}]").items()}
+    return {} if was == now else {path: f"{path} was {was!r:.200} and is {now!r:.200} now"}
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)  # JSON turns a tuple into a list
+
+
+def common_progress(workers: Sequence[OrderProgress]) -> tuple[OrderProgress, list[int]]:
+    """Return the progress of all workers together, which ends before the first batch that no worker has made; and the
+    number of batches that each worker has made in the same epoch."""
+    newest = max(workers, key=lambda progress: progress.epoch)
+    # A worker that is still at the end of the previous epoch has made no batch of this one.
+    dones = [progress.done if progress.epoch == newest.epoch else 0 for progress in workers]
+    batches = min(newest.turn(number % newest.topology.workers).batch(done) for number, done in enumerate(dones))
+    return replace(newest, done=batches), dones
 
 
 def _check_same_epochs(workers: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
@@ -245,11 +287,6 @@ def _check_same_epochs(workers: Mapping[str, Any], identity: Mapping[str, Any]) 
             "the loader that aggregates the states must have the data and settings of the workers' loaders: "
             f"{differing}. Make the same loader in the training process as on the workers"
         )
-
-
-def _settings(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that must be equal in the states of all workers."""
-    return {**state["order"], "topology": dict(state["topology"]), "skip": skip_of(state)}
 
 
 def _refuse(message: str, *, strict: bool) -> None:
@@ -285,20 +322,12 @@ def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], ep
     states: states of all workers, by ascending global_worker_id. order: settings of the calling loader's order.
     epochs: plan of the calling loader's epochs.
     """
-    if not states:
-        raise InvalidArgumentError(
-            "aggregate_state_dict needs the states of all workers, got an empty list. Pass one state for each worker"
-        )
     workers_progress, skip = [progress_of(state) for state in states], skip_of(states[0])
-    _check_same_order(states)
+    check_same_order(states)
     _check_same_epochs(states[0]["order"], order)
-    newest = max(workers_progress, key=lambda progress: progress.epoch)
-    workers = newest.topology.workers
-    # A worker that is still at the end of the previous epoch has made no batch of this one.
-    dones = [progress.done if progress.epoch == newest.epoch else 0 for progress in workers_progress]
-    batches = min(newest.turn(number % workers).batch(done) for number, done in enumerate(dones))
-    batches = min(batches, _remainder(newest, replace(epochs, skip=skip)).batches)
-    whole = replace(newest, done=batches)
+    whole, _ = common_progress(workers_progress)
+    whole = replace(whole, done=min(whole.done, _remainder(whole, replace(epochs, skip=skip)).batches))
+    workers = whole.topology.workers
     others = {
         str(number): state_of(progress, {})
         for number, progress in enumerate(workers_progress)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-import torch.utils.data
-
 from penstock.data.arguments import at_least_one, whole
 from penstock.data.loading.collating import checked_collate, empty_batch, may_draw, without_rows
 from penstock.data.loading.counting import Counts, LoaderCounts, skipped_rows
 from penstock.data.loading.keyed_random import seeded
-from penstock.data.loading.restore_keys import checked_name, with_keys
+from penstock.data.loading.loader import Loader
+from penstock.data.loading.restore_keys import with_keys
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.balance import Balance, Imbalance
-from penstock.data.ordering.order_states import OrderProgress, Topology
+from penstock.data.ordering.order_states import OrderProgress, Topology, differences
 from penstock.data.ordering.partition import APART, Partition
 from penstock.data.sharded.layers.layer import is_keyed
 from penstock.data.sharded.layers.packed_rows import collate_packed
@@ -48,18 +46,16 @@ from penstock.data.sharded.shard_cursors import HeldSample
 from penstock.data.sharded.shard_keys import KeyStage, digest_of
 from penstock.data.sharded.shard_orders import Tail
 from penstock.data.sharded.shard_states import (
-    TAKEN,
     FixedOrder,
     ShardedPosition,
     check_order,
     check_source,
     check_state,
     described,
-    differences,
 )
 from penstock.data.sharded.worker_share import SharePlan, WorkerShare
 from penstock.proto.errors import InvalidArgumentError, StateMismatchError
-from penstock.proto.state.counts import Group, Row, Tally, note_imbalance
+from penstock.proto.state.counts import Group, Row, note_imbalance
 from penstock.proto.state.generators import derive_seed
 from penstock.worker.batch.building import collate
 
@@ -68,7 +64,7 @@ __all__ = ["ShardLoader"]
 _log = logging.getLogger(__name__)
 
 
-class ShardLoader(torch.utils.data.IterableDataset[Any]):
+class ShardLoader(Loader):
     """Loader of batches from a source in logical shards, in an order that does not depend on boxes and workers.
 
     Example::
@@ -94,9 +90,6 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
     gradients are accumulated. A second epoch (after the first was abandoned, or by set_epoch) reads the source from the
     beginning in another order.
     """
-
-    loads_own_state = True
-    exact_states = True
 
     def __init__(
         self,
@@ -149,7 +142,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.
         """
-        super().__init__()
+        identity = WorkerIdentity.now(rank)
+        batch = global_batch(batch_size, global_batch_size, identity.boxes, unbatched=unbatched)
+        super().__init__("ShardLoader", identity, batch, keys, LoaderCounts(counts), balance)
         self._code = source
         """Source as the user's code made it, without the changes of its mixture's weights that an operator ordered."""
         self._changes: list[MixtureChange] = []
@@ -159,14 +154,11 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._history: list[MixtureChange] = []
         self._assigned: list[MixtureChange] = []
         self._load_source: LoadSource = refuse_to_import
-        self._identity = identity = WorkerIdentity.now(rank)
         partitions, seed = at_least_one("partitions", partitions), whole("seed", seed)
         block = None if block is None else at_least_one("block", block)
-        self._batch = global_batch(batch_size, global_batch_size, identity.boxes, unbatched=unbatched)
-        self._partitions, self._block, self._asked_tail, self._counts = partitions, block, tail, LoaderCounts(counts)
+        self._partitions, self._block, self._asked_tail = partitions, block, tail
         self._tail: Tail = APART if unbatched and tail == "emit" else tail
         self._collate = _only if unbatched else checked_collate(collate_fn)
-        self._keys, self._balance = checked_name(keys), balance
         self._seed = identity.seed if seed is None else seed
         draws = not unbatched and collate_fn is not collate_packed and may_draw(collate_fn)
         self._collate_key = derive_seed(self._seed, "collate") if draws else None
@@ -179,7 +171,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         partitions, block, tail, identity = self._partitions, self._block, self._asked_tail, self._identity
         check_source(source, partitions, block, tail)
         self.source = source
-        self._order: dict[str, Any] = {
+        self._described = {
             "source": described(source),
             "shards": source.num_shards,
             "endless": source.endless,
@@ -188,16 +180,17 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             "tail": None if source.endless else tail,
         }
         self._fixed_order = FixedOrder(source, partitions, self._tail, block)
-        stages = stages_of(self._code, self._present, self._load_source, self._order)
+        stages = stages_of(self._code, self._present, self._load_source, self._described)
         balance = None if self._balance is None else RowBalance(self._balance, source)
-        self._plan = SharePlan(self._fixed_order, self._seed, identity.box, stages, self._keys is not None, balance)
+        self._plan = SharePlan(
+            self._fixed_order, self._seed, identity.box, stages, self._key_field is not None, balance
+        )
         self._begun = ShardedPosition(
             OrderProgress(0, 0, 0, self._topology()),
             endless_order=self._fixed_order.endless_order(block or self._batch),
         )
         """Position at which the present epoch began, or at which the next iteration will begin."""
         self._at_position = True
-        """True if the next iteration begins at `_begun`; False if it begins the epoch after that of `_begun`."""
         self._share: WorkerShare | None = None
         """Batches that this worker makes in the epoch that was begun last; None if the position was set since. An
         iterator over any other share has ended."""
@@ -205,12 +198,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._counts.set_shares(wanted_shares(source))
         counts = self._counts.tally is not None  # counting needs the samples between two states
         self._wants_change = counts and changes_shares(source)
-        keyed = is_keyed(source)
-        self.draws_nothing = keyed and type(self) is ShardLoader
-        """True if batches do not depend on the process's random generators, so that states need not hold these. Not
-        known of a user's subclass."""
-        if counts or balance or not keyed or (lengths is None and not source.endless):
-            self.advance_state = None  # type: ignore[method-assign, assignment]
+        self._promise(
+            draws_nothing=is_keyed(source), advances=balance is None and (source.endless or lengths is not None)
+        )
         if lengths is not None:
             self._plan.check_length(0, sum(map(int, lengths)), self._batch, identity.boxes)
 
@@ -240,43 +230,23 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
                     "order, because the first epoch was abandoned. To continue with the next batch, keep the "
                     "iterator, or load the loader's state_dict()"
                 )
-            self._move_to_epoch(self._begun.progress.epoch + 1)
+            self._go_to_epoch(self._begun.progress.epoch + 1)
         self._at_position = False
         return _Epoch(self)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. The iteration starts at the epoch's beginning; or, if a state in this
-        epoch was loaded, at that state's position."""
-        number = whole("epoch", epoch)
-        if number is None or number < 0:
-            raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}. Count epochs from 0")
-        epoch = number
-        if not self._at_position or epoch != self._begun.progress.epoch:
-            self._move_to_epoch(epoch)
+    def _epoch_number(self) -> int:
+        return self._begun.progress.epoch
 
     def config(self) -> dict[str, Any]:
-        """Return the settings that decide the order of samples, as JSON values. A state with different settings is
-        refused."""
+        """Return the settings that decide the order of samples, as a dict of JSON values. A state with different
+        settings is refused."""
         endless_order = self._begun.endless_order
-        return {
-            "kind": "ShardLoader",
-            **copy.deepcopy(self._order),
-            "block": None if endless_order is None else endless_order.block,
-        }
+        block = None if endless_order is None else endless_order.block
+        return {**super().config(), "kind": "ShardLoader", "block": block}
 
-    def imbalance(self, steps: int = 100) -> Imbalance:
-        """Return how unequal the boxes' costs are in `steps` steps from the epoch's beginning, or from a loaded state
-        on, without balance and with it. No sample is read. Raises InvalidArgumentError for a loader without
-        `balance`."""
-        if self._balance is None:
-            raise InvalidArgumentError("imbalance() needs costs of records. Pass balance=Balance(cost, report=True)")
+    def _imbalance(self, steps: int) -> Imbalance:
         whole = self._fixed_order.repartitioned(self._begun, self._topology(), first=0)
-        return self._plan.imbalance(whole, at_least_one("steps", steps))
-
-    def can_restore_sample(self) -> bool:
-        """Return True: any sample can be read again by its restore key. A user's function that draws from the process's
-        random generators returns another value when the sample is read again."""
-        return True
+        return self._plan.imbalance(whole, steps)
 
     def restore_sample(self, key: str) -> Any:
         """Read the sample of a row again. `key`: the row's restore key, from the batch's field `keys`.
@@ -290,64 +260,29 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     # ---- states
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this worker's position after the batches that it has yielded so far."""
-        position = self._begun if self._share is None else self._share.position()
-        return {**position.state(self._order), **self._counts.saved(), **self._listed()}
+    def _saved(self) -> dict[str, Any]:
+        return self._state_of(self._begun if self._share is None else self._share.position())
+
+    def _state_of(self, position: ShardedPosition) -> dict[str, Any]:
+        return {**position.state(self._described), **self._listed()}
 
     def _listed(self) -> dict[str, Any]:
         """Return the part of a state that lists the changes of the mixture's weights; an empty dict without changes."""
         return {CHANGES: [change.plain() for change in self._history]} if self._history else {}
 
-    @staticmethod
-    def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return the state that a worker has when it has made `batches` more batches in the same epoch. No user code
-        runs. The saved positions in the state stay the same: a resume skips the samples from there. The state lists the
-        changes of weights that it listed before, and fits a loader that knows more.
+    def _is_whole(self, topology: Topology) -> bool:
+        return topology.boxes == topology.workers == 1  # workers of other boxes may know the ends of other shards
 
-        The loader has None instead of this method if it has `counts` or `balance`, if the lengths of a finite source
-        are unknown, or if the source may draw from the process's random generators, whose states would be needed.
-        """
-        done = OrderProgress.parsed(state_dict).done
-        taken = {TAKEN: state_dict.get(TAKEN, done)} if "block" in state_dict else {}  # only of endless sources
-        return {**state_dict, **taken, "done": done + batches}
+    def _own_position(self, state: Mapping[str, Any], *, strict: bool) -> ShardedPosition:
+        position, topology = self._fixed_order.read(state), self._topology()
+        if position.progress.topology == topology:
+            return position
+        return self._fixed_order.repartitioned(position, topology, first=0)
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to the position of a state. A state from aggregate_state_dict, or from a run with a single worker, fits
-        any topology. Any other state, unless it was saved before the first batch, fits only the numbers of boxes and
-        workers and the global batch with which it was saved.
-
-        Raises:
-            StateMismatchError: the state belongs to another order of samples (strict=False: only a warning, if the
-                number of shards and `partitions` are the same), to one of several workers of another topology, or to
-                counts by another key (strict=False: the counts begin at zero).
-            StateCorruptError, StateVersionError: the state cannot be read.
-        """
-        self._check_order(state_dict, strict=strict)
-        counts: Mapping[str, Any] = state_dict
-        if "others" in state_dict:
-            position, counts = self._part(state_dict), {**state_dict, **self._counts_part(state_dict)}
-        else:
-            position, topology = self._fixed_order.read(state_dict), self._topology()
-            before = position.progress
-            if before.done and before.topology != topology:
-                # The ends of other shards may be known only to workers of other boxes.
-                if not before.topology.boxes == before.topology.workers == 1:
-                    raise StateMismatchError(
-                        f"the state of one of several workers must be loaded in its own topology, {before.topology}, "
-                        f"got {topology}. Load a state that aggregate_state_dict returned, which fits any topology"
-                    )
-                position, counts = self._part(state_dict), {**state_dict, **self._counts_part(state_dict)}
-            elif before.topology != topology:
-                position = self._fixed_order.repartitioned(position, topology, first=0)
-        self._counts.load(counts, strict=strict)
-        self._move_to(position)
-
-    def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
-        """Return one state for any topology, merged from the states of all workers in order of global_worker_id."""
-        states = self._with_all_changes(worker_states)
-        whole = {**self._fixed_order.aggregated(states), **LoaderCounts.aggregated(states)}
-        return {**whole, CHANGES: states[0][CHANGES]} if CHANGES in states[0] else whole
+    def _aggregated(self, states: list[Any]) -> dict[str, Any]:
+        known = self._with_all_changes(states)
+        whole = self._fixed_order.aggregated(known)
+        return {**whole, CHANGES: known[0][CHANGES]} if CHANGES in known[0] else whole
 
     def _with_all_changes(self, states: Sequence[Any]) -> Sequence[Any]:
         if not any(CHANGES in state for state in states if isinstance(state, Mapping)):
@@ -359,31 +294,21 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             taken.append(self._fixed_order.taken(state, lambda first, own=own: own))  # type: ignore[misc]
         return with_all_changes(states, taken)
 
-    def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
-        """Return this worker's part of an aggregated state. `strict` and errors: as in `load_state_dict`."""
-        self._check_order(aggregated, strict=strict)
-        if "others" not in aggregated:
-            raise StateMismatchError(
-                "the state must come from aggregate_state_dict, got the state of one worker. Pass the states of "
-                "all workers to aggregate_state_dict first"
-            )
-        return {**self._part(aggregated).state(self._order), **self._counts_part(aggregated), **self._listed()}
-
     def _check_order(self, state: Any, *, strict: bool) -> None:
         """Apply the changes of weights that a state lists, and check that the state belongs to the resulting order."""
         check_state(state)
         until = self._adopt(state) if self._assigned or CHANGES in state else None
-        check_order(self._with_later_weights(state, until), self._order, strict=strict)
+        check_order(self._with_later_weights(state, until), self._described, strict=strict)
 
     def _with_later_weights(self, state: Any, until: int | None = None) -> Mapping[str, Any]:
-        return self._fixed_order.with_later_weights(state, self._order, self._identity.turn, until)
+        return self._fixed_order.with_later_weights(state, self._described, self._identity.turn, until)
 
     def _stages(self, epoch: int) -> Sequence[KeyStage]:
         """Return the stages of an epoch: its parts from one change of weights by an operator to the next."""
         changes = in_epoch(self._changes, epoch)
         if changes == self._present:
             return self._plan.stages
-        return stages_of(self._code, changes, self._load_source, self._order)
+        return stages_of(self._code, changes, self._load_source, self._described)
 
     # ---- weights that an operator changes during a run (penstock mix)
 
@@ -430,13 +355,13 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         position, before = new_position(begin, steps, self._batch), mixture_of(self.source)
         parts = new_parts(before, position, weights, added, retired)
         functions = {**{name: fn for one in self._changes for name, fn in one.added.items() if name in parts}, **added}
-        at = replace(self._begun, progress=OrderProgress(epoch, position, 0, self._topology())).state(self._order)
+        at = replace(self._begun, progress=OrderProgress(epoch, position, 0, self._topology())).state(self._described)
         self._use([*self._changes, MixtureChange("", position, parts, functions, epoch=epoch)], epoch)
-        check_order(self._with_later_weights({**at, "others": {}}), self._order, strict=True)
+        check_order(self._with_later_weights({**at, "others": {}}), self._described, strict=True)
         beside = max(before.names, key=parts.__getitem__)
         self._try_sources([*([beside] if added and parts[beside] else []), *added])
         was, now = shares_at(before, position), shares_at(mixture_of(self.source), position)
-        return digest_of(self._order), (epoch, position), parts, was, now, functions
+        return digest_of(self._described), (epoch, position), parts, was, now, functions
 
     def _try_sources(self, names: Sequence[str]) -> None:
         """Make a batch from one sample of each named source, to find out whether the sources work."""
@@ -472,26 +397,12 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         if later != changes and until is None:
             with contextlib.suppress(InvalidArgumentError):  # raised if the code lacks a source of a change
                 self._use(later, reached[0])
-                if not differences(self._with_later_weights(state)["order"], self._order):
+                if not differences(self._with_later_weights(state)["order"], self._described):
                     return None
         self._use(changes, reached[0])
         return until
 
-    @property
-    def tally(self) -> Tally | None:
-        """Counts of samples from the run's beginning on, by source and key; None without `counts`."""
-        return self._counts.tally
-
-    @property
-    def key_field(self) -> str | None:
-        """Name of the field of a batch that holds its restore keys; None without `keys`."""
-        return self._keys
-
-    def _counts_part(self, aggregated: Mapping[str, Any]) -> dict[str, Any]:
-        identity = self._identity
-        return self._counts.part(aggregated, identity.box, identity.boxes, identity.turn().number)
-
-    def _part(self, aggregated: Mapping[str, Any]) -> ShardedPosition:
+    def _part(self, aggregated: Mapping[str, Any], *, strict: bool) -> ShardedPosition:
         identity = self._identity
         part, moved = self._fixed_order.part(aggregated, identity.number, identity.all_workers, self._topology())
         progress = part.progress
@@ -516,20 +427,17 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     # ---- epochs
 
-    def _topology(self) -> Topology:
-        return Topology(self._identity.boxes, self._identity.turn().of, self._batch)
-
-    def _move_to(self, position: ShardedPosition) -> None:
+    def _go_to(self, position: ShardedPosition) -> None:
         """Set the position at which the next iteration begins, and close the open shards."""
         if self._share is not None:
             self._share.close()
             self._share = None
         self._begun, self._at_position = position, True
 
-    def _move_to_epoch(self, epoch: int) -> None:
+    def _go_to_epoch(self, epoch: int) -> None:
         endless_order = self._begun.endless_order
         self._use(self._changes, epoch)
-        self._move_to(ShardedPosition(OrderProgress(epoch, 0, 0, self._topology()), endless_order=endless_order))
+        self._go_to(ShardedPosition(OrderProgress(epoch, 0, 0, self._topology()), endless_order=endless_order))
 
     def _begin(self) -> WorkerShare:
         """Return the batches that this worker makes from the loader's position on. If the topology is another one than
@@ -567,9 +475,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         else:
             make = partial(self._empty, self._share.template())
         batch = make() if self._collate_key is None else seeded(make, self._collate_key, *self._share.first_row())
-        if self._keys is None:
+        if self._key_field is None:
             return batch, counted
-        return with_keys(batch, self._keys, [held.key or "" for held in samples]), counted
+        return with_keys(batch, self._key_field, [held.key or "" for held in samples]), counted
 
     def _empty(self, sample: Any) -> Any:
         return without_rows(sample) if self._collate is _only else empty_batch(self._collate, sample)
@@ -611,7 +519,7 @@ class _Epoch:
             if not loader._identity.alone(loader._identity.turn()):
                 break  # other workers count epochs, too: they learn from the next iter() that this epoch has ended
             resumed = self._share.begun_at_end
-            loader._move_to_epoch(loader._begun.progress.epoch + 1)
+            loader._go_to_epoch(loader._begun.progress.epoch + 1)
             if not resumed:
                 break
             # The state at an epoch's end must also serve as the state at the next epoch's beginning, because a caller

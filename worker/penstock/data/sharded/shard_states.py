@@ -24,7 +24,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from penstock.data.arguments import one_of
-from penstock.data.ordering.order_states import FORMAT, OrderProgress, Topology, check_format, others_of
+from penstock.data.ordering.order_states import (
+    FORMAT,
+    TAKEN,
+    OrderProgress,
+    Topology,
+    check_format,
+    check_same_order,
+    common_progress,
+    differences,
+    others_of,
+)
 from penstock.data.ordering.partition import APART, Partition, WorkerTurn
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.layer import checked
@@ -40,20 +50,16 @@ from penstock.proto.errors import (
 from penstock.proto.state.envelope import damaged_state
 
 __all__ = [
-    "TAKEN",
     "FixedOrder",
     "ShardedPosition",
     "check_order",
     "check_source",
     "check_state",
     "described",
-    "differences",
 ]
 
 NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a state."""
-TAKEN = "taken"
-"""Name of the entry of a state that was advanced: `done` of the state from which it was advanced."""
 KIND = ("a ShardLoader", "shards")
 """Arguments of `check_format` for states of a ShardLoader: the loader's name for errors, and the name of an entry that
 no other loader's states have."""
@@ -175,26 +181,17 @@ class FixedOrder:
     def aggregated(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return one state merged from the states of all workers, which are in order of global_worker_id. The topology
         is taken from the states, because any process may call this."""
-        if not states:
-            raise InvalidArgumentError(
-                "aggregate_state_dict needs the states of all workers, got an empty list. Pass one state for each "
-                "worker"
-            )
         positions = [self.read(state) for state in states]
-        _check_same_order([{**state["order"], "topology": dict(state["topology"])} for state in states])
-        newest = max((each.progress for each in positions), key=lambda progress: progress.epoch)
-        now = [each for each in positions if each.progress.epoch == newest.epoch]
-        workers = newest.topology.workers
-        # A worker that is still at the end of the previous epoch has made no batch of this one.
-        dones = [each.progress.done if each in now else 0 for each in positions]
-        batches = min(newest.turn(number % workers).batch(done) for number, done in enumerate(dones))
+        check_same_order(states)
+        progress, dones = common_progress([each.progress for each in positions])
+        now, workers = [each for each in positions if each.progress.epoch == progress.epoch], progress.topology.workers
         ended = {shard: length for each in now for shard, length in each.ended.items()}
-        whole = ShardedPosition(replace(newest, done=batches), CursorStates(), ended, now[0].endless_order)
+        whole = ShardedPosition(progress, CursorStates(), ended, now[0].endless_order)
         whole = replace(whole, cursors=self._furthest(whole, now))
         taken = {}
         if any(TAKEN in state for state in states):
             known = [min(done, state.get(TAKEN, done)) for state, done in zip(states, dones, strict=True)]
-            turns = [newest.turn(number % workers) for number in range(len(states))]
+            turns = [progress.turn(number % workers) for number in range(len(states))]
             taken[TAKEN] = max(turn.batch(done - 1) + 1 if done else 0 for turn, done in zip(turns, known, strict=True))
         others = {
             str(number): each.state({})
@@ -335,24 +332,6 @@ def _reached(progress: OrderProgress, turn: WorkerTurn) -> int:
     return _after(progress, turn.batch(done - 1) + 1 if done else 0)
 
 
-def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
-    """Raise StateMismatchError unless all workers have the same order and topology. A worker with another list of
-    files, for example, would leave out or repeat samples. `orders`: order of each worker, with its `topology`."""
-    for number, order in enumerate(orders):
-        if order != orders[0] and (found := differences(orders[0], order)):
-            if all(name.startswith("topology.") for name in found):
-                raise StateMismatchError(
-                    f"the states of all workers must have the same numbers of boxes and workers, and the same global "
-                    f"batch. From worker 0 to worker {number}, {', '.join(found.values())}. Pass the states that one "
-                    "run saved, and give the loader the same batch size on each worker"
-                )
-            raise StateMismatchError(
-                f"all workers must read samples in the same order, but worker {number} and worker 0 differ. From "
-                f"worker 0 to worker {number}, {', '.join(found.values())}. Make the same source on each worker, for "
-                "example from a sorted list of files"
-            )
-
-
 def check_state(state: Any) -> None:
     """Raise StateMismatchError if `state` is not a state of a ShardLoader, StateVersionError if its format has another
     version, StateCorruptError if it is damaged."""
@@ -382,33 +361,6 @@ def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
             "missing or repeated in this epoch"
         )
     warnings.warn(f"{message}. Samples may be missing or repeated in this epoch", UserWarning, stacklevel=4)
-
-
-def differences(was: Any, now: Any, path: str = "") -> dict[str, str]:
-    """Return the differences between two JSON values, as a dict from the path in the values, such as "source.length",
-    to a text such as "source.length was 128 and is 64 now". `path`: path of the two values themselves."""
-    if isinstance(was, Mapping) and isinstance(now, Mapping):
-        found: dict[str, str] = {}
-        for name in {**was, **now}:
-            there = f"{path}.{name}" if path else str(name)
-            if name not in now:
-                found[there] = f"{there} was {was[name]!r:.200} and is absent now"
-            elif name not in was:
-                found[there] = f"{there} was absent and is {now[name]!r:.200} now"
-            else:
-                found.update(differences(was[name], now[name], there))
-        return found
-    if _is_list(was) and _is_list(now) and len(was) == len(now):
-        pairs = enumerate(zip(was, now, strict=True))
-        return {where: text for at, pair in pairs for where, text in differences(*pair, f"{path}[{at}]").items()}
-    if _is_list(was) and _is_list(now):
-        was, now = list(was), list(now)
-    return {} if was == now else {path: f"{path} was {was!r:.200} and is {now!r:.200} now"}
-
-
-def _is_list(value: Any) -> bool:
-    """Return True for a list, or for a tuple, which JSON turns into a list."""
-    return isinstance(value, list | tuple)
 
 
 def described(source: ShardedSource) -> Any:
