@@ -1,7 +1,5 @@
-"""Conversion of the index in `dataset[index]` to sample numbers. The index is a number, a slice, or a list of numbers.
-
-Numbers and slices mean the same as for a Python list, and lists of numbers the same as for a numpy array.
-"""
+"""From the index in `dataset[index]` to sample numbers: numbers and slices as of a Python list, lists as of a numpy
+array."""
 
 from __future__ import annotations
 
@@ -12,11 +10,7 @@ __all__ = ["many_numbers", "one_number"]
 
 
 def one_number(index: Any, length: int, name: str, what: str = "a sample's number") -> int:
-    """Return the sample number, from 0 to `length - 1`, that an index stands for; a negative index counts from the end.
-    Raise IndexError for an index out of range, TypeError for anything but an integer.
-
-    name: name of the dataset, for errors. what: what the number is, for errors.
-    """
+    """Return the sample number of an index; a negative one counts from the end. `name`, `what`: for errors."""
     number = at = operator.index(index)
     if at < 0:
         at += length
@@ -28,9 +22,8 @@ def one_number(index: Any, length: int, name: str, what: str = "a sample's numbe
 
 
 def many_numbers(index: Any, length: int, name: str, what: str = "a sample's number") -> list[int] | None:
-    """Return the sample numbers that a slice, a range, or a list or array of integers or bools selects, in its order;
-    None for any other `index`. Raise IndexError for a number out of range, and unless there are `length` bools;
-    TypeError for a list of anything else."""
+    """Return the sample numbers that a slice, a range, or a list or array of integers or bools selects; None for any
+    other index."""
     if isinstance(index, slice):
         return list(range(*index.indices(length)))
     if isinstance(index, range | list):

@@ -1,7 +1,5 @@
-"""Dataset of shards on any filesystem, read sample by sample as if it were local.
-
-This module returns samples by number, and fetches shards on demand. StreamingLoader adds order, batches and prefetch.
-"""
+"""Dataset of shards on any filesystem, read sample by sample as if it were local; StreamingLoader adds order and
+prefetch."""
 
 from __future__ import annotations
 
@@ -58,8 +56,7 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 __all__ = ["StreamingDataset"]
 
 LISTED_BOUNDS = 1 << 14
-"""Largest number of opened pieces (opened_units.py), plus one, for which the numbers of their first samples are kept in
-a list. A list is searched faster than an array, but takes more memory."""
+"""Largest number of opened pieces whose first samples are kept in a list, which is searched faster than an array."""
 
 
 class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
@@ -155,17 +152,14 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         limit = byte_count("cache_limit", cache_limit)
         self.prefetch_bytes = byte_count("prefetch_bytes", prefetch_bytes)
         self.decoded_limit = byte_count("decoded_limit", decoded_limit)
-        """Bytes of decoded row groups that this dataset asks its process to keep; None: no request of its own."""
         remotes = [remote_of(stream) for stream in self.streams]
         self.name = ", ".join(name for _, _, name in remotes[:3]) + (", ..." if len(remotes) > 3 else "")
-        """Name of the dataset, for errors."""
         self.stream_names = stream_names([name for _, _, name in remotes])
-        """Name of each stream: the last part of its address, with the stream's number if several have the same name."""
+        """The last part of each address, with the stream's number if several have the same."""
         if images not in ("pil", "array"):
             raise InvalidArgumentError(f'images must be "pil" or "array", got {images!r}')
         decoded = check_clips(clips)
         self.clips_draw = any(clip.draws for clip in decoded.values())
-        """True if decoding clips may draw random numbers."""
         self._options = [
             ReadOptions(
                 allow_unsafe_types,
@@ -191,14 +185,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self.asked_versions: list[Version] = [
             version if stream.version is None else stream.version for stream in self.streams
         ]
-        """For each stream, the version that the user asked for, see the argument `version`."""
         for asked in self.asked_versions:
             check_version("version", asked)
         self._open_versions(self.asked_versions)
 
     def at_versions(self, versions: Sequence[int | None]) -> Self:
-        """Return a copy of this dataset that reads other versions of its streams. `versions`: one for each stream; None
-        for a stream without versions."""
+        """Return a copy of this dataset that reads other versions of its streams; None for one without versions."""
         other = copy.copy(self)
         for cache in other._caches:  # the copy's own, see __getstate__
             cache.close()
@@ -215,7 +207,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         ]
         self._caches = [cache for cache, _, _ in opened]
         self.versions = [number for _, _, number in opened]
-        """For each stream, the number of the version that is read; None for a dataset without versions."""
+        """Version of each stream that is read; None without versions."""
         self._open = OpenShards()
         self._decoder = DecodeAhead(self._decode)
         self._relieve_caches()
@@ -241,21 +233,21 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                 except DatasetError as error:
                     raise DatasetError(f"{name}: {error.message}") from None
         self._ahead: dict[int, None] = {}
-        """Opened pieces (opened_units.py) that the last `fetch_ahead` prefetches. The keys are their numbers."""
+        """Opened pieces (opened_units.py) that the last `fetch_ahead` prefetches, by number."""
         self._to_decode: list[int] = []
-        """Numbers of the units that are to be decoded in the background once `fetch_ahead` prefetches their files."""
+        """Units to be decoded in the background once `fetch_ahead` prefetches their files."""
         self.layouts = [
             OrderLayout.noted(file_notes(index), own, name)
             for index, own, (_, _, name) in zip(indexes, self._tables, remotes, strict=True)
         ]
-        """Division of each stream's samples that decides their order. Its units (row groups or shards) are numbered
-        through all streams."""
+        """Division of each stream's samples that decides their order, in units (row groups or shards) numbered through
+        all streams."""
         facts = [table.facts for table in self._tables]
         self.has_blocks = any(fact.blocks for fact in facts)
         """True if any shard has blocks (such as row groups) that are decoded as a whole."""
         known = sum(fact.decoded_samples for fact in facts)
         self.sample_bytes = sum(fact.decoded_bytes for fact in facts) / max(1, known)
-        """Mean number of bytes that a sample takes in a decoded row group; 0 if it is unknown."""
+        """Mean bytes of a sample in a decoded row group; 0 if unknown."""
         self._part_tables = PartTables()
         by_unit = [
             table.has_ranges & cache.fetches_ranges(table.hashed)
@@ -263,9 +255,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         ]
         self._units = Units(self._tables, by_unit)
         self._bounds_of_units: list[Ints] | None = None
-        """Two arrays of bounds: of the units that are read, and of the units of `layouts`, which decide the order. Each
-        has the number of the first sample of every unit, and then the total number of samples. None if these are the
-        same units."""
+        """Bounds of the units that are read, and of those of `layouts`: the number of the first sample of each, then
+        the total. None if these are the same units."""
         if any(self._units.finer) or not all(each.own for each in self.layouts):
             order_bounds = np.concatenate([[0], np.cumsum(self._order_sizes())])
             self._bounds_of_units = [self._units.unit_bounds, order_bounds]
@@ -294,17 +285,16 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 
     @property
     def sizes(self) -> list[Ints]:
-        """Number of samples in each unit of `layouts` (row group or shard): an array for each stream."""
+        """Number of samples in each unit of `layouts`: an array for each stream."""
         return [layout.units for layout in self.layouts]
 
     @property
     def unit_starts(self) -> Ints | None:
-        """Number of the first sample of each unit of `layouts`, and at the end the number of samples. None if the
-        dataset does not keep this array; ShardedOrder then computes it."""
+        """First sample of each unit of `layouts`, then the number of samples; None if it is not kept."""
         return self._tables[0].starts if len(self.layouts) == 1 and self.layouts[0].own else None
 
     def sources_of(self, numbers: Ints) -> list[str]:
-        """Return, for each of the samples with these numbers, the name of the stream that it comes from."""
+        """Return the name of each sample's stream."""
         names = self.stream_names
         if len(names) == 1:
             return names * len(numbers)
@@ -332,7 +322,6 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return self._open.get(shard, self._opened)[at - self._starts[shard]]
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[dict[str, Any]]:
-        """Return the samples of a batch, for torch's DataLoader and Subset."""
         if self.is_overridden:
             return [self[index] for index in indices]
         samples: list[dict[str, Any]] = self[list(indices)]
@@ -340,11 +329,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 
     @property
     def is_overridden(self) -> bool:
-        """True if a subclass makes the samples in its own `__getitem__`."""
         return type(self).__getitem__ is not StreamingDataset.__getitem__
 
     def get_many(self, samples: Ints) -> list[dict[str, Any]]:
-        """Return the samples with these numbers, without checking that the numbers are in range."""
         if self.is_overridden:
             return [self._overridden(index) for index in samples.tolist()]
         return self._read_many(samples)
@@ -377,12 +364,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return joined(len(samples), parts)
 
     def is_at_hand(self, samples: Ints) -> bool:
-        """Return True if the shards of the samples with these numbers are open."""
         shards = np.searchsorted(self._units.bounds, samples, side="right") - 1
         return all(self._open.peek(shard) is not None for shard, _ in by_number(shards))
 
     def _overridden(self, index: int) -> dict[str, Any]:
-        """Return a sample by calling a subclass's `__getitem__`, which may raise any exception."""
         what = f"{type(self).__qualname__} for sample {index}"
         try:
             sample: dict[str, Any] = self[index]
@@ -394,10 +379,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             raise
 
     def fetch_ahead(self, units: Ints, *, needed: int = 0, group: str = "") -> int:
-        """Prefetch the files of these units (see `units_of`) in the background, in this order, up to `prefetch_bytes`.
-        The list replaces that of the previous call. Return the number of units, from the first one on, to which the
-        prefetch reaches. `needed`: number of units at the beginning that are fetched in any case; `group`: name shared
-        by processes that need the same; "": this process alone."""
+        """Prefetch the files of these units (see `units_of`) in this order, up to `prefetch_bytes`; the list replaces
+        the previous one. Return the number of units to which the prefetch reaches. `needed`: number of the first units
+        that are fetched in any case; `group`: shared by processes that need the same."""
         count = self._admitted(units, needed, group or host_process_id())
         wanted: list[list[Shard]] = [[] for _ in self._caches]
         self._ahead = dict.fromkeys(self._opened_for(units[:count]))
@@ -411,8 +395,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return count
 
     def _admitted(self, units: Ints, needed: int, group: str) -> int:
-        """Return how many of these units may be prefetched: their sizes must fit into this group's share of
-        `prefetch_bytes`. The first `needed` units, and units whose files are open already, do not count."""
+        """Return how many of these units fit into this group's share of `prefetch_bytes`. The `needed` ones, and open
+        files, do not count."""
         if self.prefetch_bytes is None:
             return len(units)
         free = self.prefetch_bytes // max(cache.reading_groups(group) for cache in self._caches)
@@ -428,13 +412,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return len(units)
 
     def _opened_for(self, units: Ints) -> list[int]:
-        """Return, for each unit, the number of its opened piece (a file, or a part fetched alone; opened_units.py)."""
+        """Return each unit's opened piece (a file, or a part fetched alone)."""
         opened: list[int] = self._units.opened_of(units).tolist()
         return opened
 
     def units_of(self, samples: Ints) -> Ints:
-        """Return, for each of these samples, the number of the unit (row group, span or file) that must be read for
-        it."""
+        """Return the unit (row group, span or file) that must be read for each sample."""
         found: Ints = np.searchsorted(self._units.unit_bounds, samples, side="right") - 1
         return found
 
@@ -443,17 +426,16 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return sum((cache.stats() for cache in self._caches), FetchStats())
 
     def keep_open(self, units: Ints) -> None:
-        """Keep the open files of these units (see `units_of`) open, because they are needed soon. Close all others if
-        any stream has a cache, because an open shard cannot be evicted."""
+        """Keep the open files of these units open. Close all others if any stream has a cache: an open shard cannot be
+        evicted."""
         needed = set(self._opened_for(units))
         self._open.most = max(MIN_OPEN, len(needed))
         if not all(cache.in_place for cache in self._caches):
             self._open.keep(needed)
 
     def decode_ahead(self, units: Ints) -> None:
-        """Decode these units (see `layouts`) in the background, in this order, as soon as their files are read in
-        place, open, or prefetched by `fetch_ahead`. They may fill half of the memory for decoded row groups; further
-        units are ignored. The list replaces that of the previous call. Do nothing if the index lists no row groups."""
+        """Decode these units (see `layouts`) in the background, in this order, as soon as their files are at hand, up
+        to half of the memory for decoded row groups. The list replaces the previous one."""
         if not self.has_blocks:
             return
         units = self.read_units(units)
@@ -463,8 +445,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._decoder.want(self._decodable())
 
     def _decodable(self) -> list[int]:
-        """Return the units of `_to_decode` whose files are read in place, open, or being prefetched, and remove them
-        from it. Other units wait, because decoding must not fetch files that are not prefetched."""
+        """Take the units of `_to_decode` whose files are at hand or being prefetched: decoding must not fetch
+        others."""
         opened = self._units.opened_of(np.array(self._to_decode, np.int64)).tolist()
         known = list(zip(self._to_decode, opened, strict=True))
         ready = [unit for unit, number in known if number in self._ahead or self._is_at_hand(number)]
@@ -476,7 +458,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return self._caches[self._file(number)[0]].in_place or self._open.peek(number) is not None
 
     def forget(self, units: Ints) -> None:
-        """Free the memory of these units (see `layouts`) if they are decoded: their samples are not needed soon."""
+        """Free the memory of these units of `layouts`: their samples are not needed soon."""
         units = self.read_units(units)
         for unit, opened in zip(units.tolist(), self._units.opened_of(units).tolist(), strict=True):
             reader = self._open.peek(opened)
@@ -487,7 +469,6 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return np.concatenate(self.sizes)
 
     def read_units(self, units: Ints) -> Ints:
-        """Return the numbers of the units that must be read to get the samples of these units of `layouts`."""
         if self._bounds_of_units is None:
             return units
         own, wanted = self._bounds_of_units
@@ -504,13 +485,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             reader.load(unit - self._units.first_unit(opened))
 
     def _file(self, number: int) -> tuple[int, Shard, int | None]:
-        """Return (number of its stream, its file, number of its part within the file) for an opened piece
-        (opened_units.py). The last value is None if the piece is the whole file."""
+        """Return (stream, file, part within the file or None) of an opened piece."""
         stream, file, part = self._units.file(number)
         return stream, self._tables[stream][file], part
 
     def shares(self, epoch_size: int | None = None) -> list[int]:
-        """Return the number of samples that an epoch takes from each stream. `epoch_size`: as in `samples_of_epoch`."""
+        """Return the number of samples that an epoch takes from each stream."""
         return samples_of_epoch(self.streams, [int(sizes.sum()) for sizes in self.sizes], epoch_size)
 
     def close(self) -> None:
@@ -551,8 +531,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._relieve_caches()
 
     def _relieve_caches(self) -> None:
-        """Make each cache close the open shards of this dataset when it needs space. The caches get only a weak
-        reference to the shards, so they do not keep the dataset alive."""
+        """Make each cache close the open shards of this dataset when it needs space, by a weak reference."""
         open_shards = weakref.ref(self._open)
 
         def relieve() -> None:
@@ -589,7 +568,6 @@ def _cache(stream: Stream, settings: Mapping[str, Any], index: str) -> ShardCach
 
 
 def _selected(table: ShardTable, stream: Stream, notes: Mapping[str, Any], name: str) -> ShardTable:
-    """Return the table with only the shards of the split that the stream asks for. `notes`: notes of the index."""
     folder = prepared_folder(stream)
     shards = select_split(table, stream.split, folder, name, has_splits=table.facts.splits)
     if folder is not None and table.facts.splits:

@@ -36,8 +36,7 @@ __all__ = [
 PREPARED_WAIT_S = 60.0
 """Longest wait in seconds for a remote's answer whether Energon has prepared its folder."""
 _plain: set[tuple[str, str]] = set()
-"""(identity of a remote folder, split) for each folder of which the remote has answered that Energon has not prepared
-it. So the process asks only once for each. Later the folder's index in the cache makes the question unnecessary."""
+"""(remote folder, split) of each folder that Energon has not prepared, so that the remote is asked only once."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,7 @@ class Stream:
 
 
 def local_source(stream: Stream) -> Path | None:
-    """Return the folder of this machine in which a stream's dataset lies, without the subfolder of its `split`; None
-    for a remote stream."""
+    """Return the local folder of a stream's dataset, without `split`; None for a remote stream."""
     if stream.remote is not None:
         local = RemoteFolder(os.fspath(stream.remote), stream.storage_options).local
         return None if local is None else Path(local)
@@ -86,8 +84,7 @@ def local_source(stream: Stream) -> Path | None:
 
 
 def remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
-    """Return (remote folder of a stream, local folder, name of the stream for errors). The local folder is the cache;
-    for a stream without a remote folder, for which the first value is None, it is the dataset itself."""
+    """Return (remote folder or None, cache or local folder, name for errors) of a stream."""
     below = stream.split or ""
     if Path(below).is_absolute() or ".." in Path(below).parts:
         raise InvalidArgumentError(
@@ -108,10 +105,9 @@ def remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
 
 
 def prepared_folder(stream: Stream) -> Path | None:
-    """Return the local folder that has Energon's description of the dataset's splits. For a local stream it is the
-    dataset's folder. For a remote stream it is the cache, and the description is copied there first. Return None if
-    Energon has not prepared the stream's folder. Of a remote stream, also return None if it has no split, if the cache
-    has the index of a subfolder of this name, or if the remote does not answer."""
+    """Return the local folder that has Energon's description of the splits (of a remote stream copied into the cache);
+    None if Energon has not prepared it, and of a remote also without split, if the cache has an index of it, or if it
+    does not answer."""
     source = local_source(stream)
     if source is not None or not stream.split:
         return source if source is not None and is_prepared(source) else None
@@ -142,16 +138,14 @@ def _remote_below(stream: Stream, below: str) -> tuple[RemoteFolder, Path]:
 
 
 def stream_names(addresses: Sequence[str]) -> list[str]:
-    """Return a name for each stream: the last part of its address. If several streams have the same last part, their
-    numbers are appended: "train.0" and "train.1". If a name still occurs twice, each stream gets its number."""
+    """Return the last part of each stream's address; with its number, if several have the same."""
     last = [address.rstrip("/").rpartition("/")[2] for address in addresses]
     names = [f"{name}.{number}" if last.count(name) > 1 else name for number, name in enumerate(last)]
     return names if len(set(names)) == len(names) else [f"{name}.{number}" for number, name in enumerate(last)]
 
 
 def with_plain_values(number: int, stream: Stream) -> Stream:
-    """Return a copy of the stream whose weights are Python numbers. A saved state contains them, and must not contain
-    numpy types. `number`: number of the stream, for errors."""
+    """Return the stream with Python numbers as weights, because a saved state contains them."""
     name = f"stream {number}: "
     choose = sample_count(f"{name}choose", stream.choose)
     proportion = real_number(f"{name}proportion", stream.proportion)
@@ -160,8 +154,7 @@ def with_plain_values(number: int, stream: Stream) -> Stream:
 
 
 def group_id(name_or_id: str | int | None) -> int | None:
-    """Return the ID of a Unix group that is given by name or ID; None for None. Raise InvalidArgumentError for an
-    unknown name."""
+    """Return the ID of a Unix group that is given by name or ID."""
     if not isinstance(name_or_id, str):
         return whole("cache_group", name_or_id)
     try:
@@ -173,8 +166,7 @@ def group_id(name_or_id: str | int | None) -> int | None:
 
 
 def check_weights(streams: Sequence[Stream]) -> None:
-    """Raise InvalidArgumentError unless all streams give the same one of proportion, repeat and choose, or none gives
-    any, and each value is finite and at least 0."""
+    """Raise InvalidArgumentError unless all streams give the same one of proportion, repeat and choose, or none."""
     kinds = {
         tuple(name for name in ("proportion", "repeat", "choose") if getattr(stream, name) is not None)
         for stream in streams
@@ -192,14 +184,8 @@ def check_weights(streams: Sequence[Stream]) -> None:
 
 
 def samples_of_epoch(streams: Sequence[Stream], totals: Sequence[int], epoch_size: int | None) -> list[int]:
-    """Return the number of samples that an epoch takes from each stream.
-
-    Args:
-        streams: the streams, whose weights `check_weights` has accepted.
-        totals: number of samples of each stream.
-        epoch_size: number of samples in the epoch; None: the sum of what `repeat` or `choose` give, or else the number
-            of all samples.
-    """
+    """Return the number of samples that an epoch takes from each stream. `totals`: samples of each; `epoch_size`: None:
+    what `repeat` or `choose` give, or all samples."""
     if streams[0].repeat is not None or streams[0].choose is not None:
         if epoch_size is not None:
             raise InvalidArgumentError(
@@ -216,8 +202,7 @@ def samples_of_epoch(streams: Sequence[Stream], totals: Sequence[int], epoch_siz
 
 
 def _apportioned(weights: Sequence[float], total: int) -> list[int]:
-    """Divide `total` into whole numbers in proportion to `weights`, by the method of largest remainders, and return
-    them."""
+    """Divide `total` in proportion to `weights`, by largest remainders."""
     exact_weights = [Fraction(weight) for weight in weights]
     together = sum(exact_weights)
     if together <= 0:

@@ -1,6 +1,5 @@
 """Counting of samples by source and key, for the loaders' argument `counts`. A *group* is a pair (source, key), such as
-("web", "en"). A *row* is the list of a group's counts. Module penstock.proto.state.counts defines what a row contains,
-and how the counts reach states and the training process."""
+("web", "en"), a *row* the list of its counts (penstock.proto.state.counts)."""
 
 from __future__ import annotations
 
@@ -38,13 +37,12 @@ from penstock.proto.state.counts import (
 __all__ = ["CountedBatch", "Counts", "LoaderCounts", "SampleCounter", "skipped_rows"]
 
 TOKEN_FIELDS = ("input_ids", "tokens", "token_ids")
-"""Fields of a sample that is a dict in which tokens are looked for, if `Counts` names no field; the first one that the
-sample has is used."""
+"""Fields of a dict in which tokens are looked for, if `Counts` names no field; the first one that the sample has."""
 
 MOST_TOKENS = 1 << 40
 """Largest number of tokens that a sample may have."""
 NONE = "(none)"
-"""Key under which samples are counted for which `Counts(by=...)` gives None."""
+"""Key of samples for which `Counts(by=...)` gives None."""
 
 _Part = str | Callable[[Any], Any]
 
@@ -73,7 +71,6 @@ class Counts:
     samples are not counted."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgumentError for an argument that is neither a name nor a function."""
         for name in ("by", "tokens", "truncated"):
             value = getattr(self, name)
             if value is not None and not callable(value) and (not isinstance(value, str) or not value):
@@ -84,15 +81,14 @@ class Counts:
 
 
 class CountedBatch(NamedTuple):
-    """Batch with the counts of its samples. A thread or process that makes batches for the loader returns this."""
+    """Batch with the counts of its samples, as threads and processes make it for a loader that counts."""
 
     batch: Any
     counted: dict[Group, Row]
-    """Row of counts of each group (source, key) that the batch has."""
 
 
 class SampleCounter:
-    """Counter of the samples in one batch. It has only settings and no counts, so it can be sent to another process."""
+    """Counter of the samples in one batch. It has only settings, so it can be sent to another process."""
 
     def __init__(self, counts: Counts) -> None:
         self._by, self._tokens, self._truncated = counts.by, counts.tokens, counts.truncated
@@ -103,15 +99,8 @@ class SampleCounter:
         sources: Sequence[str] | None = None,
         parts: Sequence[Sequence[tuple[str, int]]] | None = None,
     ) -> dict[Group, Row]:
-        """Return the counts of these samples: a dict from groups (source, key) to rows of counts.
-
-        Args:
-            samples: samples of one batch.
-            sources: name of each sample's source; None: all have the source "".
-            parts: for each sample, a list. For a packed line: a pair (source, number of tokens) for each document in
-                it; the tokens count for this source. Empty list: the sample's tokens count for its own source. None: an
-                empty list for each sample.
-        """
+        """Return the counts of one batch's samples. `sources`: name of each sample's source; None: "". `parts`: for
+        each sample a list, for a packed line (source, number of tokens) of each document in it."""
         if not samples:
             return {}
         sources = [""] * len(samples) if sources is None else sources
@@ -151,8 +140,7 @@ class SampleCounter:
         return list(map(self._key, samples))
 
     def _lengths(self, samples: Sequence[Any]) -> list[int | None]:
-        """Return the number of tokens of each sample; None for a sample without tokens. For dicts of tensors this is
-        faster than calling `_length` for each sample."""
+        """Return the number of tokens of each sample; of dicts of tensors faster than by `_length`."""
         name = self._tokens
         if name is None and type(samples[0]) is dict:
             name = next((field for field in TOKEN_FIELDS if field in samples[0]), None)
@@ -207,8 +195,7 @@ class SampleCounter:
 
 
 def _column(samples: Sequence[Any], name: _Part | None) -> list[Any] | None:
-    """Return the value of the field `name` of each sample; None unless `name` is a text, and all samples are dicts with
-    this field."""
+    """Return the field `name` of each sample; None unless all samples are dicts with this field."""
     if isinstance(name, str) and type(samples[0]) is dict:
         try:
             return [sample[name] for sample in samples]
@@ -218,8 +205,7 @@ def _column(samples: Sequence[Any], name: _Part | None) -> list[Any] | None:
 
 
 def _row_of(lengths: list[int | None]) -> Row:
-    """Return the row of counts for samples with these numbers of tokens. An entry None means a sample without
-    tokens."""
+    """Return the row of samples with these numbers of tokens; None: without tokens."""
     row, known = new_row(), [length for length in lengths if length is not None]
     row[SAMPLES], row[TOKENS] = len(lengths), sum(known)
     for bits, count in Counter(map(int.bit_length, known)).items():
@@ -230,9 +216,7 @@ def _row_of(lengths: list[int | None]) -> Row:
 def _move_tokens(
     found: dict[Group, Row], sources: Sequence[str], keys: Sequence[str], parts: Sequence[Sequence[tuple[str, int]]]
 ) -> None:
-    """Correct `found`, in which the tokens of packed lines are counted for the line's source: count the tokens of each
-    document in a line for the document's source instead. The arguments are those of `SampleCounter.count`, with a key
-    for each sample."""
+    """Count the tokens of each document in a packed line for the document's source instead of the line's."""
     for source, key, own in zip(sources, keys, parts, strict=True):
         for of, size in own:
             if of != source:
@@ -245,8 +229,7 @@ def _len(value: Any) -> int:
 
 
 def _own_length(sample: Any) -> int | None:
-    """Return the number of tokens of a sample without fields for `Counts(tokens=None)`: its length if it is a
-    one-dimensional list, array or tensor of integers; None for any other sample."""
+    """Return the length of a one-dimensional list, array or tensor of integers; None for any other sample."""
     if isinstance(sample, torch.Tensor):
         return _len(sample) if sample.ndim == 1 and not sample.is_floating_point() else None
     if isinstance(sample, np.ndarray):
@@ -271,13 +254,8 @@ def _value(sample: Any, part: _Part, what: str) -> Any:
 
 
 class LoaderCounts:
-    """Counts of a loader's samples up to its position, and the settings that say what is counted.
-
-    Args:
-        counts: what to count; None: nothing.
-        shares: share that each source should have, by its name: a pair (millionths of the samples, millionths of the
-            tokens), of which one is 0. It is shown beside the counts. None: unknown.
-    """
+    """Counts of a loader's samples up to its position, and the settings that say what is counted. `shares`: share that
+    each source should have, by name: (millionths of the samples, millionths of the tokens), of which one is 0."""
 
     def __init__(self, counts: Counts | None, shares: Mapping[str, tuple[int, int]] | None = None) -> None:
         if counts is not None and not isinstance(counts, Counts):
@@ -290,35 +268,27 @@ class LoaderCounts:
         self.tally = None if counts is None else Tally(shares=self._shares)
 
     def handed_out(self, counted: Mapping[Group, Row]) -> None:
-        """Add the counts of a batch that the loader hands to the training loop."""
         if self.tally is not None:
             self.tally.add(counted)
 
     def set_shares(self, shares: Mapping[str, tuple[int, int]]) -> None:
-        """Set the share that each source should have, in the form of the constructor's `shares`."""
         self._shares = shares
         if self.tally is not None:
             self.tally.set_shares(shares)
 
     def saved(self) -> dict[str, Any]:
-        """Return the entry with the counts for a worker's state, as a dict; an empty dict if the loader does not
-        count."""
+        """Return the entry with the counts for a worker's state; an empty dict if the loader does not count."""
         if self.tally is None:
             return {}
         return {COUNTS: {"by": self._by, "rows": plain_rows(self.tally.rows)}}
 
     def begin(self, rows: Rows) -> None:
-        """Continue to count from `rows`, the counts so far by group. No effect if the loader does not count."""
         if self.tally is not None:
             self.tally = Tally(rows, self._shares)
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Continue from the counts in a worker's state. If the state has none, begin at zero, with a warning if the
-        worker had made batches. If only the state has counts and this loader does not count, warn.
-
-        If the counts in the state are by another key than this loader's `Counts(by=...)`, raise StateMismatchError, or
-        with strict=False begin at zero.
-        """
+        """Continue from the counts in a worker's state; from zero if it has none, or with strict=False if they are by
+        another key."""
         counts = state.get(COUNTS)
         if not isinstance(counts, Mapping):
             if self.tally is not None and state.get("done"):
@@ -349,14 +319,8 @@ class LoaderCounts:
         self.begin(saved_rows(counts.get("rows")))
 
     def part(self, aggregated: Mapping[str, Any], box: int, num_boxes: int, worker: int) -> dict[str, Any]:
-        """Return the entry with the counts for the state with which one worker resumes, as a dict. The counts of an
-        aggregated state are divided among the workers so that they add up to the same sums; see counts_part.
-
-        Args:
-            aggregated: aggregated state of all workers.
-            box, num_boxes: number of the worker's box, and number of all boxes.
-            worker: number of the worker in its box.
-        """
+        """Return the entry with the counts for the state with which one worker resumes. Those of an aggregated state
+        are divided among the workers (counts_part). `worker`: number of the worker in its box."""
         counts = aggregated.get(COUNTS)
         if not isinstance(counts, Mapping):
             return {}
@@ -369,15 +333,13 @@ class LoaderCounts:
 
     @staticmethod
     def aggregated(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the entry with the counts for an aggregated state, as a dict, merged from the states of all workers;
-        an empty dict if they have no counts."""
+        """Return the entry with the counts for an aggregated state; an empty dict if the workers have no counts."""
         counts = [state.get(COUNTS) for state in states]
         found = aggregated_counts(counts, len(states) // states[0]["topology"]["boxes"])
         return {} if found is None else {COUNTS: found}
 
 
 def skipped_rows(skipped: Mapping[str, int]) -> dict[Group, Row]:
-    """Return rows of counts for samples that were skipped. `skipped`: number of skipped samples, by source."""
     found = {}
     for source, count in skipped.items():
         found[source, ""] = row = new_row()

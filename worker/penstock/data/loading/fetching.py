@@ -1,14 +1,9 @@
-"""Prefetching of batches in threads or processes. Batches are returned in order.
+"""Prefetching of batches in threads or processes. Batches are returned in order. The loader's position counts only
+batches that the caller has taken: after a resume, prefetched batches are made again.
 
-Threads and processes get the plans of an epoch's batches (BatchPlan in ordering/epoch_plan.py), which say which samples
-to read. The loader's position counts only batches that the caller has taken: after a resume, prefetched batches are
-made again.
-
-Threads suit data that wait for disk or network, and code that releases the GIL. Threads only read samples. The main
-thread collates each batch, because in a runner it collates directly into the ring of shared memory.
-
-Processes are the worker processes of a torch DataLoader, which watches them, moves tensors through shared memory and
-returns errors. Its sampler yields plans of whole batches.
+Threads suit data that wait for disk or network, and code that releases the GIL. They only read samples: the main thread
+collates, because in a runner it collates directly into the ring of shared memory. Processes are the worker processes of
+a torch DataLoader, whose sampler yields plans of whole batches.
 """
 
 from __future__ import annotations
@@ -38,20 +33,14 @@ from penstock.runtime.process.end import describe_exit
 __all__ = ["ReadAhead", "check_threads", "in_processes", "in_threads"]
 
 EXIT_WAIT_S = 5.0
-"""Seconds to wait for the exit status of a process that has stopped sending. The status usually comes within
-milliseconds."""
+"""Seconds to wait for the exit status of a process that has stopped sending; it usually comes within milliseconds."""
 PREFETCHED_BATCHES = 2
 """Number of batches that each thread or process makes ahead, as in torch's DataLoader by default."""
 
 
 class ReadAhead:
-    """Fetcher (see position_loader.py) that makes batches before they are needed, in threads or processes.
-
-    Args:
-        own_batches: batches that this worker makes in the epoch.
-        begin: function from an iterator of plans to an iterator of batches, such as `in_threads`. When the iterator of
-            batches is dropped, its threads or processes stop.
-    """
+    """Fetcher (see position_loader.py) that makes batches before they are needed. `begin`: function from an iterator of
+    plans to an iterator of batches; when that is dropped, its threads or processes stop."""
 
     def __init__(self, own_batches: WorkerBatches, begin: Callable[[Iterator[BatchPlan]], Iterator[Any]]) -> None:
         self._worker_batches, self._begin = own_batches, begin
@@ -71,8 +60,6 @@ class ReadAhead:
 
 
 def check_threads(threads: int, reseed: bool | None) -> None:
-    """Raise InvalidArgumentError if `fetch_threads` (given as `threads`) is negative, or is combined with
-    reseed=True."""
     if threads < 0:
         raise InvalidArgumentError(f"fetch_threads must be at least 0, got {threads}. Pass 0 to read without threads")
     if threads and reseed:
@@ -122,10 +109,7 @@ def _read(wanted: SimpleQueue[tuple[Future[Any], BatchPlan] | None], reader: Map
 
 def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, *, seed: int) -> Iterator[Any]:
     """Yield the batches of these plans, made by the worker processes of a torch DataLoader. `seed`: seed of the
-    processes' random generators, for samples that are read without `reseed`.
-
-    Raises InvalidArgumentError in a daemonic process, which must not have children.
-    """
+    processes' random generators, for samples that are read without `reseed`."""
     if multiprocessing.current_process().daemon:
         raise InvalidArgumentError(
             "fetch_processes must be 0 inside a daemonic process, such as a worker process of a torch DataLoader, "
@@ -172,24 +156,19 @@ def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, 
 
 
 def _watch(batches: Iterator[Any], workers: list[Any]) -> None:
-    """Set the processes that torch's SIGCHLD handler checks for the iterator `batches`; an empty list: none.
+    """Set the processes that torch's SIGCHLD handler checks for the iterator `batches`.
 
     When one of them has ended, the handler raises an error in the main thread, even in the middle of the user's own
-    code. So the processes are set only while this module waits for a batch. The wait needs the handler: without it, a
-    process that ends in the middle of sending a batch would be waited for forever.
+    code. So they are set only while this module waits for a batch. That wait needs the handler: a process that ends in
+    the middle of sending a batch would be waited for forever.
     """
     _C._remove_worker_pids(id(batches))
     _C._set_worker_pids(id(batches), tuple(worker.pid for worker in workers))
 
 
 def _explained(error: Exception, workers: list[Any], name: str) -> Exception:
-    """Return the error to raise in place of `error`, which was raised while a batch was made. If one of the processes
-    `workers` has ended, the new error says how it ended; otherwise it is `error` without its traceback and context.
-    `name`: name of the dataset, for the error.
-
-    The end of a process is noticed by torch's SIGCHLD handler, by torch's check every five seconds, by the check in
-    `in_processes`, or when a queued batch cannot be received. Not all of them report how the process ended.
-    """
+    """Return the error to raise for `error`: if one of the processes has ended, one that says how; otherwise `error`
+    without its traceback and context. Not all who notice an end report it."""
     if isinstance(error, RuntimeError):
         status = _status(workers, EXIT_WAIT_S if isinstance(error, _WorkerEnded) else 0.0)
         if status is not None:
@@ -202,8 +181,8 @@ def _explained(error: Exception, workers: list[Any], name: str) -> Exception:
 
 
 def _status(workers: list[Any], wait_s: float) -> int | None:
-    """Return the exit status of a worker process that has ended (-9: killed by signal 9). If none has ended, wait up to
-    `wait_s` seconds for it; return None if all are still alive then."""
+    """Return the exit status of a worker process that has ended (-9: killed by signal 9), waiting up to `wait_s`
+    seconds for it; None if all are alive then."""
     until, ends = time.monotonic() + wait_s, select.poll()
     for worker in workers:
         ends.register(worker.sentinel, select.POLLIN)
@@ -216,12 +195,9 @@ def _status(workers: list[Any], wait_s: float) -> int | None:
 
 
 class _Batches(torch.utils.data.Dataset[Any]):
-    """Dataset for torch's DataLoader whose items are whole batches, each made from a plan.
-
-    Batches are pickled by this class and not by torch's queue. The queue's feeder thread drops objects that cannot be
-    sent (a function, a tensor that requires grad, a tensor for which there is not enough shared memory), and the reader
-    would wait forever.
-    """
+    """Dataset for torch's DataLoader whose items are whole batches. They are pickled here and not by torch's queue,
+    whose feeder thread drops objects that cannot be sent (a function, a tensor that requires grad), and the reader
+    would wait forever."""
 
     def __init__(self, reader: MapReader) -> None:
         self._reader = reader
@@ -246,7 +222,7 @@ class _Batches(torch.utils.data.Dataset[Any]):
 
 
 class _WorkerEnded(RuntimeError):
-    """Error for a process that made batches and can no longer send them. It is ending, but may still be alive."""
+    """A process that made batches can no longer send them. It is ending, but may still be alive."""
 
 
 def _received(batch: bytes) -> Any:

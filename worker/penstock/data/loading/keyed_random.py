@@ -1,10 +1,9 @@
 """Seeding of the process's random generators for one sample, from a key and the sample's position in the order.
 
 User code draws from the generators of python, numpy and torch. If these were not seeded for each sample, a sample would
-depend on the samples that the process read before it, so on the numbers of workers and boxes and on restarts. Each
-generator is seeded in the cheapest way: Python's with 64 bits, numpy's and torch's with 32 (torch uses no more).
-torch.manual_seed would take twenty times as long, because it also seeds all devices. Generators that the user's own
-objects hold are seeded too (`Generators`).
+depend on those that the process read before it, so on the numbers of workers and boxes and on restarts. Each is seeded
+in the cheapest way: Python's with 64 bits, numpy's and torch's with 32 (torch.manual_seed would take twenty times as
+long, because it also seeds all devices).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = ["CONTAINERS", "Generators", "Seeds", "draws_nothing", "seed_generator
 
 
 _PYTHON, _OTHERS = 0, 1
-"""Constants from which seeds are computed, so that Python's generator and the other two get different seeds."""
+"""Mixed into seeds, so that Python's generator and the other two get different ones."""
 
 T = TypeVar("T")
 Seeds = tuple[int, int]
@@ -36,13 +35,8 @@ Seeds = tuple[int, int]
 
 
 def seeds_of(key: int, *position: npt.ArrayLike) -> list[Seeds]:
-    """Return a pair of seeds for each of several samples.
-
-    Args:
-        key: key of the loader, derived from its seed.
-        position: integers that identify a sample, such as its epoch and its position. At least one of them is an array
-            with one integer for each sample; the others are the same for all samples.
-    """
+    """Return a pair of seeds for each of several samples. `position`: integers that identify a sample, such as its
+    epoch and position; at least one is an array with an entry for each sample."""
     words = mix(key, *position)
     return list(zip(mix(_PYTHON, words).tolist(), mix(_OTHERS, words).tolist(), strict=True))
 
@@ -57,11 +51,8 @@ def seed_generators(seeds: Seeds) -> None:
 
 class Generators:
     """Generators from which the code of a user may draw: those of the process, and those that a walk over its objects
-    and the modules that define them finds (found_generators.py).
-
-    A generator that was found is seeded for a sample from its name and the seeds of that sample. A numpy Generator
-    takes 30 us, the others up to 10.
-    """
+    and the modules that define them finds (found_generators.py). A numpy Generator takes 30 us to seed, others up to
+    10."""
 
     def __init__(self, objects: Iterable[object]) -> None:
         objects = list(objects)
@@ -69,14 +60,13 @@ class Generators:
         self._names = [xxh3_64_intdigest(found.path.encode()) << 64 for found in self._found]
 
     def seed(self, seeds: Seeds) -> None:
-        """Seed all generators."""
         seed_generators(seeds)
         for found, name in zip(self._found, self._names, strict=True):
             reseed(found, name | seeds[1])
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Context manager that restores the states of all generators at the end of its block."""
+        """Restore the states of all generators at the end of the block."""
         before, held = capture_rng(), capture(self._found) if self._found else b""
         try:
             yield
@@ -87,8 +77,7 @@ class Generators:
 
 
 def seeded(make: Callable[[], T], key: int, *position: int) -> T:
-    """Call `make()` and return its result. During the call the random generators of python, numpy and torch are seeded
-    from a key and a position, so that the result does not depend on earlier draws. Their earlier states are restored
+    """Return `make()`, called with generators that are seeded from a key and a position; they are restored
     afterwards."""
     before = capture_rng()
     try:
@@ -103,7 +92,9 @@ CONTAINERS = (list, tuple, range, np.ndarray, np.memmap, torch.Tensor)
 
 
 def draws_nothing(dataset: Any) -> bool:
-    """Return True if no user code runs when samples of a dataset are read."""
+    """Return True if no user code runs when samples of a dataset are read, so that generators need not be seeded for
+    them, which takes longer than to read a cheap sample. Whether code draws cannot be tried: it may for one sample in a
+    million. A subclass is user code."""
     kind = type(dataset)
     if kind in CONTAINERS:
         return True

@@ -1,10 +1,6 @@
 """Reading of samples by number, for MapLoader and StreamingLoader. To an error of user code a note is added that names
-the sample.
-
-Random augmentation draws from the process's random generators, or from those that the dataset and its transforms hold.
-They are seeded before each sample from the loader's seed and the sample's position in the order (keyed_random.py).
-After the batch their earlier states are restored.
-"""
+the sample. Random generators are seeded before each sample from the loader's seed and the sample's position
+(keyed_random.py), and restored after the batch."""
 
 from __future__ import annotations
 
@@ -28,8 +24,8 @@ __all__ = ["MapReader"]
 
 
 class MapReader:
-    """Reader that makes batches from a dataset. A BatchPlan says which samples a batch has. The reader contains only
-    the dataset and settings, so it can be sent to another process."""
+    """Reader that makes batches from a dataset. It has only the dataset and settings, so it can be sent to another
+    process."""
 
     def __init__(
         self,
@@ -46,24 +42,13 @@ class MapReader:
         own_samples: bool = True,
         own_collate: bool = True,
     ) -> None:
-        """Store the settings.
-
-        Args:
-            dataset: map-style dataset.
-            name: name of the dataset in errors.
-            epoch_size: number of samples in an epoch.
-            collate: function from a list of samples to a batch.
-            seed: seed for `reseed` and `reseed_collate`.
-            reseed: True to seed the random generators before each sample is read.
-            reseed_collate: True to seed the random generators before a batch is collated; None: as `reseed`.
-            many: function from an array of sample numbers to the samples, whose errors name the sample that failed; it
-                is used without `reseed`. None: samples are read from `dataset`.
-            counter: counter of the samples; each batch is then returned as a CountedBatch. None: samples are not
-                counted.
-            own_samples: True if user code that may draw random numbers runs when a sample is read.
-            own_collate: the same of `collate`. Otherwise `collate` does what torch's default_collate does, so that a
-                batch may be made from whole columns of the dataset instead of samples.
-        """
+        """Args: | name: name of the dataset in errors. | epoch_size: number of samples in an epoch. | reseed: True to
+        seed the random generators before each sample is read. | reseed_collate: True to seed them before a batch is
+        collated; None: as `reseed`. | many: function from sample numbers to samples, whose errors name the sample; used
+        without `reseed`. | counter: counter of the samples; each batch is then returned as a CountedBatch. |
+        own_samples: True if user code that may draw random numbers runs when a sample is read. | own_collate: the same
+        of `collate`. Otherwise `collate` does what torch's default_collate does, so that a | batch may be made from
+        whole columns of the dataset."""
         self.dataset, self.collate = dataset, collate
         self.name, self._length = name, epoch_size
         self._key = derive_seed(seed, "sample") if reseed else None
@@ -74,15 +59,14 @@ class MapReader:
         self.draws_nothing = not ((own_samples and self._key is None) or (own_collate and self._collate_key is None))
         """True if batches neither depend on the process's random generators nor change them."""
         self._by_column = not own_collate and not self.reseeds and counter is None and columns_match_samples(dataset)
-        """True if batches are made from whole columns: the dataset can return them, and no user code needs single
-        samples."""
+        """True if batches are made from whole columns: the dataset has them, and no user code needs single samples."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_found": None}
 
     @property
     def _generators(self) -> Generators:
-        """Generators to seed. They are looked for in the process that reads, when the first sample is read."""
+        """Generators to seed, which are looked for in the process that reads."""
         if self._found is None:
             collate = getattr(self.collate, "args", (self.collate,))
             self._found = Generators((self.dataset, *collate))
@@ -90,7 +74,6 @@ class MapReader:
 
     @property
     def reseeds(self) -> bool:
-        """True if the random generators are seeded before samples are read or batches are collated."""
         return self._key is not None or self._collate_key is not None
 
     def samples(self, plan: BatchPlan) -> list[Any]:
@@ -100,21 +83,14 @@ class MapReader:
             return self._each(plan, self._key)
 
     def columns_ahead(self) -> ColumnsAhead:
-        """Return a reader of the columns of an epoch's batches, which reads the columns of several batches at a
-        time."""
+        """Return a reader of an epoch's columns, which reads those of several batches at a time."""
         return ColumnsAhead(self.dataset)
 
     def read(
         self, plan: BatchPlan, ahead: ColumnsAhead | None = None, plans: Sequence[BatchPlan] = ()
     ) -> list[Any] | Columns:
-        """Read the data of a plan's batch, from which `collated` makes the batch. Return whole columns if the batch can
-        be made from them, otherwise a list of samples.
-
-        Args:
-            plan: plan of the batch.
-            ahead: reader that also reads the columns of the next batches; None: read the columns of this batch alone.
-            plans: plans of the next batches for `ahead`, see `ColumnsAhead.take`.
-        """
+        """Return the data of a plan's batch: whole columns if the batch can be made from them, otherwise samples.
+        `ahead`, `plans`: see `ColumnsAhead.take`; None: only this batch is read."""
         if self._by_column and not plan.empty and collates_as_torch():
             columns: Columns | None = self.dataset.get_columns(plan.ids) if ahead is None else ahead.take(plan, plans)
             if columns is not None:
@@ -122,16 +98,15 @@ class MapReader:
         return self.samples(plan)
 
     def batch(self, plan: BatchPlan, ahead: ColumnsAhead | None = None, plans: Sequence[BatchPlan] = ()) -> Any:
-        """Read and collate the batch of a plan, and return it. With `reseed_collate`, the random generators are seeded
-        for the collate function from the position of the batch's first row. `ahead`, `plans`: as in `read`."""
+        """Read and collate the batch of a plan. `ahead`, `plans`: as in `read`."""
         if not self.reseeds:
             return self._collated(plan, self.read(plan, ahead, plans))
         with self._generators.undisturbed():
             return self._seeded(plan, self._all(plan) if self._key is None else self._each(plan, self._key))
 
     def collated(self, plan: BatchPlan, found: list[Any] | Columns) -> Any:
-        """Collate the batch of a plan, and return it. `found`: what `read` returned for this plan. The random
-        generators are seeded as in `batch`."""
+        """Collate what `read` returned for this plan, with generators seeded from the position of the batch's first
+        row."""
         if self._collate_key is None:
             return self._collated(plan, found)
         with self._generators.undisturbed():
@@ -153,8 +128,7 @@ class MapReader:
         return CountedBatch(self.collate(found), counted)
 
     def sources(self, numbers: Ints) -> Sequence[str] | None:
-        """Return the source of each sample with these numbers, from the dataset's method `sources_of`, with long names
-        truncated; None if the dataset has no such method."""
+        """Return the source of each sample, from the dataset's method `sources_of`; None if it has none."""
         names = getattr(self.dataset, "sources_of", None)
         if not callable(names):
             return None
@@ -213,8 +187,8 @@ class MapReader:
             raise
 
     def _annotate(self, error: Exception, what: str) -> None:
-        """Add a note to `error`, which user code raised: "raised by NAME for `what`", in which `what` names the sample.
-        If it is a StopIteration, which would silently end the epoch, raise DatasetError instead."""
+        """Add a note to an error of user code. A StopIteration, which would silently end the epoch, becomes a
+        DatasetError."""
         if isinstance(error, StopIteration):
             raise stop_iteration_error(f"{self.name} for {what}") from error
         error.add_note(f"raised by {self.name} for {what}")

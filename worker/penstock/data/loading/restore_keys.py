@@ -14,8 +14,7 @@ from penstock.proto.errors import InvalidArgumentError, StateMismatchError
 __all__ = ["PositionKeys", "checked_name", "with_keys"]
 
 KIND = "p"
-"""First letter of the restore keys of MapLoader and StreamingLoader, which consist of an epoch, a position and a
-digest."""
+"""First letter of the keys of MapLoader and StreamingLoader: epoch, position and a digest of the order."""
 
 
 def checked_name(keys: str | None) -> str | None:
@@ -27,8 +26,8 @@ def checked_name(keys: str | None) -> str | None:
 
 
 def with_keys(batch: Any, name: str, keys: Sequence[str]) -> dict[str, Any]:
-    """Return a batch as a dict with the restore keys of its rows, `keys`, in the field `name`. A batch that is not a
-    dict is put into the field "batch"."""
+    """Return a batch as a dict with `keys` in the field `name`. A batch that is not a dict is put into the field
+    "batch"."""
     if not isinstance(batch, dict):
         return {"batch": batch, name: list(keys)}
     if name in batch:
@@ -40,13 +39,11 @@ def with_keys(batch: Any, name: str, keys: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PositionKeys:
-    """Maker and parser of the restore keys of a loader that can compute which sample is at a position of an epoch:
-    MapLoader and StreamingLoader."""
+    """Restore keys of a loader that can compute which sample is at a position."""
 
     length: int
     """Number of samples in an epoch."""
     order: str
-    """Digest of the data and of all settings that decide the order."""
 
     @staticmethod
     def of(described: Mapping[str, Any], length: int) -> PositionKeys:
@@ -58,8 +55,7 @@ class PositionKeys:
         return f"{KIND}:{epoch}:{position}:{self.order}"
 
     def position_of(self, key: str) -> tuple[int, int]:
-        """Return the pair (epoch, position) that a restore key contains. Raises InvalidArgumentError for an invalid
-        key, and StateMismatchError for a key from a loader with other data or settings."""
+        """Return (epoch, position) of a restore key."""
         kind, _, rest = key.partition(":") if isinstance(key, str) else ("", "", "")
         numbers, _, order = rest.rpartition(":")
         epoch, _, position = numbers.partition(":")

@@ -1,5 +1,4 @@
-"""Loader of batches from a StreamingDataset. Its order does not depend on the numbers of boxes and workers, and a saved
-position can be resumed on other numbers of them."""
+"""Loader of batches from a StreamingDataset."""
 
 from __future__ import annotations
 
@@ -47,21 +46,18 @@ SHUFFLE_MEMORY = 64 << 20
 """Default of shuffle_memory, in bytes: size of a set of decoded row groups whose samples are shuffled with each other.
 Three sets (the previous, the present and the next one) fit into the default decoded_limit of 256 MiB."""
 DECODED_AHEAD = 1 << 12
-"""Number of upcoming samples whose row groups are decoded before they are needed, if samples are not shuffled, or are
-shuffled without a limit on memory (shuffle_memory=None)."""
+"""Number of upcoming samples whose row groups are decoded ahead, without shuffle or shuffle_memory."""
 DECODED_RUNS = 64
 """Largest number of ranges of upcoming positions that are examined to find the row groups to decode next."""
 PREFETCH_S = 60.0
 """Default of prefetch_seconds, in seconds: longer than the usual pauses of a remote storage."""
 FIRST_BATCHES = 2
-"""Number of a worker's upcoming batches whose shards are fetched while the rate of reading is unknown, if no threads
-read ahead."""
+"""Number of upcoming batches whose shards are fetched while the rate of reading is unknown, without threads."""
 EXAMINED_POSITIONS = 1 << 14
 """Largest number of upcoming positions that are examined to find the shards to prefetch."""
 EXAMINED_OF_UNIT = 64
-"""Largest number of upcoming positions that are examined for each shard or row group of the dataset. It is a lower
-limit than EXAMINED_POSITIONS for a small dataset. There, more positions would find no other shards, but take half of
-the time of reading the dataset shuffled."""
+"""Largest number of upcoming positions examined for each shard or row group. In a small dataset more would find no
+other shards, but take half of the time of reading it shuffled."""
 
 
 class StreamingLoader(PositionLoader):
@@ -251,20 +247,18 @@ class StreamingLoader(PositionLoader):
         self._threads = fetch_threads
         self._shuffle = shuffle
         self._decoded: Ints = np.zeros(0, np.int64)
-        """Numbers of the row groups that the previous call of `_decode_ahead` found to be needed."""
+        """Row groups that `_decode_ahead` found to be needed last."""
         self._decoded_ahead = partitions * inner if shuffle and inner else DECODED_AHEAD
         self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
         self._seconds = math.inf if predownload and prefetch_seconds is None else prefetch_s
         self._first_batches = FIRST_BATCHES + PREFETCHED_BATCHES * fetch_threads
-        """Number of upcoming batches whose shards are fetched while the rate of reading is unknown."""
         self._examined = min(EXAMINED_POSITIONS, EXAMINED_OF_UNIT * sum(map(len, dataset.sizes)))
-        """Largest number of upcoming positions that are examined to find the shards to prefetch."""
         self._turns = 1
-        """Number of processes that share the batches of the box: of so many consecutive batches, this one makes one."""
+        """Number of processes that share the batches of the box in turn."""
         self._rate = ReadingRate()
         self._upcoming: UpcomingShards | None = None
         self._listed_for: EpochRemainder | None = None
-        """Rest of an epoch (EpochRemainder) for which `_upcoming` was made."""
+        """Rest of an epoch for which `_upcoming` was made."""
         super().__init__(
             dataset.name,
             balanced.order if balanced else order,
@@ -281,14 +275,13 @@ class StreamingLoader(PositionLoader):
     # ---- versions of the data
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to the position of a state, see PositionLoader. If the dataset has versions, and was opened without
-        `version`, switch to the version with which the state was saved. With version="newest" do the same for a state
-        within an epoch; but for a state between two epochs, stay at the newest version."""
+        """Go to the position of a state, see Loader. If the dataset has versions, and was opened without `version`,
+        switch to the version with which the state was saved. With version="newest" do so for a state within an epoch;
+        but for one between two epochs, stay at the newest version."""
         super().load_state_dict(self._follow(state_dict, moves=True), strict)
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
-        """Return this worker's part of an aggregated state. The version of the data is switched as `load_state_dict`
-        does."""
+        """Return this worker's part of an aggregated state. The version is switched as by `load_state_dict`."""
         return super().deaggregate_state_dict(self._follow(aggregated, moves=True), strict)
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
@@ -298,10 +291,10 @@ class StreamingLoader(PositionLoader):
         return super().aggregate_state_dict(worker_states)
 
     def _follow(self, state: Any, *, moves: bool) -> Any:
-        """Switch to the version of the data with which a state was saved, and return the state. There is one exception:
-        with version="newest" and a state between two epochs, keep the newest version, and return a state at the
-        beginning of the next epoch in this version. `moves`: False: without this exception. Nothing is switched if the
-        dataset was opened with the number of another version; loading then refuses the state."""
+        """Switch to the version of the data with which a state was saved, and return the state. `moves`: with
+        version="newest" and a state between two epochs, keep the newest version, and return a state at the beginning of
+        the next epoch in it. Nothing is switched if the dataset was opened with the number of another version; loading
+        then refuses the state."""
         own = self.dataset.versions
         order = state.get("order") if isinstance(state, Mapping) else None
         if not isinstance(order, Mapping) or not order or all(version is None for version in own):
@@ -323,8 +316,8 @@ class StreamingLoader(PositionLoader):
         return state
 
     def _begun(self, state: Mapping[str, Any], epoch: int) -> dict[str, Any]:
-        """Return a state at the beginning of epoch `epoch`, in this loader's order. `state`: state at the end of the
-        epoch before, which was saved with another version of the data."""
+        """Return a state at the beginning of `epoch` in this loader's order, for one at the end of the epoch before in
+        another."""
         topology = progress_of(state).topology
         begun = state_of(OrderProgress(epoch, 0, 0, topology), self._described)
         return {**begun, **{name: state[name] for name in ("workers", "others", COUNTS) if name in state}}
@@ -335,8 +328,7 @@ class StreamingLoader(PositionLoader):
         return ReadAhead(own_batches, partial(in_threads, reader=self._reader, threads=self._threads))
 
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
-        """Decode the row groups of the next batches in the background, and list the shards to download before they are
-        needed."""
+        """Decode the row groups of the next batches in the background, and list the shards to download."""
         remainder, position = own_batches.remainder, int(plans[0].positions[0])
         self._turns = own_batches.turn.of
         if self.dataset.has_blocks:
@@ -346,7 +338,7 @@ class StreamingLoader(PositionLoader):
             self.dataset.keep_open(self._upcoming.shards)
 
     def _approach(self, plan: BatchPlan) -> None:
-        """Download, in the background, the shards of this batch, and those that will be needed within the next
+        """Download, in the background, the shards of this batch, and those that will be needed within
         `prefetch_seconds`, for at most `predownload` samples."""
         assert self._upcoming is not None
         before = plan.epoch * len(self._order)
@@ -365,9 +357,8 @@ class StreamingLoader(PositionLoader):
             self._upcoming.gave(window, count - len(own))
 
     def _list(self, remainder: EpochRemainder, plans: list[BatchPlan]) -> UpcomingShards:
-        """Return the list of units (row groups or shards, see `StreamingDataset.units_of`) to download next. They are
-        the units that this process needs for its next batches, and those that its box needs for later positions, of the
-        next epoch too."""
+        """Return the units (row groups or shards, see `StreamingDataset.units_of`) to download next: those of this
+        process's next batches, and those that its box needs for later positions, of the next epoch too."""
         position, ahead, length = int(plans[0].positions[0]), self._ahead, len(self._shards)
         shards = [self.dataset.units_of(np.concatenate([plan.ids for plan in plans]))]
         needed_at = [np.concatenate([plan.positions for plan in plans])]
@@ -379,8 +370,8 @@ class StreamingLoader(PositionLoader):
         return UpcomingShards(np.concatenate(shards), np.concatenate(needed_at), position, ahead)
 
     def _add_needs(self, shards: list[Ints], needed_at: list[Ints], epoch: int, positions: Ints, shift: int) -> None:
-        """Append to `shards` the units (row groups or shards) that positions of an epoch need, and to `needed_at` the
-        position at which each is needed."""
+        """Append the units that positions of an epoch need, and where (plus `shift`). If only some positions were
+        examined, the other units of their shuffle blocks count as needed after a quarter of them."""
         if not len(positions):
             return
         shards.append(self.dataset.units_of(self._shards.ids(epoch, positions)))
@@ -394,8 +385,7 @@ class StreamingLoader(PositionLoader):
             needed_at.append(np.full(len(others), first + span // 4 + shift))
 
     def _decode_ahead(self, remainder: EpochRemainder, plans: list[BatchPlan]) -> None:
-        """Decode, in the background, the row groups that the next batches need, and then those of the positions after
-        them."""
+        """Decode, in the background, the row groups of the next batches, and then those of the positions after them."""
         order, begin = self._shards, int(plans[-1].positions[-1]) + 1
         needed = [order.shards_of(np.concatenate([plan.ids for plan in plans]))]
         if begin < len(order):
@@ -415,12 +405,12 @@ class StreamingLoader(PositionLoader):
 
     @property
     def _box(self) -> int | None:
-        """Number of this process's box, if a row's position decides which box gets the row; None if costs decide."""
+        """This process's box; None if costs decide which box gets a row."""
         return self._identity.box if self._balance is None or not self._balance.assigns else None
 
     def _near(self, remainder: EpochRemainder, position: int, count: int) -> Ints:
-        """Return the positions, among the next `count` from `position` on, whose rows this box gets. If they are many,
-        return only some ranges of them, at equal distances. Each range has positions of all partitions."""
+        """Return the next `count` positions whose rows this box gets; of many only some ranges at equal distances, each
+        with positions of all partitions."""
         run = max(self._shards.partitions, self._identity.boxes)
         return remainder.near(self._box, position, count, run=run, runs=max(1, self._examined // run))
 
@@ -436,8 +426,6 @@ def _reader(
     threads: int,
     counter: SampleCounter | None,
 ) -> MapReader:
-    """Return a reader of the dataset's samples, for epochs of `length` samples. With reseed=None, random generators are
-    seeded only for user code, because no other code draws random numbers."""
     own_samples = dataset.is_overridden or dataset.clips_draw
     return MapReader(
         dataset,
@@ -455,9 +443,9 @@ def _reader(
 
 
 def _inner_block(layouts: Sequence[OrderLayout], shuffle_memory: int | None, partitions: int) -> int | None:
-    """Return the number of samples of a partition that are shuffled with each other in files with several row groups,
-    so that their row groups have about `shuffle_memory` bytes; None: all samples of a shuffle block. The number must be
-    the same after a resume, so it depends only on the data and on settings that are part of a state."""
+    """Return the samples of a partition that are shuffled with each other in files with several row groups, of about
+    `shuffle_memory` bytes; None: all of a block. It must be the same after a resume, so it depends only on the data and
+    on settings in the state."""
     sample_bytes = mean_sample_bytes(layouts)
     if shuffle_memory is None or not sample_bytes:
         return None
@@ -465,8 +453,8 @@ def _inner_block(layouts: Sequence[OrderLayout], shuffle_memory: int | None, par
 
 
 def _check_memory(dataset: StreamingDataset, shuffle_block: int | None, shuffle_memory: int | None) -> None:
-    """Warn if the row groups whose samples are shuffled with each other are larger than decoded_limit. A row group
-    would then be dropped before it is needed again, so that almost every sample would decode one."""
+    """Warn if the row groups that are shuffled with each other are larger than decoded_limit: each would be dropped
+    before it is needed again."""
     block = min(len(dataset), shuffle_block or len(dataset)) * dataset.sample_bytes
     needed = int(min(block, shuffle_memory or block))
     limit = max(MEMORY.limit, dataset.decoded_limit or 0)
@@ -480,8 +468,7 @@ def _check_memory(dataset: StreamingDataset, shuffle_block: int | None, shuffle_
 
 
 def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: list[range]) -> None:
-    """Raise InvalidArgumentError for settings with which a global batch could have samples of two streams. Called for
-    interleave="batches", which promises one stream."""
+    """Raise InvalidArgumentError for settings with which a global batch could have samples of two streams."""
     if batch % partitions:
         raise InvalidArgumentError(
             f"with interleave='batches' the global batch must be a multiple of partitions={partitions} rows, got "

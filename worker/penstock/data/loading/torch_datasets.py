@@ -1,9 +1,8 @@
-"""Ready-made input_fns that take the arguments of torch's DataLoader. `penstock.client.DataLoader(dataset,
-batch_size=32, ...)`, which gets a dataset instead of an input_fn, uses them.
+"""Ready-made input_fns for `penstock.client.DataLoader(dataset, batch_size=32, ...)`.
 
-A map-style dataset is read by a MapLoader, whose order and position do not depend on the number of workers. An iterable
-dataset is read by torch's DataLoader in each worker. As in torch, the dataset must yield a different part of the data
-in each worker, by get_worker_info(). Its state is restored by replay from the start of the epoch.
+A map-style dataset is read by a MapLoader. An iterable dataset is read by torch's DataLoader in each worker: as in
+torch, it must yield a different part of the data in each worker, by get_worker_info(). Its state is restored by replay
+from the start of the epoch.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ __all__ = ["read_batches", "stream_batches"]
 
 
 class _OnlySample:
-    """Collate function for `batch_size=None`, for which each sample is a batch. It gets a list with one sample, and
-    returns the sample as the function `convert` converts it."""
+    """Collate function for `batch_size=None`, for which each sample is a batch."""
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self._convert = convert
@@ -44,8 +42,7 @@ def read_batches(
     collate_fn: Callable[[Any], Any] | None,
     worker_init_fn: Callable[[int], Any] | None,
 ) -> MapLoader:
-    """Return a loader that makes this worker's batches of a map-style dataset. The arguments are those of torch's
-    DataLoader and of MapLoader. `batch_size` None: each sample is a batch."""
+    """Return a loader of this worker's batches of a map-style dataset. `batch_size` None: each sample is a batch."""
     _begin(worker_init_fn)
     if batch_size is None:
         collate_fn = _OnlySample(collate_fn or default_convert)
@@ -68,8 +65,7 @@ def stream_batches(
     collate_fn: Callable[[Any], Any] | None,
     worker_init_fn: Callable[[int], Any] | None,
 ) -> torch.utils.data.DataLoader[Any]:
-    """Return a loader that makes this worker's batches of an iterable dataset. The dataset itself must yield only this
-    worker's samples. The arguments are those of torch's DataLoader."""
+    """Return a loader of this worker's batches of an iterable dataset, which must yield only this worker's samples."""
     _begin(worker_init_fn)
     return torch.utils.data.DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, collate_fn=collate_fn)
 

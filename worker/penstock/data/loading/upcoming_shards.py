@@ -1,10 +1,6 @@
 """Selection of the shards that a loader downloads before it needs them: those that it will need within a number of
-seconds.
-
-The order says at which position each shard is first needed. The rate at which the loop passes positions is measured,
-and the number of seconds times this rate is a number of positions. Until a rate is measured, only the shards of the
-next batches are downloaded, so that a loop that takes a single batch downloads hardly more than it reads.
-"""
+seconds, by the measured rate at which the loop passes positions. Until a rate is measured, only the shards of the next
+batches are downloaded, so that a loop that takes a single batch downloads hardly more than it reads."""
 
 from __future__ import annotations
 
@@ -24,30 +20,28 @@ __all__ = ["ReadingRate", "UpcomingShards", "Window"]
 MEASURE_S = 0.25
 """Shortest time in seconds over which the rate is measured at which the loop passes positions."""
 MARKS = 64
-"""Largest number of marks that are kept. A mark is the time and the position at which the loop asked for a batch. The
-rate is the mean since the oldest mark: over the last 64 batches, or about the last second if it had more batches."""
+"""Largest number of marks. A mark is the time and position at which the loop asked for a batch. The rate is the mean
+since the oldest one: over 64 batches, or about the last second if it had more."""
 FEW_MARKS = 16
-"""Number of marks for a second rate, the mean since the 16th newest mark. It is used if it is higher, which is the case
-after a pause of the loop, for example for compilation."""
+"""Number of marks for a second rate, which is used if it is higher: after a pause of the loop, for example to
+compile."""
 MARK_PAUSE_S = 1.0 / MARKS
-"""Shortest time in seconds between two marks (times and positions at which the loop asked for a batch)."""
+"""Shortest time in seconds between two marks."""
 
 
 class ReadingRate:
-    """Rate at which a training loop passes positions of the order, in positions per second, as a mean over its last
-    batches."""
+    """Rate at which a training loop passes positions, in positions per second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._marks: deque[tuple[float, int]] = deque(maxlen=MARKS)
-        """Marks: pairs (time in seconds, position) at which the loop asked for a batch, the newest one last."""
+        """(time in seconds, position), the newest last."""
         self._last = -math.inf, 0
         self._per_s: float | None = None
 
     def passed(self, position: int) -> float | None:
-        """Record that the loop asks for a batch that begins at `position`, counted over all epochs. Return the rate in
-        positions per second; None while it is unknown. If the position is before that of the last call, the loop has
-        gone back, and the measurement begins again."""
+        """Record that the loop asks for a batch at `position`, counted over all epochs. Return the rate; None while
+        unknown. If the loop has gone back, the measurement begins again."""
         now = self._clock()
         if position < self._last[1]:
             self._marks.clear()
@@ -61,7 +55,7 @@ class ReadingRate:
 
 
 class Window(NamedTuple):
-    """Part of a list of upcoming shards, from index `begin` to `end`, exclusive, that is to be downloaded now."""
+    """Part of a list of upcoming shards, from `begin` to `end`, that is to be downloaded now."""
 
     begin: int
     end: int
@@ -70,19 +64,12 @@ class Window(NamedTuple):
 
 
 class UpcomingShards:
-    """List of the shards that the loop will need, sorted by the positions at which they are first needed. It remembers
-    the part of the list (window) for which the download was requested last. Positions are counted from the beginning of
-    the present epoch, also those that lie in the next epoch."""
+    """Shards that the loop will need, sorted by the positions (from the present epoch's beginning) that first need
+    them, and the window of the list whose download was requested last."""
 
     def __init__(self, shards: Ints, needed_at: Ints, begin: int, listed: int) -> None:
-        """Sort the shards by the first position that needs each.
-
-        Args:
-            shards: numbers of the shards; a shard may occur several times.
-            needed_at: position at which each entry is needed; shape (len(shards),).
-            begin: position of the present batch.
-            listed: number of positions, from `begin` on, whose shards are in the list.
-        """
+        """`needed_at`: position at which each of `shards` is needed. `begin`: position of the present batch. `listed`:
+        number of positions from there on whose shards are in the list."""
         order = np.argsort(needed_at, kind="stable")
         _, first = np.unique(shards[order], return_index=True)
         chosen = order[np.sort(first)]
@@ -91,22 +78,16 @@ class UpcomingShards:
         self._begin, self._listed = begin, listed
         self._given = Window(0, 0, 0)
         self._complete = False
-        """True if the whole last window is being downloaded; False if the limit on bytes left out its end."""
+        """False if the limit on bytes left out the end of the last window."""
         self._is_given = False
 
     def is_old(self, position: int) -> bool:
-        """Return True if a new list must be made, because the loop has passed a quarter of the positions of this
-        one."""
+        """Return True if the loop has passed a quarter of the list's positions."""
         return position - self._begin >= self._listed // 4
 
     def window(self, position: int, last: int, ahead: int) -> Window | None:
-        """Return the part of the list to download when the loop is at `position`. Return None as long as the last
-        window is still good enough, so that downloads are not requested anew for every batch.
-
-        Args:
-            position, last: first and last position of the present batch.
-            ahead: number of positions, from `position` on, whose shards are to be downloaded.
-        """
+        """Return the part of the list to download for `ahead` positions after `position`, the first one of the present
+        batch, which ends at `last`; None as long as the last window is still good enough."""
         begin = bisect_left(self._needed_at, position)
         needed = bisect_left(self._needed_at, last + 1, begin)
         end = max(needed, bisect_left(self._needed_at, position + ahead, begin))
@@ -117,8 +98,8 @@ class UpcomingShards:
         return Window(begin, end, needed - begin)
 
     def gave(self, window: Window, count: int) -> None:
-        """Record that the download of a window was requested. `count`: number of its shards, from the first on, that
-        the limit on bytes allowed."""
+        """Record that the download of a window was requested, of which the limit on bytes allowed the first `count`
+        shards."""
         self._given = window._replace(end=window.begin + count)
         self._complete = self._given.end == window.end
         self._is_given = True

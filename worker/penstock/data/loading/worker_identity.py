@@ -1,10 +1,6 @@
-"""Identity of this process in a job: its box (data-parallel rank), and its number among the workers that make the box's
-batches.
-
-Inside an input_fn the identity comes from the assignment. Elsewhere it comes from torchrun's environment variables RANK
-and WORLD_SIZE; without these the process is the only one of its job. If a process uses a torch DataLoader, the worker
-processes of the DataLoader share the process's batches.
-"""
+"""Identity of this process in a job: its box, and its number among the workers that make the box's batches. Inside an
+input_fn it comes from the assignment, elsewhere from torchrun's environment variables RANK and WORLD_SIZE; without
+these the process is the only one. The worker processes of a torch DataLoader share their process's batches."""
 
 from __future__ import annotations
 
@@ -24,15 +20,13 @@ __all__ = ["WorkerIdentity", "global_batch"]
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Place of this process in its job: its box (data-parallel rank), and its slot and number among the workers."""
-
     box: int
     boxes: int
     slot: int
     workers: int
     """Number of workers of each box."""
     number: int
-    """Number of this worker among the workers of all boxes (global_worker_id)."""
+    """Number among the workers of all boxes (global_worker_id)."""
     all_workers: int
     seed: int
     """Seed of the run; 0 outside a worker."""
@@ -41,11 +35,8 @@ class WorkerIdentity:
 
     @staticmethod
     def now(rank: tuple[int, int] | None = None) -> WorkerIdentity:
-        """Return the identity of the calling process. `rank`: pair (this rank, number of data-parallel ranks), used as
-        box and number of boxes; None: these come from the worker's assignment, or from torchrun's variables.
-
-        Raises InvalidArgumentError for an invalid rank.
-        """
+        """Return the identity of the calling process. `rank`: (this rank, number of data-parallel ranks), in place of
+        box and number of boxes."""
         assignment = process_assignment()
         standalone = assignment is NEUTRAL
         if rank is None:
@@ -63,9 +54,8 @@ class WorkerIdentity:
         )
 
     def turn(self, first: int = 0) -> WorkerTurn:
-        """Return which batches of its box this process makes. The slots of the box make one batch each, one after the
-        other. If a slot reads by a torch DataLoader, the DataLoader's worker processes make the slot's batches one
-        after the other. `first`: slot that makes the first batch."""
+        """Return which batches of its box this process makes. The slots make one batch each, in turn; the worker
+        processes of a slot's DataLoader make the slot's batches in turn. `first`: slot that makes the first batch."""
         info = torch_worker._worker_info  # in a runner, get_worker_info() describes the runner itself
         number = (self.slot - first) % self.workers
         if info is None:
@@ -74,30 +64,20 @@ class WorkerIdentity:
         return WorkerTurn(number + self.workers * info.id, self.workers * info.num_workers)
 
     def prefetch_group(self) -> str:
-        """Return a name for the group of processes on this machine that make batches of the same box, and so need the
-        same shards: all that this process's parent started. A process that neither Penstock nor a torch DataLoader
-        started is a group of its own."""
+        """Name the group of processes on this machine that make batches of one box, and so need the same shards: all
+        that this process's parent started, if it was Penstock or a torch DataLoader."""
         alone = self.standalone and torch_worker._worker_info is None
         return f"{host_process_id(None if alone else os.getppid())}-{self.box}"
 
     def alone(self, turn: WorkerTurn) -> bool:
-        """Return True if this process makes all batches of its box and is not a worker of Penstock, so that its loader
-        may go to the next epoch by itself. `turn`: what `turn` returned for this process."""
+        """Return True if this process makes all batches of its box outside of a worker, so that its loader may go to
+        the next epoch by itself."""
         return self.standalone and turn.of == 1
 
 
 def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: int, *, unbatched: bool = False) -> int:
-    """Return the size of the global batch: the number of rows in one step on all boxes together. Raises
-    InvalidArgumentError unless exactly one of `batch_size` and `global_batch_size` is given, and each box gets at least
-    one row.
-
-    Args:
-        batch_size: number of rows in a box's batch; None: not given.
-        global_batch_size: number of rows on all boxes together; None: not given.
-        boxes: number of boxes.
-        unbatched: True if the source's samples are batches, of which each box gets one at each step. The result is then
-            the number of boxes, and neither of the two sizes may be given.
-    """
+    """Return the number of rows in one step on all boxes together. `unbatched`: the source's samples are batches, of
+    which each box gets one at each step."""
     if unbatched and batch_size is None and global_batch_size is None:
         return boxes
     if unbatched:
@@ -120,8 +100,6 @@ def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: i
 
 
 def _torchrun_rank() -> tuple[int, int]:
-    """Return the pair (rank, number of ranks) from torchrun's environment variables RANK and WORLD_SIZE; (0, 1) without
-    them. Raises InvalidArgumentError unless they are whole numbers."""
     rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdecimal() and ranks.isdecimal()):
         raise InvalidArgumentError(

@@ -1,17 +1,16 @@
-"""States of a worker in a dataset's order, a few integers each; aggregation and deaggregation of all workers' states.
+"""States of a worker in an order of samples, a few integers each; aggregation and deaggregation of all workers' states.
 
-A state contains the settings that decide the order, with a fingerprint of the data. A position means nothing in another
-order, so a mismatch of settings is an error that names both values.
+A state contains the settings that decide the order: a position means nothing in another order, so a mismatch is an
+error that names both values.
 
 The workers of one topology share the batches from position `start` of the epoch on; `done` counts the batches that one
-worker has made since. If a run is resumed on the same topology, with the same skipped samples, each worker continues
-after its `done` batches. On another topology, those batches count as done that come before the first batch that no
-worker has made. The samples after them are divided into new batches and workers. If only the batch size or the skipped
-samples differ, the worker whose turn it was makes the next batch, because the box reads from that worker next.
+worker has made since. On the same topology, with the same skipped samples, each worker continues after them. On another
+one, those batches count as done that come before the first batch that no worker has made, and the samples after them
+are divided into new batches and workers. If only the batch size or the skipped samples differ, the worker whose turn it
+was makes the next batch, because the box reads from that worker next.
 
-Positions count skipped samples, too (skips.py). A state records the skipped ranges, to show which samples its batches
-had. A resumed run may skip other ranges after the position. Before the position it must not skip more samples than the
-saved run did, because those samples have already been delivered.
+Positions count skipped samples, too (skips.py). A state records the skipped ranges. A resumed run may skip other ranges
+after the position, but before it no more than the saved run did: those samples have been delivered.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ NUMBER_LIMIT = 1 << 62
 
 @dataclass(frozen=True)
 class Topology:
-    """Number of boxes (data-parallel ranks), number of workers of each box, and number of samples in a global batch."""
+    """Numbers of boxes and of workers of each box, and number of samples in a global batch."""
 
     boxes: int
     workers: int
@@ -68,29 +67,26 @@ class Topology:
 
 @dataclass(frozen=True)
 class OrderProgress:
-    """Progress in the order of samples: of one worker, or of all workers of a box together."""
+    """Progress of one worker, or of all workers of a box together."""
 
     epoch: int
     start: int
-    """Position in the epoch from which the batches are counted: a number of samples, negative if samples of earlier
-    epochs were left over."""
+    """Position in the epoch from which batches are counted; negative if samples of earlier epochs were left over."""
     done: int
-    """Number of batches made since `start`, by this worker or by all workers of a box together."""
+    """Batches made since `start`."""
     topology: Topology
-    """Boxes and workers that share the batches, and the size of the global batch."""
     first: int = 0
-    """Number of the worker, in each box, that makes the first batch after `start`."""
+    """Worker, in each box, that makes the first batch after `start`."""
 
     def plain(self) -> dict[str, Any]:
-        """Return the progress as the fields of a state: a dict of plain numbers. `dataclasses.asdict` is not used,
-        because it takes 10 us, and a loop may save at every step."""
+        """Return the fields of a state. `dataclasses.asdict` takes 10 us, and a loop may save at every step."""
         topology = {"boxes": self.topology.boxes, "workers": self.topology.workers, "batch": self.topology.batch}
         return {"epoch": self.epoch, "start": self.start, "done": self.done, "topology": topology, "first": self.first}
 
     @classmethod
     def parsed(cls, state: Mapping[str, Any]) -> OrderProgress:
-        """Return the progress that a state contains. Raises KeyError, TypeError or ValueError for invalid values.
-        `start` is not checked here, because its limits depend on the order."""
+        """Return the progress that a state contains. Raises KeyError, TypeError or ValueError. The limits of `start`
+        depend on the order."""
         topology = Topology(**state["topology"])
         progress = cls(state["epoch"], state["start"], state["done"], topology, state["first"])
         _in_range("epoch", progress.epoch, 0)
@@ -102,34 +98,28 @@ class OrderProgress:
         return progress
 
     def turn(self, number: int) -> WorkerTurn:
-        """Return which of its box's batches a worker makes. `number`: the worker's number within its box."""
+        """Return which of its box's batches worker `number` of the box makes."""
         return WorkerTurn((number - self.first) % self.topology.workers, self.topology.workers)
 
     def of_worker(self, number: int) -> OrderProgress:
-        """Return the progress of one worker of a box. `number`: the worker's number within the box. Call this method on
-        the progress of the whole box."""
+        """Return the progress of worker `number` of a box whose progress this is."""
         return replace(self, done=self.turn(number).done(self.done))
 
 
 def _in_range(name: str, number: object, least: int, limit: int = NUMBER_LIMIT) -> None:
-    """Raise ValueError unless the field `name` of a state is an int, at least `least` and below `limit`."""
     if type(number) is not int or not least <= number < limit:
         raise ValueError(f"{name} must be an integer from {least} to {limit - 1}, got {number!r}")
 
 
 def state_of(progress: OrderProgress, order: Mapping[str, Any], skip: Ranges = ()) -> dict[str, Any]:
-    """Return the state of one worker's loader: its progress, the settings of its order, and the ranges of samples that
-    it skips."""
+    """Return the state of one worker's loader."""
     state = {"format": FORMAT, **progress.plain(), "order": dict(order)}
     return {**state, "skip": [list(piece) for piece in skip]} if skip else state
 
 
 def progress_of(state: Any) -> OrderProgress:
-    """Return the progress that a state contains.
-
-    Raises StateMismatchError for the state of another kind of loader, StateVersionError for another version of the
-    format, StateCorruptError for a damaged state.
-    """
+    """Return the progress that a state contains. Raises StateMismatchError for the state of another kind of loader,
+    StateVersionError for another version of the format, StateCorruptError for a damaged state."""
     check_format(state, "a StreamingLoader or MapLoader")
     try:
         progress = OrderProgress.parsed(state)
@@ -141,8 +131,7 @@ def progress_of(state: Any) -> OrderProgress:
 
 
 def skip_of(state: Mapping[str, Any]) -> Ranges:
-    """Return the ranges that a run skipped when the state was saved. Raises TypeError or ValueError for invalid
-    values."""
+    """Return the ranges that a run skipped when the state was saved. Raises TypeError or ValueError."""
     skip = tuple((first, end) for first, end in state.get("skip", ()))
     last = -1
     for number in (number for piece in skip for number in piece):
@@ -153,9 +142,8 @@ def skip_of(state: Mapping[str, Any]) -> Ranges:
 
 
 def epoch_to_begin(state: Mapping[str, Any], tail: Tail) -> int | None:
-    """Return the number of the epoch that begins exactly at a state's position. Return None if the position lies within
-    an epoch, or if the state does not tell: because it is that of one of several workers, its workers are not at a
-    common position, it has skipped samples, or was imported from another library. `tail`: the loader's setting."""
+    """Return the epoch that begins exactly at a state's position; None if it lies within one, or if the state does not
+    tell: it is that of one of several workers, they are not at a common position, or it has skipped samples."""
     progress, samples = progress_of(state), state["order"].get("samples")
     several = progress.topology.workers > 1 and "others" not in state
     if several or skip_of(state) or others_of(state, {}) or not isinstance(samples, list | int):
@@ -167,12 +155,8 @@ def epoch_to_begin(state: Mapping[str, Any], tail: Tail) -> int | None:
 
 
 def check_format(state: Any, loader: str, *names: str) -> None:
-    """Check the format of a state. Raise StateMismatchError for the state of another kind of loader, StateVersionError
-    for another format version, StateCorruptError for a damaged state.
-
-    loader: name of the kind of loader, for errors. names: entries that a state of this kind must have, besides "format"
-    and "order".
-    """
+    """Raise the errors of `progress_of` for the format of a state. `loader`: kind of loader, for errors. `names`:
+    entries that its states must have besides "format" and "order"."""
     if not isinstance(state, Mapping) or not {"format", "order", *names} <= state.keys():
         raise StateMismatchError(
             f"the state must come from {loader}, got the state of another loader: {str(state)[:200]}. Load it with "
@@ -191,11 +175,8 @@ def check_format(state: Any, loader: str, *names: str) -> None:
 
 
 def others_of(state: Mapping[str, Any], default: Any = None) -> Mapping[str, Any]:
-    """Return the states of the workers that are not at the common position of an aggregated state. The keys are their
-    global_worker_ids, as text.
-
-    default: result if the state is that of a single worker, which has no such entry. None: raise StateCorruptError.
-    """
+    """Return the states of the workers that are not at the common position of an aggregated state, by global_worker_id
+    as text. `default`: result for the state of a single worker; None: StateCorruptError."""
     others = state.get("others", default)
     if not isinstance(others, Mapping):
         raise StateCorruptError(
@@ -276,8 +257,8 @@ def common_progress(workers: Sequence[OrderProgress]) -> tuple[OrderProgress, li
 
 
 def _check_same_epochs(workers: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raise StateMismatchError unless the loader in this process has the same number of samples and the same `tail` as
-    the workers' loaders. The seed may differ, because the run's seed is unknown outside a worker."""
+    """Raise StateMismatchError unless this loader has the workers' number of samples and `tail`. The seed may differ:
+    outside a worker the run's is unknown."""
     names = [name for name in ("samples", "tail") if workers.get(name) != identity.get(name)]
     if names:
         differing = ", ".join(
@@ -296,12 +277,9 @@ def _refuse(message: str, *, strict: bool) -> None:
 
 
 def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict: bool) -> int:
-    """Return the position in the epoch that each box reached with `done` batches after the state's `start`. The ranges
-    that the saved run skipped are counted. `epochs`: plan of the loader that resumes, which may skip other ranges.
-
-    Raises StateMismatchError if the loader skips samples before this position that the saved run did not skip; with
-    strict=False it warns instead.
-    """
+    """Return the position in the epoch that each box reached with `done` batches after the state's `start`, by the
+    ranges that the saved run skipped. Raises StateMismatchError if the loader skips other samples before it
+    (strict=False: warns)."""
     progress, saved = progress_of(state), skip_of(state)
     position = _remainder(progress, replace(epochs, skip=saved)).position(done)
     number = progress.epoch * epochs.length + position
@@ -316,12 +294,8 @@ def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict:
 
 
 def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], epochs: EpochPlan) -> dict[str, Any]:
-    """Return one state merged from the states of all workers. Topology and skipped ranges come from the states, because
-    the loader that calls this may be in a process that is no worker.
-
-    states: states of all workers, by ascending global_worker_id. order: settings of the calling loader's order.
-    epochs: plan of the calling loader's epochs.
-    """
+    """Merge the states of all workers. Topology and skipped ranges come from them, because this process may be no
+    worker."""
     workers_progress, skip = [progress_of(state) for state in states], skip_of(states[0])
     check_same_order(states)
     _check_same_epochs(states[0]["order"], order)
@@ -339,16 +313,7 @@ def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], ep
 def deaggregated(
     state: Mapping[str, Any], number: int, workers: int, topology: Topology, epochs: EpochPlan, *, strict: bool
 ) -> OrderProgress:
-    """Return the progress at which one worker starts in a topology, from an aggregated state.
-
-    Args:
-        state: the aggregated state.
-        number: global_worker_id of the worker.
-        workers: number of workers of all boxes together.
-        topology: topology on which the run resumes.
-        epochs: plan of the loader's epochs.
-        strict: False to warn instead of raising StateMismatchError.
-    """
+    """Return the progress at which worker `number` of `workers` starts from an aggregated state."""
     whole = progress_of(state)
     same = state.get("workers") == workers and whole.topology.workers == topology.workers
     if same and whole.topology == topology and skip_of(state) == epochs.skip:

@@ -1,5 +1,11 @@
-"""Sources and datasets made from a metadataset file, in which Megatron Energon lists folders and how to mix them.
-energon_plan.py parses the file."""
+"""Sources and datasets made from a metadataset file, in which Megatron Energon lists folders by split and how to mix
+them. In version 1 a split has a list `datasets`, in version 2 one of `blend`, `blend_epochized`, `concat` and `path`.
+
+`blend` and `datasets` give each folder a weight, `blend_epochized` the number of times that an epoch has each of its
+samples. A path is relative to the file that contains it, and leads to a folder that Energon prepared, or to another
+metadataset file, whose folders are then inserted there: their weights or repetitions are multiplied by those of the
+entry, and its subflavors (values that are added to each sample) override theirs.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +118,7 @@ def energon_concat(
 
 
 class _Member(StreamingDataset):
-    """Dataset of one prepared folder of a blend, whose samples are passed through the user's sample loader, or get
-    subflavors (Energon's word for values that are added to each sample), or both."""
+    """Prepared folder of a blend, whose samples pass through the user's sample loader, or get subflavors, or both."""
 
     def __init__(self, *args: Any, subflavors: Mapping[str, Any] | None, loader: SampleLoader | None, **options: Any):
         super().__init__(*args, **options)
@@ -148,7 +153,6 @@ def _opened(
     loaders: Mapping[str, SampleLoader],
     options: dict[str, Any],
 ) -> list[StreamingDataset]:
-    """Return an opened dataset for each folder of a blend's plan."""
     known = {member.name for member in plan.members}
     unknown = [name for name in loaders if name not in known]
     if unknown:
@@ -160,8 +164,8 @@ def _opened(
 
 
 def _cache_name(plan: BlendPlan, member: BlendMember) -> str:
-    """Return the name of the subfolder for a folder's cache. Folders of one name in different places get a hash of
-    their path, because a cache holds the files of one remote."""
+    """Return the subfolder for a folder's cache. Folders of one name get a hash of their path: a cache is of one
+    remote."""
     if len({one.path for one in plan.members if one.name == member.name}) == 1:
         return member.name
     return f"{member.name}-{xxhash.xxh3_64_hexdigest(member.path.encode())}"
@@ -211,47 +215,40 @@ _REFUSED = {
     "dataset_config": "index_folder reads dataset.yaml. Give your file this name, and index the folder again",
     "split_config": "index_folder reads split.yaml. Give your file this name, and index the folder again",
 }
-"""Fields of a metadataset file that Penstock refuses, by name: reason and remedy, with which the error message ends."""
+"""Fields that Penstock refuses: reason and remedy."""
 _DEFAULTS = {"dataset_config": "dataset.yaml", "split_config": "split.yaml"}
 
 Kind = Literal["blend", "blend_epochized", "concat"]
 Read = Callable[[str], bytes]
-"""Function that returns the content of the file at a path or URL. Raises DatasetError."""
+"""From a path or URL to the file's content."""
 
 
 @dataclass(frozen=True)
 class BlendMember:
-    """Folder prepared by Energon that a blend reads: its path, the name of the split to read, and its share."""
+    """Folder that a blend reads, and its share."""
 
     path: str
-    """Path of the folder, or its URL."""
     split: str
     subflavors: Mapping[str, Any]
     weight: Fraction = Fraction(1)
-    """Weight of the folder in a blend, relative to the other folders' weights; unused in other kinds."""
+    """Relative to the other folders' weights; unused in other kinds."""
     repetitions: int = 1
-    """Number of times that an epoch has each sample of the folder; 1 unless the kind is "blend_epochized"."""
+    """Number of times that an epoch has each sample."""
 
     @property
     def name(self) -> str:
-        """Last part of the folder's path."""
         return self.path.rstrip("/").rpartition("/")[2]
 
 
 @dataclass(frozen=True)
 class BlendPlan:
-    """Folders (members) to read for one split of a metadataset file, and how to combine them."""
-
     kind: Kind
-    """"blend": members have weights; "blend_epochized": they have repetitions; "concat": they have neither."""
     members: tuple[BlendMember, ...]
     flavored: bool
-    """True if any member has subflavors (values that are added to each sample)."""
 
 
 def read_plan(path: str, split: str, read: Read) -> BlendPlan:
-    """Return the plan of split `split` of the metadataset file at `path`. Raises InvalidArgumentError for an unknown
-    split; DatasetError for a file that cannot be read, or that has a setting that Penstock does not support."""
+    """Return the plan of a split of the metadataset file at `path`."""
     kind, members = _Reader(read).split(path, split, {}, 0)
     if not members:
         raise DatasetError(f"{path}: the split {split!r} must have at least one folder, got none. Add one to the file")
@@ -263,7 +260,8 @@ class _Reader:
         self._read = read
 
     def split(self, path: str, split: str, outer: Mapping[str, Any], depth: int) -> tuple[Kind, list[BlendMember]]:
-        """Return the kind and the members of split `split` in the metadataset file at `path`."""
+        """Return the kind and members of a split. `outer`: subflavors from the files that lead to this one; `depth`:
+        their number."""
         if depth > DEEPEST:
             raise DatasetError(
                 f"{path}: metadataset files must not name each other in a chain of more than {DEEPEST}. Remove the "
@@ -296,8 +294,7 @@ class _Reader:
     def _joined(
         self, path: str, kind: Kind, entries: list[dict[str, Any]], split: str, outer: Mapping[str, Any], depth: int
     ) -> list[BlendMember]:
-        """Return the members of all `entries`, the list of a split in the metadataset file at `path`. An entry that
-        names another file gives that file's members. The entries' weights or repetitions are multiplied into them."""
+        """Return the members of a split's entries, with the entries' weights or repetitions multiplied in."""
         weights = [_number(path, entry, "weight") for entry in entries]
         total = sum(weights)
         if kind == "blend" and not total:
@@ -363,8 +360,7 @@ class _Reader:
         return {str(name): value for name, value in found.items()}
 
     def _refuse(self, path: str, entry: Mapping[str, Any]) -> None:
-        """Raise DatasetError if `entry` has a setting with which Penstock could not yield the same samples as
-        Energon."""
+        """Raise DatasetError for a setting with which Penstock could not yield the same samples as Energon."""
         for field, why in _REFUSED.items():
             if entry.get(field) not in (None, _DEFAULTS.get(field)):
                 raise DatasetError(f"{path}: {field} must be left out, because {why}")
@@ -378,8 +374,7 @@ class _Reader:
 
 
 def _beside(path: str, target: str) -> str:
-    """Return the path or URL that `target` means in the file at `path`. A relative target is relative to the folder of
-    the file."""
+    """Return what `target` means in the file at `path`."""
     if "://" in target or target.startswith("/"):
         return target
     scheme, mark, rest = path.rpartition("://")

@@ -23,8 +23,7 @@ __all__ = ["EpochStream", "Rows"]
 
 
 Rows = list[tuple[int, int, bool]]
-"""List of rows. Each is a tuple: number of the shard, index of the sample in the shard, and True if the row repeats a
-sample of the epoch's beginning to pad a batch."""
+"""(shard, index in the shard, True if the row pads the batch) of each row."""
 
 
 class EpochStream:
@@ -61,11 +60,9 @@ class EpochStream:
         self._box, self._boxes = box, boxes
         self._found = dict(ended)
         self._reached = 0
-        """Position in the epoch before which all samples are known to exist, and have been read or skipped."""
 
     @property
     def length(self) -> int | None:
-        """Number of samples in the epoch; None while the length of a shard is unknown."""
         return self._round_robin.length
 
     @property
@@ -98,8 +95,8 @@ class EpochStream:
         return self._rows(partition.rows(number, self._box), begin)
 
     def all_rows(self, number: int) -> Rows | None:
-        """Return the rows of all boxes in batch number `number`, in the order of their positions; None after the last
-        batch. For a source whose lengths are known."""
+        """Return the rows of all boxes in a batch, in the order of their positions; None after the last. For known
+        lengths."""
         length, begin = self._round_robin.length, self._start + number * self._batch
         assert length is not None
         partition = Partition(length, self._start, self._batch, self._boxes, self._tail)
@@ -113,7 +110,7 @@ class EpochStream:
         return list(zip(*self._round_robin.at(positions), again, strict=True))
 
     def first(self, number: int) -> tuple[int, int]:
-        """Return (shard, index in the shard) of the first row of batch number `number`. The row belongs to box 0."""
+        """Return (shard, index in the shard) of the first row of a batch, which belongs to box 0."""
         (shard,), (index,) = self._round_robin.at(np.array([self._start + number * self._batch]))
         return shard, index
 
@@ -124,16 +121,16 @@ class EpochStream:
         return self._round_robin.length is None or self._round_robin.length >= self._start + least
 
     def _rows(self, positions: Ints, begin: int | None = None) -> Rows:
-        """Return the rows at these positions of the epoch, which one box has in a batch. `begin`: position of the
-        batch's first sample, to recognise rows that pad the batch; None: no row does."""
+        """Return this box's rows at these positions of a batch that begins at `begin`, to recognise rows that pad it;
+        None: no row does."""
         again = [False] * len(positions)
         if begin is not None:
             again = (positions != begin + self._box + self._boxes * np.arange(len(positions))).tolist()
         return list(zip(*self._round_robin.at(positions), again, strict=True))
 
     def _look_ahead(self, begin: int, read: bool) -> None:
-        """Read or skip samples until it is certain which rows the batch at position `begin` has, or until the epoch's
-        end is found. `read`: True if the caller will read the batch."""
+        """Read or skip samples until it is certain which rows the batch at `begin` has. `read`: True if the caller will
+        read it."""
         end = begin + self._batch
         self._pass_over(begin)
         if self._round_robin.length is not None:
@@ -162,16 +159,15 @@ class EpochStream:
                     shards, indices = self._round_robin.at(np.arange(at, until))
 
     def _is_own(self, row: int, read: bool) -> bool:
-        """Return True if this worker may need a row, so that it must read the row now instead of skipping it. The row
-        may belong to this batch, may be added to this batch at the epoch's end, or may belong to the next batch, if
-        this worker makes it. `row`: number of the row, counted from the batch's first row; `read`: True if the caller
-        will read the batch."""
+        """Return True if this worker may need a row (counted from the batch's first) and so must read it now: it
+        belongs to this batch, may be added to it at the epoch's end, or belongs to the next batch, if this worker makes
+        that."""
         if row < self._batch or self._every > 1:
             return read and row % self._boxes == self._box
         return (read and row % self._boxes == self._box) or (row - self._batch) % self._boxes == self._box
 
     def _pass_over(self, position: int) -> None:
-        """Skip, in each shard, the samples that lie before `position` in the epoch. This worker does not need them."""
+        """Skip, in each shard, the samples before `position`."""
         while self._reached < position and self._round_robin.length is None:
             targets: Ints = self._round_robin.counts(position)
             over = True

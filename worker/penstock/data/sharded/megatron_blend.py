@@ -1,10 +1,7 @@
-"""Mixture of Megatron-core's token files, made from the blend of a Megatron job.
-
-A token file is a pair PREFIX.bin and PREFIX.idx, and Megatron names it by its prefix. Megatron takes a blend in three
-forms: as a list of prefixes, or of alternating weights and prefixes (--data-path); as a file with such a list
-(--data-args-path); or as a JSON file with a list for each of "train", "valid" and "test" (--per-split-data-args-path).
-These three are called parts here. --split divides the documents of each token file into the three parts.
-"""
+"""Mixture of Megatron-core's token files, made from the blend of a Megatron job: a list of prefixes of token files
+(PREFIX.bin and PREFIX.idx), or of alternating weights and prefixes (--data-path); a file with such a list
+(--data-args-path); or a JSON file with a list for each of "train", "valid" and "test" (--per-split-data-args-path).
+These three are called parts here. --split divides the documents of each file into them."""
 
 from __future__ import annotations
 
@@ -84,8 +81,7 @@ def megatron_blend(
 
 
 def _given(blend: str | os.PathLike[str] | Sequence[str | float], part: MegatronPart) -> list[str]:
-    """Return the list in `blend`, or in the file with this path, for a part: prefixes, or alternating weights and
-    prefixes."""
+    """Return the list of a part: prefixes, or alternating weights and prefixes."""
     if not isinstance(blend, str | os.PathLike):
         return [str(each).strip() for each in blend]
     path = Path(blend)
@@ -109,8 +105,8 @@ def _given(blend: str | os.PathLike[str] | Sequence[str | float], part: Megatron
 
 
 def _listed(given: list[str]) -> tuple[list[str], list[float] | None]:
-    """Return the prefixes in a list, and their weights (None if the list has none). As in Megatron, a list has weights
-    if its length is even and its entries 0, 2, 4, ... are numbers."""
+    """Return prefixes and weights. As in Megatron, a list has weights if its length is even and every second entry a
+    number."""
     if not given:
         raise InvalidArgumentError("blend must have at least one prefix, got none. Name the token files to mix")
     if len(given) % 2:
@@ -130,9 +126,7 @@ def _listed(given: list[str]) -> tuple[list[str], list[float] | None]:
 
 
 def _bounds(split: str, part: MegatronPart) -> tuple[float, float]:
-    """Return where a part begins and ends in a token file, as fractions of the number of documents. They are computed
-    with the same rounding as in Megatron. `split`: weights of the three parts, such as "969,30,1", for which "train" is
-    (0.0, 0.969)."""
+    """Return where a part begins and ends, as fractions of the documents, rounded as in Megatron."""
     try:
         weights = [float(text) for text in re.findall(r"[.0-9]+", split)] if re.fullmatch(r"[\s.,/0-9]+", split) else []
     except ValueError:  # a text such as "969.30.1"

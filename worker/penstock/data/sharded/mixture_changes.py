@@ -1,9 +1,8 @@
 """Changes of a mixture's weights that an operator orders by `penstock mix` while a run trains.
 
-Such a change is not in the user's code. The coordinator sends it to each loader of the run, and each later state lists
-it. A loader applies it to the mixture that the user's code made, as if this code had a Schedule with the new weights
-from the change's position on. So the promise of a Schedule holds here too: which sample is at a position does not
-depend on the topology.
+Such a change is not in the user's code: the coordinator sends it to each loader of the run, and each later state lists
+it. A loader applies it as if the code had a Schedule with the new weights from the change's position on. So which
+sample is at a position does not depend on the topology here either.
 """
 
 from __future__ import annotations
@@ -44,33 +43,30 @@ __all__ = [
 ]
 
 LoadSource = Callable[[str], Any]
-"""Function that makes a source that `penstock mix --add` added. Its argument is the name of the user's function
-("module:function") that returns the source."""
+"""Function from a name ("module:function") to the source that this function of a user returns (`penstock mix
+--add`)."""
 CHANGES = "mixture_changes"
-"""Name of the entry of a ShardLoader's state that lists the changes of weights."""
+"""Name of the entry of a state that lists the changes."""
 NUMBER_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True)
 class MixtureChange:
-    """Change of weights that an operator ordered by `penstock mix`, for a loader's uppermost mixture."""
+    """Change of the weights of a loader's uppermost mixture."""
 
     key: str
-    """Random text that identifies the change, chosen by the command `penstock mix`."""
+    """Random text that identifies the change."""
     position: int
-    """Position in the epoch at which the new weights begin: number of samples that the mixture gives before, in all
-    shards."""
+    """Position in the epoch at which the new weights begin: number of samples that the mixture gives before."""
     parts: Mapping[str, int]
-    """Weight of each source after the change as a whole number, by the source's name. A source that is left out has
-    weight 0."""
+    """New weight of each source, by name; a missing name means 0."""
     added: Mapping[str, str] = field(default_factory=dict)
-    """Dict from the name of each added source to the name ("module:function") of the function that returns it."""
+    """By name of each added source: the function ("module:function") that returns it."""
     required: bool = False
-    """True if the change was ordered in the run's present attempt. Batches after it were made with the new weights, so
-    a state of a later position is refused unless it lists the change."""
+    """True if the change was ordered in the run's present attempt: a state of a later position is refused unless it
+    lists it."""
     epoch: int = 0
-    """Number of the first epoch to which the change applies. In this epoch and in each later one, the new weights apply
-    from `position` on. Earlier epochs keep the old weights."""
+    """First epoch to which the change applies, from `position` on, as in all later epochs."""
 
     @property
     def begins(self) -> tuple[int, int]:
@@ -78,12 +74,11 @@ class MixtureChange:
         return self.epoch, self.position
 
     def drops(self, earlier: MixtureChange) -> bool:
-        """Return True if the weights of `earlier` never apply, because this change, which was ordered after `earlier`,
-        begins at the same position or a smaller one, in each epoch to which `earlier` applies."""
+        """Return True if the weights of `earlier` never apply, because this change was ordered after it and begins no
+        later."""
         return self.epoch <= earlier.epoch and self.position <= earlier.position
 
     def plain(self) -> dict[str, Any]:
-        """Return the change as a dict, in the form in which states list it."""
         return {
             "key": self.key,
             "epoch": self.epoch,
@@ -94,7 +89,6 @@ class MixtureChange:
 
     @classmethod
     def parsed(cls, entry: Mapping[str, Any]) -> MixtureChange:
-        """Return the change that a state lists as the dict `entry`. Raises StateCorruptError if it is damaged."""
         try:
             change = cls(
                 entry["key"],
@@ -118,8 +112,7 @@ class MixtureChange:
 
 
 def listed(state: Mapping[str, Any]) -> list[MixtureChange]:
-    """Return the changes that a ShardLoader's state lists, in the order in which they were ordered. Raises
-    StateCorruptError if the list is damaged."""
+    """Return the changes that a state lists, in the order in which they were ordered."""
     entries = state.get(CHANGES, ())
     if not isinstance(entries, list | tuple):
         raise StateCorruptError(
@@ -130,18 +123,11 @@ def listed(state: Mapping[str, Any]) -> list[MixtureChange]:
 
 
 def in_epoch(changes: Iterable[MixtureChange], epoch: int) -> list[MixtureChange]:
-    """Return the changes that apply in an epoch: those whose first epoch is this one or an earlier one."""
     return [change for change in changes if change.epoch <= epoch]
 
 
 def still_to_come(changes: Sequence[MixtureChange], reached: tuple[int, int]) -> list[MixtureChange]:
-    """Return the changes whose weights are still to begin. A change is left out if a later one drops it, because its
-    weights never apply.
-
-    Args:
-        changes: changes in the order in which they were ordered.
-        reached: pair (epoch, first position in it that no worker has reached).
-    """
+    """Return the changes whose weights are still to begin after `reached`, without those that a later one drops."""
     return [
         change
         for number, change in enumerate(changes)
@@ -155,21 +141,13 @@ def merged(
     reached: tuple[int, int],
     taken: tuple[int, int],
 ) -> list[MixtureChange]:
-    """Return the changes that apply after a loader has loaded a state, in the order in which they were ordered. They
-    are the changes that the state lists, and those of the run that begin at the state's position or later; and for
-    changes of the present attempt (`required`), those that begin where the loader took the state, or later.
+    """Return the changes that apply after a loader has loaded a state, in the order in which they were ordered: those
+    that the state lists, and those of the run that begin at the state's position (`reached`) or later; `required` ones
+    also if they begin where the loader took the state (`taken`), which may have been advanced since.
 
-    Another change of the run that begins before the state's position, and is not in the state, does not apply: the
-    state comes from an attempt that passed this position before the change was ordered.
-
-    Args:
-        saved: changes that the state lists.
-        assigned: changes that the coordinator sent for the run.
-        reached: pair (epoch of the state, first position in it that no worker has reached).
-        taken: the same when the loader took the state, which may have been advanced since.
-
-    Raises ReplayMismatchError if the loader took the state beyond a required change that the state does not list:
-    batches made from this state would differ from the delivered ones.
+    Another change of the run that begins before does not apply: the state comes from an attempt that passed this
+    position before the change was ordered. Raises ReplayMismatchError if the loader took the state beyond a required
+    change that the state does not list: its batches would differ from the delivered ones.
     """
     listed_keys, own_keys = {change.key for change in saved}, {change.key for change in assigned}
     for change in assigned:
@@ -188,15 +166,9 @@ def merged(
 def with_all_changes(
     states: Sequence[Mapping[str, Any]], taken: Sequence[tuple[int, int]]
 ) -> Sequence[Mapping[str, Any]]:
-    """Return states of all workers, each with the changes and the order of the worker that knows most. A worker's state
-    may be from before a change was ordered. Its order of samples is the same up to the change, so it is valid.
-
-    Nothing is changed in a state whose worker passed a change without it: the orders of such workers differ.
-
-    Args:
-        states: state of each worker.
-        taken: for each worker, the epoch and position up to which its state lists all changes.
-    """
+    """Return the workers' states, each with the changes and the order of the worker that knows most: a state may be
+    from before a change was ordered. A state whose worker passed a change without it stays, because the orders differ.
+    `taken`: for each worker, the epoch and position up to which its state lists all changes."""
     lists = [listed(state) for state in states]
     if not any(lists):
         return states
@@ -216,8 +188,7 @@ def with_all_changes(
 
 
 def refuse_to_import(name: str) -> Any:
-    """Raise StateMismatchError for the name of a function that makes an added source. This is the LoadSource of a
-    loader outside of a run, in which a name in a state must not lead to the import of any module."""
+    """LoadSource of a loader outside of a run: a name in a state must not lead to the import of any module."""
     raise StateMismatchError(
         f"the state has a source of {name!r}, which `penstock mix --add` added. Load the state in a run of an "
         "Appliance, or add the source to the Mixture in the code"
@@ -225,9 +196,7 @@ def refuse_to_import(name: str) -> Any:
 
 
 def mixture_of(source: ShardedSource) -> Mixture:
-    """Return the mixture whose weights `penstock mix` changes. It is the uppermost source, or the source below Mapped
-    layers that yield one sample for each sample of the mixture. Raises InvalidArgumentError if there is none, or if it
-    is not endless."""
+    """Return the mixture whose weights `penstock mix` changes: the uppermost source, or the one below Mapped layers."""
     inner: Any = source
     while isinstance(inner, Mapped) and inner.one_to_one:
         inner = inner.source
@@ -243,8 +212,7 @@ def mixture_of(source: ShardedSource) -> Mixture:
 
 
 def changed(source: ShardedSource, changes: Iterable[MixtureChange], load: LoadSource) -> ShardedSource:
-    """Return a copy of `source` whose uppermost mixture has the changes of weights. `load`: function that makes an
-    added source. Raises InvalidArgumentError if the changes do not fit the mixture."""
+    """Return a copy of `source` whose uppermost mixture has the changes of weights."""
     changes = list(changes)
     if not changes:
         return source
@@ -262,23 +230,14 @@ def _around(source: Any, mixture: Mixture) -> ShardedSource:
 
 
 def shares_at(mixture: Mixture, position: int) -> dict[str, float]:
-    """Return each source's weight at a position as a share of all weights, by the source's name. The shares sum up to
-    1."""
     return dict(zip(mixture.names, mixture.wanted(position), strict=True))
 
 
 def stages_of(
     code: ShardedSource, changes: Sequence[MixtureChange], load: LoadSource, order: Mapping[str, Any]
 ) -> list[KeyStage]:
-    """Return the stages of an epoch: one for the samples before the first change of weights, and one from each change
-    to the next (see KeyStage). The restore key of a sample depends on its stage.
-
-    Args:
-        code: source as the user's code makes it, without the changes.
-        changes: changes that apply in the epoch.
-        load: function that makes an added source.
-        order: description of the loader's order.
-    """
+    """Return the stages of an epoch (see KeyStage) with these changes. `code`: source without them; `order`:
+    description of the loader's order."""
     found = []
     for position in sorted({0, *(change.position for change in changes)}):
         # also the earlier orders for later positions, which the last of these drops: their sources count in the mixture
@@ -292,8 +251,8 @@ def stages_of(
 
 
 def try_sources(source: ShardedSource, names: Iterable[str], seed: int) -> list[HeldSample]:
-    """Return the first sample of each named source of the mixture, processed by the layers above the mixture. A source
-    that `penstock mix` is to add is tried in this way before the change is accepted."""
+    """Return the first sample of each named source, processed by the layers above the mixture: a source is tried before
+    a change that adds it is accepted."""
     mixture, found = mixture_of(source), []
     for name in names:
         cursor = _around(source, mixture.changed_from(0, {name: 1}, {})).open(0, 0, seed)

@@ -1,10 +1,9 @@
 """Interface of sources in logical shards, and the promises that sources, layers and the loader rely on.
 
-A source has a fixed number L of logical shards, for any number of boxes (data-parallel ranks) and workers. A cursor
-reads one shard of one epoch sequentially, and each sample's place is (shard, index in the shard). Everything that has a
-buffer or a counter (packing, mixing, windows) works inside one shard, and a cursor's saved position contains its state.
-So a change of the number of workers moves whole shards and never divides a buffer. Layers are sources made from
-sources:
+A source has a fixed number L of logical shards, for any number of boxes and workers. A cursor reads one shard of one
+epoch sequentially, and each sample's place is (shard, index in the shard). Everything that has a buffer or a counter
+(packing, mixing, windows) works inside one shard, and a cursor's saved position contains its state. So a change of the
+number of workers moves whole shards and never divides a buffer. Layers are sources made from sources:
 
     LogicalShards -> Mapped -> Chunked -> Packed -> WindowShuffled -> ShardLoader
 
@@ -14,9 +13,8 @@ Every source makes these promises, and tests/datasets/sharded checks them for ea
 - `open(shard, epoch, seed, saved)` with a position saved after n samples yields the samples from n on. A saved
   position is a value of penstock.proto.state.codec without references to mutable objects. A position can be saved
   before the first sample, between two samples, and after the last; saving it changes nothing, and takes microseconds.
-  For a source with restore keys the saved position after n samples must always be the same, no matter where the cursor
-  was opened. A restore key (shard_keys.py) is a text in a batch by which a sample can be read again. It contains a
-  saved position, and a batch must be the same each time it is made.
+  For a source with restore keys (shard_keys.py) the saved position after n samples must always be the same, because it
+  is in the batch, and a batch must be the same each time it is made.
 - `skip(n)` leaves the cursor where n times `next` would have left it, without making samples where possible.
 - A layer never loses samples that it took from its source: while samples are in its buffer, the layer's saved
   position contains the source's saved position from which to read these samples again.
@@ -45,30 +43,27 @@ __all__ = [
 
 
 SavedPosition = Any
-"""Saved position of a cursor in its shard, with the state of its buffers. It is None, or a small tree of dicts, lists,
-numbers, text, bytes, tensors and arrays (a value of penstock.proto.state.codec)."""
+"""None, or a small tree of dicts, lists, numbers, text, bytes, tensors and arrays."""
 
 PositionOf = Callable[[int], int]
-"""Function that converts the index of a sample in one shard to the sample's position in the order of all shards'
-samples, which is the order in which batches contain them."""
+"""From the index of a sample in one shard to its position in the order of all shards' samples, in which batches contain
+them."""
 
 
 class Origin(NamedTuple):
-    """Source of a Mixture that a sample comes from, for counts of samples by source. A cursor may have an attribute
-    `origin`: the origin of the sample that `next` returned last."""
+    """Source of a Mixture that a sample comes from, for counts by source. A cursor may have an attribute `origin`: that
+    of the sample that `next` returned last."""
 
     source: str = ""
-    """Name of the sample's source in a Mixture; "outer/inner" for nested Mixtures; "" without a Mixture; "(mixed)" for
-    a list of a Grouped whose samples have different sources."""
+    """"outer/inner" for nested Mixtures; "" without a Mixture; "(mixed)" for a list of a Grouped from different
+    sources."""
     skipped: Mapping[str, int] = {}
-    """Number of samples, by source, that layers left out between the previous sample of the shard and this one."""
+    """By source: samples that layers left out just before this one."""
     parts: tuple[tuple[str, int], ...] = ()
-    """Pairs (source, number of tokens) of the documents in a packed line, or in all lines of a Grouped's list; empty
-    for a sample without packed lines."""
+    """(source, number of tokens) of the documents in a packed line, or in all lines of a Grouped's list."""
 
     def within(self, name: str) -> Origin:
-        """Return this origin with "`name`/" before the names of its sources. `name`: name that an outer Mixture has for
-        the source that contains these."""
+        """Return this origin with "`name`/" before the names of its sources."""
         if not (self.source or self.skipped or self.parts):
             return Origin(name)
 
@@ -79,35 +74,31 @@ class Origin(NamedTuple):
         return Origin(inner(self.source), skipped, tuple((inner(source), size) for source, size in self.parts))
 
     def after(self, left_out: Mapping[str, int]) -> Origin:
-        """Return this origin with `left_out` added to its counts of left-out samples. `left_out`: number of samples
-        that a layer left out just before this one, by source."""
+        """Return this origin with `left_out` added to its counts of left-out samples."""
         return self._replace(skipped=summed(self.skipped, left_out)) if left_out else self
 
     def leaving_out(self, left_out: Mapping[str, int]) -> dict[str, int]:
-        """Return the number of left-out samples, by source, after a layer has left out this origin's sample, too: the
-        sum of `left_out`, of this origin's own counts, and of 1 for the sample. `left_out`: number of samples that the
-        layer left out just before this one, by source."""
+        """Return the counts of left-out samples after a layer has left out this origin's sample, too: `left_out` and
+        this origin's own, and 1 for the sample."""
         return summed(left_out, summed(self.skipped, {self.source: 1}))
 
 
 NOWHERE = Origin()
-"""Origin of a sample that comes from no Mixture, and before which no sample was left out."""
+"""Of a sample from no Mixture, before which none was left out."""
 
 
 def cursor_origin(cursor: Any) -> Origin:
-    """Return the origin of the sample that a cursor returned last; NOWHERE if the cursor has no attribute `origin`."""
     found = getattr(cursor, "origin", NOWHERE)
     return found if isinstance(found, Origin) else NOWHERE
 
 
 def is_traced(cursor: Any) -> bool:
-    """Return True if a cursor is traced: its samples may have different origins. A layer that changes the order of
-    samples must then keep the origin of each."""
+    """Return True if a cursor's samples may have different origins. A layer that changes the order must keep each."""
     return getattr(cursor, "traced", False) is True
 
 
 def summed(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
-    """Return the sum of two dicts of counts, name by name. A name that is missing in one of them counts 0 there."""
+    """Return the sum of two dicts of counts."""
     return {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
 
 
@@ -172,16 +163,15 @@ class ShardedSource(Protocol):
 
 
 class KnownRecords(NamedTuple):
-    """Records of a source, numbered from 0 through all of its pieces, and where they are in its order."""
+    """Records of a source, numbered from 0 through all of its pieces, and where they are in its order: a ShardLoader
+    that balances rows by cost must find a sample's cost before it reads it. LogicalShards of indexable pieces know
+    them, and Mapped and Repeated pass them on."""
 
     total: int
-    """Number of all records."""
     numbers: Callable[[int, int, Ints, Ints], Ints]
-    """Function (epoch, seed, shards, indices) that returns the number of the record at each place (shards[i],
-    indices[i]). Epoch and seed are those with which the source is opened."""
+    """(epoch, seed, shards, indices) -> number of the record at each place. Epoch and seed are those of `open`."""
 
 
 def known_records(source: ShardedSource) -> KnownRecords | None:
-    """Return the known records of a source; None if the source cannot compute which record a sample is."""
     found = getattr(source, "known_records", None)
     return None if found is None else found()

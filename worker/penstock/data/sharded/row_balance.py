@@ -1,9 +1,6 @@
-"""Balance of cost in a ShardLoader: the rows of a step are assigned to the boxes (data-parallel ranks) so that all
-boxes have about the same work.
-
-A step has the same rows as without balance, so positions and states are the same too. Rows are exchanged only between
-boxes, and not between steps: a box that got a row of a later step first would have to read its shard backwards.
-"""
+"""Balance of cost in a ShardLoader. A step has the same rows as without balance, so positions and states are the same
+too. Rows are exchanged only between boxes, and not between steps: a box that got a row of a later step first would have
+to read its shard backwards."""
 
 from __future__ import annotations
 
@@ -21,14 +18,6 @@ class RowBalance:
     """Assignment of the rows of each step to boxes, by the costs of the records."""
 
     def __init__(self, balance: Balance, source: ShardedSource) -> None:
-        """
-        Args:
-            balance: cost of each record, and whether rows are assigned by it or only measured.
-            source: source whose records have these costs.
-
-        Raises InvalidArgumentError for a source or settings with which rows cannot be balanced, DatasetError for costs
-        that do not fit the source's records.
-        """
         if not isinstance(balance, Balance):
             raise InvalidArgumentError(
                 f"balance must be a penstock.data.Balance or None, got {balance!r}. Pass Balance(cost)"
@@ -47,25 +36,17 @@ class RowBalance:
             )
         self._numbers, self._costs = records.numbers, Costs(balance.cost, source, records.total)
         self.assigns = not balance.report
-        """True if rows are assigned by cost; False if only their imbalance is measured."""
+        """False if the imbalance is only measured."""
 
     def own(self, opening: tuple[int, int], rows: Rows, box: int, boxes: int, turn: int) -> tuple[Rows, float]:
-        """Return a box's rows of a step, and the step's imbalance: the cost of the most expensive box divided by the
-        mean over all boxes.
-
-        Args:
-            opening: pair (epoch, seed) with which the source is opened.
-            rows: rows of all boxes in the step, in the order of their positions.
-            box, boxes: number of the box, and number of all boxes.
-            turn: number of the step; it decides which box gets the row that costs most.
-        """
+        """Return a box's rows of a step, and the step's imbalance. `opening`: (epoch, seed) with which the source is
+        opened; `turn`: number of the step, which decides which box gets the row that costs most."""
         costs, plain = self.costs(opening, rows), assign_in_turn(len(rows), boxes)
         assigned = assign_to_boxes(costs, boxes, turn) if self.assigns else plain
         return [rows[row] for row in assigned[box].tolist()], cost_ratio(costs, assigned)
 
     def ratios(self, opening: tuple[int, int], rows: Rows, boxes: int, turn: int) -> tuple[float, float]:
-        """Return a step's imbalance (see `own`) without balance, and its imbalance with balance. The arguments are
-        those of `own`."""
+        """Return a step's imbalance without balance, and with it."""
         costs = self.costs(opening, rows)
         plain, assigned = assign_in_turn(len(rows), boxes), assign_to_boxes(costs, boxes, turn)
         return cost_ratio(costs, plain), cost_ratio(costs, assigned)

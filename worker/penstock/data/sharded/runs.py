@@ -1,13 +1,9 @@
-"""Runs of samples: several consecutive samples of a shard that a cursor returns in one call. (A training run is not
-meant in this module.)
+"""Runs of samples: several consecutive samples of a shard that a cursor returns in one call, because a call for each
+sample through each layer takes several microseconds. A cursor may have a method `take(count)`, which returns a `Run`.
 
-A call for each sample through each layer takes several microseconds. So a cursor may have a method `take(count)`. It
-returns a `Run`: up to `count` samples, with a function that gives the saved position before each of them. A layer that
-takes more samples than it uses at once, such as Packed, needs these positions for its own saved position.
-
-Not every cursor can have `take`. The state of an iterable from user code must be taken before its next sample is read,
-so its cursor has only `__next__`. The function `take` below accepts all cursors, and returns runs of one sample for
-such a cursor. A cursor with `take` gets its `__next__` from RunCursor.
+Not every cursor can: the state of an iterable from user code must be taken before its next sample is read, so its
+cursor has only `__next__`. The function `take` below accepts all cursors. A cursor with `take` gets its `__next__` from
+RunCursor.
 """
 
 from __future__ import annotations
@@ -26,23 +22,21 @@ def _no_position(number: int) -> SavedPosition:
 
 
 class Run(NamedTuple):
-    """Several consecutive samples of a shard, as `take` returns them. They are numbered from 0."""
+    """Consecutive samples of a shard, numbered from 0."""
 
     samples: Iterable[Any] = ()
-    """Samples, to be iterated once, before the cursor is used again. Each may be made by user code when the iteration
-    reaches it. If that fails, the samples before it are valid, and the cursor must be closed."""
+    """To be iterated once, before the cursor is used again. Each may be made by user code when the iteration reaches
+    it; if that fails, the samples before it are valid, and the cursor must be closed."""
     size: int = 0
     """Number of samples; 0 only at the end of the shard."""
     position: Callable[[int], SavedPosition] = _no_position
-    """Function from n to the saved position before sample n, for 0 < n < size. For the positions before the first and
-    after the last sample, call the cursor's `saved_position` before and after `take`."""
+    """Function from n to the saved position before sample n, for 0 < n < size."""
     origins: Sequence[Origin] = ()
     """Origin of each sample; empty if no sample has one."""
     continues: Sequence[bool] = ()
     """For each sample, True if it is a piece of a Chunked that continues the piece before it; empty if none is."""
     tokens: tuple[Ints, Sequence[int]] | None = None
-    """Tokens of all samples, if they are pieces of a Chunked, for layers that need no separate tensors: an int64 array
-    with the tokens one after the other, and the number of tokens of each piece. None for other samples."""
+    """For pieces of a Chunked: all tokens one after the other (int64), and the number of tokens of each piece."""
 
 
 class RunCursor:
@@ -53,8 +47,6 @@ class RunCursor:
     """Origin of the sample that `next` returned last."""
 
     def take(self, count: int) -> Run:
-        """Return the next samples: at least one unless the shard has ended, and at most `count`, which is at least
-        1."""
         raise NotImplementedError
 
     def __iter__(self) -> Self:
@@ -69,8 +61,7 @@ class RunCursor:
 
 
 def take(cursor: Cursor, count: int) -> Run:
-    """Return the next samples of any cursor as a run, of at most `count` samples. For a cursor without `take` the run
-    has only one."""
+    """Return the next samples of any cursor, at most `count`; one if it has no `take`."""
     if isinstance(cursor, RunCursor):
         return cursor.take(count)
     for sample in cursor:
@@ -80,9 +71,8 @@ def take(cursor: Cursor, count: int) -> Run:
 
 
 def take_with_positions(cursor: Cursor, count: int) -> Run:
-    """Return the next samples of any cursor as a run, of at most `count` samples. From a cursor without `take`, the
-    samples are read one by one, and the saved position is taken before each. That is slow, so use this function only if
-    all positions are needed."""
+    """Return the next samples of any cursor, at most `count`. Of a cursor without `take` they are read one by one, and
+    the saved position is taken before each: slow, so only for those who need all positions."""
     if isinstance(cursor, RunCursor):
         return cursor.take(count)
     positions: list[SavedPosition] = []
@@ -108,7 +98,6 @@ def take_with_positions(cursor: Cursor, count: int) -> Run:
 
 
 def _then(samples: Sequence[Any], error: Exception | None) -> Iterator[Any]:
-    """Yield samples, and then raise `error`, which the sample after them raised; None: no error."""
     yield from samples
     if error is not None:
         raise error

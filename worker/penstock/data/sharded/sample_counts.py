@@ -1,5 +1,4 @@
-"""Counts of the samples in a ShardLoader's batches, by the name of each sample's source in a Mixture. Samples that
-layers leave out are counted separately."""
+"""Counts of the samples in a ShardLoader's batches, by the name of each sample's source in a Mixture."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ __all__ = ["changes_shares", "counted_samples", "wanted_shares"]
 
 
 def counted_samples(counter: SampleCounter, samples: Sequence[HeldSample]) -> dict[Group, Row]:
-    """Return the counts of a batch's samples, and of the samples that layers left out just before each of them."""
+    """Return the counts of a batch's samples, and of those that layers left out just before each of them."""
     origins = [held.origin for held in samples]
     values, sources = [held.sample for held in samples], [cut_name(origin.source) for origin in origins]
     parts = None
@@ -32,7 +31,7 @@ def counted_samples(counter: SampleCounter, samples: Sequence[HeldSample]) -> di
 
 
 def changes_shares(source: ShardedSource) -> bool:
-    """Return True if a mixture in a stack of layers has weights that change with the position."""
+    """Return True if a mixture in the stack has weights that change with the position."""
     if isinstance(source, Mixture):
         return source.changes or any(map(changes_shares, source.sources))
     inner = getattr(source, "source", None)
@@ -42,18 +41,9 @@ def changes_shares(source: ShardedSource) -> bool:
 def wanted_shares(
     source: ShardedSource, shard: int = 0, saved: SavedPosition | None = None, position_of: PositionOf | None = None
 ) -> dict[str, tuple[int, int]]:
-    """Return the share that each source should have according to the weights of the stack's mixtures, to be compared
-    with the counts. The result is a dict from the source's name to a pair (share of samples, share of tokens), in
-    millionths. One of the two is 0, because a mixture counts samples or tokens. The dict is empty if there is no
-    mixture, or if nested mixtures use both units.
-
-    Args:
-        source: uppermost source of the stack.
-        shard: number of a shard.
-        saved: saved position of a cursor of this shard, at which the weights are looked up; None: the beginning.
-        position_of: function from the index of a sample in the shard to its position, as it was passed to `open` of the
-            source.
-    """
+    """Return the share that each source should have by the weights of the stack's mixtures: by name, (share of samples,
+    share of tokens) in millionths, of which one is 0. Empty without a mixture, or if nested mixtures use both units.
+    `saved`: saved position of a cursor of `shard`, at which the weights are looked up."""
     units: set[str] = set()
 
     def walk(

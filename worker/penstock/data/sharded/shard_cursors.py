@@ -34,12 +34,11 @@ __all__ = ["CursorStates", "HeldSample", "ShardReaders"]
 
 @dataclass
 class CursorStates:
-    """Cursor states of several shards: for each shard the index of a sample, and the cursor's saved position before it.
-    They are stored in two dicts, because a thousand states then take 20 us to build, and 200 us as separate objects."""
+    """Cursor states of several shards, in two dicts: a thousand take 20 us to build, and 200 us as separate objects."""
 
     indices: dict[int, int] = field(default_factory=dict)
     saved: dict[int, SavedPosition] = field(default_factory=dict)
-    """Saved position of each shard's cursor, by shard. The dict has the same keys as `indices`, in the same order."""
+    """With the same keys as `indices`, in the same order."""
 
     def put(self, shard: int, index: int, saved: SavedPosition) -> None:
         self.indices[shard] = index
@@ -63,12 +62,10 @@ class HeldSample(NamedTuple):
 
     sample: Any
     key: str | None = None
-    """Restore key of the sample; None without restore keys."""
     origins: Sequence[Origin] = ()
-    """Origins of all samples that one call of the cursor's `take` read, this sample among them; empty if they have
-    none."""
+    """Origins of all samples that were read in the same call; empty if they have none."""
     number: int = 0
-    """Index of this sample among the samples of that call."""
+    """Index of this sample in that call."""
 
     @property
     def origin(self) -> Origin:
@@ -88,44 +85,30 @@ class ShardReaders:
         position_of: Callable[[int], PositionOf] | None = None,
         key: Callable[[int, int, SavedPosition], str] | None = None,
     ) -> None:
-        """
-        Args:
-            source: source whose shards are read.
-            epoch, seed: arguments with which `source.open` is called.
-            states: cursor states at which the shards are opened. A shard without one is opened at its beginning.
-            position_of: function from a shard's number to the argument `position_of` of `source.open`; None:
-                `source.open` gets None, which means that the shards are read round robin.
-            key: function from (shard, index, saved position before the sample) to the sample's restore key, which `get`
-                returns with the sample; None: samples have no keys.
-        """
+        """Args: | epoch, seed: with which `source.open` is called. | states: cursor states at which the shards are
+        opened. | position_of: function from a shard's number to the argument `position_of` of `source.open`. | key:
+        function from (shard, index, saved position before the sample) to the restore key."""
         self._source, self._epoch, self._seed, self._position_of, self._key = source, epoch, seed, position_of, key
         self._cursors: dict[int, Cursor] = {}
         self._at: dict[int, int] = {}
-        """Index of the sample that each shard's cursor returns next, by the shard's number."""
+        """Index of the sample that each shard's cursor returns next."""
         self._latest = -1
-        """Number of the shard that was read last; -1 if no shard was read yet."""
+        """Shard that was read last; -1: none."""
         self._states = states.copy()
         self._touched: set[int] = set()
-        """Numbers of the shards that were read since their cursor states in `_states` were saved."""
+        """Shards that were read since their cursor states were saved."""
         self._ahead: dict[int, tuple[int, SavedPosition]] = {}
-        """Cursor states of the shards from which samples of later batches were read ahead, taken before that. `states`
-        returns them, because the present ones are newer than the position."""
+        """Cursor states from before samples of later batches were read ahead: the present ones are newer than the
+        position."""
         self._held: dict[tuple[int, int], HeldSample] = {}
         self._second: dict[int, tuple[Cursor, int]] = {}
-        """Second cursor of a shard and the index of its next sample, by the shard's number. It reads samples of the
-        epoch's beginning again, to pad the last batch."""
+        """Second cursor of a shard and the index of its next sample, which reads the epoch's beginning again to pad a
+        batch."""
 
     def get(self, shard: int, index: int, *, again: bool = False, following: int = 0) -> HeldSample:
-        """Return sample `index` of a shard, with its restore key and origin.
-
-        Args:
-            again: True if the shard's cursor may be beyond the sample, so that a second cursor reads it: the sample
-                pads a batch, or serves as a template (WorkerShare.template).
-            following: number of directly following samples of the shard that will be asked for, too. They may be read
-                in the same call.
-
-        Raises DatasetError if the shard ends before the sample.
-        """
+        """Return a sample. `again`: the shard's cursor may be beyond it, so a second cursor reads it. `following`:
+        number of directly following samples that will be asked for, too. Raises DatasetError if the shard ends
+        before."""
         if not (self._find_again(shard, index) if again else self.find(shard, index, following)):
             raise DatasetError(
                 f"shard {shard} of {self._source.num_shards} must have sample {index} in epoch {self._epoch}, because "
@@ -139,8 +122,8 @@ class ShardReaders:
         return self._held[shard, index]
 
     def find(self, shard: int, index: int, following: int = 0) -> bool:
-        """Read sample `index` of a shard, and keep it for `get`. Up to `following` of the samples after it may be read
-        and kept, too. Return False if the shard ends before the sample."""
+        """Read a sample, and keep it for `get`, perhaps with some of the `following` ones. Return False if the shard
+        ends before it."""
         if (shard, index) in self._held:
             return True
         reached = self.reach(shard, index)
@@ -152,8 +135,8 @@ class ShardReaders:
         return reached == index and self._read(shard, index, self._cursors[shard], 1 + following)
 
     def reach(self, shard: int, index: int) -> int:
-        """Skip a shard's samples before `index`. Return the index of the shard's next sample, which is smaller than
-        `index` if the shard ends earlier."""
+        """Skip a shard's samples before `index`. Return the index of its next sample, which is smaller if the shard
+        ends earlier."""
         cursor = self._open(shard)
         at = self._at[shard]
         if at < index:
@@ -166,20 +149,18 @@ class ShardReaders:
         return at
 
     def look_ahead(self, shard: int) -> None:
-        """Keep a shard's present cursor state, which `states` then returns for the shard. Call this method before
-        samples of later batches are read from the shard."""
+        """Keep a shard's cursor state for `states`. Call this before samples of later batches are read from it."""
         if shard not in self._ahead:
             cursor = self._open(shard)
             self._ahead[shard] = self._at[shard], cursor.saved_position()
 
     def begin(self) -> None:
-        """Begin the next batch: drop the cursor states that `look_ahead` kept for the batch before, so that `states`
-        returns newer ones."""
+        """Begin the next batch: drop the cursor states that `look_ahead` kept."""
         self._touched.update(self._ahead)
         self._ahead.clear()
 
     def done(self) -> None:
-        """Drop the samples of the batch that was yielded. Samples that were read ahead for later batches are kept."""
+        """Drop the samples of the batch that was yielded, but not those that were read ahead."""
         for cursor, _ in self._second.values():
             cursor.close()
         self._second.clear()
@@ -187,8 +168,8 @@ class ShardReaders:
         self._held = {at: found for at, found in self._held.items() if at[0] in ahead and at[1] >= ahead[at[0]][0]}
 
     def states(self, *, up_to_date: bool) -> CursorStates:
-        """Return the cursor states of all shards that were read. `up_to_date`: True: take the present states of the
-        cursors, which is possible only between two batches; False: return the states that were taken last."""
+        """Return the cursor states of all shards that were read. `up_to_date`: take the present ones, which is possible
+        only between two batches; False: those that were taken last."""
         if up_to_date:
             for shard in self._touched:
                 if shard in self._ahead:
@@ -199,8 +180,7 @@ class ShardReaders:
         return self._states.copy()
 
     def latest(self) -> tuple[int, SavedPosition] | None:
-        """Return the number of the shard that was read last, and the saved position of its cursor; None if no shard was
-        read."""
+        """Return the shard that was read last, and its cursor's saved position; None if none was read."""
         cursor = self._cursors.get(self._latest)
         return None if cursor is None else (self._latest, cursor.saved_position())
 
@@ -238,8 +218,7 @@ class ShardReaders:
         return size > 0
 
     def _hold(self, shard: int, index: int, cursor: Cursor, count: int) -> int:
-        """Read up to `count` samples from a cursor whose next sample is `index`, and keep them for `get`. Return the
-        number of samples that were read."""
+        """Read up to `count` samples from a cursor at `index`, and keep them. Return how many were read."""
         key = self._key
         before = cursor.saved_position() if key is not None else None
         if count == 1:
@@ -257,8 +236,8 @@ class ShardReaders:
         return run.size
 
     def _drop(self, shard: int) -> None:
-        """Close the cursor of a shard after an error, because the cursor may not be at the right sample. The next read
-        opens the shard at the cursor state that was taken last."""
+        """Close the cursor of a shard after an error. The next read opens the shard at the cursor state that was taken
+        last."""
         self._cursors.pop(shard).close()
 
     def _find_again(self, shard: int, index: int) -> bool:

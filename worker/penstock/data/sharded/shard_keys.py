@@ -1,13 +1,12 @@
-"""Restore keys of a ShardLoader. A restore key is a text in a batch, by which one sample can be read again:
+"""Restore keys of a ShardLoader:
 
     epoch.shard.index.order.more
 
-`order` is a digest of everything that decides the order of samples. `more` is a dict, encoded by
-penstock.proto.state.codec and base64. It contains the cursor's saved position before the sample, unless this is large,
-and for an endless source the block size, from which the sample's position is computed.
+`order` is a digest of everything that decides the order of samples. `more` is an encoded dict with the cursor's saved
+position before the sample, unless this is large, and the block size of an endless source.
 
-A key is part of its batch. A batch that is made again, for example by another worker after the first one died, must be
-identical to the bit. So a key depends only on the sample's position, and not on when a stream's state was taken.
+A batch that is made again, for example by another worker after the first one died, must be identical to the bit. So a
+key depends only on the sample's position, and not on when a stream's state was taken.
 """
 
 from __future__ import annotations
@@ -29,34 +28,29 @@ from penstock.proto.state.codec import decode_state, encode_state
 __all__ = ["KeyStage", "SampleKey", "as_made_before", "digest_of"]
 
 LARGEST = 4096
-"""Largest size of an encoded saved position in a key, in bytes. A larger one is left out of the key, and the sample is
-found by skipping all samples before it in the shard."""
+"""Largest size of an encoded saved position in a key, in bytes. Without it, all samples before are skipped."""
 
 
 @dataclass(frozen=True)
 class KeyStage:
-    """Stage of an epoch: the samples from one change of the mixture's weights by `penstock mix` to the next change.
-
-    The key of a sample depends on its stage, and not on changes after the sample: the sample may have been delivered
-    before such a change was ordered, and its key must stay the same.
-    """
+    """Stage of an epoch: the samples from one change of the mixture's weights by `penstock mix` to the next. A key
+    depends on its stage, and not on later changes: the sample may have been delivered before those were ordered."""
 
     position: int
-    """Position of the stage's first sample in the stream."""
+    """Position of the stage's first sample."""
     source: ShardedSource
-    """Source with those changes of weights that begin before the stage or with it."""
+    """Source with the changes up to this stage."""
     order: str
-    """Digest of the order with those changes of weights that begin before the stage or with it."""
+    """Digest of its order."""
     sources: int
-    """Number of sources that the mixture has in this stage; 0 if no change was ordered."""
+    """Number of the mixture's sources in this stage; 0 if no change was ordered."""
     phases: bool
-    """True if the mixture's weights change with the position in this stage, or if no change was ordered. If they
-    change, the saved positions of a mixture by tokens contain a phase (see mixture_order.Phase)."""
+    """False if the saved positions of a mixture by tokens have no phase in this stage, because its weights are
+    constant."""
 
 
 def as_made_before(saved: SavedPosition, stage: KeyStage) -> SavedPosition:
-    """Convert a saved position to an earlier stage. `saved`: position of the source with all changes of weights. The
-    result is what the source would have saved without the changes after `stage`."""
+    """Return what the source would have saved as `saved` without the changes after `stage`."""
     if not isinstance(saved, Mapping):
         return saved
     if "sources" not in saved:
@@ -67,20 +61,16 @@ def as_made_before(saved: SavedPosition, stage: KeyStage) -> SavedPosition:
 
 @dataclass(frozen=True)
 class SampleKey:
-    """Content of a restore key: the sample's place (epoch, shard, index in the shard), and from where to read to get
-    there."""
+    """Content of a restore key: the sample's place, and from where to read to get there."""
 
     epoch: int
     shard: int
     index: int
     order: str
     at: int
-    """Index of the sample at which the cursor is opened: `index` if the key contains a saved position, otherwise 0. The
-    samples from there to `index` are skipped."""
+    """Index at which the cursor is opened: `index` if the key contains a saved position, otherwise 0."""
     saved: SavedPosition | None
-    """Saved position at which the cursor is opened; None: the shard's beginning."""
     block: int | None
-    """Block size of an endless source's order; None for a finite source."""
 
     @staticmethod
     def text(epoch: int, shard: int, index: int, order: str, saved: SavedPosition, block: int | None) -> str:
@@ -114,7 +104,6 @@ class SampleKey:
 
 
 def digest_of(order: Mapping[str, Any]) -> str:
-    """Return a digest of `order`, a description of a loader's order. What does not decide which sample is at an index
-    of a shard (`tail`) is left out."""
+    """Return a digest of a loader's order, without what does not decide which sample is at an index (`tail`)."""
     decisive = {name: value for name, value in order.items() if name != "tail"}
     return xxhash.xxh3_64_hexdigest(json.dumps(decisive, sort_keys=True).encode())

@@ -146,10 +146,10 @@ class ShardLoader(Loader):
         batch = global_batch(batch_size, global_batch_size, identity.boxes, unbatched=unbatched)
         super().__init__("ShardLoader", identity, batch, keys, LoaderCounts(counts), balance)
         self._code = source
-        """Source as the user's code made it, without the changes of its mixture's weights that an operator ordered."""
+        """Source as the user's code made it, without the changes of weights that an operator ordered."""
         self._changes: list[MixtureChange] = []
-        """Changes of weights that an operator ordered (mixture_changes.py). `_present`: those that apply in the present
-        epoch. `_history`: those that saved states will list. `_assigned`: those that the coordinator sent."""
+        """Changes of weights that an operator ordered. `_present`: those that apply in the present epoch. `_history`:
+        those that saved states will list. `_assigned`: those that the coordinator sent."""
         self._present: list[MixtureChange] = []
         self._history: list[MixtureChange] = []
         self._assigned: list[MixtureChange] = []
@@ -163,7 +163,6 @@ class ShardLoader(Loader):
         draws = not unbatched and collate_fn is not collate_packed and may_draw(collate_fn)
         self._collate_key = derive_seed(self._seed, "collate") if draws else None
         self._warned = False
-        """True once the warning about a second epoch of an endless source was logged."""
         self._read(source)
 
     def _read(self, source: ShardedSource) -> None:
@@ -192,8 +191,8 @@ class ShardLoader(Loader):
         """Position at which the present epoch began, or at which the next iteration will begin."""
         self._at_position = True
         self._share: WorkerShare | None = None
-        """Batches that this worker makes in the epoch that was begun last; None if the position was set since. An
-        iterator over any other share has ended."""
+        """Batches of the epoch that was begun last; None if the position was set since. An iterator over another share
+        has ended."""
         lengths = None if source.endless else source.lengths(0)
         self._counts.set_shares(wanted_shares(source))
         counts = self._counts.tally is not None  # counting needs the samples between two states
@@ -208,8 +207,7 @@ class ShardLoader(Loader):
         return f"<{type(self).__name__} over {self.source!r}: {self._batch} samples in a global batch>"
 
     def __len__(self) -> int:
-        """Return the number of batches that this process makes in a whole epoch. Raises TypeError if the source is
-        endless or its lengths are unknown."""
+        """Return the number of batches that this process makes in a whole epoch. Raises TypeError if it is unknown."""
         lengths = None if self.source.endless else self.source.lengths(self._begun.progress.epoch)
         if lengths is None:
             why = "is endless" if self.source.endless else "does not report the lengths of its shards"
@@ -238,8 +236,6 @@ class ShardLoader(Loader):
         return self._begun.progress.epoch
 
     def config(self) -> dict[str, Any]:
-        """Return the settings that decide the order of samples, as a dict of JSON values. A state with different
-        settings is refused."""
         endless_order = self._begun.endless_order
         block = None if endless_order is None else endless_order.block
         return {**super().config(), "kind": "ShardLoader", "block": block}
@@ -251,10 +247,8 @@ class ShardLoader(Loader):
     def restore_sample(self, key: str) -> Any:
         """Read the sample of a row again. `key`: the row's restore key, from the batch's field `keys`.
 
-        Raises:
-            StateMismatchError: the key is of other data, or of another order.
-            InvalidArgumentError, StateCorruptError: `key` is not a restore key, or damaged.
-            DatasetError: the shard ends before the sample.
+        Raises StateMismatchError for a key of other data or another order, InvalidArgumentError or StateCorruptError
+        for one that is no key or damaged, DatasetError if the shard ends before the sample.
         """
         return self._plan.restored(key, self._stages)
 
@@ -267,7 +261,6 @@ class ShardLoader(Loader):
         return {**position.state(self._described), **self._listed()}
 
     def _listed(self) -> dict[str, Any]:
-        """Return the part of a state that lists the changes of the mixture's weights; an empty dict without changes."""
         return {CHANGES: [change.plain() for change in self._history]} if self._history else {}
 
     def _is_whole(self, topology: Topology) -> bool:
@@ -295,7 +288,7 @@ class ShardLoader(Loader):
         return with_all_changes(states, taken)
 
     def _check_order(self, state: Any, *, strict: bool) -> None:
-        """Apply the changes of weights that a state lists, and check that the state belongs to the resulting order."""
+        """Apply the changes of weights that a state lists, and check that it belongs to the resulting order."""
         check_state(state)
         until = self._adopt(state) if self._assigned or CHANGES in state else None
         check_order(self._with_later_weights(state, until), self._described, strict=strict)
@@ -304,7 +297,7 @@ class ShardLoader(Loader):
         return self._fixed_order.with_later_weights(state, self._described, self._identity.turn, until)
 
     def _stages(self, epoch: int) -> Sequence[KeyStage]:
-        """Return the stages of an epoch: its parts from one change of weights by an operator to the next."""
+        """Return the parts of an epoch from one change of weights by an operator to the next."""
         changes = in_epoch(self._changes, epoch)
         if changes == self._present:
             return self._plan.stages
@@ -313,13 +306,9 @@ class ShardLoader(Loader):
     # ---- weights that an operator changes during a run (penstock mix)
 
     def change_mixture(self, changes: Sequence[Mapping[str, Any]], load: LoadSource) -> None:
-        """Apply changes of the uppermost mixture's weights that an operator ordered. Call this before a state is
-        loaded.
-
-        changes: dicts as `MixtureChange.plain` returns them, in the order in which they were ordered. load: function
-        from a name ("module:function") to the source that this function of the user returns. Raises
-        InvalidArgumentError if the changes do not fit the mixture.
-        """
+        """Apply changes of the uppermost mixture's weights that an operator ordered, before a state is loaded.
+        `changes`: as `MixtureChange.plain` returns them. `load`: from a name ("module:function") to the source that
+        this function of the user returns. Raises InvalidArgumentError if the changes do not fit the mixture."""
         self._assigned, self._load_source = [MixtureChange.parsed(change) for change in changes], cache(load)
         self._history = self._assigned
         self._use(self._assigned, 0)
@@ -364,7 +353,7 @@ class ShardLoader(Loader):
         return digest_of(self._described), (epoch, position), parts, was, now, functions
 
     def _try_sources(self, names: Sequence[str]) -> None:
-        """Make a batch from one sample of each named source, to find out whether the sources work."""
+        """Make a batch from one sample of each named source, to find out whether they work."""
         samples = try_sources(self.source, names, self._seed)
         if self._counts.counter is not None:
             counted_samples(self._counts.counter, samples)
@@ -372,8 +361,7 @@ class ShardLoader(Loader):
             seeded(partial(self._collate, [held.sample for held in samples]), self._seed, 0)
 
     def _use(self, changes: list[MixtureChange], epoch: int) -> None:
-        """Set the changes of weights. If those that apply in `epoch` are others than those that apply now, make the
-        source with them, and go to its first position."""
+        """Set the changes of weights. If others apply in `epoch` than now, make the source with them."""
         self._changes, present = changes, in_epoch(changes, epoch)
         if present != self._present:
             source, self._present = changed(self._code, present, self._load_source), present
@@ -384,7 +372,8 @@ class ShardLoader(Loader):
         the weights of all changes before the state's position (in a Schedule), apply only the later ones.
 
         Return the position from which the state's description lacks a change that applies, because the state was
-        advanced beyond a change that it does not know; None if it lacks none before the state's position."""
+        advanced beyond a change that it does not know; None if it lacks none.
+        """
         reached = taken = (0, 0)
         if self.source.endless:
             turn = self._identity.turn
@@ -419,8 +408,7 @@ class ShardLoader(Loader):
         return part
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle: the position, without open shards. If an epoch was begun, the copy's next
-        iteration begins the next one."""
+        """Return the attributes to pickle: without open shards. If an epoch was begun, the copy begins the next one."""
         if self._share is None:
             return self.__dict__.copy()
         return {**self.__dict__, "_begun": self._share.position(), "_share": None}
@@ -440,9 +428,8 @@ class ShardLoader(Loader):
         self._go_to(ShardedPosition(OrderProgress(epoch, 0, 0, self._topology()), endless_order=endless_order))
 
     def _begin(self) -> WorkerShare:
-        """Return the batches that this worker makes from the loader's position on. If the topology is another one than
-        that of the position, adapt the position first: a worker process of a torch DataLoader has a copy of a loader
-        that was made in the parent process, before it was known that several processes share the batches."""
+        """Return this worker's batches from the position on. A worker process of a torch DataLoader has a copy of a
+        loader that was made before it was known that several processes share the batches: adapt its position first."""
         progress, topology = self._begun.progress, self._topology()
         if progress.topology != topology:
             if progress.done and progress.topology.workers > 1:
@@ -456,7 +443,7 @@ class ShardLoader(Loader):
         return self._share
 
     def _want(self) -> None:
-        """Set the shares of the sources at the present position, for comparison with the counts, if they change."""
+        """Set the present shares of the sources, for comparison with the counts, if they change."""
         latest = self._share.latest() if self._wants_change and self._share is not None else None
         if latest is not None:
             shard, saved = latest
@@ -466,7 +453,7 @@ class ShardLoader(Loader):
             )
 
     def _make(self, samples: list[HeldSample]) -> tuple[Any, dict[Group, Row]]:
-        """Return the batch of these samples, and its number of samples by source and key (empty without `counts`)."""
+        """Return the batch of these samples, and its counts."""
         assert self._share is not None
         values = [held.sample for held in samples]
         counted = {} if self._counts.counter is None else counted_samples(self._counts.counter, samples)

@@ -1,10 +1,4 @@
-"""Round robin over shards of any lengths: from a position in the epoch to a shard, and an index in this shard.
-
-A finite source's epoch is read in rounds: sample 0 of each shard, then sample 1 of each, and so on, without the shards
-that have ended. If the lengths are known, the sample at a position is found by arithmetic, without reading a shard. An
-unknown length counts as infinite, so the results are right only up to the shard's real end. A reader that advances in
-the order of positions, and reports each end that it finds by `end`, always gets right results.
-"""
+"""Orders of a ShardLoader: from a position to a shard, and an index in this shard."""
 
 from __future__ import annotations
 
@@ -22,22 +16,19 @@ __all__ = ["EndlessOrder", "RoundRobin", "Tail"]
 
 
 Tail = Literal["emit", "pad", "drop", "emit apart"]
-"""Treatment of an epoch's incomplete last batch; see Partition in ordering/partition.py. The value "carry" of other
-loaders is not possible here, because it moves samples to the next epoch."""
+"""See Partition. "carry" of other loaders would move samples to the next epoch."""
 
 UNKNOWN = 1 << 62
 
 
 class RoundRobin:
-    """Order of one epoch's samples, read round robin from all shards."""
+    """Order of a finite source's epoch: sample 0 of each shard, then sample 1 of each, and so on, without the shards
+    that have ended. A position is found by arithmetic. An unknown length counts as infinite, so the results are right
+    up to the shard's real end: a reader that advances in the order of positions, and reports each end by `end`, always
+    gets right ones."""
 
     def __init__(self, shards: int, lengths: Sequence[int] | Mapping[int, int]) -> None:
-        """
-        Args:
-            shards: number of shards.
-            lengths: number of samples in each shard; or a mapping from shard to number of samples, for the shards whose
-                length is known.
-        """
+        """`lengths`: number of samples in each shard; or of the shards whose length is known."""
         self._lengths: Ints = np.full(shards, UNKNOWN, np.int64)
         if isinstance(lengths, Mapping):
             for shard, length in lengths.items():
@@ -47,8 +38,7 @@ class RoundRobin:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Divide the epoch's rounds into sections. In all rounds of a section, the same shards are live, which means
-        that they have not ended."""
+        """Divide the epoch's rounds into sections, in which the same shards are live (have not ended)."""
         known = self._lengths[self._lengths < UNKNOWN]
         ends, leaving = np.unique(known, return_counts=True)
         self._first_round: Ints = np.concatenate([[0], ends]).astype(np.int64)
@@ -58,17 +48,15 @@ class RoundRobin:
 
     @property
     def length(self) -> int | None:
-        """Number of samples in all shards together; None while the length of a shard is unknown."""
+        """Number of samples in all shards; None while a length is unknown."""
         return int(self._first_position[-1]) if self._live[-1] == 0 else None
 
     def end(self, shard: int, length: int) -> None:
-        """Set the length of a shard whose end was found by reading."""
         self._lengths[shard] = length
         self._lay_out()
 
     def at(self, positions: Ints) -> tuple[list[int], list[int]]:
-        """Return two lists with one entry for each position: the number of the sample's shard, and the sample's index
-        in this shard. Positions must be below `length`."""
+        """Return the shard and the index in it for each position, which must be below `length`."""
         shards, indices = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
         sections = np.searchsorted(self._first_position, positions, side="right") - 1
         for section in np.unique(sections):
@@ -89,7 +77,6 @@ class RoundRobin:
         return counts
 
     def _live_in(self, section: int) -> Ints:
-        """Return the numbers of the shards that are live (have not ended) in section number `section`."""
         if section != self._section:
             self._section, self._ids = section, np.flatnonzero(self._lengths > self._first_round[section])
             if section == 0:
@@ -103,21 +90,29 @@ POSITIONS_PER_CALL = 1 << 20
 
 @dataclass(frozen=True)
 class EndlessOrder:
-    """Order of an endless source's samples, for a number of shards, a number of partitions and a block size."""
+    """Order of an endless source's samples.
+
+    The L shards are arranged in T = L / C columns of C shards, where C is the number of partitions. The stream is cut
+    into blocks of B positions. Block q takes its samples from column q mod T, and continues where the previous block of
+    that column ended: sample r of column t is sample r div C of shard t * C + r mod C.
+
+    The order depends on B, but not on batches, boxes and workers. A shard is read by only one worker if the batches of
+    different workers come from different columns (with B the global batch: T is a multiple of the number of workers of
+    a box), and the rows of different boxes from different shards of a column (the number of boxes divides C and the
+    batch). Otherwise several read it, and skip each other's samples.
+    """
 
     shards: int
     partitions: int
     block: int
-    """Number of consecutive positions whose samples come from one column. A column is a group of `partitions`
-    consecutive shards."""
+    """Number of consecutive positions whose samples come from one column."""
 
     @property
     def columns(self) -> int:
         return self.shards // self.partitions
 
     def at(self, positions: Ints) -> tuple[Ints, Ints]:
-        """Return two arrays: the number of the shard of the sample at each position, and the sample's index in that
-        shard."""
+        """Return the shard and the index in it of the sample at each position."""
         blocks, inside = np.divmod(positions, self.block)
         column_blocks, columns = np.divmod(blocks, self.columns)
         indices, partitions = np.divmod(column_blocks * self.block + inside, self.partitions)
@@ -134,8 +129,7 @@ class EndlessOrder:
         return found
 
     def position_of(self, shard: int) -> PositionOf:
-        """Return a function from the index of a sample in a shard to the sample's position in the stream (see
-        protocol.PositionOf)."""
+        """Return a function from the index of a sample in a shard to its position (protocol.PositionOf)."""
         column, partition = divmod(shard, self.partitions)
 
         def position_of(index: int) -> int:
@@ -145,14 +139,8 @@ class EndlessOrder:
         return position_of
 
     def own(self, start: int, batch: int, workers: int, box: int, boxes: int) -> Ints:
-        """Return the numbers of the shards from which one worker takes the rows of its batches.
-
-        Args:
-            start: position at which the worker's first batch begins.
-            batch: number of samples in a global batch.
-            workers: number of workers of each box; the worker makes every `workers`-th batch.
-            box, boxes: number of the worker's box, and number of all boxes.
-        """
+        """Return the shards of the rows of one worker, which makes every `workers`-th batch of `batch` samples from
+        `start` on."""
         period = self.columns * self.block * (self.partitions // math.gcd(self.partitions, self.block))
         step = math.gcd(workers * batch, period)
         rows = np.arange(box, batch, boxes)

@@ -61,14 +61,11 @@ __all__ = [
 NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a state."""
 KIND = ("a ShardLoader", "shards")
-"""Arguments of `check_format` for states of a ShardLoader: the loader's name for errors, and the name of an entry that
-no other loader's states have."""
+"""Arguments of `check_format`."""
 
 
 TurnOf = Callable[[int], WorkerTurn]
-"""Function of one worker that returns which of its box's batches the worker makes. The argument is the number, in the
-box, of the worker that makes the first batch after the position from which progress is counted
-(`OrderProgress.first`)."""
+"""From the number of the worker of a box that makes the first batch to what another worker of it makes."""
 
 
 @dataclass(frozen=True)
@@ -76,19 +73,16 @@ class ShardedPosition:
     """Position of one worker, or of all workers together, in the order of a source in logical shards."""
 
     progress: OrderProgress
-    """Epoch, and number of batches made since a position `start`. A position is a number of samples, counted from the
-    beginning of the epoch."""
+    """`start` is a number of samples from the epoch's beginning."""
     cursors: CursorStates = field(default_factory=CursorStates)
-    """Cursor states of the shards that were read."""
     ended: Mapping[int, int] = field(default_factory=dict)
-    """Number of samples in each shard whose end was found by reading, by the shard's number."""
+    """Number of samples in each shard whose end was found by reading."""
     endless_order: EndlessOrder | None = None
-    """Order of the samples, if the source is endless; None for a finite source."""
+    """None for a finite source."""
 
     def state(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the position as a state. `order`: description of the order, which becomes part of the state. The
-        cursor states are stored as three lists, because a thousand of them then take 60 us to encode, and 740 us as
-        separate dicts."""
+        """Return the position as a state. The cursor states are three lists, because a thousand then take 60 us to
+        encode, and 740 us as separate dicts."""
         indices, saved = self.cursors.columns
         more: dict[str, Any] = {
             "shards": list(indices),
@@ -104,20 +98,19 @@ class ShardedPosition:
 
 @dataclass(frozen=True)
 class FixedOrder:
-    """Source and settings that decide the order of samples, and stay the same in a whole run. The methods convert
-    between states and positions."""
+    """Source and settings that decide the order, and stay the same in a whole run; from states to positions and
+    back."""
 
     source: ShardedSource
     partitions: int
     tail: Tail
     block: int | None
-    """Block size of an endless source's order, if the user gave it. None: the block size of the loaded state, or the
-    global batch size with which the run begins."""
+    """Block size of an endless source's order, if the user gave it; None: that of the loaded state, or the first global
+    batch."""
 
     def round_robin(self, epoch: int, ended: Mapping[int, int]) -> RoundRobin:
-        """Return the order of an epoch of a finite source. It is made from the lengths of shards that the source
-        reports, or if the source reports none, from `ended`: the lengths that were found by reading, by the shard's
-        number."""
+        """Return the order of an epoch of a finite source, from the lengths that it reports, or those found by
+        reading."""
         lengths = self.source.lengths(epoch)
         if lengths is not None and len(lengths) != self.source.num_shards:
             raise DatasetError(
@@ -131,12 +124,11 @@ class FixedOrder:
         return RoundRobin(self.source.num_shards, ended if lengths is None else [int(length) for length in lengths])
 
     def endless_order(self, block: int) -> EndlessOrder | None:
-        """Return the order of an endless source, with blocks of `block` positions; None for a finite source."""
+        """Return the order of an endless source; None for a finite one."""
         return EndlessOrder(self.source.num_shards, self.partitions, block) if self.source.endless else None
 
     def _endless_order_of(self, state: Mapping[str, Any]) -> EndlessOrder | None:
-        """Return the order with which a state of an endless source was saved; None for a finite source. Raises
-        StateMismatchError if the loader's block size differs from the state's."""
+        """Return the order with which a state of an endless source was saved; None for a finite source."""
         if not self.source.endless:
             return None
         block = state["block"]
@@ -150,11 +142,7 @@ class FixedOrder:
         return self.endless_order(block)
 
     def read(self, state: Any) -> ShardedPosition:
-        """Return the position that a state contains.
-
-        Raises StateMismatchError for a state of another kind of loader or with another block size than the loader's,
-        StateVersionError for another version of the format, StateCorruptError for a damaged state.
-        """
+        """Return the position that a state contains."""
         check_format(state, *KIND)
         try:
             progress = OrderProgress.parsed(state)
@@ -179,8 +167,6 @@ class FixedOrder:
         return ShardedPosition(progress, cursors, ended, endless_order)
 
     def aggregated(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return one state merged from the states of all workers, which are in order of global_worker_id. The topology
-        is taken from the states, because any process may call this."""
         positions = [self.read(state) for state in states]
         check_same_order(states)
         progress, dones = common_progress([each.progress for each in positions])
@@ -203,16 +189,8 @@ class FixedOrder:
     def part(
         self, state: Mapping[str, Any], number: int, workers: int, topology: Topology
     ) -> tuple[ShardedPosition, bool]:
-        """Return the position at which one worker starts when a run resumes from an aggregated state; and True if the
-        number of boxes or workers has changed. The caller must then check whether the epoch has a batch left after this
-        position, and go to the next epoch if it has none.
-
-        Args:
-            state: the aggregated state.
-            number: global_worker_id of the worker.
-            workers: number of all workers of all boxes.
-            topology: topology on which the run resumes.
-        """
+        """Return the position at which worker `number` of `workers` starts from an aggregated state; and True if the
+        number of boxes or workers has changed, so that the caller must check whether the epoch has a batch left."""
         whole = self.read(state)
         progress = whole.progress
         same = state.get("workers") == workers and progress.topology.workers == topology.workers
@@ -225,13 +203,8 @@ class FixedOrder:
         return self.repartitioned(whole, topology, first=first), not same
 
     def repartitioned(self, whole: ShardedPosition, topology: Topology, *, first: int) -> ShardedPosition:
-        """Return the position from which the workers of another topology share the rest of the epoch.
-
-        Args:
-            whole: position of all workers together.
-            topology: topology on which the run resumes.
-            first: number of the worker, in each box, that makes the first batch.
-        """
+        """Return the position from which the workers of another topology share the rest of the epoch after `whole`.
+        `first`: worker of each box that makes the first batch."""
         epoch, start = whole.progress.epoch, self._position(whole)
         endless_order = whole.endless_order
         # at the beginning of a run, the global batch size of the new topology becomes the block size
@@ -242,10 +215,8 @@ class FixedOrder:
     def with_later_weights(
         self, state: Mapping[str, Any], order: Mapping[str, Any], turn: TurnOf, until: int | None = None
     ) -> Mapping[str, Any]:
-        """Return a state of an endless source in the form in which it can be compared with `order`, the description of
-        the order of the loader that resumes. Weights of mixtures that differ only after the state's position are
-        replaced by those of `order`; all other differences stay. `turn`: see `reached`. `until`:
-        compare only weights before this position; None: before the state's position."""
+        """Return a state of an endless source, with the weights of mixtures that differ from those of `order` only
+        after the state's position (or `until`) replaced by these, so that it can be compared with it."""
         check_format(state, *KIND)
         was = state["order"]
         if not self.source.endless or was.get("source") == order["source"] or "shards" not in was:
@@ -263,8 +234,8 @@ class FixedOrder:
         return {**state, "order": {**was, "source": source}}
 
     def taken(self, state: Mapping[str, Any], turn: TurnOf) -> tuple[int, int]:
-        """Return the epoch and position up to which a state of an endless source lists all changes of weights: what
-        `reached` returns, or returned before the state was advanced."""
+        """Return the (epoch, position) up to which a state lists all changes of weights: what `reached` returned before
+        the state was advanced."""
         if TAKEN not in state:
             return self.reached(state, turn)
         progress = replace(self.read(state).progress, done=state[TAKEN])
@@ -273,9 +244,8 @@ class FixedOrder:
         return progress.epoch, _reached(progress, turn(progress.first))
 
     def reached(self, state: Mapping[str, Any], turn: TurnOf) -> tuple[int, int]:
-        """Return the epoch of a state of an endless source, and the first position in this epoch that no worker has
-        reached. `turn`: function that returns which batches of its box a worker makes (see TurnOf). It is used for the
-        state of a single worker, which contains only the number of this worker's batches."""
+        """Return the epoch of a state of an endless source, and the first position in it that no worker has reached.
+        `turn` is used for the state of a single worker."""
         progress = self.read(state).progress
         if "others" not in state:
             return progress.epoch, _reached(progress, turn(progress.first))
@@ -286,8 +256,8 @@ class FixedOrder:
         return max(found)
 
     def _partition(self, position: ShardedPosition) -> Partition | None:
-        """Return how the rest of a position's epoch is divided into batches; None for an endless source, and while the
-        length of a shard is unknown."""
+        """Return how the rest of the epoch is divided into batches; None for an endless source, and while a length is
+        unknown."""
         progress = position.progress
         if position.endless_order is not None:
             return None
@@ -297,8 +267,8 @@ class FixedOrder:
         return Partition(length, progress.start, progress.topology.batch, progress.topology.boxes, self.tail)
 
     def _position(self, position: ShardedPosition) -> int:
-        """Return the number of samples, from the beginning of the epoch or stream, before the first batch that is not
-        done. A resume on another topology continues there."""
+        """Return the number of samples before the first batch that is not done: a resume on another topology continues
+        there."""
         progress = position.progress
         if (partition := self._partition(position)) is not None:
             return partition.position(progress.done)
@@ -320,12 +290,12 @@ class FixedOrder:
 
 
 def _after(progress: OrderProgress, batches: int) -> int:
-    """Return the position `batches` global batches after the progress's `start`."""
     return progress.start + batches * progress.topology.batch
 
 
 def _reached(progress: OrderProgress, turn: WorkerTurn) -> int:
-    """Return the position after the last batch that a worker has made."""
+    """Return the position after the last batch that a worker has made; an upper bound if `turn` is for another number
+    of workers."""
     workers, done = progress.topology.workers, progress.done
     if turn.of != workers:
         return _after(progress, done * workers)
@@ -333,16 +303,12 @@ def _reached(progress: OrderProgress, turn: WorkerTurn) -> int:
 
 
 def check_state(state: Any) -> None:
-    """Raise StateMismatchError if `state` is not a state of a ShardLoader, StateVersionError if its format has another
-    version, StateCorruptError if it is damaged."""
     check_format(state, *KIND)
 
 
 def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
-    """Raise StateMismatchError if a state was saved with another order of samples than `order`, the description of the
-    loader's order. With strict=False only warn about differences that leave the position meaningful: the numbers of
-    shards and partitions must be equal, and both sources must be finite or both endless. Raises the errors of
-    `check_state`, too."""
+    """Raise StateMismatchError if a state was saved with another order than `order`. strict=False: only warn about
+    differences that leave the position meaningful, which are not those of shards, partitions and `endless`."""
     check_format(state, *KIND)
     found = differences(state["order"], order)
     if not found:
@@ -364,8 +330,8 @@ def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
 
 
 def described(source: ShardedSource) -> Any:
-    """Return the description of a source (see ShardedSource.described). Raises InvalidArgumentError unless it is a JSON
-    value, because other values may differ between processes, or change when they are saved."""
+    """Return the description of a source, which must be a JSON value: others may differ between processes or when
+    saved."""
     found = source.described()
     try:
         json.dumps(found, allow_nan=False)
@@ -378,7 +344,6 @@ def described(source: ShardedSource) -> Any:
 
 
 def check_source(source: ShardedSource, partitions: int, block: int | None, tail: str) -> None:
-    """Raise InvalidArgumentError unless a ShardLoader can read this source with these settings."""
     shards = checked(source, "ShardLoader").num_shards
     one_of("tail", tail, [name for name in get_args(Tail) if name != APART])
     if shards < 1:

@@ -1,5 +1,4 @@
-"""Batches that one worker makes in an epoch (the worker's share): the samples of each batch, and the worker's position
-after it."""
+"""Batches that one worker makes in an epoch (its share), and its position after each."""
 
 from __future__ import annotations
 
@@ -26,24 +25,19 @@ __all__ = ["SharePlan", "WorkerShare"]
 
 @dataclass(frozen=True)
 class SharePlan:
-    """Settings from which a worker's share (its batches of an epoch) is made. They are the same in all epochs that have
-    the same changes of weights by `penstock mix`."""
+    """Settings from which a worker's share is made, the same in all epochs with the same changes of weights."""
 
     fixed_order: FixedOrder
     seed: int
     box: int
-    """Number of the box (data-parallel rank) among the boxes that share a global batch."""
     stages: Sequence[KeyStage]
-    """Stages of the present epoch (see KeyStage), with the digests that restore keys contain. There is one stage,
-    unless weights of a mixture were changed by `penstock mix`."""
+    """Stages of the present epoch (KeyStage): one, unless weights were changed by `penstock mix`."""
     keys: bool
-    """True if samples come with restore keys."""
     balance: RowBalance | None
-    """Assignment of rows to boxes by cost; None: rows are assigned to the boxes round robin."""
 
     def opening(self, epoch: int) -> tuple[int, int]:
-        """Return the epoch and the seed with which the source is opened for epoch `epoch` of the loader. An endless
-        source is always opened in epoch 0, with another seed for each epoch of the loader."""
+        """Return the epoch and the seed with which the source is opened. An endless source is always opened in epoch 0,
+        with another seed for each epoch of the loader."""
         if not self.fixed_order.source.endless:
             return epoch, self.seed
         return 0, derive_seed(self.seed, "pass", epoch) if epoch else self.seed
@@ -67,7 +61,7 @@ class SharePlan:
         )
 
     def stream(self, position: ShardedPosition, readers: ShardReaders) -> EpochStream:
-        """Return the rest of a finite source's epoch, from a position on, divided into batches."""
+        """Return the rest of a finite source's epoch, divided into batches."""
         progress = position.progress
         return EpochStream(
             self.fixed_order.round_robin(progress.epoch, position.ended),
@@ -82,8 +76,7 @@ class SharePlan:
         )
 
     def endless_rows(self, position: ShardedPosition, number: int, first: int, every: int) -> Rows:
-        """Return rows of batch number `number` of an endless source: row `first`, and then each `every`-th row after
-        it."""
+        """Return row `first` of a batch of an endless source, and each `every`-th row after it."""
         assert position.endless_order is not None
         batch = position.progress.topology.batch
         begin = position.progress.start + number * batch
@@ -91,14 +84,12 @@ class SharePlan:
         return [(shard, index, False) for shard, index in zip(shards.tolist(), indices.tolist(), strict=True)]
 
     def all_rows(self, position: ShardedPosition, stream: EpochStream | None, number: int) -> Rows | None:
-        """Return the rows of all boxes in batch number `number`, in the order of their positions; None after the last
-        batch. `stream`: rest of the epoch of a finite source, whose lengths must be known; None: the source is
-        endless."""
+        """Return the rows of all boxes in a batch, by position; None after the last. `stream`: None for an endless
+        source."""
         return self.endless_rows(position, number, 0, 1) if stream is None else stream.all_rows(number)
 
     def imbalance(self, position: ShardedPosition, steps: int) -> Imbalance:
-        """Return the mean imbalance of the boxes' costs over `steps` steps from a position on, without balance and with
-        it (see Imbalance)."""
+        """Return the mean imbalance over `steps` steps from a position on."""
         assert self.balance is not None
         progress, readers, found = position.progress, self.readers(position), list[tuple[float, float]]()
         stream = None if position.endless_order is not None else self.stream(position, readers)
@@ -113,8 +104,7 @@ class SharePlan:
         return Imbalance(float(plain), float(balanced))
 
     def restored(self, key: str, stages_of: Callable[[int], Sequence[KeyStage]]) -> Any:
-        """Read the sample with a restore key, see ShardLoader.restore_sample. `stages_of`: function that returns the
-        stages of an epoch (see KeyStage), by the epoch's number."""
+        """Read the sample with a restore key again. `stages_of`: stages of an epoch, by its number."""
         found, source = SampleKey.of(key), self.fixed_order.source
         stages = {stage.order: stage for stage in stages_of(found.epoch)}
         if found.order not in stages:
@@ -143,7 +133,6 @@ class SharePlan:
             cursor.close()
 
     def has_rows(self, position: ShardedPosition) -> bool:
-        """Return True if the epoch has a batch after this position."""
         readers = self.readers(position)
         try:
             return self.stream(position, readers).has_rows()
@@ -151,7 +140,6 @@ class SharePlan:
             readers.close()
 
     def check_length(self, epoch: int, length: int, batch: int, boxes: int) -> None:
-        """Raise DatasetError if an epoch of `length` samples has no batch."""
         if Partition(length, 0, batch, boxes, self.fixed_order.tail).batches == 0 or length == 0:
             hint = (
                 " with tail='drop'. Use a smaller batch, or another tail"
@@ -165,8 +153,8 @@ class SharePlan:
 
 
 def following_rows(rows: Sequence[tuple[int, int, bool]]) -> list[int]:
-    """Return, for each row, the number of rows after it that are the next samples of the same shard, without a gap:
-    these can be read in one call. A row is a tuple (shard, index, True if the row pads the batch)."""
+    """Return, for each row, how many rows after it are the next samples of the same shard: these can be read in one
+    call."""
     counts = [0] * len(rows)
     for at in range(len(rows) - 2, -1, -1):
         (shard, index, again), following = rows[at], rows[at + 1]
@@ -184,24 +172,18 @@ class WorkerShare:
         self._readers = plan.readers(begun)
         self._stream = None if begun.endless_order is not None else plan.stream(begun, self._readers)
         self._first: tuple[int, int] | None = None
-        """Pair (shard, index in the shard) of this box's first row in the batch that is being made; None if the box has
-        no row in this batch."""
+        """(shard, index) of this box's first row in the present batch; None if it has none."""
         self.imbalance: float | None = None
-        """Cost of the most expensive box divided by the mean over all boxes, for the batch that `next` returned or
-        skipped last; None if the loader has no `balance`."""
+        """Imbalance of the batch that `next` returned or skipped last; None without `balance`."""
         self.rows = 0
-        """Number of this box's rows in the batch that `next` returned or skipped last."""
+        """Number of this box's rows in that batch."""
         self._between = True
-        """True if the position is between two batches; False while a batch is made, and after making it has failed."""
+        """False while a batch is made, and after making it has failed."""
 
     def next(self, *, read: bool = True) -> list[HeldSample] | None:
-        """Return the samples of the worker's next batch with their restore keys and origins; None after the last batch.
-        Until `done` is called, the same samples are returned again. The list may be empty for an epoch's last batch, if
-        this box has no row in it (see `template`).
-
-        Args:
-            read: False: skip the batch; the list is then empty.
-        """
+        """Return the samples of the next batch; None after the last. Until `done` is called, the same are returned
+        again. They may be none in an epoch's last batch (see `template`). `read`: False: skip the batch; the list is
+        then empty."""
         if self._between:
             self._readers.begin()
             self._between = False
@@ -233,13 +215,11 @@ class WorkerShare:
         ]
 
     def template(self) -> Any:
-        """Return a sample of another box from the batch that is being made, in which this box has no row. It shows
-        which shapes the tensors of this box's batch without rows must have."""
+        """Return a sample of another box of the present batch: the form of this box's batch without rows."""
         return self._readers.get(*self._first_of_all(), again=True).sample
 
     def first_row(self) -> tuple[int, int, int]:
-        """Return (epoch, shard, index in the shard) of this box's first row in the batch that is being made. If the box
-        has no row, return them for the sample that `template` returns."""
+        """Return (epoch, shard, index) of this box's first row, or of the sample that `template` returns."""
         shard, index = self._first or self._first_of_all()
         return self._begun.progress.epoch, int(shard), int(index)
 
@@ -248,13 +228,11 @@ class WorkerShare:
         return self._stream.first(self._turn.batch(self._done))
 
     def done(self) -> None:
-        """Advance past the batch that was yielded or skipped."""
         self._done += 1
         self._readers.done()
         self._between = True
 
     def position(self) -> ShardedPosition:
-        """Return the position of the worker after the batches that are done."""
         cursors = self._readers.states(up_to_date=self._between)
         ended = self._stream.ended if self._stream is not None else {}
         begun = self._begun.progress
@@ -262,17 +240,15 @@ class WorkerShare:
         return ShardedPosition(progress, cursors, ended, self._begun.endless_order)
 
     def latest(self) -> tuple[int, SavedPosition] | None:
-        """Return the number of the shard that was read last, and the saved position of its cursor, from which the
-        present weights of a mixture are looked up. If this share has read no shard yet, use the shard of the starting
-        position whose index is largest. None at the data's beginning."""
+        """Return the shard that was read last, and its cursor's saved position, from which the present weights of a
+        mixture are looked up; if this share has read none, the furthest one of the starting position."""
         states = self._begun.cursors
         furthest = max(states.indices, key=lambda shard: (states.indices[shard], shard), default=None)
         return self._readers.latest() or (None if furthest is None else (furthest, states.saved[furthest]))
 
     @property
     def begun_at_end(self) -> bool:
-        """True if the worker has made no batch in this share. If `next` returns None then, the epoch had already ended
-        at the position where the share began."""
+        """True if no batch was made in this share: if `next` returns None then, it had begun at the epoch's end."""
         return self._done == self._begun.progress.done
 
     def close(self) -> None:

@@ -100,14 +100,11 @@ class _ChunkedCursor(RunCursor):
         self._end = np.array([] if eos is None else [eos], np.int64)
         self._between = np.concatenate((self._end, self._begin))
         self._piece = piece
-        """Number of the next piece in its document, from 0."""
         self._long: Ints | None = None
-        """Tokens of the document of which some pieces were returned and some not, with BOS and EOS; None: no such
-        document."""
+        """Tokens of the document, with BOS and EOS, of which some pieces were returned and some not."""
         self._documents = self._cut = 0
-        """Number of documents that were cut so far, and number of their pieces. The ratio predicts from how many
-        documents the next pieces come. Documents whose pieces are returned by several calls of `take` are not
-        counted."""
+        """Documents that were cut, and their pieces: from how many documents the next pieces come. Those whose pieces
+        are returned by several calls of `take` are not counted."""
 
     traced = True
 
@@ -122,7 +119,7 @@ class _ChunkedCursor(RunCursor):
         tokens = self._separated(block, at, at + len(pieces))
         self._reader.passed(len(pieces))
         firsts = list(accumulate(pieces, initial=0))
-        """Number of each document's first piece, counted from 0 over all pieces of this call."""
+        """Number of each document's first piece among those of this call."""
         self._documents, self._cut = self._documents + len(pieces), self._cut + firsts[-1]
 
         def position(number: int) -> SavedPosition:
@@ -139,8 +136,8 @@ class _ChunkedCursor(RunCursor):
         return Run(_tensors(tokens, sizes), len(sizes), position, origins, continues, (tokens, sizes))
 
     def _whole(self, block: Block, at: int, count: int) -> list[int]:
-        """Return the number of pieces of each of the next documents whose pieces can all be returned by one call of
-        `take`. The list is empty if even the next document has too many pieces, or was begun by an earlier call."""
+        """Return the number of pieces of each of the next documents whose pieces all fit into one call of `take`; none
+        if the next one has too many, or was begun by an earlier call."""
         if self._piece:
             return []
         found, left = list[int](), count
@@ -156,7 +153,7 @@ class _ChunkedCursor(RunCursor):
         return found
 
     def _take_pieces(self, block: Block, at: int, count: int) -> Run:
-        """Return up to `count` pieces of document `at` of a block: one with more pieces than a call asks for."""
+        """Return up to `count` pieces of a document that has more than a call asks for."""
         pieces, first, length = self._pieces(block.sizes[at]), self._piece, self._length
         self._reader.expect("pieces", pieces, first)
         if self._long is None:
@@ -194,8 +191,7 @@ class _ChunkedCursor(RunCursor):
         self._reader.close()
 
     def _pieces(self, size: int) -> int:
-        """Return the number of pieces into which the reader's next document is cut. `size`: its number of tokens,
-        without BOS and EOS. Raises DatasetError if it is longer than `longest`."""
+        """Return the number of pieces of the reader's next document, which has `size` tokens without BOS and EOS."""
         if self._longest is not None and size > self._longest:
             raise DatasetError(
                 f"{self._reader.where()} must have at most longest={self._longest} tokens, got {size}. Allow more, or "
@@ -204,16 +200,14 @@ class _ChunkedCursor(RunCursor):
         return -(-(size + len(self._between)) // self._length)
 
     def _separated(self, block: Block, at: int, until: int) -> Ints:
-        """Return the tokens of documents `at` to `until` (exclusive) of a block one after the other, each with its BOS
-        and EOS. The array is a writable copy."""
+        """Return the tokens of documents `at` to `until` of a block, each with its BOS and EOS, as a writable copy."""
         arrays = [self._between] * (2 * (until - at) + 1)
         arrays[0], arrays[-1] = self._begin, self._end
         arrays[1::2] = block.arrays[at:until]
         return np.concatenate(arrays, dtype=np.int64)
 
     def _advance(self, count: int, pieces: int) -> None:
-        """Advance by `count` pieces in the current document, which has `pieces` pieces; after the last one, to the next
-        document."""
+        """Advance by `count` of the current document's `pieces` pieces; after the last one, to the next document."""
         self._piece += count
         if self._piece == pieces:
             self._reader.passed(1)
@@ -221,15 +215,14 @@ class _ChunkedCursor(RunCursor):
 
 
 def _origins_of(document: Origin, pieces: int) -> list[Origin]:
-    """Return the origin of each of a document's `pieces` pieces. Only the first piece's origin contains the number of
-    documents that were left out before this one, so that each is counted once."""
+    """Return the origin of each piece. Only the first one's contains what was left out before the document."""
     later = document._replace(skipped={}) if document.skipped else document
     return [document, *([later] * (pieces - 1))]
 
 
 def _tensors(tokens: Ints, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Yield pieces as tensors. `tokens` has the tokens of all pieces one after the other, `sizes` the number of tokens
-    of each. A piece is a copy if there are several, so that a piece that is kept does not keep the others in memory."""
+    """Yield pieces as tensors. Each of several is a copy, so that one that is kept does not keep the others in
+    memory."""
     at = 0
     for size in sizes:
         piece = tokens[at : at + size]

@@ -32,7 +32,7 @@ READ_AHEAD = 256
 
 
 class DocumentParser:
-    """Converter from a source's samples to documents, with checks. One is made for each cursor."""
+    """Converter from a source's samples to documents, with checks, for one cursor."""
 
     def __init__(
         self,
@@ -44,15 +44,9 @@ class DocumentParser:
         strip: frozenset[int] = frozenset(),
         longest: tuple[int, bool] | None = None,
     ) -> None:
-        """
-        Args:
-            name: name of the layer, for errors.
-            shard, epoch: number of the shard and of the epoch, for errors.
-            fields: settings that say which columns samples must have; None: a sample has only tokens.
-            strip: token ids to remove from the beginning and the end of each document.
-            longest: pair (largest number of tokens in a document, True to truncate a longer one or False to raise
-                DatasetError); None: no limit.
-        """
+        """Args: | name: name of the layer, for errors. | fields: settings that say which columns samples must have;
+        None: a sample has only tokens. | strip: token ids to remove from the beginning and the end of each document. |
+        longest: (largest number of tokens, True to truncate a longer document or False to raise DatasetError)."""
         self._name, self._shard, self._epoch = name, shard, epoch
         self._fields, self._strip, self._longest = fields, strip, longest
         self._columns = (*fields.columns, *fields.attached) if fields is not None else ()
@@ -60,12 +54,10 @@ class DocumentParser:
         self.bare = not (self._columns or strip or longest or self._narrow)
 
     def where(self, index: int) -> str:
-        """Return the name of document number `index` of the shard, for errors."""
         return f"{self._name}: document {index} of shard {self._shard} in epoch {self._epoch}"
 
     def tokens(self, sample: Any, index: int) -> Ints:
-        """Return the tokens of a sample, when no other columns are wanted. Raises DatasetError if the sample is not a
-        document. `index`: index of the sample in the shard, for errors."""
+        """Return the tokens of a sample, when no other columns are wanted. `index`: for errors, as below."""
         if self.bare and (tokens := _usual(sample)) is not None:
             return tokens
         fields = self._fields
@@ -74,8 +66,7 @@ class DocumentParser:
         return self._cut(self._stripped(self._array(sample, index)), index)
 
     def document(self, sample: Any, index: int) -> Documents:
-        """Return a sample as a document, with the columns that the settings ask for. Raises DatasetError if the sample
-        is not a document, or lacks a column. `index`: index of the sample in the shard, for errors."""
+        """Return a sample as a document, with the columns that the settings ask for."""
         fields = self._fields
         if fields is None or fields.plain or not (self._columns or isinstance(sample, Mapping)):
             return Documents(self.tokens(sample, index))
@@ -94,15 +85,13 @@ class DocumentParser:
 
     @property
     def has_columns(self) -> bool:
-        """True if documents have other columns than their tokens."""
         return bool(self._columns)
 
     def _names(self, sample: Any) -> list[str]:
         return sorted(map(str, sample)) if isinstance(sample, Mapping) else []
 
     def _cut(self, tokens: Ints, index: int) -> Ints:
-        """Return `tokens`, or only the first ones of a document that is too long, if such documents are truncated.
-        Raises DatasetError if they are not. `index`: index of the document in the shard, for errors."""
+        """Return the tokens of a document that may be too long: truncated, or DatasetError."""
         if self._longest is None or len(tokens) <= self._longest[0]:
             return tokens
         most, truncate = self._longest
@@ -117,8 +106,7 @@ class DocumentParser:
         )
 
     def _column(self, values: Any, index: int, name: str, size: int | None = None) -> npt.NDArray[Any]:
-        """Return `values`, the column `name` of a document, as an array. Raises DatasetError if they are not numbers,
-        or not `size` of them (None: any number). `index`: number of the document in the shard."""
+        """Return a column of a document as an array of `size` numbers (None: of any number)."""
         try:
             column = values.numpy(force=True) if isinstance(values, torch.Tensor) else np.asarray(values)
             if column.ndim and column.dtype.kind in "biufc":
@@ -167,8 +155,8 @@ class DocumentParser:
         )
 
     def _checked(self, array: npt.NDArray[Any], index: int) -> Ints:
-        """Return the tokens of a document. Raises DatasetError if one does not fit the dtype of the lines. Integers of
-        a smaller dtype are returned unchanged, and converted when they are written into a line."""
+        """Return the tokens if they fit the dtype of the lines. Smaller integers are converted when written into a
+        line."""
         if array.dtype == np.uint64:
             if array.max() > MAX_TOKEN:
                 raise DatasetError(f"{self.where(index)}: tokens must fit int64, got {array.max()}. Use smaller ids")
@@ -184,49 +172,46 @@ class DocumentParser:
 
 
 class _ReadCall(NamedTuple):
-    """Call that read samples from the source. The saved positions before these samples are numbered from 0."""
+    """One read from the source. The saved positions before its samples are numbered from 0."""
 
     first: int
-    """Index in the shard of the call's first sample."""
+    """Index in the shard of the first sample."""
     before: SavedPosition
-    """Saved position of the source before the call's first sample."""
+    """Saved position of the source before it."""
     position: Callable[[int], SavedPosition]
-    """Function from the number of any other sample of the call to the source's saved position before this sample."""
+    """Saved position of the source before any other sample, by its number in the call."""
 
     def at(self, number: int) -> tuple[int, SavedPosition]:
-        """Return the index in the shard of sample `number` of the call, and the source's saved position before it."""
+        """Return the index in the shard of a sample of the call, and the source's saved position before it."""
         return self.first + number, self.position(number) if number else self.before
 
 
 @dataclass
 class Block:
-    """Consecutive documents that were read from the source in one call, with the position from which each can be read
-    again. Documents that are too short have been left out. The documents of a block are numbered from 0."""
+    """Consecutive documents, numbered from 0, that were read from the source in one call, with the position from which
+    each can be read again. Documents that are too short have been left out."""
 
     call: _ReadCall
     numbers: Sequence[int]
-    """For each document of the block, its number among the samples of the call."""
+    """For each document, its number among the samples of the call."""
     begin: tuple[_ReadCall, int]
-    """First sample to read again after a resume at the block's first document, as a call and the sample's number in it.
-    It is the first of the documents that were left out just before, so that they are counted again; or, if there are
-    none, the document itself."""
+    """First sample to read again after a resume at the block's first document: the first of those that were left out
+    just before, so that they are counted again, or the document itself."""
     sizes: Sequence[int]
-    """Number of tokens of each document."""
     given: Documents | Sequence[Ints]
-    """Documents as they were read: as one value with the tokens of all, or as one array of tokens for each."""
+    """As they were read: one value with the tokens of all, or one array of tokens for each."""
     origins: Sequence[Origin] = ()
-    """Origin of each document; empty if no document has one."""
+    """Origin of each; empty if none has one."""
     continues: Sequence[bool] = ()
-    """For each document, True if it is a piece of a Chunked that continues the piece before it; empty if none is."""
+    """True for a piece of a Chunked that continues the piece before it; empty if none is."""
 
     @cached_property
     def ends(self) -> Sequence[int]:
-        """Index behind the last token of each document, in the tokens of all documents one after the other."""
+        """Index behind the last token of each document, among the tokens of all."""
         return list(accumulate(self.sizes))
 
     @cached_property
     def documents(self) -> Documents:
-        """All documents of the block as one value, with their tokens one after the other."""
         if isinstance(self.given, Documents):
             return self.given
         tokens = self.given[0] if len(self.given) == 1 else np.concatenate(self.given)
@@ -234,34 +219,25 @@ class Block:
 
     @cached_property
     def arrays(self) -> Sequence[Ints]:
-        """Tokens of the block's documents, one array for each."""
         if isinstance(self.given, Documents):
             return [self.given.tokens[begin:end] for begin, end in pairwise([0, *self.ends])]
         return self.given
 
     def position(self, number: int) -> tuple[int, SavedPosition]:
-        """Return from where to read again after a resume at document `number` of the block: the index in the shard of
-        the first sample to read, and the source's saved position before this sample."""
+        """Return from where to read again after a resume at a document: the index in the shard of the first sample, and
+        the source's saved position before it."""
         if number == 0:
             call, at = self.begin
             return call.at(at)
         return self.call.at(self.numbers[number - 1] + 1)
 
     def start(self, number: int) -> int:
-        """Return the index of the first token of document `number`, in the tokens of all documents one after the
-        other."""
+        """Return the index of a document's first token, among the tokens of all."""
         return self.ends[number - 1] if number else 0
 
 
 def joined(tokens: Ints, ends: Sequence[int], origins: Sequence[Origin], continues: Sequence[bool]) -> Documents:
-    """Return consecutive documents as one value.
-
-    Args:
-        tokens: tokens of all documents one after the other.
-        ends: index in `tokens` behind the last token of each document.
-        origins: origin of each document; empty if no document has one.
-        continues: for each document, True if it is a piece that continues the one before; empty if none is.
-    """
+    """Return consecutive documents as one value. See `Block` for the arguments."""
     seams = ends
     if any(continues):
         seams = [end for end, goes_on in zip(ends, [*continues[1:], False], strict=True) if not goes_on]
@@ -271,60 +247,46 @@ def joined(tokens: Ints, ends: Sequence[int], origins: Sequence[Origin], continu
 class DocumentReader:
     """Reader of a shard's documents, which knows from which saved position of the source each can be read again.
 
-    It reads several documents at once, and keeps those that are not needed yet. An error in such a document is raised
-    only when the document is needed. Documents with too few tokens are left out and counted. `ready` returns the next
-    documents, and `passed` is called when some of them have been used.
+    It reads several at once. An error in a document is raised only when the document is needed. Documents with fewer
+    than `least` tokens are left out and counted. `ready` returns the next documents, and `passed` is called when some
+    of them have been used.
     """
 
     def __init__(
         self, layer: Layer, inner: Cursor, shard: int, index: int, parser: DocumentParser, *, least: int = 1
     ) -> None:
-        """
-        Args:
-            layer: layer whose documents are read.
-            inner: cursor of the layer's source.
-            shard: number of the shard, for errors.
-            index: index in the shard of the first document to read.
-            parser: converts samples to documents.
-            least: smallest number of tokens of a document; documents with fewer are left out.
-        """
         self._inner, self._parser, self._least = inner, parser, least
         self._limit = SearchLimit(layer.source, type(layer).__name__, shard)
         self._next = index
         """Index in the shard of the first document that was not parsed yet."""
         self._call: _ReadCall | None = None
-        """Latest call that read samples from the source; None before the first call."""
         self._size = 0
-        """Number of samples that the latest call read."""
         self._blocks: deque[Block] = deque()
-        """Blocks with documents that were read and not all used."""
+        """With documents that were read and not all used."""
         self._at = 0
         """Number of documents of the first block that were used."""
         self._left_out: dict[str, int] = {}
-        """Number of documents that were left out after the documents of the last block, by source."""
+        """Documents that were left out after the last block, by source."""
         self._left_from: tuple[_ReadCall, int] | None = None
-        """First of the documents that `_left_out` counts, as a call and the document's number in it; None if no
-        document was left out there."""
+        """First of them, as a call and the document's number in it."""
         self._error: Exception | None = None
-        """Error in the document that follows the last block, to be raised when this document is needed."""
+        """Error in the document that follows the last block."""
 
     def ready(self, count: int) -> tuple[Block, int] | None:
-        """Return the block that contains the next document, and the document's number in the block; None if no document
-        is left. `count`: largest number of documents to read from the source if all that were read have been used."""
+        """Return the block that contains the next document, and its number there; None if none is left. `count`:
+        largest number of documents to read if all have been used."""
         if not self._blocks:
             self._read(count)
         return (self._blocks[0], self._at) if self._blocks else None
 
     def passed(self, count: int) -> None:
-        """Mark the next `count` documents, which must be in the block that `ready` returns, as used."""
         self._at += count
         if self._at == len(self._blocks[0].sizes):
             self._blocks.popleft()
             self._at = 0
 
     def following(self) -> tuple[int, SavedPosition]:
-        """Return from where to read again after a resume at the next document: the index in the shard of the first
-        sample to read, and the source's saved position before this sample."""
+        """Return from where to read again after a resume at the next document, as `Block.position`."""
         if self._blocks:
             return self._blocks[0].position(self._at)
         if self._left_from is not None:
@@ -335,18 +297,12 @@ class DocumentReader:
         return self._next, self._inner.saved_position()
 
     def where(self) -> str:
-        """Return the name of the next document, for errors."""
         block = self._blocks[0]
         return self._parser.where(block.call.first + block.numbers[self._at])
 
     def expect(self, what: str, there: int, at: int) -> None:
-        """Raise DatasetError if the next document is shorter than a saved position requires.
-
-        Args:
-            what: unit of the numbers, for the error: "pieces" or "tokens".
-            there: number of pieces or tokens that the document has.
-            at: number of its pieces or tokens before the saved position.
-        """
+        """Raise DatasetError if the next document has fewer (`there`) pieces or tokens (`what`) than a saved position
+        requires."""
         if at >= there:
             raise DatasetError(
                 f"{self.where()} must have more than the {at} {what} that the saved run read of it, got {there}. Use "
@@ -357,8 +313,7 @@ class DocumentReader:
         self._inner.close()
 
     def _read(self, count: int) -> None:
-        """Read up to `count` samples from the source, and add blocks with their documents. Repeat this while all
-        documents have too few tokens, until the shard ends."""
+        """Read up to `count` samples, and more while all of them have too few tokens."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -379,8 +334,7 @@ class DocumentReader:
                 self._add_all(run, self._call)
 
     def _add_each(self, run: Run, call: _ReadCall) -> None:
-        """Add the documents of a run of samples, each as a block of one, because documents with other columns than
-        tokens are not joined. `call`: the call that read the samples."""
+        """Add documents with other columns than tokens, which are not joined: each is a block."""
         try:
             for number, sample in enumerate(run.samples):
                 document = self._parser.document(sample, self._next)
@@ -395,8 +349,7 @@ class DocumentReader:
             self._defer(error)
 
     def _add_all(self, run: Run, call: _ReadCall) -> None:
-        """Parse a run of samples that have only tokens, and add their documents as one Block; documents with too few
-        tokens are left out. `call`: the call that read the samples."""
+        """Add the documents of samples that have only tokens as one block."""
         arrays: list[Ints] = []
         failed: Exception | None = None
         parse = self._parser.tokens
@@ -427,9 +380,8 @@ class DocumentReader:
     def _sift(
         self, call: _ReadCall, first: int, sizes: Sequence[int], origins: Sequence[Origin]
     ) -> tuple[list[int], tuple[_ReadCall, int], Sequence[Origin]] | None:
-        """Leave out documents with too few tokens. Return None if no document is kept, or else three values: the number
-        of each kept document among the samples of the call, the first sample to read again for the first of them (see
-        Block.begin), and the origin of each with the number of documents that were left out before it."""
+        """Leave out documents with too few tokens. Return the number of each other one among the samples of the call,
+        `Block.begin`, and their origins with what was left out before each; None if there is no other."""
         numbers: list[int] = []
         begin: tuple[_ReadCall, int] | None = None
         found: list[Origin] = []
@@ -447,23 +399,21 @@ class DocumentReader:
         return None if begin is None else (numbers, begin, found)
 
     def _defer(self, error: Exception) -> None:
-        """Keep an error until the documents before it have been used. If there are none, raise it now."""
+        """Keep an error until the documents before it have been used; raise it now if there are none."""
         if not self._blocks:
             raise error
         self._error = error
 
 
 def located(document: Documents, origin: Origin, left_out: Mapping[str, int]) -> Documents:
-    """Return `document` with its origin. `left_out`: number of documents that were left out just before it, by source;
-    they are added to the origin."""
+    """Return a document with its origin, to which the documents left out just before it are added."""
     if origin is NOWHERE and not left_out:
         return document
     return document._replace(origins=(origin.after(left_out),))
 
 
 def token_of(name: str, value: int | None) -> int | None:
-    """Return `value`, a token id or None, given by the user as argument `name`. Raises InvalidArgumentError unless it
-    fits int64."""
+    """Return the user's argument `name`, a token id or None, which must fit int64."""
     number = whole(name, value)
     if number is not None and not -MAX_TOKEN - 1 <= number <= MAX_TOKEN:
         raise InvalidArgumentError(f"{name} must be a token id, an int64, got {number}. Pass an id of the tokenizer")
@@ -471,8 +421,7 @@ def token_of(name: str, value: int | None) -> int | None:
 
 
 def _usual(sample: Any) -> Ints | None:
-    """Return the tokens of a sample if its type shows that it is valid: a CPU tensor of int64, or an array of integers
-    other than uint64, with one dimension. Return None for all other samples, which need checks."""
+    """Return the tokens of a sample whose type shows that it is valid; None for all others, which need checks."""
     if type(sample) is torch.Tensor and sample.dtype is torch.int64 and sample.device.type == "cpu":
         sample = sample.numpy()
     if type(sample) is np.ndarray and sample.ndim == 1 and sample.dtype.char in "bBhHiIlq":

@@ -19,9 +19,8 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorru
 __all__ = ["Layer", "SearchLimit", "checked", "depth_of", "entered", "is_keyed", "position_function", "title"]
 
 SEARCHED_SAMPLES = 1_000_000
-"""Largest number of consecutive samples of an endless source that a layer may leave out; more are an error. Without a
-limit, a filter whose predicate is never true would read forever. A predicate that is true for one sample in 10,000
-reaches this limit with probability e^-100."""
+"""Largest number of consecutive samples of an endless source that a layer may leave out: a filter whose predicate is
+never true would read forever. One that is true for a sample in 10,000 reaches it with probability e^-100."""
 
 
 NUMBER_LIMIT = 1 << 62
@@ -29,8 +28,7 @@ NUMBER_LIMIT = 1 << 62
 
 
 class Layer:
-    """Base class of layers. A layer is a source that is made from one other source: its shard s contains what it makes
-    of the samples of the other source's shard s."""
+    """Base class of layers. Shard s of a layer contains what it makes of the samples of its source's shard s."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -48,7 +46,7 @@ class Layer:
     def __init__(self, source: ShardedSource) -> None:
         self.source = checked(source, type(self).__name__)
         self.depth = depth_of(source.described()) + 1
-        """Number of sources in the stack, from the lowest source to this layer, which is counted too: at least 2."""
+        """Number of sources in the stack down to the lowest one."""
 
     def __repr__(self) -> str:
         settings = "".join(f", {name}={value!r}" for name, value in self.settings().items())
@@ -81,20 +79,17 @@ class Layer:
 
 
 class SearchLimit:
-    """Limit on the number of consecutive samples that a layer may leave out. It applies only if the source is endless:
-    a shard of which every sample is left out would be read forever."""
+    """Limit on the number of consecutive samples that a layer over an endless source may leave out."""
 
     def __init__(self, source: ShardedSource, what: str, shard: int) -> None:
         self._left = self._most = SEARCHED_SAMPLES if source.endless else None
         self._what, self._shard = what, shard
 
     def yielded(self) -> None:
-        """Begin to count from 0 again, because the layer yields a sample."""
         self._left = self._most
 
     def left_out(self, samples: int = 1) -> None:
-        """Count `samples` more samples that were left out. Raises DatasetError if more than SEARCHED_SAMPLES were left
-        out since the last call of `yielded`."""
+        """Count more samples that were left out. Raises DatasetError beyond the limit."""
         if self._left is None:
             return
         self._left -= samples
@@ -107,8 +102,7 @@ class SearchLimit:
 
 
 def checked(source: ShardedSource, layer: str) -> ShardedSource:
-    """Return `source`, the argument of a layer. Raises InvalidArgumentError unless it is a source in logical shards.
-    `layer`: name of the layer, for the error."""
+    """Return `source`, the argument of a layer, which must be a source in logical shards."""
     if not isinstance(source, ShardedSource):
         raise InvalidArgumentError(
             f"{layer} needs a source in logical shards, got {type(source).__name__}. Wrap it in LogicalShards or "
@@ -118,11 +112,8 @@ def checked(source: ShardedSource, layer: str) -> ShardedSource:
 
 
 def entered(saved: SavedPosition | None, layer: str, *names: str) -> tuple[list[int], SavedPosition | None]:
-    """Return what a layer's saved position contains: the integers called `names`, and the saved position of the layer's
-    source. For the shard's beginning (`saved` is None) return zeros and None.
-
-    Raises StateCorruptError for an invalid saved position. `layer`: name of the layer, for the error.
-    """
+    """Return the integers called `names` in a layer's saved position, and its source's saved position; zeros and None
+    at the beginning."""
     if saved is None:
         return [0] * len(names), None
     if not isinstance(saved, Mapping):
@@ -147,16 +138,13 @@ def is_keyed(source: Any) -> bool:
 
 
 def position_function(position_of: PositionOf | None, shard: int, shards: int) -> PositionOf:
-    """Return the function from the index of a sample in shard `shard` to its position among the samples of all shards.
-    It is `position_of`; or, if this is None, the function for `shards` shards that are read round robin, in which
-    sample i of shard s is at position i * shards + s."""
+    """Return `position_of`, or if it is None the function for shards that are read round robin."""
     return position_of or (lambda index: index * shards + shard)
 
 
 def title(function: Callable[..., Any], name: str | None) -> str:
-    """Return the name by which states describe a user's function: `name`, or if it is None the function's qualified
-    name. The module's name is left out, because the functions of a script are in different modules (`__main__` or
-    not), depending on the process that runs them. A changed function with an unchanged name is not noticed."""
+    """Return the name by which states describe a user's function. The module's name is left out: that of a script
+    depends on the process that runs it. A changed function with an unchanged name is not noticed."""
     if name is not None:
         return name
     while isinstance(function, partial):
@@ -165,6 +153,6 @@ def title(function: Callable[..., Any], name: str | None) -> str:
 
 
 def depth_of(described: Mapping[str, Any]) -> int:
-    """Return the number of sources in a stack. `described`: what `described()` of the uppermost source returns."""
+    """Return the number of sources in a described stack."""
     below = [described["source"]] if "source" in described else described.get("sources", [])
     return 1 + max((depth_of(source) for source in below), default=0)

@@ -1,12 +1,9 @@
 """Layers that call a function for each sample: to convert it, or to decide whether to leave it out.
 
-A `Mapped` yields one sample for each sample of its source: the lengths are equal, and skipping samples does not call
-the function. `Filtered`, and a `Mapped` with `skip_failures`, may leave samples out. To skip samples they have to read
-every sample and call the function, because only the function says which samples count. So there is a cursor for each of
-these cases: `_EachCursor` and `_SomeCursor`.
-
-Randomness is keyed by the sample's position in its source. So the same sample of the same epoch gets the same
-generator, no matter which worker makes the sample, and which samples this worker made before.
+A `Mapped` yields one sample for each sample of its source, and skips without calling the function (`_EachCursor`).
+`Filtered`, and a `Mapped` with `skip_failures`, must read and call for every sample to know which of them count
+(`_SomeCursor`). Randomness is keyed by the sample's position in its source, so a sample of an epoch gets the same
+generator from any worker.
 """
 
 from __future__ import annotations
@@ -41,18 +38,15 @@ __all__ = ["Filtered", "Mapped", "SkipSample"]
 
 _Function = Callable[..., Any]
 _Decision = Callable[[Any, int], tuple[bool, Any]]
-"""Function from a sample and its index in the source's shard to a pair (True if the sample stays, the converted
-sample)."""
+"""(sample, its index in the source's shard) -> (True if the sample stays, the converted sample)."""
 
 
 class SkipSample(Exception):
-    """Exception that the function of a `Mapped(..., skip_failures=n)` raises to leave a sample out. It does not count
-    as a failure."""
+    """Raised by the function of a `Mapped(..., skip_failures=n)` to leave a sample out. It does not count as a
+    failure."""
 
 
 class _PerSample(Layer):
-    """Base class of layers that call a function for each sample of their source."""
-
     def __init__(self, source: ShardedSource, function: _Function, random: bool, name: str | None) -> None:
         super().__init__(source)
         if not callable(function):
@@ -120,7 +114,6 @@ class Mapped(_PerSample):
 
     @property
     def one_to_one(self) -> bool:
-        """True if the layer yields one sample for each sample of its source."""
         return not self._skip_failures
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
@@ -183,8 +176,7 @@ class Filtered(_PerSample):
 
 
 class _Call:
-    """Wrapper of the user's function. It passes a random generator, if the layer has `random=True`. To an exception it
-    adds a note that names the sample."""
+    """The user's function, with a random generator if wanted, and a note that names the sample in its errors."""
 
     def __init__(self, function: _Function, key: int | None, where: str) -> None:
         self._function, self._key, self.where = function, key, where
@@ -203,7 +195,7 @@ class _Call:
 
 
 class _Tolerant:
-    """Wrapper of a `_Call` that leaves out up to `most` samples in a row for which the user's function fails."""
+    """A `_Call` that leaves out up to `most` samples in a row for which the user's function fails."""
 
     def __init__(self, call: _Call, most: int) -> None:
         self._call, self._most, self._failed = call, most, 0
@@ -227,9 +219,6 @@ class _Tolerant:
 
 
 class _EachCursor(RunCursor):
-    """Cursor of a layer that yields one sample for each sample of its source. It skips samples without calling the
-    user's function."""
-
     def __init__(self, inner: Cursor, call: _Call, index: int) -> None:
         self._inner, self._call, self._index = inner, call, index
 
@@ -277,13 +266,10 @@ class _EachCursor(RunCursor):
 
 
 class _SomeCursor:
-    """Cursor of a layer that yields only the samples that the user's function keeps. It calls the function for every
-    sample, even for those that it skips."""
-
     def __init__(self, inner: Cursor, taken: _Decision, index: int, limit: SearchLimit) -> None:
         self._inner, self._taken, self._limit = inner, taken, limit
         self._left_out: dict[str, int] = {}
-        """Number of samples, by source, that were left out just before the sample that was yielded last."""
+        """By source: samples that were left out just before the one that was yielded last."""
         self._index = index
         """Index in the shard of the source's next sample."""
 

@@ -1,17 +1,14 @@
-"""Layer that packs documents of tokens into lines of equal length: in order, or by best fit within windows (groups of
-consecutive documents).
+"""Layer that packs documents of tokens into lines of equal length: in order, or by best fit within windows.
 
-If documents are packed in order, a line may begin in the middle of a document. The state contains the beginning of the
-line that is being filled: the source's saved position before the document in which the line begins, and an offset in
-that document. A resume reads the document again, and fills the line again.
+In order, a line may begin in the middle of a document. The state contains the source's saved position before the
+document in which the line being filled begins, and an offset in it. A resume fills the line again.
 
-If they are packed by best fit, the documents of a window are sorted by length, and each goes into the line in which it
-leaves the least space (best-fit decreasing). Lines are never filled with documents of several windows, because lines
-that wait for more documents would have to be saved. So the state contains only the window's beginning and the number of
-its lines that have been yielded.
+By best fit, the documents of a window are sorted by length, and each goes into the line in which it leaves the least
+space (best-fit decreasing). Lines are never filled with documents of several windows, because lines that wait for more
+would have to be saved. So the state contains the window's beginning and the number of its lines that have been yielded.
 
-In both cases a state contains no tokens. A change of topology loses none either, because lines and windows belong to
-their shard and not to a worker.
+In both cases a state contains no tokens, and a change of topology loses none, because lines and windows belong to their
+shard.
 """
 
 from __future__ import annotations
@@ -34,8 +31,7 @@ __all__ = ["Packed"]
 
 Long = Literal["split", "truncate", "refuse"]
 LEAST_READ = 4
-"""Smallest number of lines for which documents are read in one call, even if fewer lines are wanted. A call takes about
-as long as copying the tokens of one line, so more calls would be slow."""
+"""Smallest number of lines for which documents are read in one call, which takes about as long as copying a line."""
 SKIPPED_AT_ONCE = 16
 """Largest number of lines for which documents are read in one call while lines are skipped."""
 
@@ -171,8 +167,7 @@ class Packed(Layer):
         (number, done), inner = entered(saved, "Packed", "window", "done")
 
         left_out: dict[str, int] = {}
-        """Number of documents without tokens, by source, that are still to be counted with a document of a later
-        window, because all documents of their own window have no tokens."""
+        """Documents without tokens, by source, that are still to be counted with one of a later window."""
 
         def lines(samples: list[Any], origins: list[Origin], number: int) -> tuple[list[Any], list[Origin]]:
             nonlocal left_out
@@ -192,7 +187,6 @@ class Packed(Layer):
         return _FittedCursor(WindowCursor(cursor, window, lines, number, done, where, limit), self._fields)
 
     def _check(self) -> None:
-        """Raise InvalidArgumentError for arguments that cannot be combined."""
         separators = (self._bos is not None) + (self._eos is not None)
         if self._length <= separators:
             raise InvalidArgumentError(
@@ -222,14 +216,8 @@ class Packed(Layer):
 
 
 def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Pack items into lines by best-fit decreasing: the longest item first, each into the line in which it leaves the
-    least space. Return a list of item numbers for each line. Within a line the numbers ascend, and the lines are sorted
-    by their first numbers.
-
-    Args:
-        sizes: size of each item, at most `length`.
-        length: size of a line.
-    """
+    """Pack items of these sizes into lines by best-fit decreasing. Return the ascending item numbers of each line; the
+    lines are sorted by their first numbers."""
     lines: list[list[int]] = []
     spaces: list[tuple[int, int]] = []
     for item in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
@@ -249,12 +237,9 @@ def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
 def _all_located(
     documents: Sequence[Documents], origins: Sequence[Origin], left_out: dict[str, int]
 ) -> tuple[list[Documents], dict[str, int]]:
-    """Leave out the documents without tokens of a window. Return the other documents with their origins, and the number
-    of left-out documents, by source, that must be counted with a later window.
-
-    The origin of a document contains the number of documents that were left out just before it, so that each is counted
-    once. Those at the end of the window are counted with the last document before them, because a state that is saved
-    between two windows contains no such number."""
+    """Return the documents of a window that have tokens, with their origins, and the number of others, by source, that
+    must be counted with a later window. Each is counted with the document after it; those at the window's end with the
+    last one before them, because a state between two windows contains no such number."""
     found: list[Documents] = []
     for document, origin in zip(documents, origins, strict=True):
         if len(document.tokens):
@@ -269,8 +254,6 @@ def _all_located(
 
 
 class _FittedCursor(RunCursor):
-    """Cursor of lines that are packed by best fit within windows of documents."""
-
     def __init__(self, lines: WindowCursor, fields: RowFields) -> None:
         self._lines, self._fields = lines, fields
 
@@ -292,23 +275,19 @@ class _FittedCursor(RunCursor):
 
 
 class _InOrder(RunCursor):
-    """Base class of cursors that pack documents in order. The line that is filled next may begin in the middle of a
-    document."""
+    """Base class of cursors that pack documents in order. The next line may begin in the middle of a document."""
 
     def __init__(self, reader: DocumentReader, fields: RowFields, offset: int) -> None:
         self._reader, self._fields = reader, fields
         self._parts: list[Part] = []
-        """Tokens that were read and are not in a line yet. The first one begins the next line, and the last one ends a
-        document."""
+        """Tokens that are not in a line yet. The first part begins the next line, the last one ends a document."""
         self._blocks: list[Block] = []
-        """Block of documents from which each of `_parts` comes."""
+        """Block from which each of `_parts` comes."""
         self._have = 0
-        """Number of tokens in `_parts`."""
         self._offset = offset
-        """Number of tokens of the next document that belong to earlier lines. It is above 0 only after a resume, until
-        this document is read."""
+        """Number of tokens of the next document that belong to earlier lines: only after a resume, until it is read."""
         self._documents = self._tokens = 0
-        """Number of documents that were read, and number of their tokens, for the mean length of a document."""
+        """Documents that were read, and their tokens, for the mean length."""
 
     traced = True
 
@@ -321,9 +300,8 @@ class _InOrder(RunCursor):
         self._reader.close()
 
     def _add(self, lines: int, wanted: int) -> bool:
-        """Add documents of one block to `_parts`, until they have at least `wanted` tokens or the block ends. Return
-        False if the shard has no more documents. `lines`: number of lines to fill soon; if a new block must be read, it
-        gets documents for all of them."""
+        """Add documents of one block to `_parts`, up to `wanted` tokens. Return False if the shard has no more.
+        `lines`: number of lines to fill soon, for which a new block is read."""
         found = self._reader.ready(self._expected(lines))
         if found is None:
             return False
@@ -344,13 +322,12 @@ class _InOrder(RunCursor):
         return True
 
     def _expected(self, lines: int) -> int:
-        """Return the number of documents to read for the next `lines` lines. It is a quarter more than they need if
-        documents are as long as those so far, because a second call takes as long as several documents."""
+        """Return the number of documents to read for `lines` lines: a quarter more than by the mean so far, because a
+        second call takes as long as several documents."""
         missing = max(lines, LEAST_READ) * self._fields.length - self._have
         return 1 + 5 * missing * self._documents // max(1, 4 * self._tokens)
 
     def _drop(self, count: int) -> None:
-        """Remove the first `count` tokens from `_parts`, because a line has them now."""
         self._have -= count
         full = 0
         for _, begin, end in self._parts:
@@ -365,8 +342,7 @@ class _InOrder(RunCursor):
 
 
 class _StreamCursor(_InOrder):
-    """Cursor for split=True without BOS and EOS: all documents' tokens one after the other are cut every `length`
-    tokens. Many lines are made at once."""
+    """Cursor for split=True without BOS and EOS: all tokens one after the other are cut, many lines at once."""
 
     def take(self, count: int) -> Run:
         lines = self._fill(count)
@@ -384,7 +360,7 @@ class _StreamCursor(_InOrder):
         return count - left
 
     def _fill(self, count: int) -> int:
-        """Read documents for up to `count` lines. Return the number of lines that can be made of the tokens."""
+        """Read documents for up to `count` lines. Return the number of lines that can be made."""
         length = self._fields.length
         while self._have < count * length and self._add(count, count * length):
             pass
@@ -393,8 +369,8 @@ class _StreamCursor(_InOrder):
 
 
 class _LineCursor(_InOrder):
-    """Cursor for split=False, or for lines with BOS or EOS. Lines are made one by one, because they differ in the
-    number of tokens that they take from documents."""
+    """Cursor for split=False, or with BOS or EOS: lines take different numbers of tokens, so they are made one by
+    one."""
 
     def __init__(
         self,
@@ -408,9 +384,9 @@ class _LineCursor(_InOrder):
         super().__init__(reader, fields, offset)
         self._bos, self._eos, self._split = bos, eos, split
         self._take = 0
-        """Number of tokens, without an added BOS and EOS, that the next line takes from `_parts`; set by `_fill`."""
+        """Number of tokens that the next line takes from `_parts`; set by `_fill`."""
         self._closing = False
-        """True if an EOS is added to the next line; set by `_fill`."""
+        """True if an EOS is added to it."""
 
     def take(self, count: int) -> Run:
         lines: list[list[Part]] = []
@@ -437,8 +413,7 @@ class _LineCursor(_InOrder):
         return self._fields.line(parts, opening, self._eos if self._closing else None)
 
     def _fill(self, lines: int) -> bool:
-        """Read documents for the next line. Return False if the shard has too few tokens left for a line. `lines`:
-        number of lines to fill soon; see `_add`."""
+        """Read documents for the next line. Return False if there are too few tokens. `lines`: see `_add`."""
         if not self._parts and not self._add(lines, 1):
             return False
         capacity = self._capacity()
@@ -452,13 +427,11 @@ class _LineCursor(_InOrder):
         return self._take + self._closing == capacity or self._fields.pad is not None
 
     def _last_size(self) -> int:
-        """Return the number of tokens that the last document in `_parts` has there."""
         (_, begin, end), block = self._parts[-1], self._blocks[-1]
         return end - max(begin, block.start(bisect_left(block.ends, end)))
 
     def _needs_eos(self, taken: int) -> bool:
-        """Return True if an EOS must be added to a line that takes the first `taken` tokens of `_parts`: lines have an
-        EOS, and the last of these tokens is not one."""
+        """Return True if a line of the first `taken` tokens must get an EOS."""
         if self._eos is None:
             return False
         back = self._have - taken
@@ -469,8 +442,7 @@ class _LineCursor(_InOrder):
         raise AssertionError("a line has at least one token")
 
     def _capacity(self) -> int:
-        """Return the largest number of tokens of documents that fit into the next line: its length, or one less if a
-        BOS is added."""
+        """Return the largest number of tokens of documents in the next line."""
         length = self._fields.length
         if self._bos is None:
             return length
@@ -479,7 +451,7 @@ class _LineCursor(_InOrder):
 
 
 def _cut(parts: Sequence[Part], length: int) -> list[list[Part]]:
-    """Cut `parts` into lines of `length` tokens. Return a list of parts for each line; the last line may be shorter."""
+    """Cut `parts` into lines of `length` tokens; the last line may be shorter."""
     lines: list[list[Part]] = [[]]
     room = length
     for documents, begin, end in parts:
@@ -495,8 +467,7 @@ def _cut(parts: Sequence[Part], length: int) -> list[list[Part]]:
 
 
 def _position(blocks: Sequence[Block], parts: Sequence[Part], token: int) -> SavedPosition:
-    """Return the saved position of a line that begins with token number `token` of `parts`, from 0. `blocks`: block of
-    documents from which each part comes."""
+    """Return the saved position of a line that begins with token number `token` of `parts`."""
     for block, (_, begin, end) in zip(blocks, parts, strict=True):
         if token < end - begin:
             at = bisect_right(block.ends, begin + token)

@@ -1,11 +1,7 @@
-"""Rows of packed documents: a line of tokens, and what a model needs beside the tokens, such as labels.
-
-A line is a fixed number of tokens. A row is a line with its other fields. It is made of parts: each part is the tokens
-of a document from one index to another. Each array of a row is allocated once, and the parts are copied into it.
-
-A segment is what a model should see as one text: a document, or all consecutive pieces into which Chunked cut one
-document.
-"""
+"""Rows of packed documents. A row is a line of tokens with what a model needs beside them, such as labels. It is made
+of parts: the tokens of a document from one index to another. Each array of a row is allocated once, and the parts are
+copied into it. A segment is what a model should see as one text: a document, or all consecutive pieces into which
+Chunked cut one document."""
 
 from __future__ import annotations
 
@@ -27,14 +23,13 @@ __all__ = ["Documents", "Part", "RowFields", "RowOrigins", "collate_packed"]
 
 
 _ROWS, _SEGMENTS = "_rows", "_segments"
-"""Endings of the names of two fields that say where attached items (such as images) belong. For the column "images",
-"images_rows" is the number of each image's row in the batch, from 0, and "images_segments" the number of each image's
-segment in its row, from 1."""
+"""Endings of the names of two fields of attached items: the number of each item's row in the batch, from 0, and of its
+segment in the row, from 1."""
 
 
 class Documents(NamedTuple):
-    """Document of tokens with its other columns; or several consecutive documents, whose tokens are concatenated,
-    without other columns. A token index below counts from 0 in `tokens`."""
+    """Document with its other columns; or several consecutive documents, whose tokens are concatenated, without other
+    columns. A token index below counts from 0 in `tokens`."""
 
     tokens: Ints
     """Array of integers of shape (tokens,): all documents one after the other."""
@@ -43,34 +38,30 @@ class Documents(NamedTuple):
     attached: Mapping[str, npt.NDArray[Any]] = {}
     """Arrays with any number of items for each document, such as images; shape (items, ...), by name."""
     continues: bool = False
-    """True if the first document is a piece of a Chunked that continues the piece before it."""
+    """True if the first one is a piece of a Chunked that continues the piece before it."""
     where: str = ""
     """Name of the document, for errors."""
     origins: Sequence[Origin] = ()
-    """Origin of each document; empty if no document has one."""
+    """Origin of each; empty if none has one."""
     ends: Sequence[int] = ()
-    """Token index behind the last token of each document; empty if there is only one document."""
+    """Token index behind each document; empty if there is only one."""
     segment_ends: Sequence[int] = ()
-    """Token index behind the last token of each segment: `ends` without those at which the next piece of the same
-    document begins."""
+    """Token index behind each segment: `ends` without those at which the next piece of the same document begins."""
 
     def inside(self, begin: int, end: int) -> Sequence[int]:
-        """Return the segment ends that are above `begin` and below `end`, two token indices."""
+        """Return the segment ends between two token indices."""
         ends = self.segment_ends
         return ends[bisect_right(ends, begin) : bisect_left(ends, end)]
 
     def continues_at(self, begin: int) -> bool:
-        """Return True if a piece begins at token index `begin` that continues the piece before it."""
         return _has(self.ends, begin) and not _has(self.segment_ends, begin) if begin else self.continues
 
     def splits(self, end: int) -> bool:
-        """Return True if a part that ends at token index `end` cuts a document in two."""
         return end < len(self.tokens) and not _has(self.ends, end)
 
     def sizes(self, begin: int, end: int) -> Iterator[tuple[Origin, int, bool]]:
-        """Yield a tuple for each document that has tokens from index `begin` to `end`, exclusive: its origin, the
-        number of these tokens, and True if its first token is one of them. If no document has an origin, yield one
-        tuple for all of them together."""
+        """Yield (origin, number of its tokens from `begin` to `end`, True if its first token is one of them) for each
+        document there; one tuple for all if none has an origin."""
         if not self.origins:
             yield NOWHERE, end - begin, not begin
             return
@@ -82,7 +73,7 @@ class Documents(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Part of a row: the tokens of `documents` from index `begin` to `end`, exclusive."""
+    """The tokens of `documents` from index `begin` to `end`, exclusive."""
 
     documents: Documents
     begin: int
@@ -91,17 +82,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class RowFields:
-    """Settings of the rows that Packed makes: which fields a row has, and how they are computed. Packed documents them
-    as its arguments."""
+    """Which fields the rows of Packed have, and how they are computed; documented as Packed's arguments."""
 
     length: int
-    """Number of tokens of a row."""
     pad: int | None = None
     """Token that fills the end of a row that is not full; None: such a row is dropped, so all rows are full."""
     dtype: str = "int64"
-    """Dtype of tokens and labels."""
     tokens: str = "tokens"
-    """Name of the field with the tokens, in samples that are dicts and in rows."""
     labels: bool = False
     positions: bool = False
     segments: bool = False
@@ -140,7 +127,6 @@ class RowFields:
 
     @property
     def names(self) -> list[str]:
-        """Names of the fields of a row that is a dict, with the tokens first."""
         made = [name for name in ("labels", "positions", "segments", "cu_seqlens", "loss_mask") if getattr(self, name)]
         items = [name + ending for name in self.attached for ending in ("", _SEGMENTS)]
         return [self.tokens, *made, *self.payload, *items]
@@ -155,17 +141,15 @@ class RowFields:
 
     @cached_property
     def plain(self) -> bool:
-        """True if a row is a tensor of tokens; False if it is a dict of fields."""
         return self == RowFields(self.length, self.pad, self.dtype)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns, besides the tokens, that a sample must have with one value for each token."""
         named = isinstance(self.loss_mask, str) and self.loss_mask not in self.payload
         return (*self.payload, *([str(self.loss_mask)] if named else []))
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that differ from their defaults, as JSON values; `length` and `pad` are left out."""
+        """Return the settings that differ from their defaults, except `length` and `pad`."""
         usual = RowFields(self.length, self.pad)
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         return {
@@ -175,13 +159,7 @@ class RowFields:
         }
 
     def line(self, parts: Sequence[Part], first: int | None = None, last: int | None = None) -> torch.Tensor:
-        """Return the tokens of a row: a tensor of shape (length,).
-
-        Args:
-            parts: parts whose tokens are copied into the row, one after the other. The rest is filled with `pad`.
-            first: token that is put before the parts' tokens, such as BOS; None: no token.
-            last: token that is put after the parts' tokens, such as EOS; None: no token.
-        """
+        """Return the tokens of a row, of shape (length,): those of the parts between `first` and `last`, then `pad`."""
         line = np.empty(self.length, self.dtype)
         at = 0
         if first is not None:
@@ -197,8 +175,8 @@ class RowFields:
         return torch.from_numpy(line)
 
     def lines(self, parts: Sequence[Part], count: int) -> Sequence[torch.Tensor]:
-        """Return `count` rows of tokens, each of shape (length,): the tokens of all parts one after the other, cut
-        every `length` tokens. The last row is filled up with `pad`."""
+        """Return `count` rows of tokens: those of all parts one after the other, cut every `length`; the last is
+        padded."""
         lines = np.empty((count, self.length), self.dtype)
         flat, at = lines.reshape(-1), 0
         for documents, begin, end in parts:
@@ -209,7 +187,6 @@ class RowFields:
         return torch.from_numpy(lines).unbind()
 
     def row(self, parts: Sequence[Part]) -> Any:
-        """Return the row that consists of `parts`: a tensor of tokens if `plain`, or else a dict of fields."""
         tokens = self.line(parts)
         return tokens if self.plain else {self.tokens: tokens} | self._others(parts, tokens.numpy())
 
@@ -235,10 +212,8 @@ class RowFields:
     def _add_labels(
         self, made: dict[str, npt.NDArray[Any]], parts: Sequence[Part], ends: list[int], tokens: Ints
     ) -> None:
-        """Add the fields `labels` and `loss_mask` to `made`, if the settings ask for them.
-
-        The label of a token is the next token of its document. The last token of a segment and padding have none. But
-        if a document continues in the next row, its last token in this row has the first token there as its label."""
+        """Add the fields `labels` and `loss_mask`. The label of a token is the next token of its document; the last
+        token of a segment has none, unless its document continues in the next row."""
         lasts, filled = np.array(ends) - 1, ends[-1]
         split = [(at, part.documents, part.end) for at, part in _last_tokens(parts) if part.documents.splits(part.end)]
         if self.labels:
@@ -322,14 +297,10 @@ def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
 
 
 class RowOrigins(Sequence[Origin]):
-    """Sequence of the origins of rows. Each origin is computed when it is read, because most jobs never read it."""
+    """Origins of rows, each computed when it is read, because most jobs never read it."""
 
     def __init__(self, rows: Callable[[], Sequence[Sequence[Part]]], count: int) -> None:
-        """
-        Args:
-            rows: function that returns a list of parts for each row.
-            count: number of rows.
-        """
+        """`rows`: returns a list of parts for each row."""
         self._rows, self._count = rows, count
 
     def __len__(self) -> int:
@@ -350,9 +321,8 @@ def _has(ends: Sequence[int], end: int) -> bool:
 
 
 def _row_origin(parts: Sequence[Part]) -> Origin:
-    """Return the origin of the row that consists of `parts`. It contains the source of the row's first token, for each
-    of its documents the source and the number of tokens in the row, and the number of documents that layers left out
-    just before a document that begins in the row."""
+    """Return the origin of a row: the source of its first token; for each document the source and number of tokens; and
+    what layers left out just before documents that begin in the row."""
     if not any(documents.origins for documents, _, _ in parts):
         return Origin(parts=(("", sum(end - begin for _, begin, end in parts)),))
     skipped: dict[str, int] = {}
@@ -366,8 +336,7 @@ def _row_origin(parts: Sequence[Part]) -> Origin:
 
 
 def _segment_ends(parts: Sequence[Part]) -> list[int]:
-    """Return, for each segment of the row that consists of `parts`, the index in the row behind the segment's last
-    token."""
+    """Return the index in the row behind each segment."""
     ends: list[int] = []
     at = 0
     for documents, begin, end in parts:
@@ -379,7 +348,7 @@ def _segment_ends(parts: Sequence[Part]) -> list[int]:
 
 
 def _last_tokens(parts: Sequence[Part]) -> list[tuple[int, Part]]:
-    """Return pairs (index in the row of a part's last token, the part)."""
+    """Return (index in the row of its last token, the part) for each part."""
     at, found = -1, []
     for part in parts:
         at += part.end - part.begin
@@ -388,7 +357,7 @@ def _last_tokens(parts: Sequence[Part]) -> list[tuple[int, Part]]:
 
 
 def _column(parts: Sequence[Part], name: str, length: int) -> npt.NDArray[Any]:
-    """Return the column `name` of a row, of shape (length, ...): the values of all parts, then zeros for padding."""
+    """Return a column of a row, of shape (length, ...), with zeros for padding."""
     first = parts[0].documents.columns[name]
     column = np.zeros((length, *first.shape[1:]), first.dtype)
     at = 0
@@ -401,8 +370,7 @@ def _column(parts: Sequence[Part], name: str, length: int) -> npt.NDArray[Any]:
 
 
 def _items(parts: Sequence[Part], name: str) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-    """Return all attached items of a row in the column `name`, of shape (items, ...), and the number of each item's
-    segment in the row, from 1."""
+    """Return a row's attached items, of shape (items, ...), and the number of each one's segment, from 1."""
     found = [(number, part.documents, part.documents.attached[name]) for number, part in enumerate(parts, 1)]
     full = [each for each in found if len(each[2])] or found[:1]
     for _, document, values in full:

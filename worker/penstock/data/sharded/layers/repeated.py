@@ -1,8 +1,5 @@
-"""Layer that repeats a finite source: each shard begins its next epoch independently of the others.
-
-Shards do not wait for each other. A layer over Repeated does not notice the end of an epoch: a window or a line of
-packed tokens continues with samples of the next epoch.
-"""
+"""Layer that repeats a finite source. Each shard begins its next epoch independently of the others, and a layer over
+Repeated does not notice: a window or a line of packed tokens continues with samples of the next epoch."""
 
 from __future__ import annotations
 
@@ -61,8 +58,8 @@ class Repeated(Layer):
         return True
 
     def known_records(self) -> KnownRecords | None:
-        """Return the known records of the source; sample i of a shard is then looked up in the epoch that contains it.
-        Return None if the source has none, does not know its lengths, or has an empty shard."""
+        """Return the known records of the source, for a sample in the epoch that contains it; None if the source has
+        none, does not know its lengths, or has an empty shard."""
         below, lengths = known_records(self.source), self.source.lengths(0)
         if below is None or lengths is None or min(lengths) < 1:
             return None
@@ -90,9 +87,8 @@ class Repeated(Layer):
 
 
 def _fewer(described: Any) -> tuple[str, str] | None:
-    """Return two texts for an error if a source has fewer pieces than shards, or fewer records if all pieces are
-    indexable: the numbers, such as "3 pieces, 8 shards", and a further remedy. Return None otherwise. `described`:
-    description of the source."""
+    """Return the numbers, such as "3 pieces, 8 shards", and a further remedy for an error, if a source has fewer pieces
+    than shards, or fewer records if all pieces are indexable."""
     while isinstance(described, Mapping):
         if described.get("kind") == "LogicalShards":
             shards, records = described["shards"], described["records"]

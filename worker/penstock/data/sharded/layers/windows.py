@@ -1,10 +1,9 @@
-"""Layers that arrange the samples of a window: they shuffle them, or group them by a key. A window is a fixed number of
-consecutive samples of a shard, and one window of each shard is in memory.
+"""Layers that arrange the samples of a window, a fixed number of consecutive samples of a shard: they shuffle them, or
+group them by a key. One window of each shard is in memory.
 
-The usual alternatives are a shuffle buffer, in which each yielded sample is replaced by the next one that is read, and
-buckets that fill up one by one. What is in them depends on all earlier samples, so it would have to be saved. Windows
-are independent of each other, so the state of a shard is only its window's beginning and the number of items that the
-window has yielded. A resume reads one window again.
+What is in a shuffle buffer, or in buckets that fill up one by one, depends on all earlier samples, so it would have to
+be saved. Windows are independent of each other: the state of a shard is its window's beginning and the number of items
+that the window has yielded. A resume reads one window again.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["Grouped", "WindowCursor", "WindowShuffled"]
 
 _Arrange = Callable[[list[Any], list[Origin], int], tuple[list[Any], list[Origin]]]
-"""Function that arranges a window. Its arguments are the window's samples, the origin of each sample (protocol.Origin:
-the source that the sample came from), and the number of the window in the shard. It returns the items that the layer
-yields for the window, and the origin of each item. Both lists of origins are empty if no sample has an origin."""
+"""(samples, origin of each, number of the window in the shard) -> (items that the layer yields, origin of each).
+Origins are empty if there are none."""
 
 
 class WindowShuffled(Layer):
@@ -158,8 +156,7 @@ class Grouped(Layer):
 
 
 class WindowCursor(RunCursor):
-    """Cursor that reads a shard's samples window by window, arranges each window's samples into items, and yields the
-    items."""
+    """Cursor that arranges a shard's samples window by window."""
 
     def __init__(
         self,
@@ -171,30 +168,19 @@ class WindowCursor(RunCursor):
         where: str,
         limit: SearchLimit | None = None,
     ) -> None:
-        """
-        Args:
-            inner: cursor of the layer's source.
-            window: number of samples in a window.
-            arrange: function that arranges the samples of a window.
-            number: number of the window at which to begin.
-            done: number of items of this window that were already yielded.
-            where: name of the shard and the epoch, for errors.
-            limit: limit on consecutive samples that are left out, for a layer that may yield no items for a window.
-                None: a window yields as many items as it has samples.
-        """
+        """`done`: number of items of window `number` that were already yielded. `limit`: for a layer that may yield no
+        items for a window; None: it yields as many items as it has samples."""
         self._inner, self._window, self._arrange, self._where = inner, window, arrange, where
         self._limit = limit
         self._number = number
-        """Number of the window whose items are being yielded."""
         self._done = done
-        """Number of items of the present window that have been yielded."""
+        """Number of its items that have been yielded."""
         self._held: list[Any] | None = None
-        """Items of the present window, in the order in which they are yielded, with None in place of yielded ones. None
-        if the window still has to be read."""
+        """Items of the present window, None in place of yielded ones; None if it still has to be read."""
         self._origins: list[Origin] = []
-        """Origin of each item in `_held`; empty if the source's samples have no origins."""
+        """Origin of each; empty if there are none."""
         self._begin: SavedPosition | None = None
-        """Source's saved position before the first sample of the present window."""
+        """Source's saved position before the window."""
 
     def take(self, count: int) -> Run:
         held = self._hold()
@@ -240,8 +226,7 @@ class WindowCursor(RunCursor):
         self._inner.close()
 
     def _hold(self) -> list[Any]:
-        """Return the items of the present window; read the window first if it is not in memory. The list is empty after
-        the last window."""
+        """Return the items of the present window; none after the last window."""
         while self._held is None:
             self._begin = self._inner.saved_position()
             read, origins = self._window_of()
@@ -261,7 +246,7 @@ class WindowCursor(RunCursor):
         return self._held
 
     def _window_of(self) -> tuple[list[Any], list[Origin]]:
-        """Read the next window. Return its samples, and the origin of each (an empty list if they have no origins)."""
+        """Read the next window. Return its samples and their origins."""
         read: list[Any] = []
         origins: list[Origin] = []
         while len(read) < self._window and (run := take(self._inner, self._window - len(read))).size:
@@ -277,8 +262,7 @@ class WindowCursor(RunCursor):
 
 
 def _joined(own: list[Origin]) -> Origin:
-    """Return the origin of a list of samples that a Grouped yields. `own`: origin of each sample. If they have
-    different sources, the source is called "(mixed)"."""
+    """Return the origin of a list of samples: "(mixed)" if they have different sources."""
     source = own[0].source if len({each.source for each in own}) == 1 else "(mixed)"
     skipped: dict[str, int] = {}
     for each in own:

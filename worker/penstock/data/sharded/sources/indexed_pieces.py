@@ -1,13 +1,7 @@
-"""Shards of indexable pieces. A shard is a range of positions in the order of all the pieces' records.
-
-The record at a position of an epoch is computed (ordering/sharded_order.py), so a shard can begin anywhere in the
-order. With N records, shard l of L has the positions from floor(l N / L) to floor((l + 1) N / L) - 1. The bounds are
-computed in integers, so each record is in exactly one shard for any N and L. A cursor's saved position is one number,
-and to skip records is to increase this number.
-
-While user code reads a record, the process's random generators are seeded by (seed, epoch, position of the record). So
-random augmentation does not depend on the shard, the worker, or earlier reads.
-"""
+"""Shards of indexable pieces. A shard is a range of positions in the order of all the pieces' records, which is
+computed (ordering/sharded_order.py). A cursor's saved position is one number, and to skip records is to increase it.
+While user code reads a record, the process's random generators are seeded by (seed, epoch, position), so random
+augmentation does not depend on the shard, the worker, or earlier reads."""
 
 from __future__ import annotations
 
@@ -30,18 +24,17 @@ __all__ = ["PieceParts", "RangeCursor", "shard_range"]
 POSITIONS_PER_CALL = 1024
 """Number of positions whose records are found in one call, which takes 0.1 us for each position."""
 EXAMINED_POSITIONS = 256
-"""Largest number of upcoming positions, at equal distances, whose parts of the data are looked up to prefetch them."""
+"""Largest number of upcoming positions, at equal distances, whose parts are looked up to prefetch them."""
 
 
 def shard_range(records: int, shards: int, shard: int) -> tuple[int, int]:
-    """Return the first position of shard number `shard`, and the position after its last one, in the order of `records`
-    records."""
+    """Return the first position of a shard, and the one after its last. All integers, so each record is in one
+    shard."""
     return shard * records // shards, (shard + 1) * records // shards
 
 
 class PieceParts:
-    """Parts of all pieces of a source, numbered from 0 through all pieces. The parts of a StreamingDataset are the
-    shards or row groups of its files; any other piece is one part."""
+    """Parts of all pieces: the shards or row groups of a StreamingDataset's files; any other piece is one part."""
 
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = pieces
@@ -50,31 +43,24 @@ class PieceParts:
         self.records = int(self.sizes.sum())
         lengths = np.array([int(own.sum()) for own in sizes], np.int64)
         self._starts = np.cumsum(lengths) - lengths
-        """Number of each piece's first record, counted over all pieces; shape (pieces,)."""
+        """Number of each piece's first record."""
         counts = np.array([len(own) for own in sizes], np.int64)
         self._first_parts = np.cumsum(counts) - counts
         self._streaming = [n for n in range(len(pieces)) if pieces.streaming(n) is not None]
         self._wanted: dict[int, Ints] = {}
-        """Numbers of the parts that each prefetching cursor needs next, by the cursor's `id()`."""
+        """Parts that each prefetching cursor needs next, by its `id()`."""
 
     def found(self, ids: Ints) -> list[tuple[int, int]]:
-        """Return a pair (number of the piece, offset in the piece) for each record. `ids`: numbers of the records, from
-        0 through all pieces."""
+        """Return (piece, offset in it) of each record; they are numbered through all pieces."""
         piece = np.searchsorted(self._starts, ids, side="right") - 1
         return list(zip(piece.tolist(), (ids - self._starts[piece]).tolist(), strict=True))
 
     @property
     def fetches(self) -> bool:
-        """True if any piece may have to be downloaded from remote storage."""
         return bool(self._streaming)
 
     def want(self, cursor: int, parts: Ints) -> None:
-        """Set which parts a cursor needs next, and prefetch the parts that all cursors need, round robin.
-
-        Args:
-            cursor: `id()` of the cursor.
-            parts: numbers of the parts, in the order in which the cursor needs them; empty: it needs no more.
-        """
+        """Set which parts a cursor needs next, in this order, and prefetch those that all cursors need, round robin."""
         if parts.size:
             self._wanted[cursor] = parts
         else:
@@ -108,17 +94,8 @@ class RangeCursor(RunCursor):
         saved: SavedPosition,
         key: int | None = None,
     ):
-        """
-        Args:
-            parts: parts of the source's pieces.
-            order: order of the records; None if there are no records.
-            epoch: number of the epoch.
-            begin, end: first position of the shard, and the position after its last one.
-            ahead: number of upcoming positions whose parts are prefetched.
-            saved: saved position, the number of records before it in the shard; None: the shard's beginning.
-            key: key from which the random generators are seeded for each record that user code reads; None: the
-                generators are left alone.
-        """
+        """`ahead`: number of upcoming positions whose parts are prefetched. `key`: from which the random generators are
+        seeded for each record that user code reads; None: they are left alone."""
         if saved is not None and (type(saved) is not int or not 0 <= saved <= end - begin):
             raise StateCorruptError(
                 f"the saved position in a shard of {end - begin} records is damaged, or was saved with other data: "
@@ -127,12 +104,12 @@ class RangeCursor(RunCursor):
         self._parts, self._order, self._epoch, self._ahead = parts, order, epoch, ahead
         self._begin, self._end, self._at = begin, end, begin + (saved or 0)
         self._found: list[tuple[int, int]] = []
-        """Pairs (piece, offset in the piece) of the records at the next positions, from `_found_from` on."""
+        """(piece, offset) of the records at the next positions, from `_found_from` on."""
         self._found_from = begin
         self._key, self._seeds = key, list[Seeds]()
         self._random: OwnGenerators | None = None
         self._prefetched_from = -1
-        """Position of the cursor when it last asked for parts to be prefetched; -1 before the first time."""
+        """Position at which the cursor last asked for prefetching; -1: never."""
 
     def __next__(self) -> Any:  # as `take(1)`, in half of its time: a round robin reads each sample by itself
         index = self._next_found()
@@ -142,7 +119,7 @@ class RangeCursor(RunCursor):
         return self._record(index, *self._found[index])
 
     def _next_found(self) -> int:
-        """Return the index in `_found` of the cursor's next record; -1 at the end of the shard."""
+        """Return the index in `_found` of the next record; -1 at the end of the shard."""
         if self._at >= self._end:
             self.close()
             return -1
@@ -162,8 +139,7 @@ class RangeCursor(RunCursor):
         return Run(self._parts.pieces.listed(found) or self._records(index, found), size, first.__add__)
 
     def _records(self, first: int, found: Sequence[tuple[int, int]]) -> Iterator[Any]:
-        """Yield the records at these pairs (piece, offset in the piece). `first`: index in `_found` of the first
-        pair."""
+        """Yield the records at these places, the first of which has the index `first` in `_found`."""
         for index, (piece, offset) in enumerate(found, first):
             yield self._record(index, piece, offset)
 
@@ -174,8 +150,7 @@ class RangeCursor(RunCursor):
         return self._drawn(self._key, index, piece, offset)
 
     def _drawn(self, key: int, index: int, piece: int, offset: int) -> Any:
-        """Return the record at an offset of a piece, read by user code while the random generators are seeded for it.
-        `index`: index of the record in `_found`."""
+        """Return a record, read by user code while the random generators are seeded for it. `index`: in `_found`."""
         if not self._seeds:
             positions = np.arange(self._found_from, self._found_from + len(self._found))
             self._seeds = seeds_of(key, self._epoch & (2**62 - 1), positions)

@@ -1,19 +1,14 @@
-"""Exchange of the states of the process's random generators (those of `random`, numpy and torch) between a stream and
-its caller. A stream is the sequence of samples of one of the user's iterables.
+"""What the code of a stream (one of the user's iterables) sees of the process: random generators of its own, and a job
+with a single worker.
 
-The code of a stream may draw from these generators. The numbers must depend only on the stream's seed and position, and
-not on what the caller, another stream or another worker draws. So the generators have the stream's states while its
-code runs, and the caller's states again afterwards.
+The numbers that it draws must depend only on the stream's seed and position. So the generators of `random`, numpy and
+torch have the stream's states while its code runs, and the caller's afterwards. To save or restore all three in full
+takes 80 us, twice for each sample. Two methods reduce this to about 15 us:
 
-States are exchanged twice for each sample. To save or restore all three generators in full takes 80 us. Two methods
-reduce this to about 15 us:
-
-- numpy's bit generator is not copied. The stream and its caller have one object each, and the objects are exchanged.
-  One value is not in the object: numpy's `normal` makes two numbers and keeps the second one for its next call.
-  get_state() returns it, but takes 40 us. So get_state() is called only after a draw, which shows in the generator's
-  memory (0.3 us to compare), or while a number is kept.
-- Python's getstate(), which takes 15 us, is called only after a draw, too. In CPython the generator's memory changes
-  with each draw. In any other interpreter getstate() is called each time.
+- numpy's bit generator is not copied: the stream's and the caller's objects are exchanged. One value is not in the
+  object: numpy's `normal` makes two numbers and keeps the second one for its next call. get_state() returns it, but
+  takes 40 us, so it is called only after a draw, which shows in the generator's memory, or while a number is kept.
+- Python's getstate(), which takes 15 us, is called only after a draw, too, where the memory shows draws (in CPython).
 
 Threads and processes that a stream starts are not covered. A loader's own worker processes are seeded from torch's
 generator, as torch does. Threads draw from the generators of the stream that runs at the time.
@@ -39,11 +34,10 @@ __all__ = ["OwnGenerators", "SoleWorker"]
 
 
 _PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
-"""Python's global random generator: the instance of random.Random whose methods are the functions of the module
-`random`."""
+"""Python's global random generator, whose methods are the functions of the module `random`."""
 _HEAD, _SIZE = object.__basicsize__, _random.Random.__basicsize__
 _WORDS = 625 * 4
-"""Size in bytes of the state of MT19937, Python's random generator: 624 words, and the index among them."""
+"""Size in bytes of the state of MT19937: 624 words, and the index among them."""
 
 
 def _memory(generator: random.Random) -> bytes:
@@ -52,8 +46,7 @@ def _memory(generator: random.Random) -> bytes:
 
 
 def _memory_shows_draws() -> bool:
-    """Return True if, in this interpreter, the bytes that `_memory` returns change with each draw and with nothing
-    else."""
+    """Return True if the bytes that `_memory` returns change with each draw and with nothing else."""
     if _SIZE - _HEAD < _WORDS:
         return False
     trial = random.Random(1)
@@ -68,7 +61,7 @@ _SHOWS_DRAWS = _memory_shows_draws()
 
 
 class _Side:
-    """States of the three random generators for one side of the exchange: for the stream, or for its caller."""
+    """States of the three generators: the stream's, or its caller's."""
 
     def __init__(self) -> None:
         self._python: Any = None
@@ -80,7 +73,6 @@ class _Side:
         self._torch: torch.Tensor | None = None
 
     def leave(self) -> None:
-        """Save the present states of the random generators, before the other side's states are restored."""
         memory, gauss = _memory(_PYTHON) if _SHOWS_DRAWS else b"", _PYTHON.gauss_next  # type: ignore[attr-defined]
         if self._python is None or not _SHOWS_DRAWS or memory != self._memory or gauss != self._gauss:
             self._python, self._memory, self._gauss = random.getstate(), memory, gauss
@@ -94,7 +86,6 @@ class _Side:
         self._torch = torch_rng_state()
 
     def enter(self) -> None:
-        """Set the global random generators to the states that `leave` saved."""
         random.setstate(self._python)
         mtrand.set_bit_generator(self._numpy)
         if self._numpy_gauss is not None and self._words is not None:
@@ -105,8 +96,8 @@ class _Side:
 
 
 class OwnGenerators:
-    """Context manager inside which the process's random generators have the states of one stream. At the first entry
-    they are seeded. At each later entry they continue where they were at the last exit."""
+    """Context in which the process's random generators have the states of one stream: seeded at the first entry, later
+    as at the last exit."""
 
     def __init__(self, seed: int) -> None:
         self._caller, self._own = _Side(), _Side()
@@ -128,8 +119,10 @@ class OwnGenerators:
 
 
 class SoleWorker:
-    """Context manager inside which user code sees a job with one box and one worker. `within`: another context manager,
-    which is entered and left with this one. To enter and leave it takes 0.5 us, once for each sample."""
+    """Context in which user code sees a job with one box and one worker. Many datasets split themselves by torch's
+    get_worker_info() or by current_assignment(); a logical shard must be the same stream in any worker. If such a
+    dataset split it again, a part of the samples would silently be left out. Threads that a stream starts may get the
+    real values. It takes 0.5 us, once for each sample."""
 
     def __init__(self, within: AbstractContextManager[None]) -> None:
         self._within = within

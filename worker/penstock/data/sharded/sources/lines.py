@@ -52,16 +52,15 @@ class LineFile:
             ) from error
 
     def cut(self, parts: int) -> list[LineRange]:
-        """Return `parts` ranges of bytes of about equal length that together contain the file's records. A range may
-        have no records."""
+        """Return `parts` ranges of about equal length that together contain the file's records. A range may have
+        none."""
         bounds = [part * self.size // parts for part in range(parts + 1)]
         return [LineRange(self.path, self._parse, self.size, *each) for each in itertools.pairwise(bounds)]
 
 
 def cut_files(pieces: Sequence[Any], shards: int) -> list[list[Any]]:
-    """Cut the LineFiles among `pieces` into ranges of about equal length, if there are fewer pieces than shards, so
-    that each shard gets at least one range or other piece. Return a list for each piece: the ranges of a LineFile, or
-    only the piece itself."""
+    """Return, for each piece, the ranges of a LineFile, or only the piece itself. LineFiles are cut if there are fewer
+    pieces than shards, so that each shard gets at least one."""
     files = [piece for piece in pieces if isinstance(piece, LineFile)]
     more = max(0, shards - len(pieces)) if files else 0
     # Each file gets additional ranges in proportion to its size; the largest files get the remainder.
@@ -80,18 +79,17 @@ class LineRange:
     path: Path
     parse: Callable[[bytes], Any]
     size: int
-    """Size of the whole file in bytes, at the time when it was cut."""
+    """Size of the whole file in bytes, when it was cut."""
     begin: int
     end: int
 
     def __call__(self) -> _Lines:
-        """Return an iterator over the range's records. LogicalShards calls the range to open it, and closes the
-        iterator."""
+        """Return an iterator over the range's records."""
         return _Lines(self)
 
 
 class _Lines(Iterator[Any]):
-    """Iterator over the records of a range of lines. Its state is the offset of the next line in the file, in bytes."""
+    """Records of a range of lines. Its state is the offset of the next line in the file."""
 
     def __init__(self, of: LineRange) -> None:
         self._of = of

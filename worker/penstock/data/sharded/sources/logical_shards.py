@@ -1,10 +1,6 @@
-"""Division of a list of pieces into L logical shards. A shard moves between workers only as a whole.
-
-There are two ways, and this module decides between them. If all pieces are indexable, a shard is a range of positions
-in the order of all records (indexed_pieces.py): the lengths of shards differ by at most one record, and samples are
-skipped without reading. If at least one piece is not indexable, each piece is assigned to one shard as a whole
-(sequential_pieces.py), and read sequentially (opaque.py).
-"""
+"""Division of a list of pieces into L logical shards. If all pieces are indexable, a shard is a range of positions in
+the order of all records (indexed_pieces.py). Otherwise each piece is assigned to one shard as a whole
+(sequential_pieces.py), and read sequentially (opaque.py)."""
 
 from __future__ import annotations
 
@@ -30,10 +26,10 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["LogicalShards"]
 
 MAX_OPEN = 128
-"""Default of the argument `max_open`, the largest number of pieces that a process has open. It reads all shards of a
-finite source round robin, and needs an open piece for each. 128 is an eighth of the usual limit of file descriptors."""
+"""Default of `max_open`: an eighth of the usual limit of file descriptors. A process reads all shards of a finite
+source round robin, and needs an open piece for each."""
 LISTED = 16
-"""Largest length of a list that a source's description contains in full. A longer list is replaced by its digest."""
+"""Largest length of a list that a source's description contains in full, not as a digest."""
 KEPT_ORDERS = 2
 
 
@@ -152,8 +148,7 @@ class LogicalShards:
         return [end - begin for begin, end in bounds]
 
     def known_records(self) -> KnownRecords | None:
-        """Return the records of all pieces, numbered in the order of the pieces; None unless all pieces are indexable,
-        or if there is no record."""
+        """Return the records of all pieces; None unless all pieces are indexable, or if there is no record."""
         parts = self._parts
         if parts is None or not parts.records:
             return None
@@ -202,9 +197,8 @@ class LogicalShards:
 def _cut(
     pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, shards: int
 ) -> tuple[Sequence[Any], Sequence[str] | None, list[str]]:
-    """Cut the LineFiles among the pieces into ranges of bytes, if there are fewer pieces than shards. Return the pieces
-    with ranges in place of LineFiles, their names (None if the user gave none), and for the source's description a text
-    for each LineFile, such as "3 of 120 bytes": 3 ranges of a file of 120 bytes."""
+    """Cut LineFiles if there are fewer pieces than shards. Return all pieces, their names, and for the description a
+    text for each LineFile, such as "3 of 120 bytes": 3 ranges of a file of 120 bytes."""
     if isinstance(pieces, Iterator):
         pieces = list(pieces)
     if not isinstance(pieces, list | tuple) or not any(isinstance(piece, LineFile) for piece in pieces):
@@ -230,8 +224,7 @@ def _cut(
 
 
 def _listed(values: Sequence[Any] | None) -> Any:
-    """Return a list in the form in which a source's description contains it: a short list itself; for a long one a text
-    with its length and digest, by which another list is detected; None for an empty list."""
+    """Return a list as a description contains it: a long one as its length and digest; None if it is empty."""
     if not values or len(values) <= LISTED:
         return None if not values else list(values)
     return f"{len(values)}, digest {xxhash.xxh3_64_hexdigest(json.dumps(list(values)).encode())}"

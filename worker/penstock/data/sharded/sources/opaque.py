@@ -1,16 +1,12 @@
-"""Sequential reading of any iterable, with positions that can be saved and resumed: by the iterable's own state, or by
-reading it again.
-
-A user's function may return a dataset or loader with `state_dict` and `load_state_dict`, a graph of torchdata.nodes, or
-a generator without any state. For all of them a position is saved in the same way:
+"""Sequential reading of any iterable (a dataset or loader with `state_dict` and `load_state_dict`, a graph of
+torchdata.nodes, a generator without any state), with positions that can be saved and resumed:
 
     saved position = the newest snapshot (state of the iterable) before the position, if there is one,
                      + the number of samples up to the position
                      + a digest of these samples
 
-To resume, the iterable is made again, the snapshot is loaded, and the samples from the snapshot to the position are
-read again and dropped. Without a snapshot, all samples before the position are read again. Three rules make this
-reliable:
+To resume, the iterable is made again, the snapshot is loaded, and the samples from there to the position are read again
+and dropped; without a snapshot, all samples before the position. Three rules make this reliable:
 
 - **The snapshot lies strictly before the position.** So at least one sample is read again, and compared: some iterables
   count after their `yield`, or read ahead. After a difference the iterable is read again from its beginning, with a
@@ -20,8 +16,7 @@ reliable:
   generators back to their state after making the iterable, call `iter`, and set them to the state at the snapshot. With
   any other order a shuffled loader yields other batches.
 
-Snapshots are taken by snapshot_cadence.py; a saved position is as exact with an old one. None is taken after the last
-sample, because there the state of some loaders already belongs to their next epoch.
+None is taken after the last sample, because there the state of some loaders already belongs to their next epoch.
 """
 
 from __future__ import annotations
@@ -67,11 +62,10 @@ __all__ = [
 
 
 SNAPSHOT_EVERY = 1000
-"""Default number of samples between snapshots, which is also about the largest number of samples that a resume reads
-again."""
+"""Default number of samples between snapshots, and about the largest number that a resume reads again."""
 SNAPSHOT_S = 60.0
-"""Default number of seconds between snapshots, so that even a stream of slow samples takes about a minute at most to be
-read again after a resume."""
+"""Default number of seconds between snapshots, so that a stream of slow samples takes about a minute at most to be read
+again."""
 NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a saved position."""
 
@@ -82,26 +76,22 @@ BEGINNING = 0
 
 @dataclass(frozen=True)
 class StreamMark:
-    """Position in a stream, with what is necessary to return to it: a snapshot of the stream, and a digest for the
-    comparison. A stream's saved position is such a mark as a dict."""
+    """Position in a stream, with what is necessary to return to it. As a dict it is the stream's saved position."""
 
     passed: int = 0
-    """Number of samples of the stream before the position."""
+    """Number of samples before the position."""
     digest: int | None = BEGINNING
-    """Chained digest of the samples before the position; None if it is unknown."""
+    """Chained digest of these samples; None if it is unknown."""
     snapshot: dict[str, Any] | None = None
-    """Snapshot of the stream at an earlier position; None if there is none. It is a dict with four values. "passed":
-    number of samples before the snapshot. "digest": their chained digest. "state": the iterable's state, encoded.
-    "rng": state of the random generators; None if no number was drawn since they were seeded, or if the stream leaves
-    them alone."""
+    """State at an earlier position: "passed" and "digest" as above, there; "state", encoded; "rng": state of the random
+    generators, None if no number was drawn since they were seeded, or if they are left alone."""
 
     def saved_position(self) -> SavedPosition:
         return {"passed": self.passed, "digest": self.digest, "snapshot": self.snapshot}
 
     @staticmethod
     def of(saved: SavedPosition, name: str) -> StreamMark:
-        """Return the mark that a saved position contains. `name`: name of the stream, for errors. Raises
-        StateCorruptError for an invalid saved position."""
+        """Return the mark that a saved position contains."""
         try:
             mark = StreamMark(saved["passed"], saved["digest"], saved["snapshot"])
             numbers = [(mark.passed, mark.digest)]
@@ -130,9 +120,8 @@ class StreamMark:
 
 
 def without_snapshots(saved: SavedPosition) -> SavedPosition:
-    """Return a source's saved position without the snapshots of its streams, for restore keys. When a snapshot was
-    taken differs from one attempt to the next; without snapshots, the saved position of a sample is always the same. A
-    stream that is resumed from it is read from its beginning."""
+    """Return a source's saved position without the snapshots of its streams, for restore keys: when one was taken
+    differs from one attempt to the next."""
     if isinstance(saved, Mapping):
         if saved.keys() >= StreamMark().saved_position().keys():
             return {**saved, "snapshot": None}
@@ -141,17 +130,15 @@ def without_snapshots(saved: SavedPosition) -> SavedPosition:
 
 
 class _OtherSamplesError(Exception):
-    """Error: samples that were read again differ from those that were delivered, or a saved state cannot be loaded to
-    read them."""
+    """Samples that were read again differ from the delivered ones, or a saved state cannot be loaded to read them."""
 
 
 class _EndsEarlyError(Exception):
-    """Error: reading a stream again ended before the saved position."""
+    """Reading a stream again ended before the saved position."""
 
 
 class OpaqueStream(Iterator[Any]):
-    """Iterator over the samples of an iterable that the function `make` returns. `make` is called when the first sample
-    is requested."""
+    """Iterator over the samples of the iterable that `make` returns when the first one is requested."""
 
     def __init__(
         self,
@@ -165,31 +152,20 @@ class OpaqueStream(Iterator[Any]):
         snapshot_every: int = SNAPSHOT_EVERY,
         snapshot_s: float = SNAPSHOT_S,
     ) -> None:
-        """
-        Args:
-            make: function that returns the iterable; called each time the stream is read from its beginning or resumed.
-            name: name of the stream, for errors.
-            digests: computes the samples' chained digest.
-            seed: seed of the random generators while the stream's code runs; None: the process's generators are left
-                alone.
-            mark: position at which to begin; None: the stream's beginning.
-            keeps_made: True if `make` returns an object of the user instead of a new one. The object is then not
-                closed, and its state is not used.
-            snapshot_every, snapshot_s: number of samples, and of seconds, after which a snapshot is taken.
-        """
+        """Args: | name: name of the stream, for errors. | seed: seed of the random generators while the stream's code
+        runs; None: they are left alone. | mark: position at which to begin; None: the stream's beginning. | keeps_made:
+        True if `make` returns an object of the user, which is then not closed, and its state not used."""
         self._make, self._name, self._digests, self._keeps_made = make, name, digests, keeps_made
         self._every, self._seconds = snapshot_every, snapshot_s
         self._seed = seed
         self._inside: AbstractContextManager[None] = SoleWorker(nullcontext())
         self._fresh = b""
-        """State of the random generators just after they were seeded for this stream."""
+        """State of the random generators just after they were seeded."""
         mark = mark or StreamMark()
         self.passed = mark.passed
-        """Number of samples that the stream has yielded or skipped."""
         self._chain = mark.digest
         self._snapshots = [mark.snapshot] if mark.snapshot is not None else []
-        """The two newest snapshots, or fewer, the older one first. If the newest lies at the present position, the
-        saved position contains the older one."""
+        """The two newest, the older one first. If the newest lies at the present position, the older one is saved."""
         self._cadence = SnapshotCadence()
         self._next_at, self._next_s = 1, float("inf")
         self._made: Any = None
@@ -202,8 +178,7 @@ class OpaqueStream(Iterator[Any]):
 
     @property
     def reads_again(self) -> bool:
-        """True if a resume at this position would have to read all earlier samples again, because there is no
-        snapshot."""
+        """True if a resume would have to read all earlier samples again."""
         return self.passed > 0 and not self._snapshots
 
     def __next__(self) -> Any:
@@ -217,23 +192,21 @@ class OpaqueStream(Iterator[Any]):
         return self._advance()
 
     def skip(self, count: int) -> int:
-        """Skip `count` samples, or all remaining ones if there are fewer, by making and dropping them. Return the
-        number of skipped samples."""
+        """Skip up to `count` samples by making and dropping them. Return how many."""
         return sum(1 for _ in zip(range(count), self, strict=False))
 
     def saved_position(self) -> SavedPosition:
         return self._mark().saved_position()
 
     def park(self) -> None:
-        """Close the iterable for now, so that another stream can be opened. A snapshot is taken before, so that few
-        samples have to be read again when this stream is reopened."""
+        """Take a snapshot, and close the iterable for now, so that another stream can be opened."""
         holder = None if self._iterator is None or self._ended else self._stateful()
         if holder is not None and self.passed > max((own["passed"] for own in self._snapshots), default=0):
             self._take(holder)
         self.close()
 
     def close(self) -> None:
-        """Close the iterable and keep the position. The next request for a sample makes the iterable again."""
+        """Close the iterable and keep the position. The next sample makes the iterable again."""
         iterator, made = self._iterator, self._made
         self._iterator = self._made = None
         if iterator is None and made is None:
@@ -301,7 +274,7 @@ class OpaqueStream(Iterator[Any]):
         self._snapshots = [*self._snapshots[-1:], own]
 
     def _stateful(self) -> Any:
-        """Return the object whose state is saved: the iterable or its iterator; None if neither has a state."""
+        """Return the iterable or its iterator, whichever has a state; None if neither."""
         for holder in (self._made, self._iterator):
             if holder is self._made and self._keeps_made:
                 continue
@@ -312,7 +285,6 @@ class OpaqueStream(Iterator[Any]):
     # ---- start and resume
 
     def _reopen(self) -> None:
-        """Make the iterable again, and advance it to the stream's position."""
         mark = self._mark()
         try:
             if mark.snapshot is None:
@@ -412,7 +384,7 @@ class OpaqueStream(Iterator[Any]):
 
 
 def _is_node(holder: Any) -> bool:
-    """Return True if an object is the root of a torchdata.nodes graph, whose state is loaded by `reset()`."""
+    """Return True for the root of a torchdata.nodes graph, whose state is loaded by `reset()`."""
     return hasattr(holder, "get_state") and hasattr(holder, "reset")
 
 
@@ -424,7 +396,6 @@ def _load(holder: Any, state: Any) -> None:
 
 
 def close_quietly(owner: Any) -> None:
-    """Call the method `close` of an object, if it has one."""
     close = getattr(owner, "close", None)
     if callable(close):
         close()
@@ -435,7 +406,13 @@ _UNKNOWN = bytes(8)
 
 
 class SampleDigests:
-    """Calculator of chained digests of samples. Each thread needs an instance of its own."""
+    """Chained digests of samples, by which reading a stream again is compared. Each thread needs an instance.
+
+    A sample's digest is the checksum of its encoding as a state (22 us for a document of 1,000 Python integers; the
+    digest of batches takes 480 us, because each is a leaf). What a batch can contain but a state cannot, such as a
+    named tuple, has the batch's digest. Of any other sample, such as an image object, only its existence enters the
+    chain.
+    """
 
     def __init__(self) -> None:
         self._replay_digest: ReplayDigest | None = None
@@ -444,8 +421,7 @@ class SampleDigests:
         return SampleDigests, ()  # instances contain only scratch memory
 
     def after(self, chain: int, sample: Any) -> int:
-        """Return the chained digest of a stream after one more sample, as an unsigned 64-bit integer. `chain`: the
-        digest before the sample."""
+        """Return the chained digest after one more sample, an unsigned 64-bit integer."""
         return xxh3_64_intdigest(self._digest(sample), chain)
 
     def _digest(self, sample: Any) -> bytes:

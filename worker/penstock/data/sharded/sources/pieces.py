@@ -1,10 +1,6 @@
-"""Pieces of a user's data (lists, tables, datasets, files, streams), opened on demand.
-
-A piece is indexable (it has a length, and records by number), or iterable (it is read sequentially from its beginning),
-or a function that opens an indexable or iterable object. A piece that such a function opened is closed again. At most
-`max_open` pieces are open at a time, and the least recently used one is closed first. All are closed when the last
-cursor that reads them has ended.
-"""
+"""Pieces of a user's data, opened on demand. A piece is indexable, or iterable (read from its beginning), or a function
+that opens such an object, which is closed again. At most `max_open` are open at a time, and the least recently used one
+is closed first. All are closed when the last cursor has ended."""
 
 from __future__ import annotations
 
@@ -35,20 +31,18 @@ __all__ = ["OpenPieces", "Pieces", "one_each"]
 
 
 _NOT_PIECES = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
-"""Types that are refused as the argument `pieces`, which must be a list of pieces: for example, each element of an
-array would become a piece."""
+"""Refused as the argument `pieces`: for example, each element of an array would become a piece."""
 _PLAIN = (*CONTAINERS, StreamingDataset, MegatronDocuments, LanceRows)
-"""Types whose records are read without calling user code, so that no random numbers are drawn. pyarrow's tables are
-treated in the same way. A subclass of these types is user code. Random clips of a StreamingDataset draw nevertheless,
-see `may_draw`."""
+"""Read without user code, so that no random numbers are drawn; so are pyarrow's tables. A subclass is user code. Random
+clips of a StreamingDataset draw nevertheless, see `may_draw`."""
 
 _WITH_FINGERPRINT = (StreamingDataset, MegatronDocuments, LanceRows)
-"""Types of pieces whose attribute `fingerprint` becomes part of a state."""
+"""Types whose `fingerprint` becomes part of a state."""
 
 
 class OpenPieces:
-    """Pieces of one source that are open in this process: at most `most`. The least recently used one is closed when
-    another one must be opened. The key of a piece is its number, or the `id()` of the cursor that reads it."""
+    """Open pieces of one source: at most `most`. The key is a piece's number, or the `id()` of the cursor that reads
+    it."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -62,19 +56,17 @@ class OpenPieces:
         return True
 
     def add(self, key: object, close: Callable[[], None]) -> None:
-        """Add a piece that was opened, after closing the least recently used ones if too many are open. `close`:
-        function that closes the added piece."""
+        """Add an opened piece, after closing the least recently used ones if too many are open."""
         self.close_surplus()
         self._closers[key] = close
 
     def close_surplus(self) -> None:
-        """Close the least recently used pieces until another one may be opened."""
         while len(self._closers) >= self.most:
             _, close_oldest = self._closers.popitem(last=False)
             close_oldest()
 
     def forget(self, key: object) -> None:
-        """Remove a piece without closing it, because the caller closes it."""
+        """Remove a piece that the caller closes."""
         self._closers.pop(key, None)
 
     def close(self) -> None:
@@ -83,25 +75,14 @@ class OpenPieces:
 
 
 class Pieces:
-    """Pieces of a source, found by number, and the records in each piece, found by offset."""
+    """Pieces by number, and the records in each by offset."""
 
     def __init__(
         self, pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, max_open: int
     ) -> None:
-        """Check all pieces.
-
-        A piece is an object with records (a list, a dataset, a file), or a function that opens one. If all other pieces
-        are indexable, functions are called here: with `counts` only the first one, to find out the kind of object that
-        the functions return; without `counts` one after the other, until one returns an object that is not indexable.
-
-        Args:
-            pieces: the user's list of pieces.
-            counts: number of records in each piece; None: not given.
-            names: name of each piece; None: its number.
-            max_open: largest number of pieces that are open at a time.
-
-        Raises InvalidArgumentError for an invalid piece, DatasetError for wrong counts.
-        """
+        """Check all pieces. If all others are indexable, functions are called here: with `counts` only the first one,
+        to find out what they return; otherwise one after the other, until one returns an object that is not
+        indexable."""
         if not isinstance(pieces, Iterable) or isinstance(pieces, _NOT_PIECES):
             raise InvalidArgumentError(
                 "pieces must be a list of pieces, such as [piece] for a single piece, got "
@@ -116,11 +97,10 @@ class Pieces:
         self._functions = {number for number in range(len(self)) if self._is_function(number)}
         lengths = self._lengths(given)
         self.by_position = lengths is not None
-        """True if all pieces are indexable, so that records are found by position."""
+        """True if all pieces are indexable."""
         self.counts = given if lengths is None else lengths
-        """Number of records in each piece; None if unknown."""
         self._are_given = given is not None
-        """True if the user gave `counts`; False if the pieces were counted when the source was made."""
+        """True if the user gave `counts`; False if the pieces were counted."""
         self._lists = {n: piece for n, piece in enumerate(self._pieces) if type(piece) in (list, tuple)}
         self.opened.close()
         _all.add(self)
@@ -128,7 +108,7 @@ class Pieces:
     def _nothing_open(self, max_open: int) -> None:
         self.opened = OpenPieces(max_open)
         self._tables: dict[int, Any] = {}
-        """Open objects that the functions of indexable pieces have returned, by the piece's number."""
+        """What the functions of indexable pieces have returned, by number."""
         self._readers: set[int] = set()
         """`id()` of each cursor that reads pieces."""
 
@@ -139,8 +119,8 @@ class Pieces:
         return f"piece {number}" + (f" ({self.names[number]})" if self.names is not None else "")
 
     def sizes(self, number: int) -> Ints:
-        """Return the number of records in each part of piece `number`. The parts of a StreamingDataset are the shards
-        or row groups of its files. Any other piece (a list, a table) is one part."""
+        """Return the number of records in each part of a piece: the shards or row groups of a StreamingDataset, or the
+        whole."""
         piece = self._pieces[number]
         if isinstance(piece, StreamingDataset):
             return np.concatenate(piece.sizes)
@@ -148,8 +128,7 @@ class Pieces:
         return np.array([self.counts[number]], np.int64)
 
     def streaming(self, number: int) -> StreamingDataset | None:
-        """Return piece number `number` if it is a StreamingDataset, whose parts can be prefetched; None for any other
-        piece."""
+        """Return a piece that is a StreamingDataset, whose parts can be prefetched; None for any other."""
         piece = self._pieces[number]
         return piece if isinstance(piece, StreamingDataset) else None
 
@@ -157,12 +136,11 @@ class Pieces:
         return [piece.fingerprint for piece in self._pieces if isinstance(piece, _WITH_FINGERPRINT)]
 
     def read_by(self, cursor: int) -> None:
-        """Register a cursor that begins to read pieces. `cursor`: the cursor's `id()`."""
+        """Register a cursor, by its `id()`."""
         self._readers.add(cursor)
 
     def left(self, cursor: int) -> None:
-        """Remove a cursor that has ended. After the last cursor has ended, all pieces are closed. `cursor`: the
-        cursor's `id()`."""
+        """Remove a cursor that has ended. After the last one, all pieces are closed."""
         if cursor in self._readers:
             self._readers.remove(cursor)
             if not self._readers:
@@ -171,7 +149,7 @@ class Pieces:
     # ---- indexable pieces
 
     def record(self, number: int, offset: int) -> Any:
-        """Return the record at `offset` of an indexable piece. Raises DatasetError if the piece has become shorter."""
+        """Return a record of an indexable piece. Raises DatasetError if the piece has become shorter."""
         if number in self._functions:
             table = self._table(number)
         else:
@@ -187,9 +165,8 @@ class Pieces:
             ) from error
 
     def listed(self, found: Sequence[tuple[int, int]]) -> list[Any] | None:
-        """Return the records at these pairs (number of a piece, offset in the piece), in the fastest way. Return None
-        if that is impossible, because a piece is not a list or tuple, or has no record at an offset; the caller then
-        reads each record by `record`."""
+        """Return the records at these places in the fastest way; None if a piece is no list or tuple or lacks a record:
+        the caller then reads each by `record`."""
         pieces = self._lists
         try:
             return [pieces[piece][offset] for piece, offset in found]
@@ -197,8 +174,7 @@ class Pieces:
             return None
 
     def may_draw(self, number: int) -> bool:
-        """Return True if reading a record of piece number `number` may draw random numbers: user code reads it, or the
-        clips of a StreamingDataset are random."""
+        """Return True if reading a record may draw random numbers: user code reads it, or clips are random."""
         piece = self._tables.get(number) if number in self._functions else self._pieces[number]
         plain = type(piece) in _PLAIN or hasattr(piece, "to_pylist")
         return not plain or getattr(piece, "clips_draw", False) is True
@@ -232,7 +208,6 @@ class Pieces:
         return table
 
     def _open(self, number: int) -> Any:
-        """Call the function of piece number `number`, and return the object that it opens."""
         try:
             with SoleWorker(nullcontext()):
                 opened = self._pieces[number]()
@@ -245,8 +220,8 @@ class Pieces:
         return opened
 
     def _open_table(self, number: int) -> Any:
-        """Open indexable piece number `number`, with random generators that are seeded for this piece. A piece may be
-        opened several times, and must draw the same numbers each time."""
+        """Open an indexable piece, with generators seeded for it: it may be opened several times, and must draw the
+        same numbers."""
         with OwnGenerators(derive_seed(0, "opens", number)):
             return self._open(number)
 
@@ -257,15 +232,13 @@ class Pieces:
     # ---- iterable pieces
 
     def stream(self, number: int) -> tuple[Callable[[], Any], bool]:
-        """Return two values for piece number `number`: a function that returns the object to read the records from; and
-        True if this object is the user's own piece, which must not be closed, or False if it is a new object, which is
-        closed after use."""
+        """Return a function that returns the object to read a piece from, and True if it is the user's own, which is
+        not closed."""
         piece = self._pieces[number]
         return (partial(self._open, number), False) if number in self._functions else ((lambda: piece), True)
 
     def as_iterable(self, piece: Any) -> Any:
-        """Return an iterable over the records of a piece: the piece itself, or for an indexable piece an iterable that
-        reads it in order. (A source may have pieces of both kinds.)"""
+        """Return an iterable over the records of a piece. (A source may have pieces of both kinds.)"""
         return _Rows(piece) if _is_indexable(piece) else piece
 
     # ---- checks
@@ -292,8 +265,7 @@ class Pieces:
         return True
 
     def _lengths(self, given: Sequence[int] | None) -> list[int] | None:
-        """Return the number of records in each piece if all pieces are indexable; None otherwise. `given`: the user's
-        counts."""
+        """Return the number of records in each piece if all are indexable; None otherwise."""
         lengths = list(given or [0] * len(self))
         own = [number for number in range(len(self)) if number not in self._functions]
         indexable = [number for number in own if _is_indexable(self._pieces[number])]
@@ -332,8 +304,7 @@ class Pieces:
 
 
 def one_each(name: str, values: Sequence[Any], pieces: int) -> list[Any]:
-    """Return `values`, the user's argument `name`, as a list. Raises InvalidArgumentError unless it has one entry for
-    each piece. `pieces`: number of the user's pieces."""
+    """Return the user's argument `name` as a list, which must have one entry for each piece."""
     if not isinstance(values, Iterable) or isinstance(values, str):
         raise InvalidArgumentError(
             f"{name} must be a list, with one entry for each piece, got {values!r:.200}. Pass such a list"
@@ -350,8 +321,7 @@ _all: weakref.WeakSet[Pieces] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """Forget all open pieces in a forked child, which then opens its own. A file that the child inherited has one
-    position in both processes, so each would read on where the other one stopped."""
+    """Let a forked child open its own pieces: an inherited file has one position in both processes."""
     for pieces in list(_all):
         pieces._nothing_open(pieces.opened.most)
 
@@ -360,8 +330,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Rows:
-    """Iterable over the records of an indexable piece, in order. The state of its iterator is the next record's
-    number."""
+    """Records of an indexable piece, in order. The state of its iterator is the next one's number."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -392,8 +361,7 @@ class _RowIterator(Iterator[Any]):
 
 
 def _refuse_unordered(what: str, piece: Any) -> None:
-    """Raise InvalidArgumentError for an iterable whose records have no fixed order. `what`: beginning of the error,
-    which names the piece."""
+    """Raise InvalidArgumentError for an iterable whose records have no fixed order."""
     kind = type(piece).__qualname__
     if isinstance(piece, str | bytes | Mapping):
         raise InvalidArgumentError(
@@ -419,7 +387,7 @@ def _is_indexable(piece: Any) -> bool:
 
 
 def _row(table: Any, offset: int) -> Any:
-    """Return the record at `offset` of a piece. The record of a pyarrow table is a row, as a dict."""
+    """Return a record of a piece; of a pyarrow table a row, as a dict."""
     if hasattr(table, "to_pylist") and hasattr(table, "column_names"):
         if offset >= len(table):
             raise IndexError(f"a row's number must be at least 0 and below {len(table)}, got {offset}")

@@ -1,9 +1,5 @@
-"""Source in logical shards made from a user's iterables: each shard is one stream, which an iterable yields.
-
-opaque.py saves and resumes a stream, and isolation.py provides its random generators. This module has the user's
-settings, and makes a source from the streams. A stream cannot be split, so more workers than streams do not make
-reading faster. Skipping samples of a stream means reading them.
-"""
+"""Source in logical shards made from a user's iterables: each shard is one stream (opaque.py). A stream cannot be
+split, so more workers than streams do not make reading faster, and skipping samples means reading them."""
 
 from __future__ import annotations
 
@@ -151,8 +147,7 @@ class Savable:
         return _Cursor(stream, name, self._rows, None if self._collect is None else GarbageCollection(self._collect))
 
     def _mark(self, saved: SavedPosition, name: str) -> StreamMark:
-        """Return the position in a stream that `saved` contains. If it was saved with another `batch_rows`, convert it
-        to batches of the present number of rows. `name`: name of the stream, for errors."""
+        """Return the position that `saved` contains, converted to batches of the present `batch_rows`."""
         mark = StreamMark.of(saved, name)
         rows = saved.get("rows")
         if rows == self._rows:
@@ -176,8 +171,6 @@ class Savable:
 
 
 class _Cursor:
-    """Cursor of one stream in one epoch (see protocol.Cursor)."""
-
     def __init__(self, stream: OpaqueStream, name: str, rows: int | None, collecting: GarbageCollection | None) -> None:
         self._stream, self._name, self._rows, self._collecting = stream, name, rows, collecting
 
@@ -215,8 +208,7 @@ class _Cursor:
 
 
 def _json(name: str, value: Any) -> Any:
-    """Return a copy of `value` in the form that it has after it was written as JSON and read again (a tuple becomes a
-    list). Raises InvalidArgumentError unless it is a JSON value. `name`: name of the argument, for the error."""
+    """Return `value` as JSON returns it (a tuple becomes a list), or raise InvalidArgumentError."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -226,8 +218,8 @@ def _json(name: str, value: Any) -> Any:
 
 
 class _Process:
-    """State that all streams of this process share: the garbage collector's original settings, the number of streams
-    that have asked for other settings, and the number of samples since the last collection."""
+    """What all streams of this process share: the collector's original settings, the number of streams that asked for
+    others, and of samples since the last collection."""
 
     def __init__(self) -> None:
         self.holders = 0
@@ -256,22 +248,24 @@ _process = _Process()
 
 
 class GarbageCollection:
-    """Request of one stream to collect garbage after every n samples of the process, until the stream is closed."""
+    """Request of one stream to collect garbage after every n samples of the process, until it is closed.
+
+    Python collects after a number of new objects, also in the middle of a batch, and a full collection visits all
+    objects, for example a tokenizer's vocabulary and a shuffle buffer. So those that exist when the first stream is
+    opened are frozen, and the collector runs after every n samples. Closing the last stream restores its settings.
+    """
 
     def __init__(self, every: int) -> None:
         self._every, self._open = every, True
         _process.hold()
 
     def passed(self) -> None:
-        """Count a sample, and collect garbage if it is the n-th since the last collection."""
         _process.samples += 1
         if _process.samples >= self._every:
             _process.samples = 0
             gc.collect()
 
     def close(self) -> None:
-        """Withdraw this stream's request. When the last stream is closed, the collector's settings are restored. May be
-        called twice."""
         if self._open:
             self._open = False
             _process.release()

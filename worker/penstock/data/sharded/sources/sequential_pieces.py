@@ -1,16 +1,12 @@
-"""Shards of whole pieces (files or other parts of a user's data), for pieces that can only be read sequentially. A
-shard's pieces are read one after the other.
+"""Shards of whole pieces, for pieces that can only be read sequentially, one after the other.
 
-If the number of records of every piece is known, each piece in turn is assigned to the shard with the fewest records so
-far; otherwise pieces are assigned to shards round robin. With shuffling, the assignment differs between epochs, but it
-does not depend on the seed, because the lengths of shards must be known without a seed. The order of the pieces within
-a shard depends on the epoch and the seed.
+If all numbers of records are known, each piece in turn is assigned to the shard with the fewest records so far;
+otherwise round robin. With shuffling, the assignment differs between epochs, but does not depend on the seed, because
+the lengths of shards must be known without one; the order within a shard depends on both.
 
-While a piece is read, the random generators of the process have a state of their own for this piece, seeded by (seed,
-epoch, piece). So the piece's code draws the same numbers in any shard and worker, no matter what other code draws.
-
-A cursor's saved position contains the present piece, and a position in this piece (StreamMark in opaque.py). If a piece
-is closed so that others can be opened (see OpenPieces), it is later resumed in the same way.
+While a piece is read, the random generators have a state of their own, seeded by (seed, epoch, piece). A cursor's saved
+position contains the present piece, and a position in it (StreamMark). A piece that is closed so that others can be
+opened is resumed in the same way.
 """
 
 from __future__ import annotations
@@ -35,22 +31,14 @@ __all__ = ["SequentialCursor", "SequentialPieces", "assign_pieces"]
 
 
 KEPT_EPOCHS = 16
-"""Number of epochs whose assignment of pieces to shards stays in memory. An epoch takes 1 MB for 100,000 pieces."""
+"""Number of epochs whose assignment stays in memory: 1 MB each for 100,000 pieces."""
 
 
 def assign_pieces(
     pieces: int, counts: Sequence[int] | None, shards: int, *, epoch: int, shuffle: bool
 ) -> list[list[int]]:
-    """Assign each piece to a shard. Return, for each shard, the numbers of its pieces.
-
-    Args:
-        pieces: number of pieces.
-        counts: number of records in each piece; None: unknown. With counts, the numbers of records in any two shards
-            differ by at most the number in the largest piece.
-        shards: number of shards.
-        epoch: number of the epoch. It has no effect without `shuffle`.
-        shuffle: True: a different assignment for each epoch.
-    """
+    """Return the numbers of the pieces of each shard. With counts, the records of any two shards differ by at most
+    those of the largest piece."""
     order = _permuted(range(pieces), derive_seed(0, "pieces", epoch)) if shuffle else range(pieces)
     if counts is None:
         return [list(order[shard::shards]) for shard in range(shards)]
@@ -71,20 +59,18 @@ def _permuted(numbers: Sequence[int], key: int) -> list[int]:
 
 
 class SequentialPieces:
-    """Pieces of a source that are assigned to shards as a whole, because not all of them are indexable."""
-
     def __init__(self, pieces: Pieces, shards: int, *, shuffle: bool, capture_rng: bool = True) -> None:
         self.pieces, self._shards, self._shuffle = pieces, shards, shuffle
         self._capture_rng = capture_rng
         self.digests = SampleDigests()
         self._assigned: OrderedDict[int, list[Ints]] = OrderedDict()
-        """List with the numbers of the pieces of each shard, by epoch. Several epochs are kept: shards below a Repeated
-        may be in different epochs at a time, and to assign 100,000 pieces takes 0.2 s."""
+        """Pieces of each shard, by epoch: shards below a Repeated may be in different epochs, and to assign 100,000
+        pieces takes 0.2 s."""
         self._warned = False
 
     def close_for_others(self, stream: OpaqueStream, name: str) -> None:
-        """Close a piece's stream so that another piece can be opened. Warn, once, if the closed stream will have to be
-        read again from its beginning. `name`: name of the piece, for the warning."""
+        """Close a piece's stream so that another piece can be opened. Warn, once, if it will be read again from its
+        beginning."""
         stream.park()
         if stream.reads_again and not self._warned:
             self._warned = True
@@ -101,15 +87,14 @@ class SequentialPieces:
         return None if counts is None else [sum(counts[n] for n in own.tolist()) for own in self._of(epoch)]
 
     def pieces_of(self, shard: int, epoch: int, seed: int) -> list[int]:
-        """Return the numbers of a shard's pieces in the order in which they are read. Pieces that are known to be empty
-        are left out. Otherwise one position could be saved in two ways: as before an empty piece, or as after it."""
+        """Return a shard's pieces in reading order, without those known to be empty: a position before one and after it
+        must be the same."""
         own: list[int] = self._of(epoch)[shard].tolist()
         ordered = _permuted(own, derive_seed(seed, "pieces", epoch, shard)) if self._shuffle else own
         return ordered if self.pieces.counts is None else [n for n in ordered if self.pieces.counts[n]]
 
     def seeds(self, epoch: int, seed: int) -> Callable[[int], int | None]:
-        """Return a function from a piece's number to the seed of the random generators while the piece is read in this
-        epoch. The function returns None if generators are left alone."""
+        """Return the seed of the random generators for each piece; None: they are left alone."""
         if not self._capture_rng:
             return lambda piece: None
         return lambda piece: derive_seed(seed, "piece", epoch, piece)
@@ -127,19 +112,9 @@ class SequentialPieces:
 
 
 class SequentialCursor(Iterator[Any]):
-    """Cursor of a shard that reads the shard's pieces one after the other."""
-
     def __init__(
         self, whole: SequentialPieces, own: list[int], seed_of: Callable[[int], int | None], saved: SavedPosition
     ) -> None:
-        """
-        Args:
-            whole: all pieces of the source.
-            own: numbers of the shard's pieces, in the order in which they are read.
-            seed_of: function from a piece's number to the seed of the random generators while the piece is read; it
-                returns None if the generators are left alone.
-            saved: saved position; None: the shard's beginning.
-        """
         self._whole, self._pieces, self._own, self._seed_of = whole, whole.pieces, own, seed_of
         self._turn = 0
         """Index in `_own` of the present piece."""
@@ -217,8 +192,8 @@ class SequentialCursor(Iterator[Any]):
         )
 
     def _touch(self, stream: OpaqueStream) -> None:
-        """Mark the present piece's stream as the most recently used one, before it is read. If it was closed, close
-        another piece's stream first when too many are open."""
+        """Mark the present piece's stream as the most recently used one; reopen it, and close another one if too many
+        are open."""
         opened = self._pieces.opened
         if not opened.used(id(self)):
             self._pieces.read_by(id(self))
@@ -249,7 +224,6 @@ class SequentialCursor(Iterator[Any]):
         return count is not None and stream.passed >= count
 
     def _expect_end(self, stream: OpaqueStream) -> None:
-        """Raise DatasetError if the present piece has more records than the argument `counts` says."""
         count = self._count()
         if stream.passed != count or (stream.is_open and stream.skip(1)):
             raise DatasetError(f"{self._name} must have {count} records, as counts says, got more. Correct counts")
