@@ -39,7 +39,7 @@ PREFETCHED_BATCHES = 2
 
 
 class ReadAhead:
-    """Fetcher (see position_loader.py) that makes batches before they are needed. `begin`: function from an iterator of
+    """Batches of a worker in one epoch, made before they are needed. `begin`: function from an iterator of
     plans to an iterator of batches; when that is dropped, its threads or processes stop."""
 
     def __init__(self, own_batches: WorkerBatches, begin: Callable[[Iterator[BatchPlan]], Iterator[Any]]) -> None:
@@ -47,6 +47,8 @@ class ReadAhead:
         self._batches: Iterator[Any] | None = None
 
     def take(self, done: int) -> Any:
+        """Return batch number `done` of the worker's batches, which must exist. The caller increases `done` by one at
+        each call, but repeats it after an error."""
         if self._batches is None:
             self._batches = self._begin(self._worker_batches.all_plans(done))
         try:
@@ -56,6 +58,7 @@ class ReadAhead:
             raise
 
     def close(self) -> None:
+        """Stop making batches. The next call of `take` starts again."""
         self._batches = None
 
 

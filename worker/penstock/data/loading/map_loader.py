@@ -16,7 +16,7 @@ from penstock.data.loading.counting import Counts, LoaderCounts
 from penstock.data.loading.fetching import ReadAhead, check_threads, in_processes, in_threads
 from penstock.data.loading.keyed_random import draws_nothing
 from penstock.data.loading.map_reading import MapReader
-from penstock.data.loading.position_loader import Fetcher, PositionLoader, balanced_order, check_settings
+from penstock.data.loading.position_loader import PositionLoader, balanced_order, check_settings
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.balance import Balance
 from penstock.data.ordering.epoch_plan import SampleOrder, WorkerBatches
@@ -176,7 +176,7 @@ class MapLoader(PositionLoader):
             )
         return super().__iter__()
 
-    def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
+    def _fetcher(self, own_batches: WorkerBatches) -> ReadAhead | None:
         if self._threads:
             return ReadAhead(own_batches, partial(in_threads, reader=self._reader, threads=self._threads))
         if self._processes:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from penstock.data.arguments import one_of, whole
 from penstock.data.loading.counting import LoaderCounts, skipped_rows
+from penstock.data.loading.fetching import ReadAhead
 from penstock.data.loading.loader import Loader
 from penstock.data.loading.map_reading import MapReader
 from penstock.data.loading.restore_keys import PositionKeys, with_keys
@@ -37,22 +38,11 @@ from penstock.data.ordering.skips import ranges_of
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
 from penstock.proto.state.counts import Group, Row, merged_rows, note_imbalance
 
-__all__ = ["Fetcher", "PositionLoader", "balanced_order", "check_settings"]
+__all__ = ["PositionLoader", "balanced_order", "check_settings"]
 
 
 COUNTED_AT_ONCE = 1 << 16
 """Largest number of skipped samples for which the dataset is asked for their sources in one call."""
-
-
-class Fetcher(Protocol):
-    """Interface of an object that makes a worker's batches before they are needed."""
-
-    def take(self, done: int) -> Any:
-        """Return batch number `done`, from 0, of the batches that the worker makes in this epoch. The batch must exist.
-        The caller increases `done` by one at each call, but repeats it after an error."""
-
-    def close(self) -> None:
-        """Stop making batches. The next call of `take` starts again."""
 
 
 class PositionLoader(Loader):
@@ -117,8 +107,8 @@ class PositionLoader(Loader):
     def _approach(self, plan: BatchPlan) -> None:
         """Prefetch the data that will be needed soon. Called before each batch, with its plan."""
 
-    def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
-        """Return the Fetcher for a new epoch; None if each batch is made only when it is needed."""
+    def _fetcher(self, own_batches: WorkerBatches) -> ReadAhead | None:
+        """Return what makes the batches of a new epoch ahead; None if each batch is made only when it is needed."""
         return None
 
     # ---- epochs

@@ -14,10 +14,10 @@ from penstock.data.arguments import byte_count, one_of, sample_count, seconds_co
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.indexes.order_layout import OrderLayout, joined_files, mean_sample_bytes
 from penstock.data.loading.collating import checked_collate, may_draw
-from penstock.data.loading.counting import Counts, LoaderCounts, SampleCounter
+from penstock.data.loading.counting import Counts, LoaderCounts
 from penstock.data.loading.fetching import PREFETCHED_BATCHES, ReadAhead, check_threads, in_threads
 from penstock.data.loading.map_reading import MapReader
-from penstock.data.loading.position_loader import Fetcher, PositionLoader, balanced_order, check_settings
+from penstock.data.loading.position_loader import PositionLoader, balanced_order, check_settings
 from penstock.data.loading.upcoming_shards import ReadingRate, UpcomingShards
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.balance import Balance
@@ -210,15 +210,19 @@ class StreamingLoader(PositionLoader):
         wanted = zip(dataset.stream_names, shares, strict=True)
         millionths = {cut_name(name): (round(1e6 * share / sum(shares)), 0) for name, share in wanted}
         own_counts = LoaderCounts(counts, millionths)
-        reader = _reader(
+        own_samples, own_collate = dataset.is_overridden or dataset.clips_draw, may_draw(collate_fn)
+        reader = MapReader(
             dataset,
+            type(dataset).__qualname__,
             len(order),
             checked_collate(collate_fn),
-            seed,
-            reseed,
-            own_collate=may_draw(collate_fn),
-            threads=fetch_threads,
+            seed=seed,
+            reseed=own_samples and not fetch_threads if reseed is None else reseed,
+            reseed_collate=own_collate if reseed is None else reseed,
+            many=dataset.get_many,
             counter=own_counts.counter,
+            own_samples=own_samples,
+            own_collate=own_collate,
         )
         mixed = len(shares) > 1
         described: dict[str, Any] = {
@@ -322,7 +326,7 @@ class StreamingLoader(PositionLoader):
         begun = state_of(OrderProgress(epoch, 0, 0, topology), self._described)
         return {**begun, **{name: state[name] for name in ("workers", "others", COUNTS) if name in state}}
 
-    def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
+    def _fetcher(self, own_batches: WorkerBatches) -> ReadAhead | None:
         if not self._threads:
             return None
         return ReadAhead(own_batches, partial(in_threads, reader=self._reader, threads=self._threads))
@@ -413,33 +417,6 @@ class StreamingLoader(PositionLoader):
         with positions of all partitions."""
         run = max(self._shards.partitions, self._identity.boxes)
         return remainder.near(self._box, position, count, run=run, runs=max(1, self._examined // run))
-
-
-def _reader(
-    dataset: StreamingDataset,
-    length: int,
-    collate_fn: Callable[[list[Any]], Any],
-    seed: int,
-    reseed: bool | None,
-    *,
-    own_collate: bool,
-    threads: int,
-    counter: SampleCounter | None,
-) -> MapReader:
-    own_samples = dataset.is_overridden or dataset.clips_draw
-    return MapReader(
-        dataset,
-        type(dataset).__qualname__,
-        length,
-        collate_fn,
-        seed=seed,
-        reseed=own_samples and not threads if reseed is None else reseed,
-        reseed_collate=own_collate if reseed is None else reseed,
-        many=dataset.get_many,
-        counter=counter,
-        own_samples=own_samples,
-        own_collate=own_collate,
-    )
 
 
 def _inner_block(layouts: Sequence[OrderLayout], shuffle_memory: int | None, partitions: int) -> int | None:
