@@ -20,11 +20,11 @@ import pytest
 from format_folders import plainly, saved_rows
 
 from penstock.data import StreamingDataset, index_folder
-from penstock.data.formats.arrow import arrow_file
-from penstock.data.formats.arrow.arrow_file import ArrowReader, index_arrow
+from penstock.data.formats.arrow import reader as arrow_file
 from penstock.data.formats.arrow.ipc_messages import messages
+from penstock.data.formats.arrow.reader import ArrowReader, index_arrow
+from penstock.data.formats.columnar.values import value_of
 from penstock.data.formats.decoded_blocks import MEMORY
-from penstock.data.formats.parquet.parquet_scalars import value_of
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
 SAVED = Path(__file__).parents[1] / "data" / "saved_datasets"
@@ -57,6 +57,13 @@ LISTS: list[tuple[str, Any]] = [
     ("pair", pyarrow.list_(pyarrow.float32(), 2)),
     ("flags", pyarrow.list_(pyarrow.bool_())),
 ]
+
+
+@pytest.fixture(autouse=True, params=["mapped", "read"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Read files as on a local disk, and as on a network file system."""
+    monkeypatch.setattr(arrow_file, "_is_local", lambda folder: request.param == "mapped")
+    return str(request.param)
 
 
 def write(path: Path, table: pyarrow.Table, *, stream: bool = False, rows: int = 9, **options: Any) -> Path:
@@ -197,9 +204,9 @@ def test_whole_record_batches_are_kept_once(tmp_path: Path, monkeypatch: pytest.
     read: list[int] = []
     whole = arrow_file._ArrowFile.whole
 
-    def counted(self: Any, first: int, end: int) -> Any:
-        read.extend(range(first, end))
-        return whole(self, first, end)
+    def counted(self: Any, number: int) -> Any:
+        read.append(number)
+        return whole(self, number)
 
     monkeypatch.setattr(arrow_file._ArrowFile, "whole", counted)
     reader = opened(path)
@@ -223,15 +230,15 @@ def test_whole_record_batches_are_blocks(tmp_path: Path) -> None:
         ArrowReader(replace(shard, blocks=(25, 25)), path)
     reader = ArrowReader(shard, path)
     reader.load(4)
-    assert list(reader._whole) == [4]
+    assert list(reader._kept) == [4]
     reader.drop(4)
-    assert not reader._whole
+    assert not reader._kept
 
 
 def test_a_record_batch_must_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = opened(write(tmp_path / "a.arrow", numbers(50), compression="zstd"))
     monkeypatch.setattr(arrow_file, "free_memory", lambda: 10)
-    with pytest.raises(DatasetError, match=r"samples 0 to 8 \(a record batch\) must fit .* but 10 are free"):
+    with pytest.raises(DatasetError, match=r"a.arrow: a record batch must fit .* but 10 are free"):
         reader[0]
 
 

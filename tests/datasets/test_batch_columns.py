@@ -19,7 +19,7 @@ import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from penstock.data import LanceRows, MapLoader, StreamingDataset, StreamingLoader, index_folder, index_parquet
-from penstock.data.formats.arrow import arrow_columns, arrow_file
+from penstock.data.formats.arrow.reader import ArrowReader, index_arrow
 from penstock.data.loading import collating, map_reading
 from penstock.proto.errors import ShardCorruptError
 from penstock.proto.state.assignment import Assignment, assigned
@@ -321,7 +321,7 @@ def test_a_closed_reader_gives_no_columns(tmp_path: Path) -> None:
     """Not even of what it has kept in memory, as by row."""
     arrow(tmp_path, table_of(["int64"], 9), 9)
     path = tmp_path / "b.arrow"
-    reader = arrow_file.ArrowReader(arrow_file.index_arrow(path, path.name), path)
+    reader = ArrowReader(index_arrow(path, path.name), path)
     rows = np.array([0, 2, 4])
     for _ in range(3):
         found = reader.get_columns(rows)
@@ -330,20 +330,3 @@ def test_a_closed_reader_gives_no_columns(tmp_path: Path) -> None:
     reader.close()
     with pytest.raises(ValueError, match="closed"):
         reader.get_columns(rows)
-
-
-def test_small_buffers_of_arrow_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers and offsets are read once for a record batch that is read often; texts never."""
-    read: list[int] = []
-    plain = arrow_file._ArrowFile.read
-
-    def counted(self: Any, begin: int, size: int) -> bytes:
-        read.append(size)
-        return plain(self, begin, size)
-
-    arrow(tmp_path, table_of(["int64", "text"], 900), 300)
-    loader = StreamingLoader(StreamingDataset(local=tmp_path), batch_size=30, shuffle=True)
-    monkeypatch.setattr(arrow_file._ArrowFile, "read", counted)
-    monkeypatch.setattr(arrow_columns, "PART_COST_BYTES", 300)
-    assert len(list(loader)) == 30
-    assert len(read) < 900 + 3 * (1 + 8 + 2 + 4 + 2) + 60  # a text each, and what comes before a buffer is kept

@@ -25,8 +25,8 @@ from penstock.data import (
     index_folder,
     index_parquet,
 )
+from penstock.data.formats import file_ranges
 from penstock.data.formats.media import clips
-from penstock.data.formats.ranges import file_ranges
 from penstock.data.formats.shards import BlockReader
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 

@@ -14,8 +14,6 @@ import pytest
 from penstock.data import StreamingDataset, StreamingLoader, index_folder, index_parquet
 from penstock.data.batch_columns import Columns, ColumnSource
 from penstock.data.columns_ahead import AHEAD_BATCHES, FEWEST, ColumnsAhead
-from penstock.data.formats.arrow import arrow_file, kept_spans
-from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.ordering.epoch_plan import BatchPlan
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import ShardCorruptError
@@ -144,41 +142,7 @@ def test_states_do_not_see_what_is_read_ahead(kind: str, shuffle: bool, tmp_path
     assert read + numbers_of(batches) == whole
 
 
-class Reads:
-    """Record batches that were read as a whole, and those of them in memory."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.spans: list[tuple[int, int]] = []
-        plain = arrow_file._ArrowFile.whole
-
-        def counted(file: Any, first: int, end: int) -> Any:
-            self.spans.append((first, end))
-            return plain(file, first, end)
-
-        monkeypatch.setattr(arrow_file._ArrowFile, "whole", counted)
-        self.folder = folder
-
-    def epoch(self, **options: Any) -> list[int]:
-        dataset = StreamingDataset(local=self.folder, **options)
-        return numbers_of(StreamingLoader(dataset, batch_size=10, shuffle=True, seed=1))
-
-
-def test_small_record_batches_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path / "a", 900, kind="arrow")
-    monkeypatch.setattr(kept_spans, "SPAN_BYTES", 100_000)
-    reads = Reads(tmp_path / "a", monkeypatch)
-    kept = reads.epoch()
-    assert len(reads.spans) == len(set(reads.spans)) > 3
-    assert {number for span in reads.spans for number in range(*span)} == set(range(90))
-    monkeypatch.setattr(kept_spans, "ROW_COST_BYTES", 0)
-    assert reads.epoch() == kept
-    monkeypatch.setattr(kept_spans, "ROW_COST_BYTES", 4096)
-    monkeypatch.setattr(MEMORY, "limit", 150_000)
-    assert reads.epoch() == kept
-    assert len(reads.spans) > 2 * len(set(reads.spans))
-
-
-def test_damage_in_a_kept_span_is_named(tmp_path: Path) -> None:
+def test_damage_of_a_row_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     folder.mkdir()
     table = pyarrow.table({"text": [f"row {n:04}" for n in range(900)]})
@@ -191,11 +155,3 @@ def test_damage_in_a_kept_span_is_named(tmp_path: Path) -> None:
     assert len([next(batches) for _ in range(77)]) == 77
     with pytest.raises(ShardCorruptError, match="sample 777, column 'text' cannot be read"):
         next(batches)
-
-
-def test_columns_that_are_left_out_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path / "a", 900, kind="arrow")
-    reads = Reads(tmp_path / "a", monkeypatch)
-    dataset = StreamingDataset(local=tmp_path / "a", columns=["number"])
-    assert len(list(StreamingLoader(dataset, batch_size=10, shuffle=True))) == 90
-    assert reads.spans == []

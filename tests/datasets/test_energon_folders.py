@@ -13,7 +13,7 @@ from prepared_folders import prepare, write_offsets_of_energon
 from shard_server import ShardServer
 
 from penstock.data import StreamingDataset, index_folder
-from penstock.data.formats.ranges import file_ranges
+from penstock.data.formats import file_ranges
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, ShardUnavailableError
 
 

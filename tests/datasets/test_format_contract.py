@@ -22,12 +22,12 @@ from format_folders import FOLDERS, Made, plainly
 from shard_server import ShardServer
 
 from penstock.data import StreamingDataset, StreamingLoader
-from penstock.data.formats.arrow.arrow_file import index_arrow
+from penstock.data.formats import file_ranges
+from penstock.data.formats.arrow.reader import index_arrow
 from penstock.data.formats.decoded_blocks import MEMORY
+from penstock.data.formats.file_ranges import has_ranges, with_spans
 from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.index import INDEX, read_index, write_index
-from penstock.data.formats.ranges import file_ranges
-from penstock.data.formats.ranges.file_ranges import has_ranges, with_spans
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.records.offset_file import read_offsets
 from penstock.data.formats.shards import Shard, ShardReader

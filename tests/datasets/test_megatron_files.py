@@ -16,8 +16,8 @@ import pytest
 from format_folders import indexed
 
 from penstock.data import LogicalShards, MegatronDocuments, ShardLoader, StreamingDataset, megatron_blend
-from penstock.data.formats.megatron import token_index
-from penstock.data.formats.megatron.token_documents import index_megatron
+from penstock.data.formats import megatron
+from penstock.data.formats.megatron import index_megatron
 from penstock.data.sharded.megatron_blend import MegatronPart
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, StateMismatchError
 
@@ -30,7 +30,7 @@ NAMES = ["text", "sentences", "images"]
 def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read the index in both ways."""
     if request.param == "on disk":
-        monkeypatch.setattr(token_index, "KEPT_BYTES", 0)
+        monkeypatch.setattr(megatron, "KEPT_BYTES", 0)
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.index import read_index, write_index
-from penstock.data.formats.parquet import parquet_reader
-from penstock.data.formats.parquet.parquet_footer import row_groups, tail_of
-from penstock.data.formats.parquet.parquet_shards import parquet_shards
+from penstock.data.formats.parquet import reader as parquet_reader
+from penstock.data.formats.parquet.footer import row_groups, tail_of
+from penstock.data.formats.parquet.shards import parquet_shards
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.writing.index_parquet import index_parquet
@@ -226,7 +226,7 @@ def test_wrong_size_or_count_is_found_on_open(tmp_path: Path) -> None:
 DAMAGED = """
 import sys
 from pathlib import Path
-from penstock.data.formats.parquet.parquet_reader import ParquetReader
+from penstock.data.formats.parquet.reader import ParquetReader
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, ShardCorruptError
 path = Path(sys.argv[1])
@@ -271,7 +271,7 @@ def test_memory_that_pyarrow_lacks_is_named(tmp_path: Path, monkeypatch: pytest.
     shard = Shard("parquet", 3, (ShardFile(StoredFile("x.parquet", path.stat().st_size)),))
     reader = parquet_reader.ParquetReader(shard, path)
 
-    def read(file: Any, group: int, rows: int) -> Any:
+    def read(*_: Any) -> Any:
         raise pyarrow.lib.ArrowMemoryError("malloc of size 70368744177664 failed")
 
     monkeypatch.setattr(reader, "_table", read)

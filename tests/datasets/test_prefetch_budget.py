@@ -19,7 +19,7 @@ from waiting import until
 from penstock.data import LogicalShards, MDSWriter, Stream, StreamingDataset, StreamingLoader, index_parquet
 from penstock.data.cache.cache_state import CacheState
 from penstock.data.cache.prefetch import HostReaders
-from penstock.data.formats.ranges import file_ranges
+from penstock.data.formats import file_ranges
 from penstock.data.loading import streaming_loader
 from penstock.data.loading.upcoming_shards import ReadingRate, UpcomingShards
 from penstock.data.ordering import epoch_plan

@@ -22,11 +22,11 @@ from shardsets import numbers
 
 from penstock.data import MDSWriter, Stream, StreamingDataset, StreamingLoader, index_parquet
 from penstock.data.cache.file_hashes import digest_of
+from penstock.data.formats import file_ranges
 from penstock.data.formats.decoded_blocks import MEMORY, BlockMemory
 from penstock.data.formats.index import read_index, write_index
-from penstock.data.formats.parquet.parquet_reader import ParquetReader
-from penstock.data.formats.parquet.parquet_shards import parquet_shards
-from penstock.data.formats.ranges import file_ranges
+from penstock.data.formats.parquet.reader import ParquetReader
+from penstock.data.formats.parquet.shards import parquet_shards
 from penstock.data.loading import streaming_loader
 from penstock.data.writing.index_parquet import data_files
 from penstock.proto.errors import (
@@ -67,13 +67,13 @@ def folder(tmp_path: Path) -> Path:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     """Number of times that each row group was decoded, by (file, number)."""
     count: Counter[tuple[str, int]] = Counter()
-    actual = ParquetReader._table
+    actual = ParquetReader._decode
 
-    def counted(self: ParquetReader, file: Any, group: int, rows: int) -> Any:
-        count[self.name, group] += 1
-        return actual(self, file, group, rows)
+    def counted(self: ParquetReader, number: int) -> Any:
+        count[self.name, number] += 1
+        return actual(self, number)
 
-    monkeypatch.setattr(ParquetReader, "_table", counted)
+    monkeypatch.setattr(ParquetReader, "_decode", counted)
     return count
 
 

@@ -17,8 +17,8 @@ from offset_files import forget_fingerprints
 from shard_server import ShardServer
 
 from penstock.data import StreamingDataset, index_folder
+from penstock.data.formats import file_ranges
 from penstock.data.formats.index import INDEX, read_index
-from penstock.data.formats.ranges import file_ranges
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.tfrecord import tfrecord_file
 from penstock.data.formats.tfrecord.example_messages import example_of, is_example

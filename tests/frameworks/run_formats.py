@@ -32,7 +32,7 @@ from tests.datasets.test_format_contract import (  # noqa: F401
 )
 
 from penstock.data import LanceRows, LogicalShards, MapLoader, StreamingDataset, index_folder
-from penstock.data.formats.lance import lance_rows
+from penstock.data.formats import lance as lance_rows
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, StateMismatchError
 
 EXAMPLES = Path(__file__).parents[1] / "data" / "tfrecord"

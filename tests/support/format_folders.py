@@ -26,7 +26,7 @@ import pytest
 
 from penstock.data import CSVWriter, JSONWriter, MDSWriter, index_folder
 from penstock.data.formats.index import INDEX, write_index
-from penstock.data.formats.megatron.token_documents import index_megatron
+from penstock.data.formats.megatron import index_megatron
 from penstock.data.formats.shards import Shard
 
 __all__ = ["FOLDERS", "FOLDERS_BESIDE", "Made", "indexed", "plainly", "saved_rows"]

@@ -11,11 +11,11 @@ import pyarrow
 import pyarrow.parquet
 from targets.target import Target, pieces, script
 
-from penstock.data.formats.arrow.arrow_file import index_arrow
+from penstock.data.formats.arrow.reader import index_arrow
 from penstock.data.formats.compressed_files import COMPRESSIONS, pack, unpack
 from penstock.data.formats.index import INDEX, read_index, write_index
-from penstock.data.formats.megatron.token_documents import index_megatron
-from penstock.data.formats.parquet.parquet_footer import row_groups
+from penstock.data.formats.megatron import index_megatron
+from penstock.data.formats.parquet.footer import row_groups
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.formats.tfrecord.example_messages import example_of

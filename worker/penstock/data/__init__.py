@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.data.converting.convert import Converted, convert_dataset
-    from penstock.data.formats.lance.lance_rows import LanceRows
+    from penstock.data.formats.lance import LanceRows
     from penstock.data.formats.media.clips import AudioClip, VideoClip
-    from penstock.data.formats.megatron.token_documents import MegatronDocuments
+    from penstock.data.formats.megatron import MegatronDocuments
     from penstock.data.loading.counting import Counts
     from penstock.data.loading.map_loader import MapLoader
     from penstock.data.loading.streaming_loader import StreamingLoader
@@ -96,13 +96,13 @@ _MODULES = {
     "Filtered": "sharded.layers.mapped",
     "Grouped": "sharded.layers.windows",
     "JSONWriter": "writing.text_writers",
-    "LanceRows": "formats.lance.lance_rows",
+    "LanceRows": "formats.lance",
     "LineFile": "sharded.sources.lines",
     "LogicalShards": "sharded.sources.logical_shards",
     "MDSWriter": "writing.writers",
     "MapLoader": "loading.map_loader",
     "Mapped": "sharded.layers.mapped",
-    "MegatronDocuments": "formats.megatron.token_documents",
+    "MegatronDocuments": "formats.megatron",
     "Mixture": "sharded.layers.mixture",
     "Packed": "sharded.layers.packed",
     "Ramp": "sharded.layers.mixture_schedule",

@@ -26,11 +26,11 @@ from penstock.data.cache.open_shards import MIN_OPEN, OpenShards, PartTables
 from penstock.data.cache.prefetch import FetchStats, host_process_id
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
+from penstock.data.formats.file_ranges import part_shard
 from penstock.data.formats.format_table import reads_by_column
 from penstock.data.formats.index import file_notes
 from penstock.data.formats.mds import columns_of
 from penstock.data.formats.media.clips import AudioClip, VideoClip, check_clips
-from penstock.data.formats.ranges.file_ranges import part_shard
 from penstock.data.formats.readers import check_columns, open_part, open_shard
 from penstock.data.formats.records.energon_folder import check_current, select_split
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, columns_of_rows, rows_of

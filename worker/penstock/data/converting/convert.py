@@ -39,11 +39,11 @@ from penstock.data.converting.convert_part import (
 )
 from penstock.data.converting.target_columns import TargetColumn, mds_columns, parquet_columns
 from penstock.data.formats.arrow.ipc_messages import MAGIC
+from penstock.data.formats.columnar.values import storage_of
 from penstock.data.formats.compressed_files import parse_compression
 from penstock.data.formats.format_table import MAX_BYTES
 from penstock.data.formats.index import INDEX, index_notes, join_indexes, read_index, write_index
-from penstock.data.formats.parquet.extension_types import storage_of
-from penstock.data.formats.parquet.parquet_shards import pyarrow_parquet
+from penstock.data.formats.parquet.shards import pyarrow_parquet
 from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.data.indexes.order_layout import OrderLayout
 from penstock.data.indexes.shard_table import ShardTable

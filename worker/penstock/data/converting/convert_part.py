@@ -24,7 +24,7 @@ from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.converting.row_digest import RowDigest
 from penstock.data.converting.target_columns import TargetColumn, arrow_value, given_json, stored_row
 from penstock.data.formats.index import INDEX, read_index, write_index
-from penstock.data.formats.parquet.parquet_shards import parquet_shards
+from penstock.data.formats.parquet.shards import parquet_shards
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import ReadOptions, Shard, rows_of
 from penstock.data.job_processes import serve_jobs

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.data.formats.array_record.array_record_file import open_array_record
-from penstock.data.formats.arrow.arrow_file import check_arrow, header_shard, open_arrow, open_arrow_part, read_header
+from penstock.data.formats.array_record import open_array_record
+from penstock.data.formats.arrow.reader import check_arrow, header_shard, open_arrow, open_arrow_part, read_header
+from penstock.data.formats.file_ranges import part_shard
 from penstock.data.formats.mds import check_mds, open_mds
-from penstock.data.formats.megatron.token_documents import open_megatron
-from penstock.data.formats.parquet.parquet_ranges import footer_shard
-from penstock.data.formats.parquet.parquet_reader import check_parquet, open_parquet, open_row_group, read_footer
-from penstock.data.formats.ranges.file_ranges import part_shard
+from penstock.data.formats.megatron import open_megatron
+from penstock.data.formats.parquet.reader import check_parquet, open_parquet, open_row_group, read_footer
+from penstock.data.formats.parquet.shards import footer_shard
 from penstock.data.formats.records.csv_rows import CSVRowsReader, check_csv_rows, open_csv_rows
 from penstock.data.formats.records.energon_folder import check_tar
 from penstock.data.formats.records.json_lines import JSONLinesReader, open_json_lines

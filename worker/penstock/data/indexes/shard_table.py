@@ -38,7 +38,7 @@ from penstock.data.formats.index import (
     shard_of,
     write_index,
 )
-from penstock.data.formats.ranges.file_ranges import are_large_parts
+from penstock.data.formats.file_ranges import are_large_parts
 from penstock.data.formats.shards import Shard, StoredFile
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from penstock.data.arguments import one_of
-from penstock.data.formats.megatron.token_documents import MegatronDocuments
+from penstock.data.formats.megatron import MegatronDocuments
 from penstock.data.loading.streaming_loader import BLOCK
 from penstock.data.sharded.layers.mixture import By, Mixture, Stop
 from penstock.data.sharded.sources.logical_shards import LogicalShards

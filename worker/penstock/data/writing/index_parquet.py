@@ -13,8 +13,8 @@ from typing import Any
 
 from penstock.data.arguments import truth
 from penstock.data.formats.index import INDEX, SOURCE_NOTE, write_index
-from penstock.data.formats.parquet.parquet_footer import TAIL_BYTES, footer_length
-from penstock.data.formats.parquet.parquet_shards import Tail, parquet_shards, shards_of_tails
+from penstock.data.formats.parquet.footer import TAIL_BYTES, footer_length
+from penstock.data.formats.parquet.shards import Tail, parquet_shards, shards_of_tails
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, ShardCorruptError

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.data.formats.array_record.array_record_file import index_array_record
-from penstock.data.formats.arrow.arrow_file import check_same_columns, index_arrow
+from penstock.data.formats.array_record import index_array_record
+from penstock.data.formats.arrow.reader import check_same_columns, index_arrow
 from penstock.data.formats.arrow.saved_datasets import saved_files
-from penstock.data.formats.megatron.token_documents import index_megatron
+from penstock.data.formats.megatron import index_megatron
 from penstock.data.formats.records.csv_rows import check_same_header, index_csv_rows
 from penstock.data.formats.records.energon_folder import prepared_files, prepared_shards
 from penstock.data.formats.records.json_lines import index_json_lines

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.ranges.file_ranges import with_spans
+from penstock.data.formats.file_ranges import with_spans
 from penstock.data.formats.raw_files import unreadable
 from penstock.data.formats.records.offset_file import (
     ENDING,

@@ -16,8 +16,8 @@ import numpy as np
 import torch.utils.data
 
 from penstock.data.arguments import whole
-from penstock.data.formats.lance.lance_rows import LanceRows
-from penstock.data.formats.megatron.token_documents import MegatronDocuments
+from penstock.data.formats.lance import LanceRows
+from penstock.data.formats.megatron import MegatronDocuments
 from penstock.data.loading.keyed_random import CONTAINERS
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.sources.isolation import OwnGenerators, SoleWorker

@@ -10,16 +10,18 @@ import importlib
 import io
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.parquet.parquet_footer import RowGroup, footer_length, row_groups, tail_of
+from penstock.data.formats.file_ranges import file_range
+from penstock.data.formats.parquet.footer import RowGroup, footer_length, row_groups, tail_of
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, PenstockError, ShardCorruptError
 
-__all__ = ["Tail", "parquet_shards", "pyarrow_parquet", "ranges_of", "shards_of_tails"]
+__all__ = ["Footer", "Tail", "footer_of", "footer_shard", "parquet_shards", "pyarrow_parquet", "shards_of_tails"]
 
 Tail = tuple[bytes, int]
 """End of a Parquet file: its bytes from the footer's beginning to the file's end, and the size of the whole file in
@@ -57,7 +59,7 @@ def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Sha
     for name, tail_and_size in files:
         try:
             tail, size = tail_and_size()
-            groups = row_groups(tail[:-8])  # checked before pyarrow reads it (parquet_footer.py)
+            groups = row_groups(tail[:-8])  # checked before pyarrow reads it (footer.py)
             footer = library.read_metadata(io.BytesIO(tail))
             columns = list(footer.schema.to_arrow_schema().names)
             if sum(group.rows for group in groups) != footer.num_rows:
@@ -93,13 +95,51 @@ def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Sha
                 settings={"column_names": first[1]},
                 blocks=tuple(group.rows for group in groups),
                 decoded_bytes=sum(group.nbytes for group in groups),
-                ranges=ranges_of(groups, size - len(tail)),
+                ranges=_ranges_of(groups, size - len(tail)),
             )
         )
     return shards
 
 
-def ranges_of(groups: Sequence[RowGroup], footer: int) -> tuple[int, ...]:
+@dataclass(frozen=True, slots=True)
+class Footer:
+    """Parsed footer of a Parquet file."""
+
+    groups: list[RowGroup]
+    metadata: Any
+    """Sizes and types that the footer gives: pyarrow's FileMetaData."""
+    schema: Any
+    """Names and types of the columns: pyarrow's Schema."""
+
+    @staticmethod
+    def parse(tail: bytes) -> Footer:
+        """Return the parsed footer. `tail`: bytes from the footer's beginning to the file's end. Raises ValueError, or
+        an error of pyarrow."""
+        if footer_length(tail[-8:], len(tail) + 4) != len(tail):
+            raise ValueError("the footer must have the length that the dataset's index lists")
+        groups = row_groups(tail[:-8])  # checked before pyarrow reads it (footer.py)
+        metadata = pyarrow_parquet().read_metadata(io.BytesIO(tail))
+        return Footer(groups, metadata, metadata.schema.to_arrow_schema())
+
+
+def footer_shard(shard: Shard) -> Shard:
+    """Return a shard without samples: the footer of a shard's file. The cache fetches it alone
+    (`format_table.PartReading.table`)."""
+    return Shard("parquet", 0, (file_range(shard, shard.ranges[-1], shard.size),))
+
+
+def footer_of(shard: Shard, tail: bytes) -> Footer:
+    """Return the parsed footer of a shard's file. `tail`: bytes from the footer's beginning to the file's end. Raises
+    ValueError if the footer does not match the dataset's index, or an error of pyarrow."""
+    footer = Footer.parse(tail)
+    if _ranges_of(footer.groups, shard.ranges[-1]) != shard.ranges or shard.blocks != tuple(
+        group.rows for group in footer.groups
+    ):
+        raise ValueError("the row groups must be those in the dataset's index, but differ")
+    return footer
+
+
+def _ranges_of(groups: Sequence[RowGroup], footer: int) -> tuple[int, ...]:
     """Return the offsets of a file's row groups as `Shard.ranges` stores them; empty unless all row groups lie before
     the footer. `footer`: offset of the footer."""
     ranges = [(group.begin, group.end) if group.rows else (footer, footer) for group in groups]

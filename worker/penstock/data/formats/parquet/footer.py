@@ -19,10 +19,30 @@ from typing import Any
 
 from penstock.data.formats.descriptors import Descriptor
 
-__all__ = ["TAIL_BYTES", "RowGroup", "footer_length", "row_groups", "tail_of"]
+__all__ = [
+    "DELTA_LENGTH",
+    "DELTA_PREFIX",
+    "PAGE_HEADER_BYTES",
+    "TAIL_BYTES",
+    "TEXT",
+    "RowGroup",
+    "dictionary_bytes",
+    "footer_length",
+    "row_groups",
+    "tail_of",
+]
 
 TAIL_BYTES = 64 << 10
 """Number of bytes at the end of a remote file that are fetched first. They contain the whole footer of most files."""
+
+PAGE_HEADER_BYTES = 256
+"""Number of bytes that contain the header of any dictionary page."""
+TEXT = 6
+"""Number of the physical type BYTE_ARRAY."""
+DELTA_LENGTH, DELTA_PREFIX = 6, 7
+"""Numbers of the encodings DELTA_LENGTH_BYTE_ARRAY and DELTA_BYTE_ARRAY."""
+_DICTIONARY_PAGE = 2
+"""Number by which Parquet marks a page's type."""
 
 _BYTES = (1, 4, 8, 12, 4, 8, 4, 1)
 """Bytes that a value takes in memory while it is decoded, by the number of its physical type: BOOLEAN, INT32, INT64,
@@ -34,12 +54,33 @@ _DEEPEST = 32
 
 Wanted = dict[int, Any]
 """Fields of a struct to read, by field number. The value of a field is None if the field is a number, a Wanted if it is
-a struct, and a list with one Wanted if it is a list of structs."""
-_COLUMN: Wanted = {3: {1: None, 5: None, 6: None, 7: None, 9: None, 11: None}}
-"""Fields of a row group's column that are read, from ColumnChunk.meta_data: type, num_values, total_uncompressed_size,
-total_compressed_size, data_page_offset, dictionary_page_offset."""
+a struct, and a list with one Wanted or None if it is a list of such."""
+_COLUMN: Wanted = {3: {1: None, 2: [None], 5: None, 6: None, 7: None, 9: None, 11: None}}
+"""Fields of a row group's column that are read, from ColumnChunk.meta_data: type, encodings, num_values,
+total_uncompressed_size, total_compressed_size, data_page_offset, dictionary_page_offset."""
 _FILE: Wanted = {4: [{1: [_COLUMN], 3: None}]}
 """Fields of a footer that are read, from FileMetaData.row_groups: columns, num_rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnChunk:
+    """Column of a row group, as the file's footer gives it. A nested column is several: one for each of the plain
+    columns in which Parquet stores it."""
+
+    kind: int
+    """Number of the column's physical type, an index of _BYTES."""
+    encodings: tuple[int, ...]
+    """Numbers of the encodings of its pages."""
+    values: int
+    stored: int
+    """Size in bytes in the file, decompressed."""
+    dictionary: int
+    """Offset in the file of its dictionary page; 0 if it has none."""
+
+    @property
+    def nbytes(self) -> int:
+        """Estimate of the size in memory, see `RowGroup.nbytes`."""
+        return max(self.stored, self.values * _BYTES[self.kind])
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +88,18 @@ class RowGroup:
     """Size and position of a row group, as the file's footer gives them."""
 
     rows: int
-    nbytes: int
-    """Estimate of the row group's size in memory, in bytes. It is a lower bound, except for bools and integers below 32
-    bits, which count with their size during decoding, 1 and 4 bytes. A row group may be far larger in memory than in
-    the file, where a billion equal numbers take a few hundred bytes."""
-    column_bytes: tuple[int, ...] = ()
-    """Size of each column in memory, in bytes, estimated as for `nbytes`, in the order of the file's schema. A nested
-    column counts as several: one for each of the plain columns in which Parquet stores it."""
-    begin: int = 0
+    columns: tuple[ColumnChunk, ...]
+    begin: int
     """Offset in the file of the row group's first byte."""
-    end: int = 0
+    end: int
     """Offset in the file of the byte after the row group."""
+
+    @property
+    def nbytes(self) -> int:
+        """Estimate of the row group's size in memory, in bytes. It is a lower bound, except for bools and integers
+        below 32 bits, which count with their size during decoding, 1 and 4 bytes. A row group may be far larger in
+        memory than in the file, where a billion equal numbers take a few hundred bytes."""
+        return sum(column.nbytes for column in self.columns)
 
 
 def tail_of(file: Descriptor) -> bytes:
@@ -88,22 +130,31 @@ def row_groups(footer: bytes) -> list[RowGroup]:
         raise ValueError("the footer is damaged: its structure cannot be read") from error
 
 
+def dictionary_bytes(page: bytes, otherwise: int) -> int:
+    """Return the size in bytes of a dictionary page, decompressed. `page`: the first PAGE_HEADER_BYTES of the page;
+    `otherwise`: the result for a damaged header."""
+    try:
+        header, _ = _struct(page, 0, {1: None, 2: None, 3: None}, 0)
+        return max(header[2], header[3]) if header[1] == _DICTIONARY_PAGE else otherwise
+    except (IndexError, KeyError, TypeError, ValueError):
+        return otherwise
+
+
 def _row_group(group: dict[int, Any]) -> RowGroup:
-    sizes, begins, ends = [], [], []
+    columns, begins, ends = [], [], []
     for column in group[1]:
         values = column[3]
         if min(values[5], values[6]) < 0 or not 0 <= values[1] < len(_BYTES):
             raise ValueError("the footer is damaged: a column has a negative size, or an unknown type")
-        sizes.append(max(values[6], values[5] * _BYTES[values[1]]))
+        dictionary = max(0, values.get(11, 0))
+        columns.append(ColumnChunk(values[1], tuple(values.get(2, ())), values[5], values[6], dictionary))
         begin = values.get(9, 0)
         # pyarrow reads a column from its dictionary on, if the dictionary comes first
-        if 0 < values.get(11, 0) < begin:
-            begin = values[11]
-        begins.append(begin)
-        ends.append(begin + values.get(7, 0))
+        begins.append(dictionary if 0 < dictionary < begin else begin)
+        ends.append(begins[-1] + values.get(7, 0))
     if group[3] < 0:
         raise ValueError("the footer is damaged: a row group has a negative number of rows")
-    return RowGroup(group[3], sum(sizes), tuple(sizes), min(begins, default=0), max(ends, default=0))
+    return RowGroup(group[3], tuple(columns), min(begins, default=0), max(ends, default=0))
 
 
 def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int, Any], int]:
@@ -130,18 +181,29 @@ def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int,
             value, at = _varint(data, at)
             found[number] = (value >> 1) ^ -(value & 1)
         elif isinstance(fields, list) and kind == 9:
-            count, kind, at = _list(data, at)
-            if count and kind != 12:
-                raise ValueError("the footer is damaged: a list has a wrong type")
-            found[number] = []
-            for _ in range(count):
-                one, at = _struct(data, at, fields[0], depth + 1)
-                found[number].append(one)
+            found[number], at = _elements(data, at, fields[0], depth + 1)
         elif isinstance(fields, dict) and kind == 12:
             found[number], at = _struct(data, at, fields, depth + 1)
         else:
             raise ValueError("the footer is damaged: a field has a wrong type")
     return found, at + 1
+
+
+def _elements(data: bytes, at: int, wanted: Wanted | None, depth: int) -> tuple[list[Any], int]:
+    """Return the elements of the list at offset `at`, structs with the fields `wanted` or numbers, and the offset of
+    its end."""
+    count, kind, at = _list(data, at)
+    if count and kind not in ((4, 5, 6) if wanted is None else (12,)):
+        raise ValueError("the footer is damaged: a list has a wrong type")
+    elements: list[Any] = []
+    for _ in range(count):
+        if wanted is None:
+            value, at = _varint(data, at)
+            elements.append((value >> 1) ^ -(value & 1))
+        else:
+            element, at = _struct(data, at, wanted, depth)
+            elements.append(element)
+    return elements, at
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

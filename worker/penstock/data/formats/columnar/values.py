@@ -1,9 +1,14 @@
-"""Values of Arrow's extension types, such as tensors, JSON and UUIDs.
+"""Values in samples, from pyarrow's scalars and from Arrow's extension types.
 
-An extension type has a name, and a storage type in which its values are stored. It depends on pyarrow's release, and on
-the packages that were imported, whether pyarrow returns a value of the extension type as an object of a special class.
-So samples contain the value as it is stored: JSON is text, a UUID is 16 bytes. There are two exceptions: a tensor is an
-array of its shape, and a bool8 is a bool.
+Numbers, texts, and lists of numbers are read from their buffers (columns.py); scalars are for all other types. Python's
+datetime, timedelta and time resolve microseconds. Times in nanoseconds, which Spark writes by default, become numpy's
+datetime64[ns] and timedelta64[ns], even if their last three digits are 0, and whether or not pandas is installed: the
+type of a column's values must depend neither on a value nor on other packages.
+
+An extension type has a name, and a storage type in which its values are stored. Whether pyarrow returns its values as
+objects of a special class depends on its release, and on the packages that were imported. So samples contain the value
+as it is stored: JSON is text, a UUID is 16 bytes. There are two exceptions: a tensor is an array of its shape, and a
+bool8 is a bool.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import numpy as np
 
 from penstock.proto.errors import DatasetError
 
-__all__ = ["conversion_of", "storage_of"]
+__all__ = ["conversion_of", "storage_of", "value_of"]
 
 Conversion = Callable[[Any], Any]
 """Function that converts a stored value (of an extension type's storage type, or None) to the value in a sample."""
@@ -86,7 +91,7 @@ def _conversion(kind: Any) -> Conversion | None:
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         inner = _conversion(kind.value_type)
         return inner and _present(lambda values: [inner(each) for each in values])
-    if any(storage_of(field.type) is not field.type for field in _fields(kind)):
+    if any(storage_of(field.type) != field.type for field in _fields(kind)):
         raise DatasetError(
             f"an extension type must not be within a union or a list view, got {kind}. Write the column with the type "
             "that stores the extension, or leave it out with the argument `columns`"
@@ -133,3 +138,52 @@ def _tensor(kind: Any) -> Conversion:
         return array if is_whole else array.tolist()
 
     return _present(shaped)
+
+
+Value = Callable[[Any], Any]
+"""Function that converts a pyarrow scalar to the value in a sample."""
+
+
+def value_of(kind: Any) -> Value:
+    """Return the function that converts pyarrow scalars of type `kind` to the values in samples."""
+    return _fine(kind) or _as_py
+
+
+def _as_py(scalar: Any) -> Any:
+    return scalar.as_py()
+
+
+def _fine(kind: Any) -> Value | None:
+    """Return the function that converts scalars of a type of times in nanoseconds, or of a nested type that contains
+    one; None for any other type."""
+    types = importlib.import_module("pyarrow.types")
+    if types.is_timestamp(kind) or types.is_duration(kind) or types.is_time64(kind):
+        if kind.unit != "ns":
+            return None
+        make = np.datetime64 if types.is_timestamp(kind) else np.timedelta64
+        return lambda scalar: make(scalar.value, "ns") if scalar.is_valid else None
+    if types.is_dictionary(kind):
+        chosen = _fine(kind.value_type)
+        return chosen and (lambda scalar: chosen(scalar.value) if scalar.is_valid else None)
+    if types.is_map(kind):
+        keys, values = _fine(kind.key_type), _fine(kind.item_type)
+        return _fine_map(keys or _as_py, values or _as_py) if keys or values else None
+    if types.is_struct(kind):
+        fields = {kind.field(i).name: _fine(kind.field(i).type) for i in range(kind.num_fields)}
+        return _fine_struct({name: fine or _as_py for name, fine in fields.items()}) if any(fields.values()) else None
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inner = _fine(kind.value_type)
+        return inner and (lambda scalar: [inner(each) for each in scalar.values] if scalar.is_valid else None)
+    return None
+
+
+def _fine_struct(fields: dict[str, Value]) -> Value:
+    return lambda scalar: {name: fields[name](scalar[name]) for name in fields} if scalar.is_valid else None
+
+
+def _fine_map(key: Value, value: Value) -> Value:
+    def pairs(scalar: Any) -> list[tuple[Any, Any]] | None:
+        # The result is that of pyarrow's own conversion of a map. `scalar.values` is an array of structs.
+        return [(key(each[0]), value(each[1])) for each in scalar.values] if scalar.is_valid else None
+
+    return pairs

@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.data.batch_columns import Values, as_python_numbers, by_number, placed, stacked_slices
-from penstock.data.formats.parquet.extension_types import conversion_of, storage_of
-from penstock.data.formats.parquet.parquet_scalars import Value, value_of
+from penstock.data.formats.columnar.values import Value, conversion_of, storage_of, value_of
 from penstock.data.ordering.permutation import Ints
 
 __all__ = ["Column", "column_of"]
@@ -59,7 +58,7 @@ def column_of(name: str, chunks: Any, kind: Any = None) -> Column:
     of `chunks`. Raises DatasetError for a type that `conversion_of` refuses.
     """
     convert, plain = conversion_of(name, chunks.type if kind is None else kind), storage_of(chunks.type)
-    column = _column_of(chunks if plain is chunks.type else chunks.cast(plain))
+    column = _column_of(chunks if plain == chunks.type else chunks.cast(plain))
     return column if convert is None else _Converted(column, convert)
 
 

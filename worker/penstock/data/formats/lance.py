@@ -22,7 +22,7 @@ import torch.utils.data
 import xxhash
 
 from penstock.data.batch_columns import Columns, ColumnSource
-from penstock.data.formats.parquet.parquet_columns import Column, column_of
+from penstock.data.formats.columnar.columns import Column, column_of
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sample_numbers import many_numbers, one_number
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError

@@ -1,1 +1,0 @@
-"""ArrayRecord files, read by the package array_record."""

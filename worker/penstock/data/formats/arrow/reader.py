@@ -1,0 +1,500 @@
+"""Samples of Arrow IPC files, in the file format and in the stream format: a row is a sample, a file is a shard.
+
+pyarrow opens a record batch without a copy, and its offsets are checked once (`_check`); rows are then slices of its
+buffers, so rows in any order cost the same. Files with compressed record batches, or with columns that are not stored
+row by row (dictionaries), are decoded by whole record batches. Only such record batches are blocks in the index, like
+the row groups of Parquet: a shuffle keeps the samples of a block near each other.
+
+A file on a local disk is mapped. Where it is truncated while it is read, the next call raises an error; but if that
+happens within a call, the process ends by SIGBUS. On a network file system, where this also happens when the server
+fails, files are not mapped: the bytes of rows are read when they are needed (`_Copy`).
+
+A remote file may be fetched in parts (file_ranges.py): record batches that are blocks, or spans of some record batches.
+The reader of a part also has the file's header: all that comes before the first record batch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.data.formats.arrow.ipc_messages import (
+    BATCH,
+    DICTIONARY,
+    SCHEMA,
+    Message,
+    layout_of,
+    messages,
+    messages_between,
+)
+from penstock.data.formats.columnar.columns import Column, column_of
+from penstock.data.formats.columnar.reader import Block, BlocksReader
+from penstock.data.formats.columnar.values import storage_of
+from penstock.data.formats.decoded_blocks import MEMORY
+from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.fields import names
+from penstock.data.formats.file_ranges import file_range, part_shard, spans_of
+from penstock.data.formats.raw_files import check_size, unreadable
+from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
+from penstock.proto.errors import DatasetError, ShardCorruptError
+from penstock.runtime.files.filesystems import NETWORK, filesystem
+from penstock.runtime.process.free_memory import free_memory
+
+__all__ = [
+    "ArrowReader",
+    "check_arrow",
+    "check_same_columns",
+    "header_shard",
+    "index_arrow",
+    "open_arrow",
+    "open_arrow_part",
+    "read_header",
+]
+
+PAGE_BYTES = 4096
+"""Smallest number of bytes that are read at a time from a file that is not mapped."""
+COLUMN_BYTES = 2048
+"""Memory that the objects of a column of a mapped record batch take, in bytes; 8 more for each row."""
+END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+"""Last bytes of a stream of messages."""
+
+Read = Callable[[Any, int, int], None]
+"""Function (buffer, begin, end) that must be called before bytes `begin` to `end` - 1 of a pyarrow buffer are read."""
+
+
+def _pyarrow() -> Any:
+    try:
+        return importlib.import_module("pyarrow")
+    except ImportError as error:
+        raise DatasetError("Arrow files need the package pyarrow. Run pip install 'penstock[parquet]'") from error
+
+
+@lru_cache(maxsize=256)
+def _is_local(folder: Path) -> bool:
+    try:
+        kind = filesystem(folder, Path("/proc/self/mountinfo").read_text())
+    except OSError:
+        return False
+    return kind not in {"", "9p", "virtiofs", *NETWORK} and not kind.startswith("fuse.")
+
+
+@dataclass(frozen=True, slots=True)
+class ArrowPart:
+    """Part of an Arrow file that the cache stores as a file of its own."""
+
+    header: bytes
+    """Bytes of the whole file before its first record batch."""
+    begin: int
+    """Offset of the part's first byte, counted in the whole file."""
+    first: int
+    """Number of the part's first row, counted in the whole file."""
+
+
+class _ArrowFile:
+    """Open Arrow file, or a part of one, with the offsets of its record batches."""
+
+    def __init__(self, path: Path, name: str, part: ArrowPart | None = None) -> None:
+        arrow = _pyarrow()
+        self.name = name
+        self._header, self._begin = (part.header, part.begin) if part else (b"", 0)
+        try:
+            self.descriptor = Descriptor(path)
+            self.status = os.fstat(self.descriptor.fileno())
+        except OSError as error:
+            raise ShardCorruptError(
+                f"{name}: {path} cannot be read: {error}. Check that the file exists and that this user may read it"
+            ) from error
+        self.size = self.status.st_size
+        self.dictionaries: list[Message] = []
+        self.batches: list[tuple[int, int, int, int]] = []
+        """For each record batch: (offset of its message, offset of the message's body, size of the body in bytes,
+        number of dictionaries that it may need). In the stream format these are the dictionaries before its message; in
+        the file format, where a dictionary may also lie behind, all of them."""
+        rows: list[int] = []
+        try:
+            all_messages = messages(self._peek, self.size) if part is None else self._messages_of(part)
+            self.head = next(all_messages)
+            if self.head.kind != SCHEMA:
+                raise ValueError("the file must begin with a schema")
+            self.schema = arrow.ipc.read_schema(arrow.py_buffer(self._bytes(self.head)))
+            self.names: list[str] = list(self.schema.names)
+            by_rows = all(_has_rows(field.type) for field in self.schema)
+            for message in all_messages:
+                if message.kind == BATCH:
+                    layout = layout_of(message.metadata)
+                    rows.append(layout.rows)
+                    by_rows &= not layout.compressed
+                    self.batches.append((message.begin, message.body, message.body_size, len(self.dictionaries)))
+                elif message.kind == DICTIONARY:
+                    self.dictionaries.append(message)
+        except DatasetError:
+            raise
+        except Exception as error:  # errors of pyarrow, of the system, and of damaged metadata
+            if isinstance(error, OSError) and error.errno is not None:  # pyarrow's own OSError has no number
+                raise unreadable(name, error) from error
+            raise ShardCorruptError(f"{name} must be an Arrow IPC file: {error}. Write the file again") from error
+        self.by_rows = by_rows
+        """True if a row can be read without the others of its record batch."""
+        self.rows = tuple(rows)
+        """Number of rows of each record batch."""
+
+    def _messages_of(self, part: ArrowPart) -> Iterator[Message]:
+        yield from messages_between(self._peek, 0, len(part.header))
+        yield from messages_between(self._peek, part.begin, part.begin + self.size)
+
+    def mapped(self) -> Any:
+        """Return all bytes of the file, mapped, as a pyarrow buffer."""
+        return _pyarrow().py_buffer(mmap.mmap(self.descriptor.fileno(), self.size, access=mmap.ACCESS_READ))
+
+    def offset(self, begin: int) -> int:
+        """Return the offset in this file of byte `begin` of the whole file."""
+        return begin - self._begin
+
+    def whole(self, number: int) -> Any:
+        """Return record batch `number` as a pyarrow table, decoded from a stream of the schema, the dictionaries and
+        this record batch alone."""
+        arrow = _pyarrow()
+        begin, body, size, dictionaries = self.batches[number]
+        needed, free = body + size - begin, free_memory()
+        if needed > free:
+            raise DatasetError(
+                f"{self.name}: a record batch must fit into memory: it takes at least {needed} bytes, but {free} are "
+                "free. Write the file in smaller record batches"
+            )
+        before = [self._bytes(message) for message in (self.head, *self.dictionaries[:dictionaries])]
+        stream = b"".join([*before, self.read(begin, needed), END])
+        with arrow.ipc.open_stream(arrow.py_buffer(stream)) as reader:
+            table = reader.read_all()
+        table.validate(full=True)
+        return table
+
+    def read(self, begin: int, size: int) -> bytes:
+        """Return `size` bytes from offset `begin` of the whole file. Raises ShardCorruptError if the file has become
+        shorter."""
+        try:
+            data = self._peek(begin, size)
+        except OSError as error:
+            raise unreadable(self.name, error) from error
+        if len(data) != size:
+            raise ShardCorruptError(
+                f"{self.name} is truncated: {len(data)} of the {size} bytes from byte {begin} are left. Write the file "
+                "again, and do not change it while it is read"
+            )
+        return data
+
+    def _peek(self, begin: int, size: int) -> bytes:
+        in_header = begin < len(self._header)
+        return self._header[begin : begin + size] if in_header else self.descriptor.read(size, begin - self._begin)
+
+    def _bytes(self, message: Message) -> bytes:
+        return self.read(message.begin, message.end - message.begin)
+
+
+def _has_rows(kind: Any) -> bool:
+    """Return True if a value of pyarrow type `kind` lies in the same place of its record batch as its row."""
+    types = _pyarrow().types
+    kind = storage_of(kind)
+    if types.is_struct(kind):
+        fields = {field.name: field.type for field in kind}  # raises an error for a damaged name
+        return all(map(_has_rows, fields.values()))
+    if types.is_map(kind):
+        return _has_rows(kind.key_type) and _has_rows(kind.item_type)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _has_rows(kind.value_type)
+    if types.is_dictionary(kind) or types.is_nested(kind):
+        return False
+    return types.is_null(kind) or _is_varying(kind) or _has_width(kind)
+
+
+def _is_varying(kind: Any) -> bool:
+    types = _pyarrow().types
+    is_text = types.is_string(kind) or types.is_large_string(kind)
+    return bool(is_text or types.is_binary(kind) or types.is_large_binary(kind))
+
+
+def _has_width(kind: Any) -> bool:
+    try:
+        return int(kind.bit_width) > 0
+    except ValueError:  # a type without a fixed width, such as a view
+        return False
+
+
+class _Copy:
+    """Record batch of a file that is not mapped: memory of its size, into which pages are read when they are needed.
+    Memory that was never touched takes no pages."""
+
+    def __init__(self, file: _ArrowFile, number: int) -> None:
+        self._begin, body, size, _ = file.batches[number]
+        self._read = file.read
+        self._memory = np.frombuffer(
+            mmap.mmap(-1, body + size - self._begin, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
+        )
+        self._is_here = np.zeros(-(-len(self._memory) // PAGE_BYTES), np.bool_)
+        self.nbytes = 0
+        """Number of bytes that were read."""
+        self.buffer = _pyarrow().py_buffer(self._memory)
+        self._fetch(0, body - self._begin)
+
+    def need(self, buffer: Any, begin: int, end: int) -> None:
+        if buffer is not None and begin < end:
+            offset = buffer.address - self.buffer.address
+            self._fetch(offset + begin, offset + min(end, buffer.size))
+
+    def _fetch(self, begin: int, end: int) -> None:
+        first = begin // PAGE_BYTES
+        missing = np.flatnonzero(~self._is_here[first : -(-end // PAGE_BYTES)])
+        if not missing.size:
+            return
+        low, high = first + int(missing[0]), first + int(missing[-1]) + 1
+        begin, end = low * PAGE_BYTES, min(high * PAGE_BYTES, len(self._memory))
+        self._memory[begin:end] = np.frombuffer(self._read(self._begin + begin, end - begin), np.uint8)
+        self._is_here[low:high] = True
+        self.nbytes += end - begin
+
+
+def _need_structure(array: Any, need: Read) -> None:
+    """Call `need` for the validity and the offsets of all values of an array and of the arrays within it."""
+    array = array.storage if hasattr(array, "storage") else array
+    types, kind, buffers = _pyarrow().types, array.type, array.buffers()
+    if buffers and buffers[0] is not None:
+        need(buffers[0], 0, buffers[0].size)
+    if types.is_struct(kind):
+        for number in range(kind.num_fields):
+            _need_structure(array.field(number), need)
+    elif types.is_nested(kind):
+        if not types.is_fixed_size_list(kind):
+            need(buffers[1], 0, buffers[1].size)
+        _need_structure(array.values, need)
+    elif _is_varying(kind) and buffers[1] is not None:
+        need(buffers[1], 0, buffers[1].size)
+
+
+def _need_values(array: Any, begin: int, end: int, need: Read) -> None:
+    """Call `need` for the values in rows `begin` to `end` - 1 of an array, whose structure was read and checked."""
+    array = array.storage if hasattr(array, "storage") else array
+    types, kind = _pyarrow().types, array.type
+    if types.is_struct(kind):
+        for number in range(kind.num_fields):
+            _need_values(array.field(number), begin, end, need)
+    elif types.is_fixed_size_list(kind):
+        _need_values(array.values, begin * kind.list_size, end * kind.list_size, need)
+    elif types.is_nested(kind):
+        offsets = array.offsets
+        _need_values(array.values, offsets[begin].as_py(), offsets[end].as_py(), need)
+    elif _is_varying(kind):
+        _, offsets, values = array.buffers()
+        if offsets:
+            is_large = types.is_large_string(kind) or types.is_large_binary(kind)
+            bounds = np.frombuffer(offsets, np.int64 if is_large else np.int32)
+            need(values, int(bounds[begin]), int(bounds[end]))
+    elif not types.is_null(kind):
+        need(array.buffers()[1], begin * kind.bit_width // 8, -(-end * kind.bit_width // 8))
+
+
+def _is_copied(kind: Any) -> bool:
+    """Return True if `column_of` copies the values of pyarrow type `kind`: bits, and within extension types."""
+    types = _pyarrow().types
+    return storage_of(kind) != kind or (hasattr(kind, "value_type") and types.is_boolean(kind.value_type))
+
+
+def _check(array: Any) -> None:
+    """Raise ValueError if an array's buffers are too small, or its offsets are not ascending. Texts are checked when
+    they are decoded: otherwise all of them would be read for the first row."""
+    arrow = _pyarrow()
+    array.validate()
+    if array.type == arrow.string():
+        array = array.view(arrow.binary())
+    elif array.type == arrow.large_string():
+        array = array.view(arrow.large_binary())
+    array.validate(full=True)
+
+
+class ArrowReader(BlocksReader):
+    """Reader of an Arrow IPC file."""
+
+    block_kind = "record batch"
+
+    def __init__(self, shard: Shard, path: Path, part: ArrowPart | None = None) -> None:
+        """
+        Args:
+            shard: entry of the file, or of the part, in the dataset's index.
+            path: path of the file, or of the file of one part.
+            part: position of the part in the whole file; None: `path` is the whole file.
+
+        Raises ShardCorruptError if the file cannot be read, or differs from its entry in the index.
+        """
+        stored = shard.files[0].raw
+        check_size(path, stored)
+        file = _ArrowFile(path, stored.name, part)
+        if sum(file.rows) != shard.samples:
+            raise ShardCorruptError(
+                f"{stored.name} must have {shard.samples} rows, as the dataset's index lists, got {sum(file.rows)}. "
+                "Index the folder again"
+            )
+        if shard.blocks and shard.blocks != file.rows:
+            raise ShardCorruptError(
+                f"{stored.name}: the record batches must have the numbers of rows that the dataset's index lists. The "
+                "file was changed: index the folder again with index_folder"
+            )
+        super().__init__(stored.name, file.rows, file.names, 0, part.first if part else 0)
+        self._file: _ArrowFile | None = file
+        self._mapped = file.mapped() if file.by_rows and file.size and _is_local(path.absolute().parent) else None
+        """Bytes of the file, mapped; None if they are read."""
+
+    def close(self) -> None:
+        super().close()
+        self._file = self._mapped = None
+
+    def _check_file(self) -> None:
+        file = self._opened()
+        if self._mapped is not None:
+            status = os.fstat(file.descriptor.fileno())
+            if (status.st_size, status.st_mtime_ns) != (file.size, file.status.st_mtime_ns):
+                raise self._changed()
+
+    def _opened(self) -> _ArrowFile:
+        file = self._file
+        if file is None:
+            raise self._closed()
+        return file
+
+    def _decode(self, number: int) -> Block:
+        file = self._opened()
+        if not file.by_rows:
+            MEMORY.make_room(file.batches[number][2])
+            table = self._checked(number, file.whole(number))
+            return Block([(name, column_of(name, table[name])) for name in self._wanted], table.nbytes)
+        read_batch = _pyarrow().ipc.read_record_batch
+        nbytes = len(self._wanted) * (COLUMN_BYTES + 8 * file.rows[number])
+        if self._mapped is not None:
+            begin, body, size, _ = file.batches[number]
+            data = self._mapped.slice(file.offset(begin), body + size - begin)
+            return Block(self._columns(self._checked(number, read_batch(data, file.schema))), nbytes)
+        copy = _Copy(file, number)
+        batch = self._checked(number, read_batch(copy.buffer, file.schema))
+        arrays = [batch[name] for name in self._wanted]
+        for array in arrays:
+            _need_structure(array, copy.need)
+            if _is_copied(array.type):
+                _need_values(array, 0, len(array), copy.need)
+
+        def fetch(begin: int, end: int) -> None:
+            before = copy.nbytes
+            for array in arrays:
+                _need_values(array, begin, end, copy.need)
+            if copy.nbytes != before:
+                MEMORY.add(self._owner, number, nbytes + copy.nbytes)
+
+        return Block(self._columns(batch), nbytes + copy.nbytes, fetch)
+
+    def _columns(self, batch: Any) -> list[tuple[str, Column]]:
+        columns = []
+        for name in self._wanted:
+            array = batch[name]
+            try:
+                _check(array)
+            except ValueError as error:
+                raise ValueError(f"column {name!r}: {error}") from error
+            columns.append((name, column_of(name, _pyarrow().chunked_array([array]))))
+        return columns
+
+    def _checked(self, number: int, batch: Any) -> Any:
+        if batch.num_rows != self._begins[number + 1] - self._begins[number]:
+            raise self._changed()
+        return batch
+
+    def _changed(self) -> ShardCorruptError:
+        return ShardCorruptError(
+            f"{self.name} must not change while it is read, but it did. Write new data to a new file, and index this "
+            "file again if its new content is wanted"
+        )
+
+
+def open_arrow(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ArrowReader:
+    """Return a reader of an Arrow shard (the function `Format.open` of this format)."""
+    del options  # no pickles here, and images stay as stored
+    return ArrowReader(shard, paths[0])
+
+
+def header_shard(shard: Shard) -> Shard:
+    """Return a shard without samples: the header of a shard's file (all before the first record batch). The cache
+    fetches it alone (`format_table.PartReading.table`)."""
+    return Shard("arrow", 0, (file_range(shard, 0, shard.ranges[-1]),))
+
+
+def read_header(shard: Shard, path: Path) -> bytes:
+    """Return the header of a shard's file, read from the file at `path` (`format_table.PartReading.read`)."""
+    header = path.read_bytes()
+    if len(header) != shard.ranges[-1]:
+        raise ValueError(f"the file's header must have {shard.ranges[-1]} bytes, got {len(header)}")
+    return header
+
+
+def open_arrow_part(shard: Shard, part: int, path: Path, table: bytes, options: ReadOptions) -> ArrowReader:
+    """Return a reader of part number `part`, which lies in a file of its own at `path`
+    (`format_table.PartReading.open`). `table`: header of the whole file."""
+    del options
+    place = ArrowPart(table, shard.ranges[2 * part], sum(shard.parts[:part]))
+    return ArrowReader(part_shard(shard, part), path, place)
+
+
+def index_arrow(path: Path, name: str) -> Shard:
+    """Index an Arrow IPC file: return the shard that describes it. `name`: path of the file, relative to the dataset's
+    folder. Raises DatasetError if two columns have the same name, or the file is damaged."""
+    file = _ArrowFile(path, name)
+    if len(set(file.names)) != len(file.names):
+        raise DatasetError(
+            f"{name}: the names of columns must be unique, got {', '.join(file.names)}. Write the file with other names"
+        )
+    blocks = () if file.by_rows else file.rows
+    shard = Shard(
+        "arrow",
+        sum(file.rows),
+        (ShardFile(StoredFile(name, file.size)),),
+        settings={"column_names": file.names},
+        blocks=blocks,
+        decoded_bytes=sum(size for _, _, size, _ in file.batches) if blocks else 0,
+    )
+    return _with_parts(shard, file)
+
+
+def _with_parts(shard: Shard, file: _ArrowFile) -> Shard:
+    """Return the shard with its file divided into parts that can be fetched alone: its blocks, or spans of record
+    batches. Return the shard unchanged if there would be a single part, or if other messages lie between or after the
+    record batches: a part's reader has only the file's header and the part, so it would miss a dictionary there."""
+    offsets = [begin for begin, _, _, _ in file.batches]
+    ends = [body + size for _, body, size, _ in file.batches]
+    if len(offsets) < 2 or offsets[1:] != ends[:-1] or any(each.begin > offsets[0] for each in file.dictionaries):
+        return shard
+    batches = range(len(offsets) + 1) if shard.blocks else spans_of(np.array([*offsets, ends[-1]]))
+    if len(batches) <= 2:
+        return shard
+    parts = list(itertools.pairwise(batches))
+    spans = () if shard.blocks else tuple(sum(file.rows[first:end]) for first, end in parts)
+    bounds = [bound for first, end in parts for bound in (offsets[first], ends[end - 1])]
+    return replace(shard, spans=spans, ranges=(*bounds, offsets[0]))
+
+
+def check_arrow(settings: dict[str, Any]) -> None:
+    """Check the settings of an Arrow file's entry in the dataset's index. Raises InvalidField."""
+    names(settings, "column_names")
+
+
+def check_same_columns(shards: Sequence[Shard]) -> None:
+    """Raise DatasetError unless the columns of all shards have the same names."""
+    for shard in shards:
+        first, own = shards[0].settings["column_names"], shard.settings["column_names"]
+        if set(first) != set(own):
+            raise DatasetError(
+                f"all Arrow files of a dataset must have the same columns: {shards[0].name} has {', '.join(first)}, "
+                f"but {shard.name} has {', '.join(own)}. Move files of other data into another folder"
+            )

@@ -1,0 +1,285 @@
+"""Reader of files that consist of blocks of rows, which are decoded column by column: row groups of Parquet, record
+batches of Arrow.
+
+A decoded block stays in memory until the process's limit for decoded blocks is reached (decoded_blocks.py). A shuffle
+keeps the samples of a few blocks near each other, so each block is decoded about once per epoch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from penstock.data.batch_columns import Columns, by_number, joined
+from penstock.data.formats.columnar.columns import Column
+from penstock.data.formats.decoded_blocks import MEMORY
+from penstock.data.ordering.permutation import Ints
+from penstock.proto.errors import DatasetError, ShardCorruptError
+
+__all__ = ["Block", "BlocksReader"]
+
+FEW_ROWS = 6
+"""Smallest number of rows of one block for which rows are read column by column. Reading by columns has a higher fixed
+cost, and a lower cost for each row."""
+LOADING_WAIT_S = 5.0
+"""Seconds between two checks of a thread whether another thread still decodes the block that both need."""
+
+
+class Block(NamedTuple):
+    """Decoded rows."""
+
+    columns: list[tuple[str, Column]]
+    """Columns as (name, column) pairs, in the order of a sample."""
+    nbytes: int
+    """Memory in bytes that the block takes."""
+    fetch: Callable[[int, int], None] | None = None
+    """Function (begin, end) that must be called before rows `begin` to `end` - 1 of the block are read; None if all are
+    in memory."""
+
+
+class BlocksReader(ABC):
+    """Base class of readers, see ShardReader, ColumnReader and BlockReader in formats.shards. Values are Python's:
+    None, lists, dictionaries, datetimes. Lists of numbers are numpy arrays (columns.py), and times with nanoseconds are
+    numpy's (values.py). Thread-safe."""
+
+    block_kind: str
+    """What the format calls a block, for errors."""
+
+    def __init__(self, name: str, blocks: Sequence[int], names: list[str], first_block: int, first_row: int) -> None:
+        """
+        Args:
+            name: name of the file, for errors.
+            blocks: number of rows of each block.
+            names: names of the file's columns.
+            first_block, first_row: numbers of the reader's first block and row in the whole file, for errors; not 0 if
+                the reader reads a part of it.
+        """
+        self.name = name
+        self._begins = [0, *accumulate(blocks)]
+        self._first_block, self._first_row = first_block, first_row
+        self._names, self._wanted = names, names
+        self._lock = threading.Lock()
+        """Lock of the attributes `_is_open` and `_loading`, and of additions to `_kept`. No thread holds it while it
+        decodes."""
+        self._is_open = True
+        self._loading: dict[int, threading.Event] = {}
+        """Blocks that a thread is decoding now, by number, with the event that other threads wait for."""
+        self._kept: dict[int, Block] = {}
+        """Blocks in memory, by number. The process's MEMORY counts their bytes and drops them."""
+        self._owner = MEMORY.add_owner(self)
+
+    @abstractmethod
+    def _decode(self, number: int) -> Block:
+        """Return a block with the columns `_wanted`. May raise any error."""
+
+    def __len__(self) -> int:
+        return self._begins[-1]
+
+    def select(self, columns: Sequence[str]) -> None:
+        """Read only these columns from now on. Raises DatasetError if the file lacks one of these columns."""
+        missing = [name for name in columns if name not in self._names]
+        if missing:
+            raise DatasetError(
+                f"{self.name}: columns must be some of {', '.join(self._names)}, got {', '.join(missing)}. Correct the "
+                "argument `columns`"
+            )
+        self._wanted, self._kept = list(columns), {}
+
+    def _check_file(self) -> None:
+        """Raise an error if the file is closed, or has changed so that it must not be read."""
+        if not self._is_open:
+            raise self._closed()
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self._check_file()
+        number = self._number_of(index)
+        sample = self._sample(number, index)
+        MEMORY.used(self._owner, (number,))
+        return sample
+
+    def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the samples at these indexes, in this order. Those of one block are read column by column if they are
+        at least FEW_ROWS, or all of the samples."""
+        if not rows:
+            return []
+        self._check_file()
+        first, last = self._number_of(min(rows)), self._number_of(max(rows))
+        if first == last:
+            MEMORY.used(self._owner, (first,))
+            return self._of_block(first, rows)
+        places: dict[int, list[int]] = {}
+        for place, index in enumerate(rows):
+            places.setdefault(bisect.bisect_right(self._begins, index) - 1, []).append(place)
+        samples: list[dict[str, Any]] = [{}] * len(rows)
+        for number, inside in places.items():
+            if len(inside) < FEW_ROWS:
+                for place in inside:
+                    samples[place] = self._sample(number, rows[place])
+                continue
+            for place, sample in zip(inside, self._of_block(number, [rows[place] for place in inside]), strict=True):
+                samples[place] = sample
+        MEMORY.used(self._owner, places)
+        return samples
+
+    def get_columns(self, rows: Ints) -> Columns | None:
+        """Return the columns of the samples at these indexes, see `formats.shards.columns_of_rows`."""
+        self._check_file()
+        low, high = self._number_of(int(rows.min())), self._number_of(int(rows.max()))
+        if low == high:
+            MEMORY.used(self._owner, (low,))
+            return self._batch_of(low, rows)
+        numbers = np.searchsorted(self._begins, rows, side="right") - 1
+        listed = numbers.tolist()
+        kept = {number: self._kept.get(number) for number in set(listed)}
+        MEMORY.used(self._owner, kept)
+        loaded = {number: block for number, block in kept.items() if block is not None}
+        if len(loaded) < len(kept) or len(rows) >= FEW_ROWS * len(kept):
+            # one block after the other, because all of them may not fit into memory
+            parts = ((places, self._batch_of(number, rows[places])) for number, places in by_number(numbers))
+            return joined(len(rows), list(parts))
+        inside = (rows - np.array(self._begins)[numbers]).tolist()
+        for number, row in zip(listed, inside, strict=True):
+            if (fetch := loaded[number].fetch) is not None:
+                fetch(row, row + 1)
+        return {
+            name: [loaded[number].columns[place][1].view(row) for number, row in zip(listed, inside, strict=True)]
+            for place, name in enumerate(self._wanted)
+        }
+
+    def load(self, block: int) -> None:
+        """Decode block `block`, if it is not in memory."""
+        self._block(block, self._begins[block])
+
+    def drop(self, block: int) -> None:
+        """Drop block `block` from memory."""
+        self._kept.pop(block, None)
+
+    def forget(self, block: int) -> None:
+        """Mark block `block` as not needed soon, so that its memory is freed before that of others."""
+        MEMORY.release(self._owner, block)
+
+    def close(self) -> None:
+        """Close the file. Reads in progress end normally, and the file is closed after the last of them."""
+        with self._lock:
+            self._is_open = False
+            self._kept = {}
+        MEMORY.remove_owner(self._owner)
+
+    def _number_of(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
+        return bisect.bisect_right(self._begins, index) - 1
+
+    def _sample(self, number: int, index: int) -> dict[str, Any]:
+        """Return sample `index`, which lies in block `number`."""
+        block = self._block(number, index)
+        row = index - self._begins[number]
+        name = ""
+        try:
+            if block.fetch is not None:
+                block.fetch(row, row + 1)
+            sample = {}
+            for name, column in block.columns:
+                sample[name] = column.at(row)
+            return sample
+        except (ValueError, OverflowError) as error:
+            self._refuse(index, name, error)
+
+    def _of_block(self, number: int, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the samples `rows`, which all lie in block `number`."""
+        begin = self._begins[number]
+        block = self._block(number, rows[0])
+        first, end = rows[0] - begin, rows[0] - begin + len(rows)
+        inside: Sequence[int] = [row - begin for row in rows]
+        if inside == list(range(first, end)):
+            inside = range(first, end)
+        try:
+            self._fetch(block, inside)
+            values = [column.many(inside) for _, column in block.columns]
+        except (ValueError, OverflowError):
+            return [self[row] for row in rows]  # the error then names the sample
+        names = [name for name, _ in block.columns]
+        return [dict(zip(names, sample, strict=True)) for sample in zip(*values, strict=True)]
+
+    def _batch_of(self, number: int, rows: Ints) -> Columns:
+        """Return the columns of the samples `rows`, which all lie in block `number`."""
+        inside = rows - self._begins[number]
+        block = self._block(number, int(rows[0]))
+        if block.fetch is not None:
+            self._fetch(block, inside.tolist())
+        return {name: column.batch(inside) for name, column in block.columns}
+
+    def _fetch(self, block: Block, rows: Sequence[int]) -> None:
+        if block.fetch is None:
+            return
+        if isinstance(rows, range):
+            block.fetch(rows.start, rows.stop)
+            return
+        for row in rows:
+            block.fetch(row, row + 1)
+
+    def _block(self, number: int, index: int) -> Block:
+        """Return block `number`. `index`: number of the sample that needs it, for errors."""
+        kept = self._kept.get(number)
+        if kept is not None:
+            return kept
+        while True:
+            with self._lock:
+                if not self._is_open:
+                    raise self._closed()
+                kept = self._kept.get(number)
+                if kept is not None:
+                    return kept
+                loading = self._loading.get(number)
+                if loading is None:
+                    self._loading[number] = threading.Event()
+                    break
+            loading.wait(LOADING_WAIT_S)  # the other thread may have failed, so the loop looks again
+        try:
+            return self._decoded(number, index)
+        finally:
+            with self._lock:
+                self._loading.pop(number).set()
+
+    def _decoded(self, number: int, index: int) -> Block:
+        where = f"{self.name}: sample {self._first_row + index}, {self.block_kind} {self._first_block + number}"
+        try:
+            block = self._decode(number)
+        except DatasetError:
+            raise
+        except MemoryError as error:
+            raise DatasetError(
+                f"{where} must fit into memory: {error}. Write the file in smaller {self.block_kind}s, or run fewer "
+                "workers"
+            ) from error
+        except NotImplementedError as error:
+            raise DatasetError(
+                f"{where} cannot be read by pyarrow: {error}. Upgrade pyarrow, or write the column in another type"
+            ) from error
+        except Exception as error:  # errors of pyarrow, of the system, and of damaged bytes
+            if not self._is_open:
+                raise self._closed() from error
+            raise ShardCorruptError(f"{where} cannot be read: {error}. Write the file again") from error
+        with self._lock:
+            if not self._is_open:
+                return block
+            self._kept[number] = block
+        MEMORY.add(self._owner, number, block.nbytes)
+        return block
+
+    def _closed(self) -> ValueError:
+        return ValueError(f"{self.name} is closed: open the dataset again to read from it")
+
+    def _refuse(self, index: int, column: str, error: Exception) -> NoReturn:
+        where = f"{self.name}: sample {self._first_row + index}, column {column!r}"
+        if isinstance(error, UnicodeDecodeError):
+            raise ShardCorruptError(f"{where} cannot be read: {error}. Write the file again") from error
+        raise DatasetError(
+            f"{where}: Python cannot hold its value ({error}). Write the column in another type, such as int64"
+        ) from error

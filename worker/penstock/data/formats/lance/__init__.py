@@ -1,1 +1,0 @@
-"""Lance datasets, read by the package pylance."""
