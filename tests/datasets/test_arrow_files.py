@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import random
 import shutil
 import struct
+import subprocess
+import sys
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -240,6 +243,86 @@ def test_a_record_batch_must_fit_in_memory(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(arrow_file, "free_memory", lambda: 10)
     with pytest.raises(DatasetError, match=r"a.arrow: a record batch must fit .* but 10 are free"):
         reader[0]
+
+
+def test_a_file_that_shrinks_is_named(where: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.arrow", numbers(5000), rows=2000)
+    reader = opened(path)
+    reader[0]
+    os.truncate(path, 5000)
+    for read in (lambda: reader[4900], lambda: reader.get_many([4900, 0])):
+        with pytest.raises(ShardCorruptError, match="must not change" if where == "mapped" else "is truncated"):
+            read()
+    reader.close()
+    with pytest.raises(ValueError, match="closed"):
+        reader[0]
+
+
+def test_only_needed_bytes_are_read_unless_mapped(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = [bytes([row % 256]) * 30_000 for row in range(100)]
+    table = pyarrow.table({"raw": raw, "struct": [{"bytes": each, "list": [1, 2]} for each in raw]})
+    path = write(tmp_path / "a.arrow", table, rows=50)
+    read: list[int] = []
+    plain = arrow_file._ArrowFile.read
+
+    def counted(self: Any, begin: int, size: int) -> bytes:
+        read.append(size)
+        return plain(self, begin, size)
+
+    reader = opened(path)
+    monkeypatch.setattr(arrow_file._ArrowFile, "read", counted)
+    assert plainly([reader[3], *reader.get_many([70, 71])]) == plainly(
+        [table.slice(r, 1).to_pylist()[0] for r in (3, 70, 71)]
+    )
+    assert sum(read) < (6 * 40_000 + 2 * 20_000 if where == "read" else 1)
+    reader.select(["struct"])
+    before = MEMORY.nbytes
+    assert reader[5]["struct"]["bytes"] == raw[5]
+    assert MEMORY.nbytes - before < 60_000
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_damaged_bytes_never_end_the_process(where: str, compression: str | None, tmp_path: Path) -> None:
+    """Any byte of a record batch: values may differ, and what cannot be read is an error with a name."""
+    columns = {name: pyarrow.array([value(i) for i in range(20)], kind) for name, kind, value in COLUMNS}
+    path = write(tmp_path / "a.arrow", pyarrow.table(columns), rows=20, compression=compression)
+    done = subprocess.run(
+        [sys.executable, "-c", DAMAGED, path, where], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+DAMAGED = """
+import random
+import sys
+from pathlib import Path
+import numpy as np
+from penstock.data.formats.arrow import reader as arrow
+from penstock.proto.errors import DatasetError
+arrow._is_local = lambda folder: sys.argv[2] == "mapped"
+path = Path(sys.argv[1])
+good = path.read_bytes()
+draw = random.Random(1)
+refused = 0
+for _ in range(400):
+    data = bytearray(good)
+    for _ in range(draw.choice((1, 1, 8))):
+        data[draw.randrange(len(data))] = draw.choice((0, 1, 127, 128, 255))
+    path.write_bytes(data)
+    try:
+        shard = arrow.index_arrow(path, "a.arrow")
+        reader = arrow.ArrowReader(shard, path)
+        count = len(reader)
+        for read in (lambda: reader[count - 1], lambda: reader.get_many(range(count)),
+                     lambda: reader.get_columns(np.arange(count)[::-1])) * bool(count):
+            try:
+                read()
+            except DatasetError:
+                refused += 1
+    except DatasetError:
+        refused += 1
+assert refused > 50, refused
+"""
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.data import StreamingDataset, StreamingLoader, index_folder, index_parquet
 from penstock.data.batch_columns import Columns, ColumnSource
-from penstock.data.columns_ahead import AHEAD_BATCHES, FEWEST, ColumnsAhead
+from penstock.data.loading.columns_ahead import AHEAD_BATCHES, FEWEST, ColumnsAhead
 from penstock.data.ordering.epoch_plan import BatchPlan
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import ShardCorruptError

@@ -18,7 +18,8 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 
 from penstock.data import MDSWriter, StreamingDataset
-from penstock.data.formats.media import jpeg_images, png_images
+from penstock.data.formats.media import jpeg as jpeg_images
+from penstock.data.formats.media import png as png_images
 from penstock.data.formats.media.images import decode_jpeg, decode_jpeg_array, decode_png, decode_png_array
 from penstock.proto.errors import InvalidArgumentError, ShardCorruptError
 

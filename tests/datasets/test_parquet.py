@@ -26,6 +26,7 @@ from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.index import read_index, write_index
 from penstock.data.formats.parquet import reader as parquet_reader
 from penstock.data.formats.parquet.footer import row_groups, tail_of
+from penstock.data.formats.parquet.reader import ParquetReader
 from penstock.data.formats.parquet.shards import parquet_shards
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
@@ -262,14 +263,14 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(ShardCorruptError, match="the path must be a regular file"):
         index_parquet(tmp_path)
     with pytest.raises(ShardCorruptError, match="the path must be a regular file"):
-        parquet_reader.ParquetReader(Shard("parquet", 0, (ShardFile(StoredFile("x.parquet", 0)),)), path)
+        ParquetReader(Shard("parquet", 0, (ShardFile(StoredFile("x.parquet", 0)),)), path)
 
 
 def test_memory_that_pyarrow_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"number": [1, 2, 3]}), path)
     shard = Shard("parquet", 3, (ShardFile(StoredFile("x.parquet", path.stat().st_size)),))
-    reader = parquet_reader.ParquetReader(shard, path)
+    reader = ParquetReader(shard, path)
 
     def read(*_: Any) -> Any:
         raise pyarrow.lib.ArrowMemoryError("malloc of size 70368744177664 failed")
@@ -329,6 +330,64 @@ def test_repeated_text_is_in_memory_once(tmp_path: Path) -> None:
     before = pyarrow.total_allocated_bytes()
     assert len(reader[rows - 1]["t"]) == 16 << 20
     assert pyarrow.total_allocated_bytes() - before < 100 << 20
+
+
+def opened(path: Path) -> ParquetReader:
+    return ParquetReader(shard_of(path), path)
+
+
+@pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY", "PLAIN"])
+def test_texts_in_any_encoding_are_read(encoding: str, tmp_path: Path) -> None:
+    texts = [f"{i:06d}" for i in range(3000)]
+    table = pyarrow.table({"text": texts, "nested": [[text] for text in texts]})
+    encodings = {"text": encoding, "nested.list.element": encoding}
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, path, use_dictionary=False, column_encoding=encodings, row_group_size=999)
+    assert opened(path).get_many(range(3000)) == [{"text": text, "nested": [text]} for text in texts]
+
+
+def written_once(path: Path, text: str, rows: int, every: int) -> None:
+    """Write `rows` rows, of which one in `every` has `text`, which the file has once."""
+    indices = pyarrow.array(np.where(np.arange(rows) % every == 0, 1, 0).astype(np.int32))
+    column = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(["", text]))
+    pyarrow.parquet.write_table(pyarrow.table({"t": column}), path, store_schema=False)
+
+
+def test_repeated_text_of_many_rows_stays_a_dictionary(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    written_once(path, "x" * 100_000, 1_000_000, 500)  # 200 MB, decoded
+    assert path.stat().st_size < 20_000
+    before = pyarrow.total_allocated_bytes()
+    reader = opened(path)
+    assert [len(reader[row]["t"]) for row in (0, 1, 999_500)] == [100_000, 0, 100_000]
+    assert reader._repeated == {"t"}
+    assert pyarrow.total_allocated_bytes() - before < 50 << 20
+
+
+@pytest.mark.parametrize("every", [1, 500])
+def test_repeated_text_that_fits_is_expanded(every: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    written_once(path, "x" * 1000, 20_000, every)
+    reader = opened(path)
+    assert [len(sample["t"]) for sample in reader.get_many([0, 1, 500])] == [1000, 1000 if every == 1 else 0, 1000]
+    assert not reader._repeated
+
+
+def test_texts_are_counted_batch_by_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which some columns exceed the limit, and others do not; nested ones are not counted but estimated."""
+    rows = 1000
+    texts = [f"{row:04d}" * 25 for row in range(rows)]
+    same = pyarrow.array(["y" * 5000]).dictionary_encode().take(pyarrow.array([0] * rows))
+    table = pyarrow.table(
+        {"own": texts, "same": same.cast(pyarrow.string()), "nested": [["z" * 5000, text] for text in texts]}
+    )
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, path, store_schema=False)
+    monkeypatch.setattr(parquet_reader, "EXPANDED_BYTES", 1 << 20)
+    monkeypatch.setattr(parquet_reader, "BATCH_BYTES", 1 << 20)
+    reader = opened(path)
+    assert reader.get_many(range(rows)) == table.to_pylist()
+    assert reader._repeated == {"same", "nested.list.element"}
 
 
 def test_equal_numbers_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Memory limit shared by the decoded blocks of all readers in this process. A block is here what a reader keeps in
-memory and can drop: a row group of Parquet, a record batch of Arrow or buffers of it, or a span of record batches
-(kept_spans.py).
+memory and can drop: a row group of Parquet, a record batch of Arrow or buffers of it.
 
 Readers keep their own blocks; this module only counts the blocks' bytes and calls `drop` of a reader. So a reader's
 blocks are freed with the reader. The least recently used block of all readers is dropped first.

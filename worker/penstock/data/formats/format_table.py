@@ -39,7 +39,7 @@ _WITH_OFFSETS = ("data", "meta")
 @dataclass(frozen=True, slots=True)
 class PartReading:
     """Functions of a format that read single parts of a file, which are fetched without the rest
-    (ranges/file_ranges.py)."""
+    (file_ranges.py)."""
 
     table: Callable[[Shard], Shard]
     """Function (shard of the whole file) that returns a shard without samples, which the cache fetches as a file of its

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.formats.format_table import FORMATS
-from penstock.data.formats.media.clip_reader import ClipReader
+from penstock.data.formats.media.clips import ClipReader
 from penstock.data.formats.shards import DEFAULT_OPTIONS, ColumnReader, ReadOptions, Shard, ShardReader, rows_of
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
@@ -50,7 +50,7 @@ def open_part(
     shard: Shard, part: int, path: Path, table: Any, options: ReadOptions = DEFAULT_OPTIONS, *, source: str
 ) -> ShardReader:
     """Return a reader of one part of a shard: a block or span that was fetched without the rest
-    (ranges/file_ranges.py).
+    (file_ranges.py).
 
     Args:
         shard: the whole shard.

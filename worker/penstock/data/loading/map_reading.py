@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.data.batch_columns import Columns, columns_match_samples
-from penstock.data.columns_ahead import ColumnsAhead
 from penstock.data.loading.collating import collate_columns, collates_as_torch, empty_batch
+from penstock.data.loading.columns_ahead import ColumnsAhead
 from penstock.data.loading.counting import CountedBatch, SampleCounter
 from penstock.data.loading.keyed_random import Generators, Seeds, seeds_of
 from penstock.data.ordering.epoch_plan import BatchPlan

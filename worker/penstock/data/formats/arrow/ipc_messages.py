@@ -3,11 +3,9 @@
     stream: message * n [end]                    file: b"ARROW1\\0\\0" stream [footer] [size of the footer: 4] b"ARROW1"
     message: [0xFFFFFFFF: 4] [size of the metadata: 4] [metadata] [body]    (before Arrow 0.15 without 0xFFFFFFFF)
 
-A record batch consists of buffers, several for each column. Its metadata give its number of rows, and the offset in the
-body of each buffer, so that a row can be read by itself (arrow_columns.py). pyarrow does not expose these offsets, so
-this module reads the metadata. They are a flatbuffer: tables with numbered fields, each of which is found by an offset.
-Each offset is checked, because the bytes may be damaged. The fields' numbers are those of Arrow's format/Message.fbs
-and File.fbs.
+With the offsets of record batches, which pyarrow does not expose, parts of a file can be fetched without the rest. The
+metadata are a flatbuffer: tables with numbered fields, each of which is found by an offset. Each offset is checked,
+because the bytes may be damaged. The fields' numbers are those of Arrow's format/Message.fbs and File.fbs.
 """
 
 from __future__ import annotations
@@ -21,11 +19,10 @@ __all__ = [
     "DICTIONARY",
     "MAGIC",
     "SCHEMA",
-    "BatchLayout",
     "Message",
-    "layout_of",
     "messages",
     "messages_between",
+    "rows_of_batch",
 ]
 
 Read = Callable[[int, int], bytes]
@@ -62,18 +59,6 @@ class Message:
     def end(self) -> int:
         """Offset in the file of the byte after the message."""
         return self.body + self.body_size
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLayout:
-    """Number of rows, nulls of each column, and positions of the buffers of a record batch."""
-
-    rows: int
-    nodes: memoryview
-    """(length, number of nulls) of each column and each child column, as 64-bit integers."""
-    buffers: memoryview
-    """(begin in the body, size in bytes) of each buffer, as 64-bit integers."""
-    compressed: bool
 
 
 class _Table:
@@ -152,15 +137,14 @@ def messages_between(read: Read, begin: int, end: int) -> Iterator[Message]:
         at = message.end
 
 
-def layout_of(metadata: bytes) -> BatchLayout:
-    """Return the rows and buffers of a record batch. `metadata`: metadata of its message. Raises ValueError or
-    struct.error for damaged metadata."""
+def rows_of_batch(metadata: bytes) -> tuple[int, bool]:
+    """Return the number of rows of a record batch, and True if it is compressed. `metadata`: metadata of its message.
+    Raises ValueError or struct.error for damaged metadata."""
     batch = _Table.root(metadata).table(2)
     rows = batch.number(0)
     if rows < 0:
         raise ValueError(f"the metadata of a record batch are damaged: its number of rows is {rows}")
-    nodes, buffers = (bytes(batch.vector(number, 16)) for number in (1, 2))
-    return BatchLayout(rows, memoryview(nodes).cast("q"), memoryview(buffers).cast("q"), bool(batch.at(3)))
+    return rows, bool(batch.at(3))
 
 
 def _file_messages(read: Read, size: int) -> Iterator[Message]:

@@ -32,9 +32,9 @@ from penstock.data.formats.arrow.ipc_messages import (
     DICTIONARY,
     SCHEMA,
     Message,
-    layout_of,
     messages,
     messages_between,
+    rows_of_batch,
 )
 from penstock.data.formats.columnar.columns import Column, column_of
 from penstock.data.formats.columnar.reader import Block, BlocksReader
@@ -130,9 +130,9 @@ class _ArrowFile:
             by_rows = all(_has_rows(field.type) for field in self.schema)
             for message in all_messages:
                 if message.kind == BATCH:
-                    layout = layout_of(message.metadata)
-                    rows.append(layout.rows)
-                    by_rows &= not layout.compressed
+                    count, compressed = rows_of_batch(message.metadata)
+                    rows.append(count)
+                    by_rows &= not compressed
                     self.batches.append((message.begin, message.body, message.body_size, len(self.dictionaries)))
                 elif message.kind == DICTIONARY:
                     self.dictionaries.append(message)

@@ -4,7 +4,7 @@ pyarrow makes an object for each value that is looked up, which takes a microsec
 list of 2,000 numbers. So the frequent types are read from the arrays' buffers: numbers, texts, and lists of numbers. A
 list of numbers becomes a numpy array of the column's type, which is a copy: the array is writable, and a sample that
 the caller keeps does not keep its row group in memory. A list in which a number is null becomes a Python list. All
-other types go through pyarrow's scalars (parquet_scalars.py).
+other types go through pyarrow's scalars (values.py).
 """
 
 from __future__ import annotations

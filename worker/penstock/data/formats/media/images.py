@@ -98,22 +98,22 @@ def encode_raw(value: Any) -> bytes:
 def decode_jpeg(sample: bytes, begin: int, end: int) -> Any:
     """Return the image of a whole JPEG file, as an image of Pillow. Only the file's header is read here; the pixels are
     decoded on first use."""
-    return _library("jpeg_images").open_image(sample[begin:end])
+    return _library("jpeg").open_image(sample[begin:end])
 
 
 def decode_jpeg_array(sample: bytes, begin: int, end: int) -> npt.NDArray[np.uint8]:
     """Return the pixels of a whole JPEG file, in a writable array, equal to `numpy.asarray` of its image."""
-    return _library("jpeg_images").decode_array(sample[begin:end])  # type: ignore[no-any-return]
+    return _library("jpeg").decode_array(sample[begin:end])  # type: ignore[no-any-return]
 
 
 def decode_png(sample: bytes, begin: int, end: int) -> Any:
     """Return the image of a whole PNG file, as an image of Pillow whose pixels are decoded on first use."""
-    return _library("png_images").open_image(sample[begin:end])
+    return _library("png").open_image(sample[begin:end])
 
 
 def decode_png_array(sample: bytes, begin: int, end: int) -> npt.NDArray[Any]:
     """Return the pixels of a whole PNG file, in a writable array, equal to `numpy.asarray` of its image."""
-    return _library("png_images").decode_array(sample[begin:end])  # type: ignore[no-any-return]
+    return _library("png").decode_array(sample[begin:end])  # type: ignore[no-any-return]
 
 
 @cache

@@ -1,7 +1,7 @@
 """File of records (bytes of one sample each) that lie one after another. A second file (offset_file.py) has the offset
 of each record.
 
-A remote file may be fetched in parts (ranges/file_ranges.py). The reader of a part has the offsets of the whole file,
+A remote file may be fetched in parts (file_ranges.py). The reader of a part has the offsets of the whole file,
 and the bytes of its own records.
 """
 
