@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.raw_files import check_size
+from penstock.data.formats.raw_files import check_samples, open_file
 from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
 from penstock.data.formats.tfrecord.example_messages import example_of, is_example
 from penstock.proto.errors import DatasetError, ShardCorruptError
@@ -38,12 +37,11 @@ def _library() -> Any:
 class _Records:
     """Open ArrayRecord file. Several threads, and forked children, may read it at the same time."""
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, expected: int | None = None) -> None:
         library = _library()
         self.name = name
+        self._file, self.size = open_file(path, name, expected)
         try:
-            self._file = Descriptor(path)
-            self.size = os.fstat(self._file.fileno()).st_size
             self._reader: Any = library.ArrayRecordReader(
                 f"/proc/self/fd/{self._file.fileno()}", options=OPTIONS, file_reader_buffer_size=BUFFER
             )
@@ -51,11 +49,7 @@ class _Records:
                 self._reader.read([0])  # the error of the library says why
                 raise ValueError("the index at the file's end cannot be read")
             self.count = int(self._reader.num_records())
-        except Exception as error:  # errors of the library, and of the system
-            if isinstance(error, OSError) and error.errno is not None:  # of the system, and not of the library
-                raise ShardCorruptError(
-                    f"{name}: {path} cannot be read: {error}. Check that the file exists and that this user may read it"
-                ) from error
+        except Exception as error:  # errors of the library have several classes
             raise ShardCorruptError(
                 f"{name} must be an ArrayRecord file: {error}. Write the file again, and close its writer"
             ) from error
@@ -95,14 +89,9 @@ class ArrayRecordReader:
     def __init__(self, shard: Shard, path: Path) -> None:
         stored = shard.files[0].raw
         self.name = stored.name
-        check_size(path, stored)
         self._decode = shard.settings["records"] == "example"
-        self._records = _Records(path, stored.name)
-        if len(self) != shard.samples:
-            raise ShardCorruptError(
-                f"{self.name} must have {shard.samples} records, as the dataset's index lists, got {len(self)}. "
-                "Index the folder again"
-            )
+        self._records = _Records(path, stored.name, stored.size)
+        check_samples(self.name, "records", len(self), shard.samples)
 
     def __len__(self) -> int:
         return self._records.count

@@ -36,8 +36,6 @@ of 1 KiB, this is 7 times as fast as calls for 32 rows each. A larger size was s
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Rows that one call of the library has read."""
-
     first: int
     """Number in the dataset of the table's first row. The other rows follow it only if consecutive rows were read."""
     rows: int
@@ -168,7 +166,6 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return table, 0
 
     def _read(self, numbers: list[int]) -> Any:
-        """Return the rows with these numbers as a table of pyarrow, read in one call of the library."""
         dataset = self._dataset()
         table = self._called(lambda: dataset.take(numbers, columns=self.columns), _named(numbers))
         if table.num_rows != len(numbers):
@@ -179,7 +176,6 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return table
 
     def _dataset(self) -> Any:
-        """Return the dataset as this process has opened it. A forked process opens it again."""
         if self._opened is not None and self._opened[0] == os.getpid():
             return self._opened[1]
         try:
@@ -227,5 +223,4 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 
 
 def _named(numbers: list[int]) -> str:
-    """Return the first numbers of rows as text, for errors."""
     return f"rows {numbers[:5]}" + (f" or one of {len(numbers) - 5} more" if len(numbers) > 5 else "")

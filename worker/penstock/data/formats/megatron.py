@@ -29,7 +29,7 @@ import numpy as np
 import xxhash
 
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.raw_files import unreadable
+from penstock.data.formats.raw_files import check_samples, open_file, unreadable
 from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
@@ -71,13 +71,7 @@ class TokenIndex:
         """Open an .idx file and check it. `name`: name of the file in errors. Raises ShardCorruptError if it is missing
         or damaged."""
         self.name = name
-        try:
-            self._file = Descriptor(path)
-            self.size = os.fstat(self._file.fileno()).st_size
-        except OSError as error:
-            raise ShardCorruptError(
-                f"{name}: {path} cannot be read: {error}. Check that the file exists and that this user may read it"
-            ) from error
+        self._file, self.size = open_file(path, name)
         head = self._read(0, HEAD.size)
         magic, version, code, sequences, bounds = HEAD.unpack(head)
         self.sequences: int = sequences
@@ -190,7 +184,6 @@ class TokenIndex:
         return self._table(2, np.dtype("<i8"), begin, end)
 
     def _table(self, table: int, dtype: np.dtype[Any], begin: int, end: int) -> np.ndarray[Any, Any]:
-        """Return entries `begin` to `end` - 1 of table number `table` (see `_tables`)."""
         at = self._tables[table] + begin * dtype.itemsize
         if self._kept is not None:
             return np.frombuffer(self._kept, dtype, end - begin, at)
@@ -257,14 +250,8 @@ class _TokenFile:
         self.index = TokenIndex(index, index_name)
         self._itemsize, self._dtype = self.index.dtype.itemsize, self.index.dtype
         self._extents = self.index.extents
-        try:
-            self._file: Descriptor | None = Descriptor(data)
-            self.size = os.fstat(self._file.fileno()).st_size
-        except OSError as error:
-            raise ShardCorruptError(
-                f"{data_name}: {data} cannot be read: {error}. Check that the file exists and that this user may "
-                "read it"
-            ) from error
+        self._file: Descriptor | None
+        self._file, self.size = open_file(data, data_name)
         if self.size != self.index.data_bytes:
             raise ShardCorruptError(
                 f"{data_name} must have {self.index.data_bytes} bytes, as {index_name} says, got {self.size}. Copy or "
@@ -454,11 +441,7 @@ class MegatronReader:
                     f"{path.name}: {path} must have {expected} bytes, as the dataset's index lists, got {size}. "
                     "Fetch the file again, or index the folder again"
                 )
-        if len(self) != shard.samples:
-            raise ShardCorruptError(
-                f"{boundaries.name} must have {shard.samples} documents, as the dataset's index lists, got "
-                f"{len(self)}. Index the folder again"
-            )
+        check_samples(boundaries.name, "documents", len(self), shard.samples)
 
     def __len__(self) -> int:
         return len(self._file.index)

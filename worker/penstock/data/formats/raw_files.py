@@ -19,7 +19,7 @@ from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.shards import StoredFile
 from penstock.proto.errors import ShardCorruptError
 
-__all__ = ["SampleFile", "check_size", "read_checked", "unreadable"]
+__all__ = ["SampleFile", "check_samples", "open_file", "read_checked", "unreadable"]
 
 
 class SampleFile:
@@ -31,22 +31,9 @@ class SampleFile:
         self.name = stored.name
         self._count = 0
         self._offsets = memoryview(b"").cast("I")
-        self._file: Descriptor | None = None
+        self._file: Descriptor | None
         """Open shard file; None once the reader is closed."""
-        try:
-            self._file = Descriptor(path)
-            self._size = os.fstat(self._file.fileno()).st_size
-        except OSError as error:
-            raise ShardCorruptError(
-                f"{stored.name}: {path} cannot be read: {error}. Check that the file exists and that this user may "
-                "read it"
-            ) from error
-        if self._size != stored.size:
-            self.close()
-            raise ShardCorruptError(
-                f"{stored.name}: {path} must have {stored.size} bytes, as the dataset's index lists, got "
-                f"{self._size}. Fetch the file again, or index the folder again"
-            )
+        self._file, self._size = open_file(path, stored.name, stored.size)
 
     def __len__(self) -> int:
         return self._count
@@ -121,35 +108,39 @@ def unreadable(name: str, error: OSError) -> ShardCorruptError:
     )
 
 
-def check_size(path: Path, stored: StoredFile) -> None:
-    """Raise ShardCorruptError unless a file has the size that the dataset's index lists."""
+def open_file(path: Path, name: str, size: int | None = None) -> tuple[Descriptor, int]:
+    """Return an open file, and its size in bytes. `name`: name of the file in errors; `size`: its size in the dataset's
+    index. Raises ShardCorruptError if the file cannot be opened, or has another size."""
     try:
-        size = path.stat().st_size
+        file = Descriptor(path)
+        actual = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise ShardCorruptError(
-            f"{stored.name}: {path} cannot be read: {error}. Check that the file exists and that this user may read it"
+            f"{name}: {path} cannot be read: {error}. Check that the file exists and that this user may read it"
         ) from error
-    if size != stored.size:
+    if size not in (None, actual):
         raise ShardCorruptError(
-            f"{stored.name}: {path} must have {stored.size} bytes, as the dataset's index lists, got {size}. Fetch "
-            "the file again, or index the folder again"
+            f"{name}: {path} must have {size} bytes, as the dataset's index lists, got {actual}. Fetch the file again, "
+            "or index the folder again"
+        )
+    return file, actual
+
+
+def check_samples(name: str, what: str, samples: int, expected: int) -> None:
+    """Raise ShardCorruptError unless the file `name` has as many samples as the dataset's index lists. `what`: what the
+    format calls them."""
+    if samples != expected:
+        raise ShardCorruptError(
+            f"{name} must have {expected} {what}, as the dataset's index lists, got {samples}. Index the folder again "
+            "with index_folder"
         )
 
 
 def read_checked(path: Path, stored: StoredFile) -> bytes:
     """Return a small file's content. Raises ShardCorruptError if it cannot be read, or if its size differs from the
     index."""
+    file, size = open_file(path, stored.name, stored.size)
     try:
-        file = Descriptor(path)
-        size = os.fstat(file.fileno()).st_size
-        data = file.read(stored.size, 0) if size == stored.size else b""
+        return file.read(size, 0)
     except OSError as error:
-        raise ShardCorruptError(
-            f"{stored.name}: {path} cannot be read: {error}. Check that the file exists and that this user may read it"
-        ) from error
-    if len(data) != stored.size:
-        raise ShardCorruptError(
-            f"{stored.name}: {path} must have {stored.size} bytes, as the dataset's index lists, got {size}. Fetch "
-            "the file again, or index the folder again"
-        )
-    return data
+        raise unreadable(stored.name, error) from error

@@ -74,7 +74,6 @@ def open_part(
 
 
 def _projected(reader: ShardReader, columns: Sequence[str]) -> ShardReader:
-    """Return a reader whose samples have only the columns `columns`."""
     if isinstance(reader, ColumnReader):
         reader.select(columns)
         return reader
@@ -82,8 +81,6 @@ def _projected(reader: ShardReader, columns: Sequence[str]) -> ShardReader:
 
 
 class _Projected:
-    """Reader that reads whole samples and removes all columns but those that were asked for."""
-
     def __init__(self, reader: ShardReader, columns: Sequence[str]) -> None:
         self._reader, self._columns = reader, columns
 

@@ -168,8 +168,6 @@ def _file_messages(read: Read, size: int) -> Iterator[Message]:
 
 
 def _message(read: Read, begin: int, size: int) -> Message | None:
-    """Return the message that begins at byte `begin` of a file of `size` bytes; None at the end of the stream of
-    messages."""
     if begin == size:
         return None  # writers may leave out the end marker
     head = read(begin, FIRST_READ)

@@ -40,10 +40,9 @@ from penstock.data.formats.columnar.columns import Column, column_of
 from penstock.data.formats.columnar.reader import Block, BlocksReader
 from penstock.data.formats.columnar.values import storage_of
 from penstock.data.formats.decoded_blocks import MEMORY
-from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import names
 from penstock.data.formats.file_ranges import file_range, part_shard, spans_of
-from penstock.data.formats.raw_files import check_size, unreadable
+from penstock.data.formats.raw_files import check_samples, open_file, unreadable
 from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.files.filesystems import NETWORK, filesystem
@@ -102,18 +101,12 @@ class ArrowPart:
 class _ArrowFile:
     """Open Arrow file, or a part of one, with the offsets of its record batches."""
 
-    def __init__(self, path: Path, name: str, part: ArrowPart | None = None) -> None:
+    def __init__(self, path: Path, name: str, part: ArrowPart | None = None, expected: int | None = None) -> None:
         arrow = _pyarrow()
         self.name = name
         self._header, self._begin = (part.header, part.begin) if part else (b"", 0)
-        try:
-            self.descriptor = Descriptor(path)
-            self.status = os.fstat(self.descriptor.fileno())
-        except OSError as error:
-            raise ShardCorruptError(
-                f"{name}: {path} cannot be read: {error}. Check that the file exists and that this user may read it"
-            ) from error
-        self.size = self.status.st_size
+        self.descriptor, self.size = open_file(path, name, expected)
+        self.version = os.fstat(self.descriptor.fileno()).st_mtime_ns
         self.dictionaries: list[Message] = []
         self.batches: list[tuple[int, int, int, int]] = []
         """For each record batch: (offset of its message, offset of the message's body, size of the body in bytes,
@@ -333,13 +326,8 @@ class ArrowReader(BlocksReader):
         Raises ShardCorruptError if the file cannot be read, or differs from its entry in the index.
         """
         stored = shard.files[0].raw
-        check_size(path, stored)
-        file = _ArrowFile(path, stored.name, part)
-        if sum(file.rows) != shard.samples:
-            raise ShardCorruptError(
-                f"{stored.name} must have {shard.samples} rows, as the dataset's index lists, got {sum(file.rows)}. "
-                "Index the folder again"
-            )
+        file = _ArrowFile(path, stored.name, part, stored.size)
+        check_samples(stored.name, "rows", sum(file.rows), shard.samples)
         if shard.blocks and shard.blocks != file.rows:
             raise ShardCorruptError(
                 f"{stored.name}: the record batches must have the numbers of rows that the dataset's index lists. The "
@@ -358,7 +346,7 @@ class ArrowReader(BlocksReader):
         file = self._opened()
         if self._mapped is not None:
             status = os.fstat(file.descriptor.fileno())
-            if (status.st_size, status.st_mtime_ns) != (file.size, file.status.st_mtime_ns):
+            if (status.st_size, status.st_mtime_ns) != (file.size, file.version):
                 raise self._changed()
 
     def _opened(self) -> _ArrowFile:

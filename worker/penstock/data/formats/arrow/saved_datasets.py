@@ -96,5 +96,4 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _is_name(name: object) -> bool:
-    """Return True if a value is a plain name, without a path, of a file or folder in the dataset's folder."""
     return isinstance(name, str) and PurePosixPath(name).name == name and name not in ("", ".", "..")

@@ -73,7 +73,6 @@ def _column(array: Any) -> Column:
 
 @lru_cache(maxsize=KEPT_TYPES)
 def _maker(kind: Any) -> Callable[[Any], Column]:
-    """Return the function that makes a Column of a pyarrow array of type `kind`."""
     types = importlib.import_module("pyarrow.types")
     number = _number(types, kind)
     if number is not None and kind.bit_width > 1:
@@ -92,7 +91,6 @@ def _maker(kind: Any) -> Callable[[Any], Column]:
 
 
 def _number(types: Any, kind: Any) -> np.dtype[Any] | None:
-    """Return numpy's type for a pyarrow type of numbers or bools; None for any other type."""
     return (
         np.dtype(kind.to_pandas_dtype())
         if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
@@ -235,8 +233,6 @@ class _Lists:
 
 
 class _Converted:
-    """Column of an extension type: the stored values of another Column, each converted."""
-
     def __init__(self, column: Column, convert: Callable[[Any], Any]) -> None:
         self._column, self._convert = column, convert
 

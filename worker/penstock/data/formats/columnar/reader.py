@@ -177,7 +177,6 @@ class BlocksReader(ABC):
         return bisect.bisect_right(self._begins, index) - 1
 
     def _sample(self, number: int, index: int) -> dict[str, Any]:
-        """Return sample `index`, which lies in block `number`."""
         block = self._block(number, index)
         row = index - self._begins[number]
         name = ""
@@ -192,7 +191,6 @@ class BlocksReader(ABC):
             self._refuse(index, name, error)
 
     def _of_block(self, number: int, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples `rows`, which all lie in block `number`."""
         begin = self._begins[number]
         block = self._block(number, rows[0])
         first, end = rows[0] - begin, rows[0] - begin + len(rows)
@@ -208,7 +206,6 @@ class BlocksReader(ABC):
         return [dict(zip(names, sample, strict=True)) for sample in zip(*values, strict=True)]
 
     def _batch_of(self, number: int, rows: Ints) -> Columns:
-        """Return the columns of the samples `rows`, which all lie in block `number`."""
         inside = rows - self._begins[number]
         block = self._block(number, int(rows[0]))
         if block.fetch is not None:

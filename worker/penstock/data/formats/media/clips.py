@@ -307,7 +307,6 @@ def _damaged(where: str, error: Exception) -> NoReturn:
 
 @cache
 def _decoders() -> Any:
-    """Return the module torchcodec.decoders. Raises DatasetError if it cannot be used."""
     try:
         library = importlib.import_module("torchcodec")
         found = importlib.import_module("torchcodec.decoders")

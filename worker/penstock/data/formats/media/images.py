@@ -118,7 +118,6 @@ def decode_png_array(sample: bytes, begin: int, end: int) -> npt.NDArray[Any]:
 
 @cache
 def _library(name: str) -> Any:
-    """Return the module `name` of this package, which imports PIL. Raises DatasetError if PIL is not installed."""
     _pil()
     return importlib.import_module(f"penstock.data.formats.media.{name}")
 

@@ -27,7 +27,6 @@ _MODES = {"YCbCr": "RGB", "RGB": "RGB", "Gray": "L"}
 
 @functools.cache
 def _simplejpeg() -> Any:
-    """Return the module simplejpeg; None if it is not installed."""
     try:
         return importlib.import_module("simplejpeg")
     except ImportError:

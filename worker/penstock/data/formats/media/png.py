@@ -40,7 +40,6 @@ _HARMLESS = {b"gAMA": 4, b"pHYs": 9, b"sRGB": 1, b"cHRM": 32}
 
 @functools.cache
 def _kornia() -> Any:
-    """Return the module kornia_rs.io; None if it is not installed."""
     try:
         return importlib.import_module("kornia_rs").io
     except ImportError:

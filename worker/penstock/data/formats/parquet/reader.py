@@ -30,6 +30,7 @@ from penstock.data.formats.parquet.footer import (
     tail_of,
 )
 from penstock.data.formats.parquet.shards import Footer, footer_of, pyarrow_parquet
+from penstock.data.formats.raw_files import check_samples, open_file
 from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.process.free_memory import free_memory
@@ -129,34 +130,24 @@ class ParquetReader(BlocksReader):
         """Numbers, in the file's schema, of the leaf columns to read; None: all. Parquet stores a nested column as
         several leaf columns, any other column as one."""
         try:
-            self._opened: Descriptor | None = Descriptor(path)  # a plain file: pyarrow must not wait for a pipe
-            status = os.fstat(self._opened.fileno())
-            if status.st_size != stored.size:
-                raise ShardCorruptError(
-                    f"{self.name}: {path} must have {stored.size} bytes, as the dataset's index lists, got "
-                    f"{status.st_size}. Fetch the file again, or index the folder again"
-                )
-            self._version = status.st_mtime_ns
-            footer = Footer.parse(tail_of(self._opened)) if part is None else part.footer
+            opened, _ = open_file(path, self.name, stored.size)  # a plain file: pyarrow must not wait for a pipe
+            self._opened: Descriptor | None = opened
+            self._version = os.fstat(opened.fileno()).st_mtime_ns
+            footer = Footer.parse(tail_of(opened)) if part is None else part.footer
             self._metadata, self._schema = footer.metadata, footer.schema
-            self._idle.append(self._new_file(self._opened))
+            self._idle.append(self._new_file(opened))
         except DatasetError:
             raise
         except Exception as error:  # errors of the system, of pyarrow, and of a damaged footer
-            if isinstance(error, OSError) and error.errno is not None:  # pyarrow's own OSError has no number
-                remedy = "Check that the file exists and that this user may read it"
-            else:
-                remedy = "Fetch or write the file again"
-            raise ShardCorruptError(f"{self.name}: {path} cannot be read: {error}. {remedy}") from error
+            raise ShardCorruptError(
+                f"{self.name}: {path} cannot be read: {error}. Fetch or write the file again"
+            ) from error
         first = 0 if part is None else part.group
         self._groups = footer.groups if part is None else footer.groups[first : first + 1]
         blocks = tuple(group.rows for group in self._groups)
-        rows = footer.metadata.num_rows if part is None else sum(blocks)
-        if not rows == sum(blocks) == shard.samples:
-            raise ShardCorruptError(
-                f"{self.name} must have {shard.samples} rows, as the dataset's index lists, got {rows}. Index the "
-                "folder again with index_folder"
-            )
+        check_samples(self.name, "rows", sum(blocks), shard.samples)
+        if part is None:
+            check_samples(self.name, "rows", footer.metadata.num_rows, shard.samples)
         if shard.blocks and shard.blocks != blocks:
             raise ShardCorruptError(
                 f"{self.name}: the row groups must have the numbers of rows that the dataset's index lists. The file "
@@ -178,7 +169,6 @@ class ParquetReader(BlocksReader):
             self._opened, self._idle = None, []
 
     def _new_file(self, opened: Descriptor, dictionaries: Sequence[str] = ()) -> Any:
-        """Return pyarrow's object for the file. `dictionaries`: paths of the columns to read as dictionaries."""
         return pyarrow_parquet().ParquetFile(
             f"/proc/self/fd/{opened.fileno()}" if self._part is None else _opened_range(opened, self._part),
             metadata=self._metadata,
