@@ -298,13 +298,14 @@ import sys
 from pathlib import Path
 import numpy as np
 from penstock.data.formats.arrow import reader as arrow
+from penstock.data.formats.shards import columns_of_rows
 from penstock.proto.errors import DatasetError
 arrow._is_local = lambda folder: sys.argv[2] == "mapped"
 path = Path(sys.argv[1])
 good = path.read_bytes()
 draw = random.Random(1)
 refused = 0
-for _ in range(400):
+for _ in range(200):
     data = bytearray(good)
     for _ in range(draw.choice((1, 1, 8))):
         data[draw.randrange(len(data))] = draw.choice((0, 1, 127, 128, 255))
@@ -312,16 +313,16 @@ for _ in range(400):
     try:
         shard = arrow.index_arrow(path, "a.arrow")
         reader = arrow.ArrowReader(shard, path)
-        count = len(reader)
+        count = min(len(reader), 20)
         for read in (lambda: reader[count - 1], lambda: reader.get_many(range(count)),
-                     lambda: reader.get_columns(np.arange(count)[::-1])) * bool(count):
+                     lambda: columns_of_rows(reader, np.arange(count)[::-1])) * bool(count):
             try:
                 read()
             except DatasetError:
                 refused += 1
     except DatasetError:
         refused += 1
-assert refused > 50, refused
+assert refused > 20, refused
 """
 
 
