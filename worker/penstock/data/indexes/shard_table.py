@@ -25,6 +25,7 @@ import xxhash
 
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import InvalidField
+from penstock.data.formats.file_ranges import are_large_parts
 from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.index import (
     MAX_NUMBER,
@@ -38,7 +39,6 @@ from penstock.data.formats.index import (
     shard_of,
     write_index,
 )
-from penstock.data.formats.file_ranges import are_large_parts
 from penstock.data.formats.shards import Shard, StoredFile
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError
