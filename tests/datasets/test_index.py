@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.index import INDEX, read_index, write_index
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
+from penstock.data.indexes.shard_table import ShardTable
 from penstock.data.writing.merge_index import merge_index
 from penstock.proto.errors import DatasetError
 
@@ -37,6 +39,19 @@ def changed(index: dict[str, Any], path: Path_, value: object) -> bytes:
     else:
         place[path[-1]] = value
     return json.dumps(index).encode()
+
+
+def outcome(read: Callable[[bytes, str], Iterable[Shard]], data: bytes) -> list[Shard] | str:
+    try:
+        return list(read(data, "here"))
+    except DatasetError as error:
+        return str(error)
+
+
+def read_both(data: bytes) -> list[Shard]:
+    """Return the shards of an index. Its table must have the same ones, or refuse it in the same words."""
+    assert outcome(ShardTable.of, data) == outcome(read_index, data)
+    return read_index(data, "here")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +126,7 @@ def test_wrong_shard_fields_are_named(path: Path_, value: object, words: str) ->
     # Infinity is no JSON, and is found before there are shards.
     where = "here: " if value == 1e400 else "here: shard 1: "
     with pytest.raises(DatasetError, match=f"^{where}.*{words}"):
-        read_index(changed(GOOD, ("shards", 1, *path), value), "here")
+        read_both(changed(GOOD, ("shards", 1, *path), value))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +149,7 @@ def test_wrong_shard_fields_are_named(path: Path_, value: object, words: str) ->
 )
 def test_wrong_fields_of_the_whole_and_of_tables(index: dict[str, Any], path: Path_, value: object, words: str) -> None:
     with pytest.raises(DatasetError, match=f"^here: {words}"):
-        read_index(changed(index, path, value), "here")
+        read_both(changed(index, path, value))
 
 
 JSON_VALUES = st.recursive(
@@ -155,7 +170,7 @@ def test_any_other_value_is_read_or_refused(data: st.DataObject, index: dict[str
     path = data.draw(st.sampled_from(places(index)))
     content = changed(index, path, data.draw(JSON_VALUES))
     try:
-        shards = read_index(content, "here")
+        shards = read_both(content)
     except DatasetError as error:
         said = str(error)
     else:

@@ -88,9 +88,8 @@ def test_damaged_columns_are_made_again(columns: Path, tmp_path: Path) -> None:
     fingerprint = StreamingDataset(local=folder).fingerprint
     (path,) = columns.iterdir()
     good = path.read_bytes()
-    flipped = bytearray(good)
-    flipped[len(good) // 2] ^= 1
-    for bad in (b"", good[:100], good[:-8], bytes(flipped), b"1" + good[1:], bytes(len(good))):
+    flipped = [bytes([*good[:at], good[at] ^ 1, *good[at + 1 :]]) for at in (len(good) // 2, len(good) - 24)]
+    for bad in (b"", good[:100], good[:-8], *flipped, b"1" + good[1:], bytes(len(good))):
         path.write_bytes(bad)
         assert StreamingDataset(local=folder).fingerprint == fingerprint
         assert path.read_bytes() == good

@@ -238,6 +238,26 @@ def test_examples_are_as_protobuf_reads_them(features: dict[str, tuple[str, list
         assert found == list(getattr(made.features.feature[name], kind).value) == values
 
 
+@pytest.mark.parametrize(
+    ("number", "values", "expected"),
+    [
+        (2, b"\x12\x04\0\0\x80?", []),  # a field that is unknown
+        (2, b"\x0d\0\0\x80?", [1.0]),  # one by one
+        (2, b"\x0a\x04\0\0\x80?\x0a\x04\0\0\0@", [1.0, 2.0]),  # in two pieces
+        (3, b"\x08\x05\x08\x06", [5, 6]),
+        (3, b"\x0a\xd8\x04" + b"\x07" * 600, [7] * 600),
+        (3, b"\x12\xd8\x04" + b"\x07" * 600, []),
+    ],
+)
+def test_lists_may_be_stored_in_any_way(number: int, values: bytes, expected: list[float]) -> None:
+    def field(number: int, data: bytes) -> bytes:
+        size = bytes([len(data)]) if len(data) < 128 else bytes([len(data) & 127 | 128, len(data) >> 7])
+        return bytes([number << 3 | 2]) + size + data
+
+    entry = field(1, b"x") + field(2, field(number, values))
+    assert example_of(field(1, field(1, entry)))["x"].tolist() == expected
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=60), st.integers(0, 400), st.integers(0, 255))
 def test_damaged_examples_are_value_errors(junk: bytes, at: int, octet: int) -> None:

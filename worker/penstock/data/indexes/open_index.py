@@ -33,8 +33,9 @@ __all__ = ["HUGE_INDEX", "LARGE_INDEX", "ColumnsPlace", "open_index"]
 
 LARGE_INDEX = 4 << 20
 """Size of an index, in bytes, from which its text does not stay in memory: about 10,000 shards."""
-HUGE_INDEX = 64 << 20
-"""Size of an index, in bytes, from which its columns are stored: about 150,000 shards, which take 1 s to read."""
+HUGE_INDEX = 16 << 20
+"""Size of an index, in bytes, from which its columns are stored: about 40,000 shards. To read them takes each process
+half a second; to load the stored columns, 5 ms."""
 LONGEST_PAUSE_S = 0.1
 """Longest pause between two attempts to acquire a lock, in seconds."""
 
