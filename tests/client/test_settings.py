@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ import torch
 
 from penstock.client import Appliance
 from penstock.client.api.appliance_settings import Torchrun, attempt_key, resolve
+from penstock.client.testing import FakeAppliance
 from penstock.proto.errors import AuthenticationError, BoxOutOfRangeError, InvalidArgumentError
 from penstock.proto.lane.compression import require
+from penstock.runtime.config.job_settings import JobSettings
 
 TORCHRUN = {
     "RANK": "3",
@@ -37,6 +41,19 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     return monkeypatch
+
+
+def test_arguments_are_declared_alike() -> None:
+    declared = inspect.signature(Appliance).parameters
+    assert set(declared) == set(JobSettings.model_fields)
+    assert [
+        name for name in declared if not re.search(rf"^        (\w+, )*{name}(, \w+)*: ", Appliance.__doc__ or "", re.M)
+    ] == []
+    fake = dict(inspect.signature(FakeAppliance).parameters)
+    del fake["faults"]
+    assert {name: str(parameter) for name, parameter in fake.items()}.items() <= {
+        name: str(parameter) for name, parameter in declared.items()
+    }.items()
 
 
 def test_defaults() -> None:

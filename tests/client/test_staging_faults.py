@@ -14,7 +14,7 @@ from devices import FakeBackend
 from lane_frames import a_frame
 
 from penstock.client.stream import device_reader
-from penstock.client.stream.device_loads import DeviceLane
+from penstock.client.stream.device_reader import DeviceLane
 from penstock.client.stream.streams import EPOCH_ENDED
 from penstock.proto.errors import DeadlineError, InputFnError, ProtocolError, UnsupportedLeafError
 from penstock.proto.lane.frames import BATCH, framed

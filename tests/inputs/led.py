@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.client.integrations.batch_relay import Relay
+from penstock.client.integrations.batch_relay import Relay, relayed
 from penstock.client.integrations.rank_groups import RankGroups
-from penstock.client.integrations.relayed_batches import relayed
 
 
 def batches() -> Iterator[Any]:

@@ -78,48 +78,44 @@ class Appliance:
     Args:
         address: "host:port" of the coordinator. None: embedded; a coordinator and workers are started on this machine,
             and stopped with this appliance.
-        num_workers_per_box: number of worker slots, each with a process that runs input_fn, for each box (1). 0: no
-            process is started and no coordinator used, even with an address; input_fn runs in this process and thread
-            when the loop requests a batch, so that breakpoint(), print() and profilers work (docs/debugging.md).
-            Batches and states are the same as with one worker.
+        num_workers_per_box: number of worker slots, each with a process that runs input_fn, for each box (1). 0:
+            input_fn runs in this process and thread when the loop requests a batch, even with an address, so that
+            breakpoint(), print() and profilers work (docs/debugging.md). Batches and states are those of one worker.
         box: number of this box, from 0 (0).
         num_boxes: number of boxes (1).
         job: name of the job. A job that is started again under its name takes over its runs, each the stream of one
             loader (torchrun's run id unless that is "none", else a new name). With an address and several boxes a job
             must have a name.
         seed: seed of the run, 0 to 2**64 - 1 (that of the resumed run, else a random one).
-        device: device where the tensors of a batch arrive: "cuda", "cuda:N" or "cpu" (None: views of the ring, the
-            shared memory that workers fill). On a device the tensors are copies in memory of their own. With CUDA the
-            ring is page-locked, and the next batch is copied on a separate CUDA stream while the loop computes; the
-            current stream of the iterating thread waits for the copy. This takes device memory for two batches. "cuda"
-            is the device that is current when the loop starts, so under torchrun call torch.cuda.set_device(LOCAL_RANK)
-            first. Values that are not tensors stay on the host. Without a device, batches are pageable views of the
-            ring, and .to(device, non_blocking=True) in the loop is safe.
+        device: device where the tensors of a batch arrive: "cuda", "cuda:N" or "cpu". There they are copies in memory
+            of their own; other values stay on the host. With CUDA the ring, the shared memory that workers fill, is
+            page-locked, and the next batch is copied on a stream of its own while the loop computes, for which the
+            current stream of the iterating thread waits. This takes device memory for two batches. "cuda" is the
+            device that is current when the loop starts, so under torchrun call torch.cuda.set_device(LOCAL_RANK) first.
+            None: batches are pageable views of the ring, and .to(device, non_blocking=True) in the loop is safe.
         attempt: string that is the same on all boxes of one launch and differs between launches (from torchrun).
         token: credential token of the role client (PENSTOCK_TOKEN, or the file that PENSTOCK_TOKEN_FILE names).
-        tls_ca: file with the CA that signed the certificates of coordinator and workers; None: no TLS for calls and
-            lanes. Files are PEM and read once (docs/security.md).
-        tls_cert, tls_key: files with this client's certificate, for servers that request one, and its key.
+        tls_ca: PEM file with the CA that signed the certificates of coordinator and workers; None: no TLS for calls and
+            lanes (docs/security.md).
+        tls_cert, tls_key: PEM files with this client's certificate, for servers that request one, and its key.
         tls_name: name that the certificates of coordinator and workers must have, instead of their addresses.
         lane: transport of batches: "auto" (shared memory on this host, TCP from others) or "tcp" ("auto").
-        compression: codec of batches over TCP: None, "lz4" or "zstd" (None). Compression is faster than none where the
-            data shrink and the network gives a lane (the connection to one worker slot) less than 7 Gbit/s ("lz4") or 4
-            Gbit/s ("zstd"). It costs 1.3 processor seconds a GB ("lz4"), or 2.4 to 3.2 ("zstd"):
-            benchmarks/compression.md. Batches that do not shrink are sent uncompressed. Requires `pip install
-            penstock[compression]`; a worker without this package sends batches uncompressed.
+        compression: codec of batches over TCP: None, "lz4" or "zstd" (None). Faster than none where the data shrink and
+            the network gives a lane (the connection to one slot) less than 7 Gbit/s ("lz4") or 4 Gbit/s ("zstd"); it
+            costs 1.3 processor seconds a GB, or 2.4 to 3.2: benchmarks/compression.md. Batches that do not shrink, or
+            come from a worker without the package, are sent as they are. Requires `pip install penstock[compression]`.
         max_batch_bytes: largest size of a batch in bytes; a larger batch is an error (1 GiB).
         digest: bytes that a batch's digest covers: "sample" (all of a batch of up to 256 KiB and all small tensors of a
-            larger one, and a sample of each large tensor; 1 to 6 us), "full" (every byte, 20 us a MiB), or "rows"
-            (every byte, as the sum of the digests of all rows, so that runs on different numbers of boxes can be
-            compared, see DataExecutor.digest; about 0.5 us more for each row of each tensor). Default: that of the
-            loaded state, else "sample".
+            larger one, and a sample of each large tensor; 1 to 6 us), "full" (every byte, 20 us a MiB), or "rows" (the
+            sum of the digests of all rows, so that runs on different numbers of boxes can be compared, see
+            DataExecutor.digest; about 0.5 us more for each row of each tensor). Default: that of the loaded state, else
+            "sample".
         strict_structure: refuse a batch whose structure or dtypes differ from those of the first batch (False).
         replay: save loaders without state methods too, by counting their batches and replaying them (False).
         replay_s: seconds of a loader's work on an epoch, up to which a lost or resumed worker makes the epoch again
-            from its beginning, and compares all of it. Beyond, it restores a snapshot some way before, and compares
-            the batches since (2). inf: always from the beginning. For loaders with four methods: seconds of work since
-            the launch began, up to which a lost worker replays alone (30); see docs/restarts.md. Not for loaders that
-            vouch for their states.
+            from its beginning, and compares all of it (2). Beyond, it restores a snapshot some way before, and compares
+            the batches since. inf: always from the beginning. For loaders with four methods: seconds of work since the
+            launch began, up to which a lost worker replays alone (30); see docs/restarts.md.
         retention_steps: number of last delivered steps whose states stay available (256).
         timeout_s: longest wait in seconds: for a batch, for a state, for the start of the daemons (120).
         poison: treatment of a batch that kills its runner (the worker process that makes the batch) each time: "fail"
@@ -127,14 +123,13 @@ class Appliance:
             DataExecutor.stats ("fail"). "skip" needs a loader that can skip a batch without making it: a DataLoader or
             StatefulDataLoader over a map-style dataset with num_workers=0, or a loader with a method skip_batch().
         synthetic: deliver each worker's first batch again and again, to measure a job without the cost of its input
-            (False). An epoch has as many batches as the loader's len() says; without a len() the epoch never ends, so
-            give the executor num_steps. States can neither be saved nor loaded.
+            (False). An epoch has as many batches as the loader's len() says; without a len() it never ends, so give the
+            executor num_steps. States can neither be saved nor loaded.
         progress: show a line on standard error with the loop's steps/s and the share of its time that it waits for
             batches (False).
-        http: "host:port" where this process serves its metrics to Prometheus, at /metrics (none). A process has one
-            server; under torchrun each rank takes port + LOCAL_RANK. An address beyond loopback needs tls_cert and
-            tls_key, and readers need a token of the role admin. Requires `pip install penstock[metrics]`
-            (docs/metrics.md).
+        http: "host:port" where this process serves its metrics to Prometheus, at /metrics (none); under torchrun each
+            rank takes port + LOCAL_RANK. An address beyond loopback needs tls_cert and tls_key, and readers need a
+            token of the role admin. Requires `pip install penstock[metrics]` (docs/metrics.md).
 
     Raises:
         InvalidArgumentError, BoxOutOfRangeError: an argument or a variable has an invalid value; this process cannot
@@ -231,7 +226,7 @@ class Appliance:
             )
 
     def _embed(self) -> None:
-        self._daemons = daemons = Embedded(_Deaths(self))
+        self._daemons = daemons = Embedded(_on_death(self))
         weakref.finalize(self, daemons.let_go).atexit = False  # dropped without being closed
         job = self._job(fresh=True)
         daemons.announce(job)
@@ -446,7 +441,7 @@ class Appliance:
 
     def _disconnect(self) -> None:
         self._receiver.stop()
-        stop = self._daemons.close if self._daemons is not None else _nothing
+        stop = self._daemons.close if self._daemons is not None else lambda: None
         if self._rendezvous is not None:
             self._rendezvous.leave(stop)
         else:
@@ -467,17 +462,16 @@ class Appliance:
         return f"<{type(self).__name__} {where}, {topology}>"
 
 
-class _Deaths:
-    """Callback for the death of embedded daemons. It has only a weak reference to the appliance, so it does not keep
-    the appliance alive."""
+def _on_death(appliance: Appliance) -> Callable[[PenstockError], None]:
+    """Return a function that ends all runs of an appliance with an error, and does not keep the appliance alive."""
+    reference = weakref.ref(appliance)
 
-    def __init__(self, appliance: Appliance) -> None:
-        self._appliance = weakref.ref(appliance)
-
-    def __call__(self, error: PenstockError) -> None:
-        appliance = self._appliance()
+    def end(error: PenstockError) -> None:
+        appliance = reference()
         for run in list(appliance._runs) if appliance is not None else ():
             run.fail(error)
+
+    return end
 
 
 def _tls_of(settings: ApplianceSettings) -> Tls | None:
@@ -495,10 +489,6 @@ def _exported(settings: ApplianceSettings, torchrun: Torchrun, tls: Tls | None) 
 
     tokens = "" if is_local(settings.http) else admin_tokens(settings.token.get_secret_value())
     return open_web(settings.http, torchrun.local_rank, tokens, tls)
-
-
-def _nothing() -> None:
-    pass
 
 
 @atexit.register

@@ -25,9 +25,8 @@ from penstock.client.api.appliance import Appliance
 from penstock.client.api.data_loader import DataLoader
 from penstock.client.api.executor import DataExecutor
 from penstock.client.integrations.batch_messages import BatchMessages
-from penstock.client.integrations.batch_relay import Kind, Message, Relay
+from penstock.client.integrations.batch_relay import NOTHING, Kind, Message, Relay, error_of, failure_message
 from penstock.client.integrations.rank_groups import RankGroups, Stages
-from penstock.client.integrations.relayed_batches import NOTHING, error_of, failure_message
 from penstock.client.states.saved_state import is_to_be_filled
 from penstock.client.stream.checkpoint_schedule import CheckpointSteps
 from penstock.proto.errors import InvalidArgumentError, PenstockError, StateMismatchError

@@ -32,9 +32,8 @@ from penstock.client.api.data_loader import DataLoader
 from penstock.client.api.executor import DataExecutor
 from penstock.client.checkpoint.checkpointer import AsyncCheckpointer
 from penstock.client.host_group import HostGroup
-from penstock.client.integrations.batch_relay import Relay
+from penstock.client.integrations.batch_relay import Relay, relayed
 from penstock.client.integrations.rank_groups import RankGroups
-from penstock.client.integrations.relayed_batches import relayed
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 from penstock.proto.state.checkpoint_files import MANIFEST
 

@@ -19,6 +19,8 @@ from __future__ import annotations
 import select
 import socket
 from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from penstock.proto.batch.digest import DigestCover, ShapesCache, region_digest, rows_digests
@@ -68,102 +70,67 @@ class RingView:
         """Number of delivered batches for which one ack is sent."""
 
 
+@dataclass(slots=True, eq=False)
 class SlotLane:
     """Lane of a worker slot, used only by the training thread."""
 
-    __slots__ = (
-        "abandoned",
-        "abandoned_epoch",
-        "abandons",
-        "backoff_s",
-        "chain",
-        "chained_epoch",
-        "consumer",
-        "content",
-        "copies",
-        "corrupt",
-        "current_ring",
-        "cut_off_at",
-        "cut_off_since",
-        "failed_since",
-        "freed",
-        "generation",
-        "group",
-        "last_digest",
-        "last_failure",
-        "layout",
-        "name",
-        "network_works",
-        "poll",
-        "release",
-        "retry_at",
-        "rings",
-        "slot",
-        "tried_failed",
-        "unacked",
-        "unreachable",
-        "unsettled",
-        "unused",
-        "wanted",
-    )
-
-    def __init__(self, slot: int, generation: int, name: str) -> None:
-        self.slot = slot
-        self.generation = generation
-        self.name = name
-        """Text with worker, box and slot, for messages."""
-        self.consumer: Consumer | None = None
-        self.poll = select.poll()
-        """Poll object of the connection, created once, because its creation takes longer than the wait for a fast
-        worker."""
-        self.rings: dict[int, RingView] = {}
-        self.current_ring = 0
-        self.release: deque[int] = deque()
-        self.freed: list[int] = []
-        """Entries whose views were freed, for the next ack, as a flat list: ring, entry, ring, entry ..."""
-        self.unacked = 0
-        """Number of delivered batches since the last ack."""
-        self.group = 1
-        self.abandons = 0
-        """Number of epochs that were abandoned so far, over all generations of the slot."""
-        self.abandoned_epoch = -1
-        """Number of the epoch that was abandoned last; -1 if none was."""
-        self.abandoned: deque[tuple[int, int]] = deque(maxlen=ABANDONED_KEPT)
-        """Newest abandoned epochs, as pairs (epoch, number of the slot's last batch delivered in it)."""
-        self.unsettled = False
-        """True from a connection or an abandoned epoch to the next frame: the producer may not know of that epoch
-        yet."""
-        self.unused = 0
-        """Number of frames in a row that the reader did not need, such as batches that were sent again."""
-        self.chain = 0
-        """Hash over the slot's batches of epoch `chained_epoch` that were delivered."""
-        self.chained_epoch = 0
-        self.content = 0
-        """What the chain links for the batch that was checked last: its digest, or with DigestCover.ROWS another one,
-        which covers also what is not rows."""
-        self.last_digest = 0
-        self.layout: tuple[Structure, list[int]] | None = None
-        """Structure (nesting, keys, dtypes) and shapes of the last batch whose digest was right."""
-        self.wanted: list[int] = []
-        """Checkpoint steps of the last announcement, as a flat list: step, number of the slot's batches up to it, step
-        ..."""
-        self.retry_at = 0.0
-        self.backoff_s = FIRST_BACKOFF_S
-        self.last_failure = ""
-        """Reason why the last connection was lost or could not be made; "" once connected."""
-        self.cut_off_since = self.cut_off_at = 0.0
-        """Times of time.monotonic() since which the worker's host has been unreachable, and at which this process
-        noticed that. Both 0 if the host can be reached."""
-        self.network_works = False
-        """True if the coordinator has replied between `cut_off_at` and the last attempt to connect the lane."""
-        self.unreachable = ""
-        """Reason why the coordinator must give the slot to another worker, whose host can be reached; "": it need
-        not."""
-        self.failed_since = 0.0
-        self.tried_failed = False
-        self.copies = 0
-        self.corrupt = 0
-        """Number of times in a row that the slot's next batch has arrived damaged."""
+    slot: int
+    generation: int
+    name: str
+    """Text with worker, box and slot, for messages."""
+    consumer: Consumer | None = None
+    poll: select.poll = field(default_factory=select.poll)
+    """Poll object of the connection, created once, because its creation takes longer than the wait for a fast
+    worker."""
+    rings: dict[int, RingView] = field(default_factory=dict)
+    current_ring: int = 0
+    release: deque[int] = field(default_factory=deque)
+    freed: list[int] = field(default_factory=list)
+    """Entries whose views were freed, for the next ack, as a flat list: ring, entry, ring, entry ..."""
+    unacked: int = 0
+    """Number of delivered batches since the last ack."""
+    group: int = 1
+    abandons: int = 0
+    """Number of epochs that were abandoned so far, over all generations of the slot."""
+    abandoned_epoch: int = -1
+    """Number of the epoch that was abandoned last; -1 if none was."""
+    abandoned: deque[tuple[int, int]] = field(default_factory=partial(deque, maxlen=ABANDONED_KEPT))
+    """Newest abandoned epochs, as pairs (epoch, number of the slot's last batch delivered in it)."""
+    unsettled: bool = False
+    """True from a connection or an abandoned epoch to the next frame: the producer may not know of that epoch
+    yet."""
+    unused: int = 0
+    """Number of frames in a row that the reader did not need, such as batches that were sent again."""
+    chain: int = 0
+    """Hash over the slot's batches of epoch `chained_epoch` that were delivered."""
+    chained_epoch: int = 0
+    content: int = 0
+    """What the chain links for the batch that was checked last: its digest, or with DigestCover.ROWS another one,
+    which covers also what is not rows."""
+    last_digest: int = 0
+    layout: tuple[Structure, list[int]] | None = None
+    """Structure (nesting, keys, dtypes) and shapes of the last batch whose digest was right."""
+    wanted: list[int] = field(default_factory=list)
+    """Checkpoint steps of the last announcement, as a flat list: step, number of the slot's batches up to it, step
+    ..."""
+    retry_at: float = 0.0
+    backoff_s: float = FIRST_BACKOFF_S
+    last_failure: str = ""
+    """Reason why the last connection was lost or could not be made; "" once connected."""
+    cut_off_since: float = 0.0
+    cut_off_at: float = 0.0
+    """Times of time.monotonic() since which the worker's host has been unreachable, and at which this process
+    noticed that. Both 0 if the host can be reached."""
+    network_works: bool = False
+    """True if the coordinator has replied between `cut_off_at` and the last attempt to connect the lane."""
+    unreachable: str = ""
+    """Reason why the coordinator must give the slot to another worker, whose host can be reached; "": it need
+    not."""
+    failed_since: float = 0.0
+    tried_failed: bool = False
+    copies: int = 0
+    corrupt: int = 0
+    """Number of times in a row that the slot's next batch has arrived damaged."""
 
     def next_generation(self, generation: int, name: str) -> SlotLane:
         """Return a lane for the slot's next generation, which keeps what does not belong to a runner."""

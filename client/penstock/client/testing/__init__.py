@@ -18,7 +18,6 @@ Appliance, and the reverse. See docs/debugging.md for the differences.
 """
 
 from penstock.client.in_process import Fault
-from penstock.client.testing.fake_appliance import FakeAppliance
-from penstock.client.testing.injected_faults import InputError, LostWorker, SlowBatch
+from penstock.client.testing.fake_appliance import FakeAppliance, InputError, LostWorker, SlowBatch
 
 __all__ = ["FakeAppliance", "Fault", "InputError", "LostWorker", "SlowBatch"]

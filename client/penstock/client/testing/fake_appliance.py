@@ -1,20 +1,22 @@
-"""Appliance in this process and thread: see penstock.client.testing."""
+"""Appliance in this process and thread, with faults that a test injects: see penstock.client.testing."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
 
 from penstock.client.api.appliance import Appliance
 from penstock.client.api.appliance_settings import resolve_given
-from penstock.client.in_process import Fault
+from penstock.client.in_process import Fault, InProcessReader
 from penstock.client.states.code_reference import forbid_in_runner
-from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.errors import InvalidArgumentError, WorkerLostError
 
-__all__ = ["FakeAppliance"]
+__all__ = ["FakeAppliance", "InputError", "LostWorker", "SlowBatch"]
 
 
 class FakeAppliance(Appliance):
@@ -29,69 +31,87 @@ class FakeAppliance(Appliance):
                 train(executor)
                 assert executor.stats.recoveries == 1
 
-    Use a FakeAppliance like an Appliance: pass it to executors, or open it in a `with`. This process is one box
-    (data-parallel rank) of `num_boxes`. A saved state assumes that the other boxes do the same as this box: take the
-    same steps, and leave an epoch after the same step. For the other boxes' batches, create a FakeAppliance with
-    another `box`.
+    Use a FakeAppliance like an Appliance: pass it to executors, or open it in a `with`. A saved state assumes that the
+    other boxes take the same steps as this box, and leave an epoch after the same step. For the other boxes' batches,
+    create a FakeAppliance with another `box`.
 
     A FakeAppliance reads neither environment variables nor the settings file.
 
     Args:
-        num_workers_per_box: number of worker slots (logical workers) of each box (1).
-        box, num_boxes: number of this box, and number of boxes (0 of 1).
-        job: name of the job (a new name, "test-" and random digits).
-        seed: seed of the run, 0 to 2**64 - 1 (that of a loaded state, or a random one).
-        device: device where the tensors of a batch arrive (None: the CPU). Batches have memory of their own.
-        max_batch_bytes: largest size of a batch in bytes; a larger one is an error (1 GiB).
-        digest: bytes that the digest of a batch covers (that of the loaded state, else "sample").
-        strict_structure: refuse a batch whose structure or dtypes differ from those of the first batch (False).
-        replay: save loaders without state methods too, by counting their batches and making them again (False).
-        retention_steps: number of delivered steps for which a state stays available (256).
-        timeout_s: deadline of a batch in seconds, for SlowBatch (120).
         faults: faults that happen in each run, each once at its step: InputError, LostWorker, SlowBatch.
+        others: as for Appliance, with the same defaults. The job's name is by default "test-" and random digits, and
+            timeout_s is the deadline for SlowBatch. Batches have memory of their own, on any device.
 
-    Raises:
-        InvalidArgumentError, BoxOutOfRangeError: an argument has an invalid value, as for Appliance; or the step of a
-            fault is below 1.
-        RuntimeError: called inside a worker, because the main script lacks its main guard.
+    Raises the errors of Appliance, and InvalidArgumentError if the step of a fault is below 1.
     """
 
     def __init__(
         self,
         *,
-        num_workers_per_box: int = 1,
-        box: int = 0,
-        num_boxes: int = 1,
+        num_workers_per_box: int | None = None,
+        box: int | None = None,
+        num_boxes: int | None = None,
         job: str | None = None,
         seed: int | None = None,
         device: str | torch.device | None = None,
-        max_batch_bytes: int = 1 << 30,
+        max_batch_bytes: int | None = None,
         digest: Literal["sample", "full", "rows"] | None = None,
-        strict_structure: bool = False,
-        replay: bool = False,
-        retention_steps: int = 256,
-        timeout_s: float = 120.0,
+        strict_structure: bool | None = None,
+        replay: bool | None = None,
+        retention_steps: int | None = None,
+        timeout_s: float | None = None,
         faults: Sequence[Fault] = (),
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "faults")}
         forbid_in_runner("creating a FakeAppliance")
         for fault in faults:
             if fault.step < 1:
                 raise InvalidArgumentError(
                     f"step of the fault {fault} must be >= 1, got {fault.step}: steps count from 1"
                 )
-        settings = resolve_given(
-            num_workers_per_box=num_workers_per_box,
-            box=box,
-            num_boxes=num_boxes,
-            job=job or f"test-{secrets.token_hex(4)}",
-            seed=seed,
-            device=device,
-            max_batch_bytes=max_batch_bytes,
-            digest=digest,
-            strict_structure=strict_structure,
-            replay=replay,
-            retention_steps=retention_steps,
-            timeout_s=timeout_s,
-        )
-        self._describe(settings)
+        self._describe(resolve_given(**given | {"job": job or f"test-{secrets.token_hex(4)}"}))
         self.in_process, self._faults = True, tuple(faults)
+
+
+@dataclass(frozen=True)
+class SlowBatch:
+    """Fault: the batch of this step arrives `seconds` late. If `seconds` is the appliance's `timeout_s` or more, the
+    loop gets a DeadlineError. Training may then continue: the next executor gets the batch."""
+
+    step: int
+    seconds: float
+
+    def strike(self, reader: InProcessReader) -> None:
+        reader.delay(self.seconds)
+
+
+@dataclass(frozen=True)
+class InputError:
+    """Fault: input_fn's loader raises `error` (a ValueError by default) while it makes the batch of this step. The loop
+    gets an InputFnError with the error's text, and the run ends. After load_state_dict another run can be opened."""
+
+    step: int
+    error: Exception = field(default_factory=partial(ValueError, "injected by a test"))
+
+    def strike(self, reader: InProcessReader) -> None:
+        raise reader.failed(reader.due.failure(self.error)) from self.error
+
+
+@dataclass(frozen=True)
+class LostWorker:
+    """Fault: the worker that is to make the batch of this step dies. By default another worker recovers the slot, with
+    a warning and a count in DataExecutor.stats.recoveries. With `for_good` the loop gets a WorkerLostError, and the run
+    ends."""
+
+    step: int
+    for_good: bool = False
+
+    def strike(self, reader: InProcessReader) -> None:
+        why = "its worker was lost (injected by a test)"
+        if self.for_good:
+            raise reader.failed(
+                WorkerLostError(
+                    f"{reader.label}: {why}, and no other worker made the batch: load a state to open another run"
+                )
+            )
+        reader.replace_worker(why)
