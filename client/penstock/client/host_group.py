@@ -61,9 +61,9 @@ class HostGroup:
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors that the ranks of the group pass, in the group's order."""
-        found = [torch.empty_like(tensor) for _ in self._ranks]
-        self._group.allgather([found], [tensor]).wait()
-        return found
+        gathered = [torch.empty_like(tensor) for _ in self._ranks]
+        self._group.allgather([gathered], [tensor]).wait()
+        return gathered
 
 
 _made: Counter[tuple[int, ...]] = Counter()

@@ -41,76 +41,76 @@ def collector() -> Collector:
 
 
 def _readings() -> MetricReadings:
-    found = MetricReadings("client")
+    readings = MetricReadings("client")
     # If a run was opened again in this process, only its newest attempt is an open stream.
     newest = {
         (reader.run.name, reader.run.box): reader
         for reader in sorted(_open_readers(), key=lambda reader: reader.run.attempt)
     }
     for reader in newest.values():
-        _count_reader(found, reader)
+        _count_reader(readings, reader)
     pids = [receiver.pid for receiver in open_streams.receivers.all()]
     receivers = [pid for pid in pids if pid is not None]
     if receivers:
-        found.add("penstock_client_receiver_cpu_seconds_total", cpu_seconds(receivers))
-        found.add("penstock_client_receiver_memory_bytes", sum(map(_resident, receivers)))
+        readings.add("penstock_client_receiver_cpu_seconds_total", cpu_seconds(receivers))
+        readings.add("penstock_client_receiver_memory_bytes", sum(map(_resident, receivers)))
     saves = open_streams.saves
-    found.add("penstock_checkpoint_saves_total", saves.ok, status="ok")
-    found.add("penstock_checkpoint_saves_total", saves.failed, status="error")
-    found.add("penstock_checkpoint_in_flight", saves.in_flight)
-    found.add("penstock_checkpoint_stall_seconds_total", saves.stalled_s)
-    found.add("penstock_checkpoint_last_stall_seconds", saves.last_stall_s)
-    found.add("penstock_checkpoint_last_write_seconds", saves.last_write_s)
-    found.add("penstock_checkpoint_written_bytes_total", saves.written_bytes)
-    found.add("penstock_checkpoint_last_step", saves.last_step)
-    return found
+    readings.add("penstock_checkpoint_saves_total", saves.ok, status="ok")
+    readings.add("penstock_checkpoint_saves_total", saves.failed, status="error")
+    readings.add("penstock_checkpoint_in_flight", saves.in_flight)
+    readings.add("penstock_checkpoint_stall_seconds_total", saves.stalled_s)
+    readings.add("penstock_checkpoint_last_stall_seconds", saves.last_stall_s)
+    readings.add("penstock_checkpoint_last_write_seconds", saves.last_write_s)
+    readings.add("penstock_checkpoint_written_bytes_total", saves.written_bytes)
+    readings.add("penstock_checkpoint_last_step", saves.last_step)
+    return readings
 
 
 def _open_readers() -> Iterator[Reader]:
     return (reader for reader in open_streams.readers.all() if not reader.run.closed)
 
 
-def _count_reader(found: MetricReadings, reader: Reader) -> None:
+def _count_reader(readings: MetricReadings, reader: Reader) -> None:
     run, stats, step = reader.run, reader.stats, reader.position.step
-    of = {"run": run.name, "box": run.box}
-    found.add("penstock_client_step", step, **of)
-    found.add("penstock_client_steps_total", step - reader.began_at, **of)
-    found.add("penstock_client_wait_seconds_total", stats.waited_s, **of)
+    labels = {"run": run.name, "box": run.box}
+    readings.add("penstock_client_step", step, **labels)
+    readings.add("penstock_client_steps_total", step - reader.began_at, **labels)
+    readings.add("penstock_client_wait_seconds_total", stats.waited_s, **labels)
     for slot, seconds in enumerate(list(run.progress.waited_by_slot)):
         if seconds:
-            found.add("penstock_client_slot_wait_seconds_total", seconds, slot=slot, **of)
+            readings.add("penstock_client_slot_wait_seconds_total", seconds, slot=slot, **labels)
     # Copied in one step, because the loop may add another worker meanwhile.
     for worker, seconds in stats.waited_by_worker.copy().items():
-        found.add("penstock_client_worker_wait_seconds_total", seconds, worker=worker or "none", **of)
-    found.add("penstock_client_copied_batches_total", reader.copies, **of)
-    found.add("penstock_client_staged_batches_total", stats.ahead, **of)
-    found.add("penstock_client_recoveries_total", stats.recoveries, **of)
-    found.add("penstock_client_skipped_batches_total", stats.skipped, **of)
-    found.add("penstock_client_corrupt_total", stats.corrupt, **of)
-    _count_sources(found, reader, of)
+        readings.add("penstock_client_worker_wait_seconds_total", seconds, worker=worker or "none", **labels)
+    readings.add("penstock_client_copied_batches_total", reader.copies, **labels)
+    readings.add("penstock_client_staged_batches_total", stats.ahead, **labels)
+    readings.add("penstock_client_recoveries_total", stats.recoveries, **labels)
+    readings.add("penstock_client_skipped_batches_total", stats.skipped, **labels)
+    readings.add("penstock_client_corrupt_total", stats.corrupt, **labels)
+    _count_sources(readings, reader, labels)
     lanes = Counter(reader.open_lanes())
     for lane in ("local", "tcp"):
-        found.add("penstock_client_lanes", lanes[lane], lane=lane, **of)
-    found.add("penstock_client_held_batches", reader.held, **of)
+        readings.add("penstock_client_lanes", lanes[lane], lane=lane, **labels)
+    readings.add("penstock_client_held_batches", reader.held, **labels)
     away = run.away_since
-    found.add("penstock_client_coordinator_away_seconds", 0 if away is None else time.monotonic() - away, **of)
+    readings.add("penstock_client_coordinator_away_seconds", 0 if away is None else time.monotonic() - away, **labels)
 
 
-def _count_sources(found: MetricReadings, reader: Reader, of: dict[str, Any]) -> None:
+def _count_sources(readings: MetricReadings, reader: Reader, labels: dict[str, Any]) -> None:
     rows = reader.counts.rows()
     for (source, key), row in rows.items():
-        counts, group = SampleCounts.of(row), {"source": source, "key": key, **of}
-        found.add("penstock_client_source_samples", counts.samples, **group)
-        found.add("penstock_client_source_tokens", counts.tokens, **group)
-        found.add("penstock_client_source_truncated_samples", counts.truncated, **group)
-        found.add("penstock_client_source_skipped_samples", counts.skipped, **group)
+        counts, group = SampleCounts.of(row), {"source": source, "key": key, **labels}
+        readings.add("penstock_client_source_samples", counts.samples, **group)
+        readings.add("penstock_client_source_tokens", counts.tokens, **group)
+        readings.add("penstock_client_source_truncated_samples", counts.truncated, **group)
+        readings.add("penstock_client_source_skipped_samples", counts.skipped, **group)
     for source, counts in by_source(rows).items():
         if counts.wanted is not None:
             share, unit = counts.wanted
-            found.add("penstock_client_source_wanted_ratio", share, source=source, of=unit, **of)
+            readings.add("penstock_client_source_wanted_ratio", share, source=source, of=unit, **labels)
     imbalance = imbalance_of(rows)
     if imbalance is not None:
-        found.add("penstock_client_cost_imbalance_ratio", imbalance, **of)
+        readings.add("penstock_client_cost_imbalance_ratio", imbalance, **labels)
 
 
 def _resident(pid: int) -> int:

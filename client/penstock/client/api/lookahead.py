@@ -102,11 +102,11 @@ class Lookahead(IterableDataset[Any]):
         else:
             self._got()
             self._begun, self._steps, self._step = steps, weakref.ref(steps), self._loader.step
-        self._handing_out = own = object()
+        self._handing_out = turn = object()
         again = deque(self._waiting)
         while again:
             yield again.popleft()
-            self._check_present(own)
+            self._check_present(turn)
         for batch in steps:
             if self._begun is steps:
                 self._waiting.append(batch)
@@ -115,7 +115,7 @@ class Lookahead(IterableDataset[Any]):
                     self._got()
             yield batch
             del batch  # do not keep it alive while the loop waits for the next one
-            self._check_present(own)
+            self._check_present(turn)
 
     def _check_present(self, iterator: object) -> None:
         if self._handing_out is not iterator:

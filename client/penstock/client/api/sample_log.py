@@ -101,8 +101,8 @@ def _found(batch: Any, field: str) -> str:
     if field not in batch:
         return f"a {kind} without this key"
     value = batch[field]
-    of = {type(key).__name__ for key in value} if isinstance(value, list | tuple) else set()
-    return f"a {kind} with a {type(value).__name__}{f' of {min(of)}' if of else ''} there"
+    kinds = {type(key).__name__ for key in value} if isinstance(value, list | tuple) else set()
+    return f"a {kind} with a {type(value).__name__}{f' of {min(kinds)}' if kinds else ''} there"
 
 
 def _step_of(line: bytes) -> int | None:

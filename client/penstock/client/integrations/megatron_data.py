@@ -171,7 +171,7 @@ class DataIterator:
 
     def _passed(self) -> None:
         """Drop the microbatches that all model chunks of this rank have taken."""
-        least = min(one.taken for one in self._cursors if one.takes)
+        least = min(chunk.taken for chunk in self._cursors if chunk.takes)
         while self._first < least:
             self._batches.popleft()
             self._first += 1

@@ -255,11 +255,11 @@ class PenstockCheckpointManager(CheckpointManager):
 
     def _load(self, step: int = -1) -> bool:
         loaded = super()._load(step)
-        at = self.states[TRAIN_STATE].state_dict()["step"]
-        foreign = [] if self.load_only else _foreign(Path(self.folder), at)
+        step = self.states[TRAIN_STATE].state_dict()["step"]
+        foreign = [] if self.load_only else _foreign(Path(self.folder), step)
         if foreign:  # a save of that step would fail, perhaps much later
             raise CheckpointError(
-                f"{self.folder} has {', '.join(foreign)} beyond step {at}, where training begins: torchtitan's own "
+                f"{self.folder} has {', '.join(foreign)} beyond step {step}, where training begins: torchtitan's own "
                 "manager wrote them (incomplete, or only a model), and Penstock does not replace them. Move these "
                 "folders to another place"
             )

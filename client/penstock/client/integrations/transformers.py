@@ -118,9 +118,9 @@ def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     The Trainer's own resume_from_checkpoint=True takes the newest folder, even if the job was killed while writing it.
     """
     folders = {
-        int(found[1]): path
+        int(match[1]): path
         for path in Path(output_dir).glob("checkpoint-*")
-        if (found := re.fullmatch(r"checkpoint-(\d+)", path.name))
+        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
     }
     for step in sorted(folders, reverse=True):
         try:

@@ -177,15 +177,15 @@ def _of_main(module: str, qualname: str) -> CodeReference:
 
 def _check_found(input_fn: Callable[..., Any], module: str, qualname: str) -> None:
     try:
-        found: Any = sys.modules.get(module) or importlib.import_module(module)
+        imported: Any = sys.modules.get(module) or importlib.import_module(module)
         for part in qualname.split("."):
-            found = getattr(found, part)
+            imported = getattr(imported, part)
     except (ImportError, AttributeError) as error:
         raise InvalidArgumentError(
             f"input_fn has the name {module}.{qualname}, which cannot be imported ({error}): define input_fn at the "
             "top level of an importable module"
         ) from error
-    if found is not input_fn and found != input_fn:
+    if imported is not input_fn and imported != input_fn:
         raise InvalidArgumentError(
             f"input_fn has the name {module}.{qualname}, but importing that name yields another object, which workers "
             "would run instead: give input_fn a unique name (a decorator may lack functools.wraps)"

@@ -208,7 +208,7 @@ class SavedState:
         """True if all slots of each box have batches left in the epoch, and the next one is that of slot 0. The slots
         then keep their worker numbers when they start from this state."""
         workers = self.num_workers_per_box
-        return all(len(at.live) == workers and at.live[at.cursor] == 0 for at in self.positions)
+        return all(len(position.live) == workers and position.live[position.cursor] == 0 for position in self.positions)
 
     @property
     def _first(self) -> int:
@@ -248,7 +248,7 @@ class SavedState:
     def _records(self, box: int, num_boxes: int, num_workers_per_box: int) -> dict[int, dict[str, Any]]:
         """Return the parts that the slots of a box compare before they resume on this topology, by slot: each compares
         one, and they are spread over all parts."""
-        found: dict[int, dict[str, Any]] = {}
+        records: dict[int, dict[str, Any]] = {}
         slots = num_boxes * num_workers_per_box
         for slot in range(num_workers_per_box) if self.parts and not self.is_changed else ():
             number = (box * num_workers_per_box + slot) * max(1, len(self.parts) // slots)
@@ -257,12 +257,12 @@ class SavedState:
             part = self.parts[number]
             position = self.positions[part.box].to_proto()
             position.slots[part.slot].chain = part.chain
-            found[slot] = {
+            records[slot] = {
                 "place": [part.box, part.slot, self.num_boxes, self.num_workers_per_box],
                 "position": position.SerializeToString(),
                 "part": self._resumed(part),
             }
-        return found
+        return records
 
     @property
     def _next_epoch(self) -> int | None:
@@ -271,11 +271,11 @@ class SavedState:
         if not self.is_pure:
             return None
         ends = {(part.box, part.slot) for part in self.parts if part.next_epoch}
-        found: set[int | None] = set()
+        epochs: set[int | None] = set()
         for box, position in enumerate(self.positions):
             ended = any(position.delivered) and all((box, slot) in ends for slot in position.live)
-            found.add(position.epoch + 1 if ended else None if any(position.delivered) else position.epoch)
-        return found.pop() if len(found) == 1 else None
+            epochs.add(position.epoch + 1 if ended else None if any(position.delivered) else position.epoch)
+        return epochs.pop() if len(epochs) == 1 else None
 
     def new_topology(self, num_boxes: int, num_workers_per_box: int) -> SavedState:
         """Return this state for other numbers of boxes and workers. It has no parts of single slots, because the
@@ -339,19 +339,19 @@ def read(value: object) -> SavedState:
         raise StateMismatchError(
             f"the state must be one that DataLoader.state_dict() returned, got {what}: pass that dict unchanged"
         )
-    own = value[KEY]
-    if not isinstance(own, Mapping) or not isinstance(own.get("format"), int):
+    ours = value[KEY]
+    if not isinstance(ours, Mapping) or not isinstance(ours.get("format"), int):
         raise StateCorruptError(
             f"the saved state is damaged: its entry {KEY!r} has no format number. Load an older state"
         )
-    if own["format"] != FORMAT:
+    if ours["format"] != FORMAT:
         raise StateVersionError(
-            f"the format of a saved state must be {FORMAT}, got {own['format']}, from another version of Penstock. "
+            f"the format of a saved state must be {FORMAT}, got {ours['format']}, from another version of Penstock. "
             "Load the state with that version"
         )
-    if not isinstance(own.get("record"), bytes | bytearray):
+    if not isinstance(ours.get("record"), bytes | bytearray):
         raise StateCorruptError(f"the saved state is damaged: its entry {KEY!r} has no record. Load an older state")
-    record = cast(dict[str, Any], decode_state(own["record"]))
+    record = cast(dict[str, Any], decode_state(ours["record"]))
     try:
         saved, wrapped = _saved(record)
     except PenstockError as error:
@@ -360,13 +360,13 @@ def read(value: object) -> SavedState:
         raise StateCorruptError(
             f"the saved state is damaged: {type(error).__name__}: {error}. Load an older state"
         ) from error
-    step = own.get("step")
+    step = ours.get("step")
     if type(step) is not int or step != saved.step:
         raise StateCorruptError(
             f"the saved state is damaged: its entry {KEY!r} is of step {step!r:.80}, but the record in this entry is "
             f"of step {saved.step}. Load an older state"
         )
-    if saved.methods == 4 and "aggregated" in record and not _belongs(own):
+    if saved.methods == 4 and "aggregated" in record and not _belongs(ours):
         saved.aggregated = record["aggregated"]
     elif saved.methods == 4:
         if wrapped and STATE not in value:

@@ -100,26 +100,26 @@ class CheckpointSchedule:
         index = bisect_right(self.steps, step)
         candidates = [self.steps[index]] if index < len(self.steps) else []
         for entry in self.ranges:
-            at = max(0, -(-(step + 1 - entry.start) // entry.step))
-            if at < len(entry):
-                candidates.append(entry[at])
+            index = max(0, -(-(step + 1 - entry.start) // entry.step))
+            if index < len(entry):
+                candidates.append(entry[index])
         return min(candidates, default=None)
 
     def ahead(self, step: int, last: int | None, horizon: int) -> list[int]:
         """Return the checkpoint steps to announce to workers now: those within the next `horizon` steps, and further
         ones if these are fewer than MIN_AHEAD. `last`: the executor's last step; None if unknown."""
-        found: list[int] = []
-        at: int | None = step
-        while at is not None:
-            at = self.after(at)
-            if last is not None and (at is None or at >= last):
-                at = last if at == last or (self.and_last and step < last) else None
-            if at is None or (at > step + horizon and len(found) >= MIN_AHEAD):
+        steps: list[int] = []
+        upcoming: int | None = step
+        while upcoming is not None:
+            upcoming = self.after(upcoming)
+            if last is not None and (upcoming is None or upcoming >= last):
+                upcoming = last if upcoming == last or (self.and_last and step < last) else None
+            if upcoming is None or (upcoming > step + horizon and len(steps) >= MIN_AHEAD):
                 break
-            found.append(at)
-            if at == last:
+            steps.append(upcoming)
+            if upcoming == last:
                 break
-        return found
+        return steps
 
 
 def requests_of(pairs: list[int]) -> list[int]:

@@ -326,6 +326,6 @@ class SlotLane:
 
     def _compile(self, structure: int) -> tuple[Assembler, ShapesCache]:
         assert self.consumer is not None
-        found = Structure.from_bytes(self.consumer.structures[structure])
-        compiled = self.consumer.compiled[structure] = Assembler(found), ShapesCache(found)
+        described = Structure.from_bytes(self.consumer.structures[structure])
+        compiled = self.consumer.compiled[structure] = Assembler(described), ShapesCache(described)
         return compiled

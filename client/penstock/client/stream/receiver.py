@@ -520,12 +520,12 @@ class ReceiverLoop:
         result in the event loop's thread."""
 
         def work() -> None:
-            found: Connection
+            connection: Connection
             try:
-                found = self.dialer.open(address)
+                connection = self.dialer.open(address)
             except (OSError, PenstockError) as error:
-                found = error
-            self._arrived.append((then, found))
+                connection = error
+            self._arrived.append((then, connection))
             os.eventfd_write(self._wake, 1)
 
         threading.Thread(target=work, name=f"connect {address}", daemon=True).start()
@@ -533,8 +533,8 @@ class ReceiverLoop:
     def _take_connections(self) -> None:
         os.eventfd_read(self._wake)
         while self._arrived:
-            then, found = self._arrived.popleft()
-            then(found)
+            then, connection = self._arrived.popleft()
+            then(connection)
 
     def _accept(self) -> None:
         try:
