@@ -50,14 +50,6 @@ def test_arguments_are_copied_here_and_now(two: Any) -> None:
 # ---- epochs and steps
 
 
-def test_one_pass(two: Any, loader: DataLoader) -> None:
-    executor = DataExecutor(loader, appliance=two)
-    assert executor.step == 0
-    assert tuples(executor) == one_pass(0)
-    assert executor.step == 10
-    assert tuples(executor) == one_pass(1), "iterated again, it takes the next epoch"
-
-
 def test_steps_cross_epochs_and_executors(two: Any, loader: DataLoader) -> None:
     stream = one_pass(0) + one_pass(1) + one_pass(2)
     assert tuples(DataExecutor(loader, num_steps=13, appliance=two)) == stream[:13]

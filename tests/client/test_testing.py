@@ -121,22 +121,15 @@ def test_an_input_error_ends_the_run() -> None:
     assert ([numbers(batch) for batch in executor], executor.digest) == (whole[4:], digest)
 
 
-@pytest.mark.parametrize("name", INPUTS)
-@pytest.mark.parametrize("steps", [(1,), (2,), (5,), (3, 4, 9)])
-def test_a_lost_worker_is_replaced(steps: tuple[int, ...], name: str) -> None:
-    whole = take(fake(), 11, name)
+@pytest.mark.parametrize("steps", [(1,), (3, 4, 9)])
+def test_a_lost_worker_is_replaced(steps: tuple[int, ...]) -> None:
+    whole = take(fake(), 11)
     with fake(faults=[*map(LostWorker, steps)]) as appliance:
-        loader = loader_of(name)
-        executor = DataExecutor(loader, num_steps=11, appliance=appliance)
+        executor = DataExecutor(DataLoader(streams.counter), num_steps=11, appliance=appliance)
         with pytest.warns(UserWarning, match="worker slot . of box 0 was recovered: its worker was lost") as told:
             got = [numbers(batch) for batch in executor]
-        state = loader.state_dict()
     assert (got, executor.digest) == whole
     assert executor.stats.recoveries == len(told) == len(steps)
-    again = loader_of(name)
-    again.load_state_dict(state)
-    rest = DataExecutor(again, num_steps=3, appliance=fake())
-    assert [numbers(batch) for batch in rest] == take(fake(), 14, name)[0][11:]
 
 
 def test_a_worker_is_lost_for_good() -> None:

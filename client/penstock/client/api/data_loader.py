@@ -67,19 +67,20 @@ class DataLoader:
 
     Args:
         input_fn: callable that returns a torch DataLoader or an iterable of nested tensors: a function or class at the
-            top level of a module that workers can import. In embedded mode, where workers are children of this
-            process, any callable works: a function of the main script, a lambda, a partial, a method. Or a dataset:
-            see docs/from_torch.md for the arguments of torch that are taken over.
-        args, kwargs: arguments of input_fn on every worker: plain values, tensors and arrays; in embedded mode also
-            objects that can be pickled, and functions of any kind. The arguments are copied at once.
+        top
+            level of a module that workers can import; in embedded mode, where workers are children of this process, any
+            callable. Or a dataset: see docs/from_torch.md for the arguments of torch that are taken over.
+        args, kwargs: arguments of input_fn on every worker, copied at once: plain values, tensors and arrays; in
+        embedded
+            mode also objects that can be pickled, and functions of any kind.
 
     Raises:
         TypeError: input_fn is not callable, or does not accept these arguments; or it is a class (or is annotated to
-            return a class) that takes `strict` in only one of load_state_dict and deaggregate_state_dict.
+        return
+            a class) that takes `strict` in only one of load_state_dict and deaggregate_state_dict.
         InvalidArgumentError, UnsupportedStateError: input_fn or an argument can be sent to workers neither by an
-            importable name nor by value. Code that can be sent only by value is refused when a run is opened on an
-            appliance that is not embedded.
-    """
+        importable
+            name nor by value."""
 
     @overload
     def __init__(self, input_fn: Callable[_Arguments, Any], *args: _Arguments.args, **kwargs: _Arguments.kwargs): ...
@@ -160,42 +161,34 @@ class DataLoader:
 
     @property
     def dataloader(self) -> Any:
-        """Loader that input_fn returns when this process calls it, as if this process were the only worker. It serves
-        to inspect the loader, for example its dataset. A torch DataLoader gets num_workers=0.
-
-        The loader is built at the first access and kept. Its batches are not part of the run's stream. Raises
-        InputFnError if input_fn fails in this process, for example because its data are missing.
-        """
+        """Loader that input_fn returns when this process calls it, as if it were the only worker, to inspect for
+        example its dataset. It is built at the first access, and a torch DataLoader gets num_workers=0. Raises
+        InputFnError if input_fn fails in this process, for example because its data are missing."""
         return self._local.instance("DataLoader.dataloader")
 
     @property
     def batch_size(self) -> int | None:
-        """Number of rows of the last delivered batch: the first dimension of its tensors. None before the first batch,
-        and if the batch has no tensors, or tensors with different numbers of rows."""
+        """Number of rows of the last delivered batch: the first dimension that all its tensors share. None before the
+        first batch, without tensors, and if numbers differ."""
         layout = self._session.reader.layout if self._session is not None else None
         return None if layout is None else batch_size_of(*layout)
 
     def config(self) -> dict[str, Any]:
         """Return the settings that decide the samples and their order: a dict with `input_fn` (name) and `loader`
-        (result of the loader's own config()). Loaders of penstock.data with equal configs accept each other's states.
-        `loader` is None for a loader without config(); the dict then says nothing of the arguments of input_fn."""
+        (result of the loader's own config(), None without one). Loaders of penstock.data with equal configs accept each
+        other's states."""
         return self._local.config(self._seed_of_keys)
 
     def can_restore_sample(self) -> bool:
-        """Return True if restore_sample() works: input_fn's loader has a method restore_sample, and its method
-        can_restore_sample(), if it has one, does not return False."""
+        """Return True if restore_sample() works: input_fn's loader has this method, and its can_restore_sample(), if it
+        has one, does not return False."""
         return self._local.can_restore_sample(self._seed_of_keys)
 
     def restore_sample(self, key: Any) -> Any:
-        """Read a sample again, in this process, and return it. `key`: the sample's restore key, a text that the loader
-        adds to each batch if it has keys=. The stream's position does not change.
-
-        The sample is made with the seed of the run, of the loaded state, or of Appliance(seed=). A key from a run with
-        another seed is refused.
-
-        Raises NotRestartableError for a loader without restore_sample, InputFnError if input_fn fails in this process,
-        and any error of the loader's own method.
-        """
+        """Read a sample again, in this process, with the seed of the run, of the loaded state, or of Appliance(seed=).
+        `key`: the sample's restore key, a text that the loader adds to each batch if it has keys=. A key from a run
+        with another seed is refused. Raises NotRestartableError for a loader without restore_sample, InputFnError if
+        input_fn fails in this process, and any error of the loader's own method."""
         return self._local.restore_sample(self._seed_of_keys, key)
 
     @property
@@ -218,9 +211,9 @@ class DataLoader:
 
     @property
     def is_restartable(self) -> bool:
-        """True if the loader can be saved: input_fn's loader has state methods, or its batches are counted and replayed
-        (Appliance(replay=True), or a torch IterableDataset that Penstock took over). While no run is open, the loader
-        is built in this process to find out."""
+        """True if the loader can be saved: input_fn's loader has state methods, or its batches are replayed
+        (Appliance(replay=True), or a torch IterableDataset). While no run is open, the loader is built in this
+        process."""
         session = self.stream.live_session
         if session is None:
             ended = self._session
@@ -240,30 +233,22 @@ class DataLoader:
             ...
             loader.load_state_dict(torch.load(path)["loader"])
 
-        Before the first step the result is the loaded state, or without one the state of a new loader, which is built
-        in this process. The method may be called inside a loop, between loops and after the last loop; the result
-        depends only on the step. torch.distributed.checkpoint.load, which calls this method to get a state that it
-        loads into, gets an empty state.
+        The result depends only on the step. Before the first step it is the loaded state, or that of a new loader,
+        which is built in this process. torch.distributed.checkpoint.load, which requests a state to load into, gets an
+        empty one.
 
         Raises:
             NotRestartableError: the loader has no state methods, or cannot be saved for another reason.
             StateUnavailableError: the workers have dropped the state of this step; the run is closed; or several boxes
-                have no common seed yet, before the first loop.
-        """
+            have no
+                common seed yet, before the first loop."""
         return self.state_at(self.step)
 
     def state_at(self, step: int) -> dict[str, Any]:
-        """Return the state after an earlier step: what state_dict() returned, or would have returned, then. `step`: one
-        of the last Appliance(retention_steps=) steps.
-
-        Use it in loops whose batches come through a wrapper that reads ahead: see penstock.client.Lookahead.
-
-        Raises:
-            StateUnavailableError: the step is before that of the loaded state, is not delivered yet, or is more than
-                retention_steps steps ago; or as for state_dict().
-            NotRestartableError: as for state_dict().
-            TypeError: step is not an int.
-        """
+        """Return what state_dict() returned, or would have returned, after an earlier step, one of the last
+        Appliance(retention_steps=). For loops whose batches come through a wrapper that reads ahead: see Lookahead.
+        Raises the errors of state_dict(), StateUnavailableError also for a step outside these or before that of the
+        loaded state."""
         if isinstance(step, bool) or not isinstance(step, int):
             raise TypeError(f"{self.name}: step of state_at(step) must be an int, got {step!r}: pass a step number")
         if is_to_be_filled():
@@ -303,20 +288,15 @@ class DataLoader:
             )
 
     def checkpoints(self, step: int | None = None) -> list[DataLoaderCheckpoint]:
-        """Return a DataLoaderCheckpoint (counts and loader state) of each worker of all boxes after a step, in the
-        order of global_worker_id.
+        """Return a DataLoaderCheckpoint (counts and loader state) of each worker of all boxes after a step (None: the
+        last), in the order of global_worker_id.
 
         The counts are those of this launch, as get_worker_state() returned them on the workers; `lifetime_*` count all
-        launches. For a loader with the four state methods (see RestartableDataLoader), `user_state_dict` is the result
-        of its state_dict() on that worker at that step: the input of aggregate_state_dict. For another loader it is the
-        state at the worker's restart point, the position from which a restart replays batches, which may lie before the
-        step; None for a loader without state methods.
+        launches. For a loader with the four state methods, `user_state_dict` is the result of its state_dict() on that
+        worker at that step: the input of aggregate_state_dict. For another loader it is the state at the worker's
+        restart point, which may lie before the step; None for a loader without state methods.
 
-        Args:
-            step: as for state_at(); None: the last delivered step.
-
-        Raises the errors of state_at(), and StateUnavailableError before the first step.
-        """
+        Raises the errors of state_at(), and StateUnavailableError before the first step."""
         session, step = self._session, self.step if step is None else step
         if session is None or not session.began_at < step <= self.step:
             first = session.began_at + 1 if session is not None else self.step + 1
@@ -366,18 +346,17 @@ class DataLoader:
 
         Args:
             sd: result of state_dict(), from this process or another. A loader with the four state methods also accepts
-                a dict that its deaggregate_state_dict understands: made by hand, or by another system with the same
-                protocol. The first step is then step 1, and the run has a new seed unless Appliance(seed=) is given.
+            a dict
+                that its deaggregate_state_dict understands: made by hand, or by another system with the same protocol.
+                The first step is then step 1, and the run has a new seed unless Appliance(seed=) is given.
             strict: value for the argument `strict` of the loader's own methods, where they have this argument.
 
         Raises:
             StateMismatchError: sd is the state of another loader, or not a state.
             UnsupportedStateError: sd was made by hand and holds values that a state cannot hold.
-            StateCorruptError, StateVersionError: sd is damaged, or was saved by a version of Penstock with another
-                format.
+            StateCorruptError, StateVersionError: sd is damaged, or of another version's format.
             RuntimeError: an executor is iterating.
-            TypeError: only one of the loader's load_state_dict and deaggregate_state_dict takes `strict`.
-        """
+            TypeError: only one of the loader's load_state_dict and deaggregate_state_dict takes `strict`."""
         if self.stream.iterated:
             raise RuntimeError(
                 f"{self.name}: load_state_dict was called while an executor iterates the loader: leave the loop first, "
@@ -427,12 +406,9 @@ class DataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Give the next epoch that the loop begins its number, as Hugging Face's Trainer and Accelerate do. A pure
-        loader (docs/restarts.md) then makes the epoch of this number: its user code gets it, and the random generators
-        are seeded by it. Later epochs count on from there.
-
-        An epoch that is resumed, or has been opened already, keeps its number, and so do the epochs of other loaders,
-        which Penstock counts itself, over restarts too. Another number is then logged once.
-        """
+        loader (docs/restarts.md) then makes the epoch of this number, and later epochs count on. An epoch that is
+        resumed or opened already, and those of other loaders, keep the numbers that Penstock counts itself; this is
+        logged once."""
         self.stream.asked_epoch = checked_int("epoch", epoch, least=0, most=MOST)
 
     @property
@@ -455,8 +431,7 @@ class DataLoader:
 
     @property
     def box_and_num_boxes(self) -> tuple[int, int]:
-        """Number of this process's box, and number of boxes, in the loader's run. Before the run is open: those of the
-        appliance's settings."""
+        """Number of this process's box, and number of boxes; before the run is open, by the settings."""
         settings = self.stream.settings
         return settings.box, settings.num_boxes
 
@@ -480,10 +455,7 @@ def wrap(loader: TorchLoader[Any]) -> DataLoader:
     restored by replay from the start of the epoch, on the same number of workers. The dataset is pickled for the
     workers, so the appliance must be embedded; for workers on other machines write an input_fn.
 
-    Raises:
-        InvalidArgumentError: Penstock cannot reproduce the order of the loader's sampler or batch_sampler.
-        TypeError: `loader` is not a torch DataLoader.
-    """
+    Raises InvalidArgumentError if Penstock cannot reproduce the order of the loader's sampler or batch_sampler."""
     if not isinstance(loader, TorchLoader):
         raise TypeError(
             f"the argument of wrap() must be a torch DataLoader, got a {type(loader).__qualname__}: pass an input_fn "

@@ -110,8 +110,7 @@ class DataExecutor:
 
     @property
     def user_iteration(self) -> int:
-        """Number of batches that this executor has delivered in its present or last loop, including the current one; 0
-        before the first."""
+        """Number of batches that this executor has delivered in its present or last loop; 0 before the first."""
         return self.step - self._loop.first if self._session is not None else 0
 
     @property
@@ -127,7 +126,7 @@ class DataExecutor:
     @property
     def on_final_iteration(self) -> bool:
         """True from the last batch of the executor's loop on. If the executor takes one epoch, its last batch is known
-        from len() of the workers' loaders. Without len() the value becomes True only when the loop has ended."""
+        from len() of the workers' loaders; without one the value becomes True when the loop has ended."""
         return self._loop.on_final_iteration
 
     @property
@@ -137,13 +136,12 @@ class DataExecutor:
 
     @property
     def last_wait_seconds(self) -> float:
-        """Seconds for which the loop waited for the batch of the current step. `stats.waited_s` is the sum over all
-        steps."""
+        """Seconds for which the loop waited for the current batch; `stats.waited_s` is the sum."""
         return self._session.reader.wait_s if self._session is not None else 0.0
 
     @property
     def stats(self) -> StreamStats:
-        """Waiting times and counts of the stream, since its first loop began or since a state was loaded."""
+        """Waiting times and counts of the stream since its first loop began or a state was loaded."""
         if self._session is None:
             return StreamStats()
         return self._session.stats()
@@ -152,17 +150,15 @@ class DataExecutor:
     def digest(self) -> int | None:
         """Stream digest: a fingerprint of all batches of this box in order, over the whole life of the run.
 
-        Equal streams have equal digests. A loaded state continues its digest, on any number of workers. chain(0) = 0,
-        chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). None if unknown: before the loop
-        begins, after a state was loaded onto another number of boxes (unless digest="rows"), and after a state without
-        a digest was loaded.
+        chain(0) = 0, chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). A loaded state
+        continues it, on any number of workers. None if unknown: before the loop begins, after a state was loaded onto
+        another number of boxes (unless digest="rows"), and after a state without a digest.
 
-        With Appliance(digest="rows") the value is this box's part of a digest of all boxes. Add the parts of all boxes
-        modulo 2^64: the sum is equal for two streams whose steps deliver the same rows, also if the number of boxes
-        differs or changed at a resume. The loaders of penstock.data deliver the same rows on any number of boxes if the
-        global batch size is the same. The order of rows within a step is not covered, nor are values outside rows: see
-        penstock.proto.batch.digest.
-        """
+        With Appliance(digest="rows") the value is this box's part of a digest of all boxes. The sum of the parts modulo
+        2^64 is equal for two streams whose steps deliver the same rows, also if the number of boxes differs or changed
+        at a resume. The loaders of penstock.data deliver the same rows on any number of boxes if the global batch size
+        is the same. The order of rows within a step is not covered, nor are values outside rows: see
+        penstock.proto.batch.digest."""
         return self._session.reader.position.chain if self._session is not None else None
 
     def __iter__(self) -> Iterator[Any]:

@@ -187,15 +187,7 @@ class LoaderStream:
         return session.expected_last() != session.reader.position.step
 
     def leave_epoch(self, *, at_its_end: bool = False) -> None:
-        """Leave the epoch of the loaded state: the next loop begins the next epoch, as after a `break`. For frameworks
-        that limit the batches of an epoch.
-
-        at_its_end: True if the state was saved after the last batch by len(): the next loop drops batches beyond len(),
-        as it would have without a stop. On another topology the call then has no effect.
-
-        Raises StateMismatchError without `at_its_end`, if the loader that saved the state does not have all four state
-        methods.
-        """
+        """See DataLoader.leave_epoch."""
         if not at_its_end and self.loaded is not None and self.loaded.methods != 4:
             raise StateMismatchError(
                 f"the loaded state of {self.name} was saved after a framework had left the loader's epoch before its "
