@@ -64,6 +64,16 @@ def test_flag_beats_variable_beats_file(written: Path, monkeypatch: pytest.Monke
     assert resolve(PeerSettings).coordinator == "127.0.0.1:7070"
 
 
+def test_shared_settings_keep_variable_and_section(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written.write_text('[cluster]\ncoordinator = "head:1"\nlog_format = "json"\n')
+    monkeypatch.setenv("PENSTOCK_TLS_CA", "/ca.pem")
+    settings = resolve(WorkerSettings, slots=1, allow="a")
+    assert (settings.coordinator, settings.log_format, settings.tls_ca) == ("head:1", "json", "/ca.pem")
+    monkeypatch.setenv("PENSTOCK_WORKER_TLS_CA", "/ca.pem")
+    with pytest.raises(InvalidArgumentError, match="PENSTOCK_WORKER_TLS_CA is not a setting"):
+        resolve(WorkerSettings, slots=1, allow="a")
+
+
 def test_paths_in_a_file_are_relative_to_it(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written.write_text(CLUSTER + '[coordinator]\nstate_dir = "state"\n')
     monkeypatch.chdir("/")

@@ -36,7 +36,6 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 NASTY = "<img src=x onerror=alert(1)>"
 """Name of a worker: what peers say of themselves."""
 ALLOWED = [part for module in ("streams", "mixed", "counted") for part in ("--allow", module)]
-ALLOWED = [part for module in ("streams", "mixed", "counted") for part in ("--allow", module)]
 LAGS = 1
 """The slot that takes 60 ms for each batch, where the loop takes 4 ms for one and there are four slots."""
 

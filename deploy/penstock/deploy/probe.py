@@ -1,13 +1,11 @@
 """Probe of a container, `python -m penstock.deploy.probe ROLE live|ready`: checks whether its daemon is live or ready.
 
-The probe is an exec probe, because the gRPC probes of Kubernetes do not support TLS, and because a worker has no gRPC
-server. It reads the same PENSTOCK_* variables as the daemon of its container. It is run every few seconds, so it must
-start quickly: it imports no torch, Typer or pydantic, and gRPC only for a coordinator.
+The gRPC probes of Kubernetes do not support TLS, and a worker has no gRPC server. The probe reads the same PENSTOCK_*
+variables as the daemon of its container. It is run every few seconds, so it imports no torch, Typer or pydantic, and
+gRPC only for a coordinator.
 
-A coordinator is live if it answers at all, and ready if it answers SERVING. The probe connects with TLS, like other
-callers. So a coordinator with an expired certificate is not live, and Kubernetes restarts the coordinator. A worker is
-live if its heartbeat calls end, with or without an answer, and ready if the coordinator answers its heartbeats: see
-penstock.runtime.process.liveness_file.
+A coordinator is live if it answers at all, also with TLS, and ready if it answers SERVING. A worker is live if its
+heartbeat calls end, and ready if the coordinator answers them (penstock.runtime.process.liveness_file).
 
 Exit status: 0 yes, 1 no or unknown, 2 a mistake on the command line. With 1 and 2 there is a line on standard error.
 """

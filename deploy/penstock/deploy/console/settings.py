@@ -6,9 +6,7 @@ can hold the settings of both daemons. Settings that processes share (PENSTOCK_C
 section [cluster] of the settings file. None of these settings is secret: for the token see command_token.py.
 
 An unknown setting is an error in every source, because a setting that is silently ignored is worse than a daemon that
-does not start. So a variable with a daemon's prefix and an unknown name is refused, except those that Kubernetes makes
-from the name of a Service, and so is every unknown section and key of the file, also in sections that the command does
-not read.
+does not start: a variable with a daemon's prefix and an unknown name, and every unknown section and key of the file.
 """
 
 from __future__ import annotations
@@ -370,10 +368,7 @@ def flag(field: str) -> str:
 
 def resolve(section: type[_Section], **flags: Any) -> _Section:
     """Return the settings of a command, from all sources. `flags`: values from the command line; None for those not
-    given.
-
-    Raises InvalidArgumentError, which names every invalid or missing setting and its source.
-    """
+    given. Raises InvalidArgumentError, which names every invalid or missing setting and its source."""
     given = {name: value for name, value in flags.items() if value is not None}
     refuse_unknown(section)
     check_settings_file()

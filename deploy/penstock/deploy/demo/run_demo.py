@@ -1,9 +1,6 @@
-"""Implementation of `penstock demo`: shows what Penstock guarantees, on this machine, with only the installed package.
-
-The command starts real daemons under the local engine's supervisor, and runs a training loop in its own process. It
-kills one of the worker daemons by SIGKILL while the loop runs. It saves the state and resumes it with another number of
-workers. Then it compares the digests of all batches with those of a run without faults.
-"""
+"""Implementation of `penstock demo`: starts real daemons on this machine and a training loop in this process, kills a
+worker daemon, saves, resumes with another number of workers, and compares all batches with those of a run without
+faults."""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
 """Child processes of `penstock doctor`, in which the user's loader is run by the same code as in workers
 (worker/loader/positioned_loader.py).
 
-A fresh interpreter imports torch and then only forks, like a worker's fork server. So each task gets a process that has
-seen no user code. Tasks:
+Each task gets a process that has seen no user code:
 
-    stream     build the loader; stream N batches over as many epochs as that takes; if the loader has state
-               methods, with a snapshot after each batch
-    check      restore a snapshot of the stream; compare the next batches with those of the stream; if asked for, take
-               a snapshot after one of them, for the next restore
+    stream     build the loader; stream N batches, over several epochs; with a snapshot after each batch
+    check      restore a snapshot; compare the next batches with those of the stream; if asked for, take a snapshot
     aggregate  call a four-method loader's aggregate_state_dict with the states of all workers
     resume     deaggregate and load what `aggregate` returned, as a resumed run does; then continue like `check`
 

@@ -54,15 +54,10 @@ LOG_LINES = 5
 class FleetKeeper:
     """Keeper of one daemon: starts it, and starts it again whenever it fails, until `stop` is called.
 
-    Args:
-        title: name of the daemon for people, such as "worker fleet-1".
-        command: returns the command-line arguments of `penstock` for the next start. Its argument is `line`, the first
-            line of output of the last start that became ready; "" if no start has.
-        log: file to which the daemon's standard error is appended.
-        restart_always: start the daemon again also after an orderly end that `stop` did not cause. It is not set for
-            workers, which an operator may end on purpose.
-        changed: called whenever `pid`, `line`, `restarts` or `state` changes.
-    """
+    `command` returns the command-line arguments of the next start; its argument is `line`, the first line of output of
+    the last start that became ready, or "". `restart_always`: also after an orderly end that `stop` did not cause; not
+    for workers, which an operator may end on purpose. `changed` is called when `pid`, `line`, `restarts` or `state`
+    changes."""
 
     def __init__(
         self,

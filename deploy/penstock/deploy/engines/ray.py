@@ -1,11 +1,9 @@
 """Engine for Ray: runs coordinator and workers as detached actors, each of which is the parent of a real daemon
 (ray_actor.py).
 
-The coordinator is bound to one node, by default the head node, because its cluster state is on that node's disk. Ray
-restarts it there, however often it dies, and never on another node. On another node it would start with an empty
-cluster state, and the saved states of runs would be lost silently. Workers go to nodes with free capacity, spread over
-the nodes, or to nodes with a given resource or label, for example those of the boxes. When a node is lost, Ray starts
-its workers on others.
+The coordinator is bound to one node, by default the head node: elsewhere it would start with an empty cluster state,
+and the saved states of runs would be lost silently. Workers are spread over nodes with free capacity, or with a given
+resource or label. When a node is lost, Ray starts its workers on others.
 
 Ray stores the arguments of actors in clear text, and everyone with access to the Ray cluster can read them (and run
 code there). So the token is not sent through Ray unless --send-token is given. Otherwise its file must have the same

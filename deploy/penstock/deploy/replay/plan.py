@@ -137,13 +137,9 @@ def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> R
 
 
 def _position_in(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Position | None:
-    """Return the position of the box in a saved state; None if the state has no positions or is of a step before the
-    attempt's start. `begun`: step at which the attempt began.
-
-    A state with the attempt's numbers of boxes and workers is valid at any later step. A state with other numbers is
-    valid only at the step at which the attempt began: the attempt was resumed from it. Raises StateMismatchError for a
-    state of other numbers at a later step, or of another input_fn or seed.
-    """
+    """Return the position of the box in a saved state; None if the state has no positions or is of a step before
+    `begun`, the attempt's start. A state with other numbers of boxes and workers than the attempt is valid only at that
+    step: the attempt was resumed from it."""
     ours, theirs = (opening.num_boxes, opening.num_workers_per_box), (saved.num_boxes, saved.num_workers_per_box)
     if saved.input_fn != opening.loader.input_fn:
         raise StateMismatchError(
