@@ -9,7 +9,6 @@ import secrets
 from pathlib import Path
 
 from penstock.proto.errors import InvalidArgumentError, JournalError
-from penstock.proto.rpc.channel import read_tokens
 from penstock.runtime.config.settings_file import CLUSTER, read_settings_file, token_file_of_settings
 
 __all__ = ["coordinator_tokens", "make_token", "token_source"]
@@ -35,6 +34,8 @@ def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
     """Return the credential tokens that a coordinator accepts, as text: one token, or lines `role:token`. The text is
     that of `file`, otherwise of the environment or the settings file. If none of these has a token, make one that is
     valid for all roles, in the folder `state_dir` (None: the coordinator keeps nothing on disk)."""
+    from penstock.proto.rpc.channel import read_tokens  # not before the command says that gRPC is to be quiet
+
     if file is not None or token_source():
         return read_tokens(file)
     if state_dir is None:

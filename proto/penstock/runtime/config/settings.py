@@ -102,20 +102,26 @@ class Section(BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Return the sources of values in the order of their priority: arguments, then variables and the settings
-        file."""
-        return (init_settings,) if cls.only_given else (init_settings, _Stated(settings_cls))
+        """Return the sources of values: arguments, and what variables and the settings file state."""
+        return (_ByField(settings_cls, init_settings),)
 
 
-class _Stated(PydanticBaseSettingsSource):
-    """Source of values for pydantic-settings: environment variables and the settings file, as `stated` reads them."""
+class _ByField(PydanticBaseSettingsSource):
+    """Source of values for pydantic-settings: arguments before variables before the settings file, all under the names
+    of their fields. Each release decides anew which arguments it names after a variable instead, and a setting that has
+    two names is an error."""
+
+    def __init__(self, section: type[BaseSettings], arguments: PydanticBaseSettingsSource) -> None:
+        super().__init__(section)
+        self._arguments = arguments
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         raise NotImplementedError  # __call__ reads all fields at once
 
     def __call__(self) -> dict[str, Any]:
         section: Any = self.settings_cls
-        return {field: value for field, (_, value) in stated(section).items()}
+        values = {} if section.only_given else {field: value for field, (_, value) in stated(section).items()}
+        return values | {field_of(section, (name,)): value for name, value in self._arguments().items()}
 
 
 @dataclass(frozen=True, repr=False)
