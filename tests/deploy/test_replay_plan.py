@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from penstock.deploy.replay.plan import attempt_of
+from penstock.deploy.replay.plan import _snapshot, attempt_of
 from penstock.proto.errors import StateUnavailableError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -43,3 +46,18 @@ def test_steps_that_were_not_delivered(step: int, number: int | None, says: str)
     with pytest.raises(StateUnavailableError) as caught:
         attempt_of(HISTORIES, 0, step, number)
     assert says in caught.value.message
+
+
+def test_a_slot_starts_from_a_snapshot_before_the_position() -> None:
+    kept = pb.History()
+    slot = kept.slots.add()
+    for epoch, total in ((0, 3), (0, 9), (1, 12)):
+        slot.snapshots.add(epoch=epoch, total=total, size=1)
+
+    def found(epoch: int, total: int, abandoned: dict[int, int]) -> int | None:
+        position: Any = SimpleNamespace(epoch=epoch, total=[total])
+        header = _snapshot(kept, 0, position, abandoned)
+        return None if header is None else header.total
+
+    assert [found(0, 5, {}), found(1, 11, {}), found(2, 20, {})] == [3, 9, 12]
+    assert [found(1, 11, {0: 4}), found(2, 20, {0: 4}), found(2, 20, {1: 4})] == [None, 12, None]
