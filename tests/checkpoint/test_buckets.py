@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.client.checkpoint.saving.file_layout import Item, assign
+from penstock.client.checkpoint.saving.planning import Item, assign
 
 NAMES = ["model.a", "model.optimizer_gate", "optimizer.b", "c"]
 ITEMS = st.lists(

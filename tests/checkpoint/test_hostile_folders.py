@@ -25,12 +25,14 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.client.checkpoint import AsyncCheckpointer, AsyncFileSystemWriter
+from penstock.client.checkpoint.restoring import index
 from penstock.client.checkpoint.restoring.restore import load
 from penstock.client.checkpoint.saving import writer
 from penstock.client.checkpoint.saving.writer import WriteFailed
-from penstock.client.checkpoint.values.pickles import bounded
+from penstock.client.checkpoint.values.objects import bounded
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError
 from penstock.proto.state.checkpoint_files import (
+    INDEX,
     MANIFEST,
     METADATA,
     CheckpointFile,
@@ -69,9 +71,9 @@ def rewritten(path: Path, change: Callable[[CheckpointFile], CheckpointFile]) ->
 
 
 def with_index(path: Path, data: bytes) -> None:
-    (path / METADATA).write_bytes(data)
+    (path / INDEX).write_bytes(data)
     digest = xxhash.xxh3_128_hexdigest(data)
-    rewritten(path, lambda file: replace(file, nbytes=len(data), xxh3=digest) if file.name == METADATA else file)
+    rewritten(path, lambda file: replace(file, nbytes=len(data), xxh3=digest) if file.name == INDEX else file)
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -84,12 +86,12 @@ def test_a_file_outside_the_folder_is_not_read(
         checkpointer.restore(state(), step=1, verify=verify)
 
 
-@pytest.mark.parametrize("name", [METADATA, MANIFEST])
+@pytest.mark.parametrize("name", [INDEX, MANIFEST])
 def test_a_fifo_is_not_waited_for(folder: Path, checkpointer: AsyncCheckpointer, name: str) -> None:
     path = folder / "step-1"
     (path / name).unlink()
     os.mkfifo(path / name)
-    if name == METADATA:  # whoever writes a checkpoint can say that a file is empty, as a FIFO seems to be
+    if name == INDEX:  # whoever writes a checkpoint can say that a file is empty, as a FIFO seems to be
         rewritten(path, lambda file: replace(file, nbytes=0) if file.name == name else file)
     with pytest.raises(CheckpointCorruptError, match=f"{name}.* cannot be read: the path must be a regular file"):
         checkpointer.restore(state(), step=1)
@@ -260,6 +262,127 @@ def test_torch_s_writer_writes_through_no_link(tmp_path: Path, victim: Path) -> 
 # ---- the index
 
 
+def changed(index: dict[str, Any], how: str) -> dict[str, Any]:
+    value, tensor = index["values"]["x"], index["tensors"][index["values"]["x"][0]]
+    match how:
+        case "a file that is not there":
+            index["files"][0] = "../x"
+        case "a number that no file has":
+            value[2][0][1] = 7
+        case "bytes that are not there":
+            value[2][0][3] = 1 << 50
+        case "bytes before the first":
+            value[2][0][2] = -64
+        case "a tensor of more than was written":
+            tensor[1:] = [[1 << 50], [[[0], [1 << 50]]]]
+        case "parts that leave values out":
+            tensor[2][0][1] = [999]
+        case "a part beyond the tensor":
+            tensor[2] = [[[500], [1000]]]
+        case "no place":
+            value[2] = []
+        case "two places":
+            value[2] *= 2
+        case "no path":
+            value[1] = []
+        case "a path of lists":
+            value[1] = [[["x"]]]
+        case "no dtype":
+            tensor[0] = "save"
+        case "a fraction":
+            value[2][0][3] = 0.5
+        case "a newer format":
+            index["format"] = 9
+    return index
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "a file that is not there",
+        "a number that no file has",
+        "bytes that are not there",
+        "bytes before the first",
+        "a tensor of more than was written",
+        "parts that leave values out",
+        "a part beyond the tensor",
+        "no place",
+        "two places",
+        "no path",
+        "a path of lists",
+        "no dtype",
+        "a fraction",
+        "a newer format",
+    ],
+)
+def test_an_index_of_other_files_is_refused(folder: Path, checkpointer: AsyncCheckpointer, how: str) -> None:
+    path = folder / "step-1"
+    with_index(path, json.dumps(changed(json.loads((path / INDEX).read_text()), how)).encode())
+    with pytest.raises(CheckpointCorruptError, match=r"index\.json (cannot be read|is in format 9)"):
+        checkpointer.restore(state())
+
+
+def test_random_damage_is_read_or_refused(folder: Path) -> None:
+    path = folder / "step-1"
+    save, good = read_manifest(path).save, (path / INDEX).read_bytes()
+    into, dice, refused = state(), random.Random(7), 0
+    for _ in range(300):
+        bad = bytearray(good)
+        for _ in range(dice.choice([1, 1, 1, 2, 5])):
+            bad[dice.randrange(len(bad))] = dice.randrange(256)
+        if dice.random() < 0.2:
+            bad = bad[: dice.randrange(len(bad))]
+        with_index(path, bytes(bad))
+        try:
+            load(path, save, copy.deepcopy(into), 0, 1, allow_unsafe_types=False)
+        except CheckpointError:
+            refused += 1
+    assert refused > 100
+
+
+# ---- the index of a checkpoint of an earlier Penstock, a pickle
+
+
+def getattr_of(*names: str) -> bytes:
+    """Pickle that gets these attributes, one of the other, from a class that is allowed."""
+    data = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+    for name in names:
+        data = b"cbuiltins\ngetattr\n(" + data + f"V{name}\n".encode() + b"tR"
+    return data
+
+
+def hash_bomb() -> bytes:
+    """A dict whose key is a pair of one tuple, which is a pair of one tuple, and so on."""
+    return b"}K\x01" + b"2\x86" * 60 + b"K\x00s"
+
+
+@pytest.mark.parametrize(
+    ("pickled", "words"),
+    [
+        (b"cposix\nsystem\n(Vtouch {marker}\ntR", r"names posix\.system, which no index of torch contains"),
+        (getattr_of("__init__", "__globals__"), "no attribute"),
+        (b"X\xff\xff\xff\xff", "(truncated|MemoryError|exceeds)"),
+        (b"N\x72\xff\xff\xff\x7f", "(MemoryError|ended with|no attribute)"),
+        (hash_bomb(), "takes longer than 3 s"),
+        (b"cno end", "truncated"),
+        (b"N", "no attribute"),
+        (pickle.dumps([]), "no attribute"),
+    ],
+)
+def test_a_metadata_that_harms_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pickled: bytes, words: str
+) -> None:
+    monkeypatch.setattr(index, "READER_S", 3)
+    marker = tmp_path / "ran"
+    data = pickled.replace(b"{marker}", str(marker).encode()) + b"."
+    with pytest.raises(CheckpointCorruptError, match=rf"^x/\.metadata cannot be read: .*{words}"):
+        index.converted(data, Path("x/.metadata"))
+    assert not marker.exists()
+
+
+# ---- pickles of objects
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -283,66 +406,3 @@ def test_what_python_pickles_is_within_its_bounds(protocol: int) -> None:
     for value in (None, 2.5, -5, 10**3000, "x" * 300, b"y" * 70_000, bytearray(b"z" * 300), {1}, frozenset([2]), many):
         data = pickle.dumps(value, protocol) + b"what comes after it"
         assert bounded(data) == data
-
-
-def changed(metadata: Any, how: str) -> Any:
-    index, info = next((index, info) for index, info in metadata.storage_data.items() if index.fqn == "x")
-    saved = metadata.state_dict_metadata["x"]
-    chunk = saved.chunks[0]
-    match how:
-        case "a file that is not there":
-            metadata.storage_data[index] = replace(info, relative_path="../x")
-        case "bytes that are not there":
-            metadata.storage_data[index] = replace(info, length=1 << 50)
-        case "bytes before the first":
-            metadata.storage_data[index] = replace(info, offset=-64)
-        case "a tensor of more than was written":
-            huge = torch.Size([1 << 50])
-            metadata.state_dict_metadata["x"] = replace(saved, size=huge, chunks=[replace(chunk, sizes=huge)])
-        case "parts that leave values out":
-            metadata.state_dict_metadata["x"] = replace(saved, chunks=[replace(chunk, sizes=torch.Size([999]))])
-        case "no place":
-            del metadata.storage_data[index]
-        case "no path":
-            metadata.planner_data["x"] = ()
-        case "no dtype":
-            saved.properties.dtype = "float32"
-    return metadata
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        "a file that is not there",
-        "bytes that are not there",
-        "bytes before the first",
-        "a tensor of more than was written",
-        "parts that leave values out",
-        "no place",
-        "no path",
-        "no dtype",
-    ],
-)
-def test_an_index_of_other_files_is_refused(folder: Path, checkpointer: AsyncCheckpointer, how: str) -> None:
-    path = folder / "step-1"
-    with_index(path, pickle.dumps(changed(pickle.loads((path / METADATA).read_bytes()), how)))
-    with pytest.raises(CheckpointCorruptError, match=r"\.metadata cannot be read: (the|all|each) .*'(x|it.*)'"):
-        checkpointer.restore(state())
-
-
-def test_random_damage_is_read_or_refused(folder: Path) -> None:
-    path = folder / "step-1"
-    save, good = read_manifest(path).save, (path / METADATA).read_bytes()
-    into, dice, refused = state(), random.Random(7), 0
-    for _ in range(300):
-        bad = bytearray(good)
-        for _ in range(dice.choice([1, 1, 1, 2, 5])):
-            bad[dice.randrange(len(bad))] = dice.randrange(256)
-        if dice.random() < 0.2:
-            bad = bad[: dice.randrange(len(bad))]
-        with_index(path, bytes(bad))
-        try:
-            load(path, save, copy.deepcopy(into), 0, 1, allow_unsafe_types=False)
-        except CheckpointError:
-            refused += 1
-    assert refused > 100

@@ -70,7 +70,7 @@ def test_a_writer_that_lives_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
         for ended in [pool.submit(one.run) for one in (first, slow)]:
             ended.result()
     assert [one.step for one in checkpoints(tmp_path)] == [2]
-    assert sorted(path.name for path in (tmp_path / "step-2").iterdir()) == [".metadata", "penstock.json"]
+    assert sorted(path.name for path in (tmp_path / "step-2").iterdir()) == [".metadata", "index.json", "penstock.json"]
 
 
 def test_an_orphaned_writer_leaves_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

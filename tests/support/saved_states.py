@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from penstock.client.checkpoint.saving.index_description import described
+from penstock.client.checkpoint.saving.planning import described
 from penstock.client.checkpoint.saving.writer import SaveJob
 
 __all__ = ["Position", "mark_of", "save_of", "state_of"]
@@ -59,7 +59,6 @@ def mark_of(state: dict[str, Any]) -> int:
 def save_of(folder: Path, rank: int, *, orphaned: bool = False, **changes: Any) -> SaveJob:
     """The part of one of two ranks in a save of step 2 with nothing to write."""
     metadata = Metadata({}, {}, storage_meta=StorageMeta())
-    metadata.version = "1.0.0"  # no parameter of torch 2.8
     index = described(metadata, [])
     request: dict[str, Any] = {
         "save": "0abc",

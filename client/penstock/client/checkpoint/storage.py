@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from penstock.client.checkpoint.saving.file_layout import Bucket, Item, assign
+from penstock.client.checkpoint.saving.planning import Bucket, Item, assign
 from penstock.client.checkpoint.values.torch_private import write_item
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 from penstock.proto.state.checkpoint_files import METADATA

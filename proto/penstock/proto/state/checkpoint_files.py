@@ -2,7 +2,8 @@
 
     FOLDER/
         step-100/               a complete checkpoint: the folder gets this name once all its files are on the disk
-            .metadata           torch.distributed.checkpoint's own index
+            index.json          the index: which value is where (checkpoint_index.py)
+            .metadata           torch.distributed.checkpoint's own index, for torch's reader
             __0_0.distcp ...    files of torch.distributed.checkpoint: one for each rank and bucket
             penstock.json       the manifest: size and checksum of each file, and the number of the save
         step-125.tmp-4f2a9c01/  a save in flight, or one that stopped before its end; never read
@@ -45,6 +46,7 @@ from penstock.runtime.files.plain_files import open_plain, read_plain
 __all__ = [
     "ASKED",
     "FAILED",
+    "INDEX",
     "LARGEST_RECORD",
     "LATEST",
     "LOCK",
@@ -75,6 +77,7 @@ __all__ = [
 
 FORMAT = 1
 MANIFEST = "penstock.json"
+INDEX = "index.json"
 METADATA = ".metadata"
 LATEST = "latest"
 FAILED = "failed.json"

@@ -1,33 +1,37 @@
-"""torch's index of a checkpoint, the file `.metadata`, written without torch.
+"""Index of a checkpoint: which value is where in which file. Written without torch, twice: as Penstock's own
+`index.json`, which a restore reads, and as the pickle `.metadata`, which torch's own reader reads.
 
-The index is a pickle of `torch.distributed.checkpoint.metadata.Metadata`. Pickling an index of 3,000 entries takes 14
-ms, for which the training would wait. So the training process describes the index in plain values (`DescribedIndex`),
-and the checkpoint writer, which runs beside the training and has no torch, makes the pickle.
+Pickling an index of 3,000 entries takes 14 ms, for which the training would wait. So the training process describes
+the index in plain values, and the checkpoint writer, which runs beside the training and has no torch, makes both files.
+The description has a pickle of torch's own classes and values, the *parts*. The opcodes that follow that pickle in
+`.metadata` get the parts from the unpickler's memo, so this module names no class of torch. They are opcodes of
+protocol 4 without frames, as Python's pickletools describes them.
 
-The description begins with a pickle of torch's own classes and values, the *parts*. The opcodes after that pickle read
-the parts from the unpickler's memo, so this module names no class of torch.
-
-Opcodes are those of protocol 4, without frames, as Python's pickletools describes them. Two readers check the opcodes
-with regular expressions: client/checkpoint/values/pickles.py skips all opcodes but long texts, and pickle_hashing.py
-accepts all opcodes after the parts, unless a name is longer than 255 bytes. Change all three together.
+index.json is an object with the fields:
+    format: 1
+    tensors: kinds of tensors, each once: [dtype, shape, chunks]. A chunk, a part of a tensor, is [offsets, sizes].
+    files: names of files
+    values: name of a value -> [kind of tensor or null for an object, path, archives]. The path is the keys, texts and
+        integers, that lead to the value in the nested state. An archive, the bytes of one chunk or object, is [number
+        of the chunk or 0, number of the file, offset in it, length], the last two in bytes.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ATTRIBUTES", "DescribedIndex"]
+__all__ = ["ATTRIBUTES", "FORMAT", "IndexPickle"]
 
+FORMAT = 1
 ATTRIBUTES = (
     *("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
     *("properties", "size", "chunks"),
     *("fqn", "index", "offset"),
     *("relative_path", "length"),
 )
-"""Names of the attributes of objects in the index."""
+"""Names of the attributes of objects in torch's index."""
 
 _PROTO, _STOP, _POP, _MARK, _MEMOIZE, _NONE = b"\x80\x04", b".", b"0", b"(", b"\x94", b"N"
 _DICT, _ITEMS, _LIST, _APPENDS = b"}(", b"u", b"](", b"e"
@@ -37,87 +41,71 @@ them."""
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
-@dataclass(frozen=True)
-class DescribedIndex:
-    """Description of torch's index of a checkpoint in plain values. Numbers in it refer to the list `parts`."""
+class IndexPickle:
+    """Maker of `.metadata`.
 
-    parts: str
-    """List of torch's own classes and values (the parts), as the latin-1 text of a pickle in protocol 3. The first
-    parts are torch's classes Metadata, TensorStorageMetadata, MetadataIndex and _StorageInfo. Then come the names in
-    ATTRIBUTES, and then the values."""
-    memo: int
-    """Number of entries in the unpickler's memo after it has loaded `parts`."""
-    places: list[int]
-    """For each part, its position in the unpickler's memo; never 0, which is the position of the list itself."""
-    storage_meta: int
-    """Number of the part that is the index's storage_meta (torch's description of where the files are)."""
-    version: str
-    kinds: list[Any]
-    """Descriptions of saved values, each once. A tensor is described by [properties, size, [chunk, ...]], where each
-    item is the number of a part; any other value by the number of a part."""
-    names: dict[str, int]
-    """Name of a saved value -> index of its description in `kinds`."""
-    paths: dict[str, Any]
-    """Name of a saved value -> the keys (texts and integers) that lead to it in the nested state."""
-    files: list[Any]
-    """Files as [name, entries]. An entry is [name of the value, offset in its tensor (number of a part, or None), index
-    hint (or None), offset in the file, size in bytes]."""
+    Args:
+        index: content of index.json.
+        torch: what torch's index has beyond it. "parts": list of torch's classes and values, as the latin-1 text of a
+            pickle in protocol 3; first the classes Metadata, TensorStorageMetadata, MetadataIndex, _StorageInfo, then
+            the names in ATTRIBUTES. "memo": size of the unpickler's memo after the parts. "places": position of each
+            part in the memo. "tensors": for each of the index's tensors [properties, size, [(chunk, offsets), ...]] as
+            numbers of parts. "object", "storage_meta", "version": numbers of these parts.
+    """
 
-    def encode(self) -> bytes:
-        return json.dumps(vars(self)).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> DescribedIndex:
-        return cls(**json.loads(data))
-
-    def pickle(self) -> bytes:
-        """Return the pickle of the index, which torch's reader accepts as `.metadata`."""
-        return b"".join(_Pickle(self).pieces())
-
-
-class _Pickle:
-    def __init__(self, index: DescribedIndex) -> None:
+    def __init__(self, index: dict[str, Any], torch: dict[str, Any]) -> None:
         self._index = index
-        self._memo = index.memo
+        self._torch = torch
+        self._memo: int = torch["memo"]
         self._texts: dict[str, bytes] = {}
         """Text that is in the unpickler's memo already -> opcodes that load it."""
-        self._parts = [_get(place) for place in index.places]
+        self._parts = [_get(place) for place in torch["places"]]
         self._root, self._tensor, self._entry, self._place, *attributes = self._parts[: 4 + len(ATTRIBUTES)]
-        self._at = dict(zip(ATTRIBUTES, attributes, strict=True))
+        self._attributes = dict(zip(ATTRIBUTES, attributes, strict=True))
 
-    def pieces(self) -> Iterable[bytes]:
-        index, at = self._index, self._at
-        parts = index.parts.encode("latin-1")
-        yield _PROTO + parts.removeprefix(b"\x80\x03").removesuffix(_STOP) + _POP
-        yield self._root + _NEW + at["state_dict_metadata"] + _DICT
-        kinds = [self._kind(kind) for kind in index.kinds]
-        for name, kind in index.names.items():
-            yield self._text(name) + kinds[kind]
-        yield _ITEMS + at["planner_data"] + _DICT
-        for name, path in index.paths.items():
+    @classmethod
+    def files(cls, description: bytes) -> tuple[bytes, bytes]:
+        """Return the contents of index.json and of .metadata from the training process's description."""
+        described = json.loads(description)
+        return json.dumps(described["index"]).encode(), cls(**described).pickle()
+
+    def pickle(self) -> bytes:
+        return b"".join(self._pieces())
+
+    def _pieces(self) -> Iterable[bytes]:
+        parts, attributes, values = self._parts, self._attributes, self._index["values"]
+        pickled = self._torch["parts"].encode("latin-1")
+        yield _PROTO + pickled.removeprefix(b"\x80\x03").removesuffix(_STOP) + _POP
+        yield self._root + _NEW + attributes["state_dict_metadata"] + _DICT
+        kinds = [self._kind(*kind) for kind in self._torch["tensors"]]
+        for name, (kind, _, _) in values.items():
+            yield self._text(name) + (parts[self._torch["object"]] if kind is None else kinds[kind])
+        yield _ITEMS + attributes["planner_data"] + _DICT
+        for name, (_, path, _) in values.items():
             yield self._text(name) + self._path(path)
-        yield _ITEMS + at["storage_data"] + _DICT
-        for file, entries in index.files:
-            yield from self._entries(file, entries)
-        yield _ITEMS + at["storage_meta"] + self._parts[index.storage_meta]
-        yield at["version"] + self._text(index.version) + _BUILD + _STOP
+        yield _ITEMS + attributes["storage_data"] + _DICT
+        for name, (kind, _, archives) in values.items():
+            yield from self._entries(name, None if kind is None else self._torch["tensors"][kind][2], archives)
+        yield _ITEMS + attributes["storage_meta"] + parts[self._torch["storage_meta"]]
+        yield attributes["version"] + parts[self._torch["version"]] + _BUILD + _STOP
 
-    def _kind(self, kind: Any) -> bytes:
-        parts, at = self._parts, self._at
-        if isinstance(kind, int):
-            return parts[kind]
-        properties, size, chunks = kind
-        values: bytes = at["properties"] + parts[properties] + at["size"] + parts[size]
-        listed = at["chunks"] + _LIST + b"".join(parts[chunk] for chunk in chunks) + _APPENDS
+    def _kind(self, properties: int, size: int, chunks: list[list[int]]) -> bytes:
+        parts, attributes = self._parts, self._attributes
+        values: bytes = attributes["properties"] + parts[properties] + attributes["size"] + parts[size]
+        listed = attributes["chunks"] + _LIST + b"".join(parts[chunk] for chunk, _ in chunks) + _APPENDS
         return self._tensor + _NEW + values + listed + _BUILD
 
-    def _entries(self, file: str, entries: list[Any]) -> Iterable[bytes]:
-        parts, at = self._parts, self._at
-        index, place = self._entry + _NEW + at["fqn"], self._place + _NEW + at["relative_path"]
-        for name, offset, hint, begin, length in entries:
-            yield index + self._text(name) + at["index"] + (_NONE if hint is None else _number(hint))
-            yield (b"" if offset is None else at["offset"] + parts[offset]) + _BUILD
-            yield place + self._text(file) + at["offset"] + _number(begin) + at["length"] + _number(length) + _BUILD
+    def _entries(self, name: str, chunks: list[list[int]] | None, archives: list[list[int]]) -> Iterable[bytes]:
+        attributes = self._attributes
+        index = self._entry + _NEW + attributes["fqn"] + self._text(name) + attributes["index"]
+        place = self._place + _NEW + attributes["relative_path"]
+        for chunk, file, begin, length in archives:
+            if chunks is None:
+                yield index + _NONE + _BUILD
+            else:
+                yield index + _number(chunk) + attributes["offset"] + self._parts[chunks[chunk][1]] + _BUILD
+            yield place + self._text(self._index["files"][file]) + attributes["offset"] + _number(begin)
+            yield attributes["length"] + _number(length) + _BUILD
 
     def _path(self, path: list[Any]) -> bytes:
         keys = b"".join(self._text(key) if isinstance(key, str) else _number(key) for key in path)

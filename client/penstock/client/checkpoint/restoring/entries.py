@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.nn.parameter import is_lazy
 
+from penstock.client.checkpoint.restoring.index import SavedValue
 from penstock.client.checkpoint.saving.collect import module_state, with_containers
 from penstock.client.checkpoint.values.loader_states import Loader, load_loader, names_for
 from penstock.client.checkpoint.values.optimizers import (
@@ -55,10 +55,10 @@ class ReadRequest:
 
 @dataclass(frozen=True)
 class SavedEntries:
-    """Values that a checkpoint contains, according to torch's index of the checkpoint."""
+    """Values that a checkpoint contains, according to its index."""
 
     path: Path
-    metadata: Metadata
+    index: dict[str, SavedValue]
     paths: dict[str, KeyPath]
     """Keys that lead to each saved value in the nested state, by the value's name: "model.weight" has ("model",
     "weight")."""
@@ -80,8 +80,8 @@ class SavedEntries:
         """Return a request to read the value `name` into a new tensor, or as an object. If `like` has the shape of the
         saved tensor, the new tensor is on the device of `like`, and is a DTensor split in the same way if `like` is
         one. Otherwise it is on the CPU."""
-        saved = self.metadata.state_dict_metadata[name]
-        if not isinstance(saved, TensorStorageMetadata):
+        saved = self.index[name].tensor
+        if saved is None:
             return ReadRequest(None, True)
         if like is not None and not is_lazy(like) and not like.is_meta and like.shape == saved.size:
             return ReadRequest(torch.empty_like(like, dtype=saved.properties.dtype, requires_grad=False), True)
@@ -91,8 +91,8 @@ class SavedEntries:
         """Return a request to read the value `name` into the given tensor. Raises CheckpointError if the saved value is
         not a tensor, has another shape, or has a dtype that cannot be converted, and if `tensor` is on the meta
         device."""
-        saved = self.metadata.state_dict_metadata[name]
-        if not isinstance(saved, TensorStorageMetadata):
+        saved = self.index[name].tensor
+        if saved is None:
             raise CheckpointError(
                 f"{name!r} cannot be restored from {self.path}: it was saved as a Python object, but is a tensor in "
                 "the state to restore. In a dict, put None in place of the tensor to load the object; build a module "

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 import xxhash
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from penstock.client.checkpoint.restoring.entries import ReadRequest
+from penstock.client.checkpoint.restoring.index import Archive, SavedValue
 from penstock.client.checkpoint.values.objects import load_tensor
 from penstock.client.checkpoint.values.torch_frames import frame_of
 from penstock.client.checkpoint.values.torch_private import copy_all, find_state_dict_object
@@ -114,7 +115,7 @@ class _Archive:
 def read(
     folder: int,
     files: Mapping[str, CheckpointFile],
-    metadata: Metadata,
+    index: Mapping[str, SavedValue],
     wanted: dict[str, ReadRequest],
     load: Callable[[str, bytes], Any],
     threads: int,
@@ -124,7 +125,7 @@ def read(
     Args:
         folder: descriptor of the checkpoint's folder.
         files: the checkpoint's files, as the manifest lists them, by name.
-        metadata: torch's index, which says where each value is.
+        index: the checkpoint's values, by name.
         wanted: requests, by the values' names.
         load: function that makes an object from its name and its bytes.
         threads: number of threads that read.
@@ -136,7 +137,7 @@ def read(
     if one tensor would get two different values.
     """
     by_file: dict[str, list[_Archive]] = defaultdict(list)
-    for name, archive in _archives(metadata, wanted):
+    for name, archive in _archives(index, wanted):
         by_file[name].append(archive)
     found: dict[str, Any] = {name: want.tensor for name, want in wanted.items()}
     fills: list[FillRequest] = []
@@ -182,30 +183,30 @@ def read_file(folder: int, file: CheckpointFile) -> bytes:
         os.close(handle)
 
 
-def _archives(metadata: Metadata, wanted: dict[str, ReadRequest]) -> Iterator[tuple[str, _Archive]]:
+def _archives(index: Mapping[str, SavedValue], wanted: dict[str, ReadRequest]) -> Iterator[tuple[str, _Archive]]:
     """Yield (name of the file, archive) for all archives that contain requested values."""
-    stored = {index.fqn: info for index, info in metadata.storage_data.items()}  # tensors that were saved in one part
-    pieces: dict[MetadataIndex, list[_Piece]] = defaultdict(list)
     for name, want in wanted.items():
-        saved = metadata.state_dict_metadata[name]
-        if want.tensor is None or not isinstance(saved, TensorStorageMetadata):
-            info = stored[name]
-            yield info.relative_path, _Archive(name, info.offset, info.length, None, [])
-        elif type(want.tensor) in (torch.Tensor, torch.nn.Parameter) and len(saved.chunks) == 1:
-            info, shape = stored[name], (saved.properties.dtype, tuple(saved.chunks[0].sizes))
-            piece = _Piece(want.tensor, want.own, None)
-            yield info.relative_path, _Archive(name, info.offset, info.length, shape, [piece])
+        tensor, _, archives = index[name]
+        if want.tensor is None or tensor is None:
+            yield archives[0].file, _archive(name, archives[0], None, [])
+        elif type(want.tensor) in (torch.Tensor, torch.nn.Parameter) and len(archives) == 1:
+            shape = tensor.properties.dtype, tuple(tensor.chunks[0].sizes)
+            yield archives[0].file, _archive(name, archives[0], shape, [_Piece(want.tensor, want.own, None)])
         else:
-            plan = create_default_local_load_plan({name: want.tensor}, metadata)
-            for item in plan.items:
+            pieces: dict[torch.Size | None, list[_Piece]] = defaultdict(list)
+            for item in create_default_local_load_plan({name: want.tensor}, Metadata({name: tensor})).items:
                 target = find_state_dict_object({name: want.tensor}, item.dest_index)
-                pieces[item.storage_index].append(_Piece(target, want.own, item))
-    for index, own in pieces.items():
-        saved, info = metadata.state_dict_metadata[index.fqn], metadata.storage_data[index]
-        assert isinstance(saved, TensorStorageMetadata)
-        sizes = next(chunk.sizes for chunk in saved.chunks if chunk.offsets == index.offset)
-        shape = saved.properties.dtype, tuple(sizes)
-        yield info.relative_path, _Archive(index.fqn, info.offset, info.length, shape, own)
+                pieces[item.storage_index.offset].append(_Piece(target, want.own, item))
+            for chunk, archive in zip(tensor.chunks, archives, strict=True):
+                if chunk.offsets in pieces:
+                    shape = tensor.properties.dtype, tuple(chunk.sizes)
+                    yield archive.file, _archive(name, archive, shape, pieces[chunk.offsets])
+
+
+def _archive(
+    name: str, stored: Archive, shape: tuple[torch.dtype, tuple[int, ...]] | None, pieces: list[_Piece]
+) -> _Archive:
+    return _Archive(name, stored.offset, stored.length, shape, pieces)
 
 
 def _runs(archives: list[_Archive]) -> Iterator[list[_Archive]]:

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from penstock.client.checkpoint.restoring.entries import RestoreContext, SavedEntries, StateEntry, entry_for
+from penstock.client.checkpoint.restoring.index import SavedValue, converted, read_index
 from penstock.client.checkpoint.restoring.reading import FillRequest, read, read_file
-from penstock.client.checkpoint.restoring.torch_index import read_index
 from penstock.client.checkpoint.saving.collect import OPTIMIZERS, OURS, RECIPES
 from penstock.client.checkpoint.values.objects import load_object
 from penstock.client.checkpoint.values.optimizers import merged
@@ -39,7 +38,9 @@ from penstock.proto.errors import (
     PenstockError,
 )
 from penstock.proto.state.checkpoint_files import (
+    INDEX,
     METADATA,
+    CheckpointFile,
     FoundCheckpoint,
     Manifest,
     checkpoints,
@@ -113,10 +114,9 @@ def _choose(folder: Path, step: int | None) -> FoundCheckpoint | None:
     return newest
 
 
-def _saved_by(metadata: Metadata, name: str) -> int:
-    """Return the rank that saved the object `name`, which the name of the object's file shows."""
-    path: str = metadata.storage_data[MetadataIndex(name)].relative_path
-    return int(path.rpartition("__")[2].partition("_")[0])
+def _saved_by(value: SavedValue) -> int:
+    """Return the rank that saved an object, which the name of the object's file shows."""
+    return int(value.archives[0].file.rpartition("__")[2].partition("_")[0])
 
 
 def _through(handle: int) -> Path:
@@ -197,20 +197,9 @@ def _load(
     unsafe: bool,
 ) -> LoadedCheckpoint:
     files = {file.name: file for file in manifest.files}
-    if METADATA not in files:
-        raise CheckpointCorruptError(
-            f"the list of files in the checkpoint (its manifest) must have {METADATA}, the checkpoint's index, got a "
-            "list without it"
-        )
-    data = read_file(folder, files[METADATA])
-    metadata = read_index(data, path / METADATA, {file.name: file.nbytes for file in manifest.files})
-    if (digest := xxhash.xxh3_128_hexdigest(data)) != files[METADATA].xxh3:
-        raise CheckpointCorruptError(
-            f"the checkpoint's index {METADATA} must have the checksum {files[METADATA].xxh3}, as written, got {digest}"
-        )
-    paths: dict[str, tuple[Any, ...]] = dict(metadata.planner_data)
-    tables = [name for name, keys in paths.items() if keys[0] == OURS]
-    saved = SavedEntries(path, metadata, {name: keys for name, keys in paths.items() if keys[0] != OURS})
+    index = _index(folder, path, files)
+    tables = [name for name, value in index.items() if value.path[0] == OURS]
+    saved = SavedEntries(path, index, {name: one.path for name, one in index.items() if one.path[0] != OURS})
     entries = [entry_for(key, value, state, saved, rank) for key, value in state.items()]
     wanted = {name: saved.empty(name) for name in tables}
     for entry in entries:
@@ -219,12 +208,12 @@ def _load(
     def as_object(name: str, value: bytes) -> Any:
         return load_object(value, name, str(path), unsafe=unsafe)
 
-    values, fills = read(folder, files, metadata, wanted, as_object, threads)
+    values, fills = read(folder, files, index, wanted, as_object, threads)
     around = RestoreContext()
     for table in tables:
-        kind, _, number = str(paths[table][1]).rpartition("-")
+        kind, _, number = str(index[table].path[1]).rpartition("-")
         if kind == RECIPES:
-            own = {name for name in values[table] if name in values and _saved_by(metadata, name) == int(number)}
+            own = {name for name in values[table] if name in values and _saved_by(index[name]) == int(number)}
             values.update({name: decode(values[name], values[table][name]) for name in own})
         elif kind == OPTIMIZERS:
             for key, noted in values[table].items():
@@ -235,3 +224,16 @@ def _load(
         with entry.named_errors():
             entry.fit(values, around)
     return LoadedCheckpoint(entries, fills)
+
+
+def _index(folder: int, path: Path, files: Mapping[str, CheckpointFile]) -> dict[str, SavedValue]:
+    name = INDEX if INDEX in files else METADATA  # an earlier Penstock wrote no other index than torch's
+    if name not in files:
+        raise CheckpointCorruptError(f"the checkpoint's manifest must list its index {INDEX}, got a list without it")
+    data = read_file(folder, files[name])
+    if (digest := xxhash.xxh3_128_hexdigest(data)) != files[name].xxh3:
+        raise CheckpointCorruptError(
+            f"the checkpoint's index {name} must have the checksum {files[name].xxh3}, as written, got {digest}"
+        )
+    index = data if name == INDEX else converted(data, path / name)
+    return read_index(index, path / name, {file.name: file.nbytes for file in files.values()})

@@ -18,7 +18,12 @@ only for torch's planner.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import heapq
+import io
+import json
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,29 +40,38 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from penstock.client.checkpoint.saving.file_layout import Item, assign
-from penstock.client.checkpoint.saving.index_description import Stored, described
 from penstock.client.checkpoint.values.torch_frames import ALIGNMENT, TorchFrame, frame_of
+from penstock.client.checkpoint.values.torch_private import StorageInfo
 from penstock.proto.errors import CheckpointError
+from penstock.proto.state.checkpoint_index import ATTRIBUTES, FORMAT
 
 __all__ = [
+    "Bucket",
     "FileLayout",
     "GlobalPlan",
+    "Item",
     "LocalItem",
     "RankLayout",
     "TensorItems",
     "agree",
+    "assign",
     "decode_items",
+    "described",
     "encode_items",
     "lay_out",
 ]
 
+SUFFIX = ".distcp"
 DCP_VERSION = "1.0.0"
 """Version of torch's checkpoint format, as FileSystemWriter writes it."""
 
 Key = tuple[str, tuple[int, ...] | None]
 """Key of a saved item: name of the value, and offset of the tensor's part: zeros for a whole tensor, None for an
 object."""
+
+Stored = tuple[tuple[str, tuple[int, ...] | None], int | None, int, int]
+"""Description of one archive (the bytes of one saved value): name of the value, offset of the part in its tensor (None
+for an object), and hint, as in torch's MetadataIndex; then the archive's offset and number of bytes in its file."""
 
 
 class LocalItem(NamedTuple):
@@ -322,3 +336,120 @@ def lay_out(items: Sequence[LocalItem], prefix: str, buckets: int, hint: str | N
 
 def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+# ---- files of a rank
+
+
+class Item(NamedTuple):
+    """Item, the unit of saving: a tensor, a part of a tensor, or an object."""
+
+    name: str
+    nbytes: int | None
+    """Number of bytes of the tensor or its part; None for an object, whose size does not decide its file."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """File of a rank, and the items in it."""
+
+    name: str
+    items: tuple[int, ...]
+    """Indexes of the file's items in the list given to `assign`: tensors, the largest first, then objects."""
+
+
+def assign(items: Sequence[Item], prefix: str, buckets: int, hint: str | None = None) -> list[Bucket]:
+    """Return the files for `items`. No file is empty.
+
+    Args:
+        prefix: beginning of the file names, which differs from rank to rank: "__0_".
+        buckets: largest number of files for items whose names begin with `hint`, and also for all other items.
+        hint: prefix of names. Items whose names begin with this prefix go into separate files; None: all items share
+            the files.
+    """
+    matching = [index for index, item in enumerate(items) if hint and item.name.startswith(hint)]
+    others = sorted(set(range(len(items))) - set(matching))
+    own = re.sub(r"[^A-Za-z0-9_-]", "_", hint or "")[:100]  # the length of file names is limited
+    return _split(items, others, prefix, buckets) + _split(items, matching, f"{own}{prefix}", buckets)
+
+
+def _split(items: Sequence[Item], indexes: Sequence[int], prefix: str, buckets: int) -> list[Bucket]:
+    contents: list[list[int]] = [[] for _ in range(buckets)]
+    tensors = [(nbytes, index) for index in indexes if (nbytes := items[index].nbytes) is not None]
+    emptiest = [(0, number) for number in range(buckets)]
+    for nbytes, index in sorted(tensors, key=lambda one: (-one[0], one[1])):
+        load, number = heapq.heappop(emptiest)
+        contents[number].append(index)
+        heapq.heappush(emptiest, (load + nbytes, number))
+    objects = [index for index in indexes if items[index].nbytes is None]
+    for turn, index in enumerate(objects):
+        contents[turn % buckets].append(index)
+    filled = [content for content in contents if content]
+    return [Bucket(f"{prefix}{number}{SUFFIX}", tuple(content)) for number, content in enumerate(filled)]
+
+
+# ---- the index
+
+
+class _Parts:
+    """List of the objects that are pickled together. An object that is added again keeps its number in the list."""
+
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+        self._numbers: dict[int, int] = {}
+
+    def number(self, value: Any) -> int:
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = self._numbers[id(value)] = len(self._values)
+            self._values.append(value)
+        return number
+
+    def pickled(self) -> dict[str, Any]:
+        file = io.BytesIO()
+        # Pickles of newer protocols contain frames with lengths, and could not be embedded in another pickle.
+        pickler = pickle.Pickler(file, 3)
+        pickler.dump(self._values)
+        memo = pickler.memo.copy()
+        return {
+            "parts": file.getvalue().decode("latin-1"),
+            "memo": len(memo),
+            "places": [memo[id(value)][0] for value in self._values],
+        }
+
+
+def described(metadata: Metadata, files: Iterable[tuple[str, Iterable[Stored]]]) -> bytes:
+    """Return the description from which the writer makes the checkpoint's index, and torch's: the arguments of
+    IndexPickle as JSON. `metadata`: torch's index without its `storage_data`. `files`: name of each file, and
+    descriptions of its archives."""
+    parts = _Parts()
+    number = parts.number
+    for part in (Metadata, TensorStorageMetadata, MetadataIndex, StorageInfo, *ATTRIBUTES):
+        number(part)
+    tensors: list[Any] = []
+    in_torch: list[Any] = []
+    known: dict[int, int] = {}
+    values: dict[str, list[Any]] = {name: [None, path, []] for name, path in metadata.planner_data.items()}
+    for name, stored in metadata.state_dict_metadata.items():
+        if not isinstance(stored, TensorStorageMetadata):
+            continue
+        if (kind := known.get(id(stored))) is None:
+            kind = known[id(stored)] = len(tensors)
+            dtype = str(stored.properties.dtype).removeprefix("torch.")
+            tensors.append([dtype, stored.size, [[chunk.offsets, chunk.sizes] for chunk in stored.chunks]])
+            chunks = [[number(chunk), number(chunk.offsets)] for chunk in stored.chunks]
+            in_torch.append([number(stored.properties), number(stored.size), chunks])
+        values[name][0] = kind
+    names = []
+    for file, (name, archives) in enumerate(files):
+        names.append(name)
+        for (value, _), chunk, offset, length in archives:
+            values[value][2].append((chunk or 0, file, offset, length))
+    torch_index = {
+        "tensors": in_torch,
+        "object": number(BytesStorageMetadata()),
+        "storage_meta": number(metadata.storage_meta),
+        "version": number(str(metadata.version)),
+    }
+    index = {"format": FORMAT, "tensors": tensors, "files": names, "values": values}
+    return json.dumps({"index": index, "torch": {**torch_index, **parts.pickled()}}).encode()

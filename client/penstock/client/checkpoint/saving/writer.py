@@ -49,6 +49,7 @@ from penstock.proto.errors import PenstockError
 from penstock.proto.state.checkpoint_files import (
     ASKED,
     FAILED,
+    INDEX,
     LARGEST_RECORD,
     LATEST,
     LOCK,
@@ -71,7 +72,7 @@ from penstock.proto.state.checkpoint_files import (
     surplus,
     temporary_name,
 )
-from penstock.proto.state.checkpoint_index import DescribedIndex
+from penstock.proto.state.checkpoint_index import IndexPickle
 from penstock.runtime.files.atomic_files import sync_folder, write_whole
 from penstock.runtime.files.direct_files import write_file
 from penstock.runtime.files.held_folders import HeldFolder
@@ -252,15 +253,17 @@ class SaveJob:
         if causes:
             raise WriteFailed(causes)
         start, size = self.request["commit"]["index"]
-        metadata = DescribedIndex.decode(bytes(self.image[start : start + size])).pickle()
+        index, metadata = IndexPickle.files(bytes(self.image[start : start + size]))
         files = [CheckpointFile.from_row(*file) for rank in range(self.ranks) for file in reports[rank]["files"]]
-        files.append(CheckpointFile(METADATA, len(metadata), xxhash.xxh3_128_hexdigest(metadata)))
+        for name, data in ((INDEX, index), (METADATA, metadata)):
+            files.append(CheckpointFile(name, len(data), xxhash.xxh3_128_hexdigest(data)))
         before = checkpoints(self.folder, sizes=self.request["keep_last"] is not None)
         sequence = min(1 + max((one.manifest.sequence for one in before if one.manifest), default=0), MOST)
         manifest = Manifest(self.request["step"], self.save, sequence, self.ranks, tuple(files))
         inside = self._inside.path
         for rank in range(1, self.ranks):
             os.unlink(inside / report_name(rank))
+        write_whole(inside / INDEX, index)
         write_whole(inside / MANIFEST, manifest.encode())
         write_whole(inside / METADATA, metadata)  # this write also makes the whole folder durable
         replaced = self.folder / old_name(self.request["step"], self.save)
