@@ -306,7 +306,7 @@ def test_no_writer_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CheckpointError, match=r"rank 0: the writer process could not be started: .*/nowhere/python"):
         AsyncCheckpointer(tmp_path)
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(CheckpointError, match=r"the writer process, .* did not start \(exited with status 1\)"):
+    with pytest.raises(CheckpointError, match=r"the writer process did not start \(exited with status 1\)"):
         AsyncCheckpointer(tmp_path)
 
 
@@ -396,10 +396,14 @@ def test_states_that_cannot_be_meant(tmp_path: Path) -> None:
     wrong: list[tuple[Any, Any, str]] = [
         (-1, {"x": 1}, r"step of save\(\) must be an int from 0 to .*, got -1"),
         (1.0, {"x": 1}, r"step of save\(\) must be an int from 0 to .*, got 1\.0"),
-        (1, [1], "the state to save must be a dict of names and values, got list"),
+        (1, [1], "the state to save must be a dict of names and values, .* got list"),
         (1, {1: 2}, "must be a dict of names"),
         (1, {"a.b": 1, "a": {"b": 2}}, "two values under the name a.b"),
-        (1, {"all": {"net": nn.Linear(1, 1)}}, "'all.net' of the state to save is a Linear inside a dict or list, but"),
+        (
+            1,
+            {"all": {"net": nn.Linear(1, 1)}},
+            "'all.net' of the state to save is a Linear inside a dict or list: move",
+        ),
     ]
     with AsyncCheckpointer(tmp_path) as checkpointer:
         for step, state, words in wrong:

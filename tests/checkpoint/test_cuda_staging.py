@@ -12,8 +12,8 @@ import torch
 from devices import FakeRuntime
 
 from penstock.client.checkpoint import AsyncCheckpointer
-from penstock.client.checkpoint.saving import tensor_staging
-from penstock.client.checkpoint.saving.shared_image import SharedImage
+from penstock.client.checkpoint.saving import staging
+from penstock.client.checkpoint.saving.staging import SharedImage
 
 
 class FakeCuda:
@@ -54,14 +54,14 @@ class FakeCuda:
 
 def test_copies_follow_the_loop_and_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, image = FakeCuda(), SharedImage(1 << 16)
-    copies = tensor_staging.CudaCopies(torch.device("cuda", 0), cuda)
+    copies = staging.CudaCopies(torch.device("cuda", 0), cuda)
 
     address, nbytes = image.address, image.nbytes
 
     def copy(targets: Any, sources: Any, *, non_blocking: bool) -> None:
         cuda.did.append(f"copy {non_blocking} {cuda.runtime.covers(address, nbytes)}")
 
-    monkeypatch.setattr(tensor_staging, "copy_all", copy)
+    monkeypatch.setattr(staging, "copy_all", copy)
     for _ in range(2):
         copies.copy(image, [], [])
     one = ["wait for the loop's", "begin", "copy True True", "end", "synchronize"]
@@ -74,9 +74,9 @@ def test_copies_follow_the_loop_and_are_awaited(monkeypatch: pytest.MonkeyPatch)
 
 def test_unlockable_memory_is_logged_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, image, taken = FakeCuda(), SharedImage(1 << 16), list[torch.device]()
-    monkeypatch.setattr(tensor_staging, "take_error", taken.append)
+    monkeypatch.setattr(staging, "take_error", taken.append)
     cuda.runtime.error = 2
-    copies = tensor_staging.CudaCopies(torch.device("cuda", 0), cuda)
+    copies = staging.CudaCopies(torch.device("cuda", 0), cuda)
     with pytest.warns(UserWarning, match=r"that a checkpoint is staged in of 65,536 bytes could not be page-locked"):
         copies.copy(image, [image.view(0, torch.float32, (4,))], [torch.ones(4)])
     assert image.view(0, torch.float32, (4,)).eq(1).all()

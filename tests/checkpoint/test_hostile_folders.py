@@ -268,11 +268,11 @@ def changed(index: dict[str, Any], how: str) -> dict[str, Any]:
         case "a file that is not there":
             index["files"][0] = "../x"
         case "a number that no file has":
-            value[2][0][1] = 7
+            value[3] = 7
         case "bytes that are not there":
-            value[2][0][3] = 1 << 50
+            value[5] = 1 << 50
         case "bytes before the first":
-            value[2][0][2] = -64
+            value[4] = -64
         case "a tensor of more than was written":
             tensor[1:] = [[1 << 50], [[[0], [1 << 50]]]]
         case "parts that leave values out":
@@ -280,9 +280,9 @@ def changed(index: dict[str, Any], how: str) -> dict[str, Any]:
         case "a part beyond the tensor":
             tensor[2] = [[[500], [1000]]]
         case "no place":
-            value[2] = []
+            del value[2:]
         case "two places":
-            value[2] *= 2
+            value += value[2:]
         case "no path":
             value[1] = []
         case "a path of lists":
@@ -290,7 +290,7 @@ def changed(index: dict[str, Any], how: str) -> dict[str, Any]:
         case "no dtype":
             tensor[0] = "save"
         case "a fraction":
-            value[2][0][3] = 0.5
+            value[5] = 0.5
         case "a newer format":
             index["format"] = 9
     return index

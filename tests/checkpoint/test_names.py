@@ -198,11 +198,11 @@ def test_names_from_elsewhere(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ("added", r"'optimizer' cannot be restored from .* no optimizer state for the parameters 'd.bias', 'd.weight'"),
-        ("removed", r"has optimizer state for the parameters 'c.bias', 'c.weight', which the optimizer does not have"),
+        ("removed", r"has optimizer state for the parameters 'c.bias', 'c.weight', but the optimizer has 'a.bias'"),
         ("regrouped", r"param_groups.0. has the parameters 'a.bias', 'a.weight', but no saved group has exactly these"),
         (
             "shapes",
-            r"has optimizer state for the parameters '#0 \[4, 4\]', .* the optimizer does not have: it has '#0 \[4\]'",
+            r"has optimizer state for the parameters '#0 \[4, 4\]', .* but the optimizer has '#0 \[4\]'",
         ),
     ],
 )
@@ -234,9 +234,7 @@ def test_parameters_without_names_are_warned_of(checkpointer: AsyncCheckpointer)
     few, many = nn.Linear(2, 3), Net()
     with pytest.warns(UserWarning, match="Save and restore the module with its optimizer"):
         checkpointer.save(1, {"optimizer": torch.optim.SGD(many.parameters())})
-    with pytest.warns(
-        UserWarning, match="if the order differs at the restore, each parameter gets the state of another"
-    ):
+    with pytest.warns(UserWarning, match="identified by their order only"):
         checkpointer.restore({"optimizer": torch.optim.SGD([*many.parameters()])})
     checkpointer.save(2, {"optimizer": torch.optim.SGD(few.parameters())})
     with pytest.raises(CheckpointError, match="matched by name if the module is saved"):

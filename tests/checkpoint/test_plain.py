@@ -21,9 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.client.checkpoint import AsyncCheckpointer
+from penstock.client.checkpoint.saving.agreement import digests
 from penstock.client.checkpoint.saving.collect import collect, object_bytes
 from penstock.client.checkpoint.saving.planning import agree
-from penstock.client.checkpoint.saving.replicas import digests
 from penstock.client.checkpoint.values.objects import load_object, plain_bytes
 from penstock.client.checkpoint.values.plain_values import decode, encode, value_digest
 from penstock.proto.errors import CheckpointError

@@ -168,7 +168,7 @@ def test_modules_on_the_meta_device_are_named(checkpointer: AsyncCheckpointer) -
     with torch.device("meta"):
         module = nn.Linear(2, 2)
     for state in ({"model": module}, {"x": torch.ones(3, device="meta")}):
-        with pytest.raises(CheckpointError, match=r"is on the meta device, so it has no memory .* to_empty"):
+        with pytest.raises(CheckpointError, match=r"is on the meta device, so it has no memory: .*to_empty"):
             checkpointer.restore(state)
     module.to_empty(device="cpu")
     assert checkpointer.restore({"model": module}) == 1

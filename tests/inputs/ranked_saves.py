@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.client.checkpoint import AsyncCheckpointer, AsyncFileSystemWriter
-from penstock.client.checkpoint.saving import tensor_staging
+from penstock.client.checkpoint.saving import staging
 from penstock.proto.errors import CheckpointError
 
 __all__ = [
@@ -211,7 +211,7 @@ def one_cannot_stage(folder: str, which: int) -> list[str]:
     good = {f"x-{dist.get_rank()}": torch.ones(3)}
     with AsyncCheckpointer(folder, timeout_s=30) as checkpointer:
         here = dist.get_rank() == which
-        with mock.patch.object(tensor_staging, "SharedImage", full) if here else nullcontext():
+        with mock.patch.object(staging, "SharedImage", full) if here else nullcontext():
             said = trying(lambda: checkpointer.save(2, good))
         said += trying(checkpointer.wait)
         said += trying(lambda: checkpointer.save(3, good))

@@ -302,14 +302,12 @@ SAME_RELEASE = "Run the same release of Penstock at both ends"
 
 def malformed(what: str) -> ProtocolError:
     """Return a ProtocolError with the remedy SAME_RELEASE. `what`: sentence about the invalid bytes, without a full
-    stop. For another remedy raise a ProtocolError directly."""
+    stop."""
     return ProtocolError(f"{what}. {SAME_RELEASE}")
 
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """Entry of the catalogue of errors: how an error is sent by gRPC."""
-
     error: type[PenstockError]
     status: str
     """Name of the grpc.StatusCode with which the error is sent."""
@@ -371,8 +369,8 @@ CATALOGUE: dict[str, CatalogueEntry] = {
 
 
 def error_named(name: str, message: str, remote_traceback: str = "") -> PenstockError:
-    """Return an error that a peer sent, as an instance of the class `name`. For a name that this release does not know,
-    return a PenstockError whose message contains the name."""
+    """Return an error that a peer sent. For a name that this release does not know, a PenstockError whose message
+    contains the name."""
     entry = CATALOGUE.get(name)
     if entry is None:
         return PenstockError(f"{name}: {message}", remote_traceback=remote_traceback)

@@ -24,13 +24,12 @@ _THREAD = re.compile(r"(Current t|T)hread 0x[0-9a-f]+ .*\(most recent call first
 
 
 def _is_penstock(filename: str) -> bool:
-    """Return whether a source file belongs to Penstock."""
     return filename.startswith(tuple(f"{folder}/" for folder in penstock.__path__))
 
 
 def format_remote(error: BaseException) -> str:
-    """Return the traceback text that is sent with an error: the traceback in this process, with the error's message at
-    the end, which includes the remote traceback that a PenstockError may have. Frames of Penstock are folded."""
+    """Return the traceback text that is sent with an error. It includes the remote traceback that a PenstockError may
+    have."""
     whole = traceback.TracebackException.from_exception(error)
     for one in _chain(whole):
         one.stack = _FoldedStack(one.stack)
@@ -48,8 +47,6 @@ def _chain(error: traceback.TracebackException) -> Iterator[traceback.TracebackE
 
 
 class _FoldedStack(traceback.StackSummary):
-    """Stack of a traceback, outermost frame first. Its text has Penstock's frames folded."""
-
     def format(self, **options: Any) -> list[str]:  # 3.13 has options
         runs = [(ours, list(frames)) for ours, frames in groupby(self, key=lambda frame: _is_penstock(frame.filename))]
         lines = []
@@ -62,9 +59,8 @@ class _FoldedStack(traceback.StackSummary):
 
 
 def fold_stack(text: str) -> str:
-    """Return a text with stacks, which faulthandler wrote, in a shorter form. Consecutive frames of Penstock become one
-    line; those at the outer end of a stack are left out, those at the inner end are kept. If there is only one thread,
-    its title ("Thread 0x... (most recent call first):") is left out."""
+    """Shorten stacks that faulthandler wrote. Those of Penstock's frames that are at the inner end are kept. If there
+    is only one thread, its title ("Thread 0x... (most recent call first):") is left out."""
     lines: list[str] = []
     innermost = True
     groups = [(ours, list(frames)) for ours, frames in groupby(_untitled(text.splitlines()), key=_kind)]
@@ -78,14 +74,12 @@ def fold_stack(text: str) -> str:
 
 
 def _untitled(lines: list[str]) -> list[str]:
-    """Return the lines of a text of faulthandler, without the title of the thread if there is only one thread."""
     titles = [line for line in lines if _THREAD.fullmatch(line)]
     return lines if len(titles) != 1 else [line for line in lines if line and line not in titles]
 
 
 def stack_in_a_line(folded: str) -> str:
-    """Return the frames of the first thread in a result of `fold_stack` as one line, the innermost frame first; "" if
-    it has no frames."""
+    """Return the frames of the first thread in a result of `fold_stack` as one line, the innermost frame first."""
     frames: list[str] = []
     for line in folded.splitlines():
         found = _STACK_FRAME.fullmatch(line)
@@ -97,8 +91,8 @@ def stack_in_a_line(folded: str) -> str:
 
 
 def _kind(line: str) -> bool | None:
-    """Return whether a line of a text of faulthandler is a frame of Penstock; None if it is no frame. The interpreter's
-    own entry, `<string>`, which starts the fork server, counts as Penstock's."""
+    """True for a frame of Penstock; None for a line that is no frame. The interpreter's own entry, `<string>`, which
+    starts the fork server, counts as Penstock's."""
     frame = _STACK_FRAME.match(line)
     return None if frame is None else _is_penstock(frame["file"]) or frame["file"] == "<string>"
 
@@ -109,8 +103,7 @@ def _folded(frames: Iterable[Any]) -> str:
 
 
 def warn_user(message: str) -> None:
-    """Issue a UserWarning at the innermost line that is not in Penstock's code, so that it names a line of the user's
-    code."""
+    """Issue a UserWarning at the innermost line that is not in Penstock's code."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_penstock(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1

@@ -31,7 +31,7 @@ from penstock.client.checkpoint.restoring.restore import TRIES, LoadedCheckpoint
 from penstock.client.checkpoint.saving.agreement import AgreedSave, Agreement
 from penstock.client.checkpoint.saving.ranks import Ranks
 from penstock.client.checkpoint.saving.save_lock import CallLock, SignalWatch
-from penstock.client.checkpoint.saving.tensor_staging import Staged, StagingBuffer
+from penstock.client.checkpoint.saving.staging import Staged, StagingBuffer
 from penstock.client.checkpoint.saving.writer_process import PendingSave, WriterProcess, wait_all
 from penstock.client.stream import open_streams
 from penstock.proto.errors import CheckpointError, InvalidArgumentError, PenstockError
@@ -120,21 +120,17 @@ class AsyncCheckpointer:
         check_replicas: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        for name, value, least in (
-            ("keep_last", keep_last, 1),
-            ("keep_every", keep_every, 1),
-            ("threads", threads, 1),
-            ("buffers", buffers, 1),
+        for name, value in (
+            ("keep_last", keep_last),
+            ("keep_every", keep_every),
+            ("threads", threads),
+            ("buffers", buffers),
         ):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise InvalidArgumentError(
-                    f"AsyncCheckpointer: {name} must be an int >= {least}, got {value!r}: pass such an int, or leave "
-                    f"{name} out"
-                )
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise InvalidArgumentError(f"AsyncCheckpointer: {name} must be an int >= 1, got {value!r}")
         if buffers > 2:
             raise InvalidArgumentError(
-                f"AsyncCheckpointer: buffers must be 1 or 2, got {buffers}. With 1, save() waits until the previous "
-                "save is written; with 2, it waits only for the save before that, and the copies take twice the memory"
+                f"AsyncCheckpointer: buffers must be 1 or 2, got {buffers}: with 2, two copies of the state take memory"
             )
         if not 0 < timeout_s <= LONGEST_S:
             raise InvalidArgumentError(
@@ -144,8 +140,7 @@ class AsyncCheckpointer:
             raise InvalidArgumentError(f'AsyncCheckpointer: on_exit must be "finish" or "abandon", got {on_exit!r}')
         if keep_every is not None and keep_last is None:
             raise InvalidArgumentError(
-                f"AsyncCheckpointer: keep_every={keep_every} must be given together with keep_last, got "
-                "keep_last=None. Pass keep_last, or leave keep_every out to keep all checkpoints"
+                f"AsyncCheckpointer: keep_every={keep_every} must be given together with keep_last, got none"
             )
         self.folder = Path(folder).absolute()
         self._keep_last, self._keep_every = keep_last, keep_every
@@ -195,8 +190,7 @@ class AsyncCheckpointer:
             open_streams.saves.stalled(time.monotonic() - began)
 
     def _save(self, step: int, state: Mapping[str, Any]) -> bool:
-        """Try to save. Return False if another thread or a signal handler has taken the free buffer meanwhile; `save`
-        then tries again."""
+        """Return False if another thread or a signal handler has taken the free buffer meanwhile."""
         self._make_room()
         with self._calls.one("save"), _no_collection():
             self._check_open()
@@ -209,9 +203,7 @@ class AsyncCheckpointer:
 
     def signalled(self) -> bool:
         """Return True if any rank has received a signal of `on_signal`. All ranks call this method together, so all
-        ranks stop after the same step. With several ranks the call is an exchange of about 0.3 ms: call `signalled`
-        every few steps if steps are short.
-        """
+        ranks stop after the same step. With several ranks the call takes about 0.3 ms."""
         self._check_open()
         if self._ranks.size == 1:
             return bool(self._signals.received)
@@ -285,13 +277,12 @@ class AsyncCheckpointer:
         layout = agreed.plan.layouts[self._ranks.rank]
         return buffer.stage(
             layout,
-            {one.key: agreed.objects[one.key] for file in layout.files for one in file.others},
+            {one.key: agreed.objects[one.key] for file in layout for one in file.others},
             agreed.plan.index(agreed.lengths) if self._ranks.rank == 0 else b"",
             agreed.collected.tensor,
         )
 
     def _make_room(self) -> None:
-        """Wait until a buffer is free: if all hold saves that are not written yet, wait for the oldest save."""
         in_flight = self._in_flight
         if len(in_flight) >= len(self._buffers):
             wait_all(self._writer, in_flight[: len(in_flight) - len(self._buffers) + 1], None)
@@ -301,8 +292,6 @@ class AsyncCheckpointer:
         return [one for one in list(self._pending) if not one.ended.is_set()]
 
     def _collect_ended(self) -> None:
-        """Remove ended saves from `_pending`, and add their errors to `_unraised`, which the next call on all ranks
-        raises."""
         for one in [one for one in self._pending if one.ended.is_set()]:
             self._pending.remove(one)
             if one.error is not None:
@@ -312,7 +301,6 @@ class AsyncCheckpointer:
 
     @property
     def progress(self) -> Progress:
-        """Progress of this rank's saves that are not on the disk yet."""
         in_flight = self._in_flight
         step = in_flight[0].step if in_flight else None
         return Progress(step, sum(one.written for one in in_flight), sum(one.total for one in in_flight))
@@ -413,27 +401,26 @@ class AsyncCheckpointer:
                 if self._load(choice, state, allow_unsafe_types):
                     return int(choice["step"])
         raise CheckpointError(
-            f"{self.folder}: in each of {TRIES} attempts another save replaced the checkpoint before all ranks had "
-            "opened it. Wait until no job saves into this folder, and restore again"
+            f"{self.folder}: another save replaced the checkpoint {TRIES} times. Wait until no job saves there"
         )
 
     def _choose(self, call: str, held: ExitStack, step: int | None, verify: bool) -> dict[str, Any]:
-        """Let rank 0 choose the checkpoint to restore, and return the choice on all ranks; {} if the folder has no
-        checkpoint. Rank 0 pins the checkpoint until `held` is closed, so that no save deletes it meanwhile. `call`:
-        name of the public method, for errors."""
+        """Let rank 0 choose the checkpoint to restore, and pin it until `held` is closed. Return the choice on all
+        ranks; {} if the folder has no checkpoint."""
         ranks = self._ranks
 
         def choosing() -> dict[str, Any]:
             if ranks.rank:
                 return {}
             found = held.enter_context(chosen(self.folder, step, self._timeout_s, verify))
-            return {} if found is None else {"path": str(found.path), "step": found.step, "save": found.save}
+            if found is None or found.manifest is None:
+                return {}
+            return {"path": str(found.path), "step": found.step, "save": found.manifest.save}
 
         return ranks.together(call, "nothing was restored", choosing)[0]
 
     def _load(self, choice: dict[str, Any], state: Mapping[str, Any], unsafe: bool) -> bool:
-        """Load the chosen checkpoint into `state` on all ranks. Return False if another save replaced the checkpoint
-        before all ranks had opened it."""
+        """Return False if another save replaced the checkpoint before all ranks had opened it."""
         loaded: LoadedCheckpoint | None = None
 
         def loading() -> dict[str, Any]:
@@ -497,8 +484,8 @@ class AsyncCheckpointer:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Context manager that pauses Python's garbage collection. One collection takes longer than the whole save of a
-    state with thousands of small entries."""
+    """Pause Python's garbage collection: one collection takes longer than the whole save of a state with thousands of
+    small entries."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -509,8 +496,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _leave(writer: WriterProcess, pending: list[PendingSave], on_exit: OnExit, timeout_s: float, pid: int) -> None:
-    """Finalizer of a checkpointer that was not closed: finish or abandon its unwritten saves, as `on_exit` says, and
-    end the writer process. Runs when the interpreter exits or the checkpointer is garbage-collected."""
+    """Finalizer of a checkpointer that was not closed: finish or abandon its unwritten saves, as `on_exit` says."""
     if os.getpid() != pid:
         return  # a forked child has neither writer nor saves
     if on_exit == "abandon":

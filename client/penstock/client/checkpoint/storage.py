@@ -2,10 +2,10 @@
 
     dcp.save(state, storage_writer=AsyncFileSystemWriter(path))
 
-AsyncFileSystemWriter differs from torch's FileSystemWriter in three points. Files get nearly equal lengths, computed
-from the parts of tensors that are saved and not from whole tensors. Each file is written by a thread, and the failure
-of a thread fails the save. With sync_files=True, the index is on the disk (fsync) before it is renamed to its final
-name. torch's own reader reads the result.
+It differs from torch's FileSystemWriter in three points. Files get nearly equal lengths, computed from the parts of
+tensors that are saved and not from whole tensors. Each file is written by a thread, and the failure of a thread fails
+the save. With sync_files=True, the index is on the disk (fsync) before it is renamed to its final name. torch's own
+reader reads the result.
 
 The files are written in the thread or process in which torch calls the writer. For a separate writer process use
 AsyncCheckpointer.
@@ -29,15 +29,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from penstock.client.checkpoint.saving.planning import Bucket, Item, assign
+from penstock.client.checkpoint.saving.planning import DCP_VERSION, Bucket, Item, assign
 from penstock.client.checkpoint.values.torch_private import write_item
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 from penstock.proto.state.checkpoint_files import METADATA
 from penstock.runtime.files.atomic_files import sync_folder, write_whole
 
 __all__ = ["AsyncFileSystemWriter"]
-
-DCP_VERSION = "1.0.0"
 
 
 class AsyncFileSystemWriter(FileSystemWriter):
@@ -71,10 +69,7 @@ class AsyncFileSystemWriter(FileSystemWriter):
         transforms: Sequence[Any] | None = None,
     ) -> None:
         if not isinstance(thread_count, int) or thread_count < 1:
-            raise InvalidArgumentError(
-                f"AsyncFileSystemWriter: thread_count must be an int >= 1, got {thread_count!r}: pass a number of "
-                "threads, or leave it out"
-            )
+            raise InvalidArgumentError(f"AsyncFileSystemWriter: thread_count must be an int >= 1, got {thread_count!r}")
         super().__init__(
             path, sync_files=sync_files, thread_count=thread_count, overwrite=overwrite, _extensions=transforms
         )
@@ -92,8 +87,7 @@ class AsyncFileSystemWriter(FileSystemWriter):
                     results += task.result()
         if len(results) != len(plan.items):
             raise CheckpointError(
-                f"{self.path}: only {len(results)} of the {len(plan.items)} planned tensors and objects were written. "
-                "The checkpoint is not complete: save again"
+                f"{self.path}: only {len(results)} of {len(plan.items)} tensors and objects were written: save again"
             )
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -121,7 +115,7 @@ class AsyncFileSystemWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write torch's index, which makes the checkpoint complete, as the last file. With sync_files, fsync the index
-        and the folder. `results`: what write_data returned on each rank."""
+        and the folder."""
         metadata.version = DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
         metadata.storage_meta = self.storage_meta()
@@ -135,8 +129,7 @@ class AsyncFileSystemWriter(FileSystemWriter):
 
 
 def _chunk_bytes(item: WriteItem) -> int | None:
-    """Return the number of bytes of the tensor, or part of a tensor, that a write item of torch saves; None for an
-    object."""
+    """Number of bytes of the tensor, or part of a tensor, that a write item saves; None for an object."""
     if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
         return None
     nbytes = item.tensor_data.properties.dtype.itemsize

@@ -8,7 +8,7 @@ The schedulers of both libraries save in phases, and call a storage writer in ea
     write:     the function of `get_save_function_and_args`, in a process of the scheduler, forked or spawned
     finalize:  `retrieve_write_results` on each rank, gathered, and `finish` on rank 0
 
-Staging copies everything, from any device, to shared memory in the layout of the files (tensor_staging.py). So once
+Staging copies everything, from any device, to shared memory in the layout of the files (staging.py). So once
 `prepare_write_data` returns, the training may change every tensor, and the writing process needs neither CUDA nor the
 training's memory. The writing process puts its result, success or an error, into the same memory. No queue is used, so
 a message of an earlier save cannot be read by mistake. A writing process that is killed leaves no result, which counts
@@ -36,8 +36,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from penstock.client.checkpoint.saving.planning import Key, LocalItem, RankLayout, lay_out
-from penstock.client.checkpoint.saving.shared_image import SharedImage
-from penstock.client.checkpoint.saving.tensor_staging import StagingBuffer
+from penstock.client.checkpoint.saving.staging import SharedImage, StagingBuffer
 from penstock.client.checkpoint.storage import AsyncFileSystemWriter
 from penstock.client.checkpoint.values.torch_frames import is_plain, saved_bytes
 from penstock.client.checkpoint.values.torch_private import StorageInfo, StoragePrefix, wrap_exception
@@ -300,7 +299,7 @@ def _fits(item: WriteItem, data: torch.Tensor) -> bool:
 def _stored(layout: RankLayout, lengths: dict[Key, int]) -> list[tuple[MetadataIndex, StorageInfo]]:
     return [
         (MetadataIndex(*key, hint), StorageInfo(file.name, offset, length))
-        for file in layout.files
+        for file in layout
         for key, hint, offset, length in file.stored(lengths)
     ]
 

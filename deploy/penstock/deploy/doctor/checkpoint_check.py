@@ -20,26 +20,18 @@ NONE_INTACT = "No checkpoint here is intact: restore the files from a copy, or s
 
 @dataclass(frozen=True)
 class Verified:
-    """Checkpoint whose files were read and compared, with the defects that were found."""
-
     found: FoundCheckpoint
     wrong: list[str]
 
 
 def is_path(target: str) -> bool:
-    """Return True if the target of `penstock doctor` is the path of a checkpoint (an existing folder, or any text with
-    a "/"), and not the MODULE:NAME of an input_fn."""
     return Path(target).is_dir() or "/" in target
 
 
 def show_checkpoints(path: Path, as_json: bool) -> int:
-    """Check the checkpoint at `path`, or all checkpoints in this folder, and print the findings. Return the exit code
-    0.
-
-    Raises:
-        CheckpointNotFoundError: there is no checkpoint.
-        CheckpointCorruptError: a checkpoint is damaged; the damage has been printed.
-    """
+    """Check the checkpoint at `path`, or all checkpoints in this folder, and print the findings. Raises
+    CheckpointNotFoundError if there is none, CheckpointCorruptError for a damaged one, whose damage has been
+    printed."""
     verified = [_verify(one) for one in _at(path)]
     aside = [one.name for one in leftovers(path)]
     if as_json:

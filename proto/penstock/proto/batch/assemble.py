@@ -42,7 +42,6 @@ _U8: Final = np.dtype(np.uint8)
 
 
 def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
-    """Return the value of CARRIERS for a torch dtype."""
     try:
         native = np.dtype(TORCH_NAMES[dtype])
         if torch.from_numpy(np.empty(0, native)).dtype is dtype:
@@ -53,9 +52,8 @@ def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
 
 
 CARRIERS: Final = {dtype: _carrier(dtype) for dtype in TORCH_NAMES}
-"""torch dtype -> (numpy dtype, torch dtype or None): how to make a tensor of that dtype from bytes. First make a numpy
-array of the numpy dtype, and from the array a tensor. If the second value is a dtype, numpy lacks it; then view the
-tensor as this dtype. For example float32 -> (float32, None), bfloat16 -> (int16, bfloat16)."""
+"""torch dtype -> (numpy dtype to read its bytes as, torch dtype to view the tensor as, if numpy lacks it): float32 ->
+(float32, None), bfloat16 -> (int16, bfloat16)."""
 
 
 class _Ring(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -65,9 +63,8 @@ class _Ring(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 class _Region(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Bytes of one batch, the base object of all views of the batch. When Python deletes this object, it appends
-    `token`, a number by which the caller identifies the batch, to `release`. A view that a user makes of this object is
-    a _Region without `release`, and appends nothing."""
+    """Bytes of one batch, the base object of all views of the batch. When Python deletes it, it appends `token` to
+    `release`. A view that a user makes of this object is a _Region without `release`, and appends nothing."""
 
     __slots__ = ("pid", "release", "token")
 
@@ -85,11 +82,8 @@ class _Region(np.ndarray[Any, np.dtype[np.uint8]]):
 
 def wrap_buffer(buffer: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return an mmap or another writable buffer as a uint8 array of one dimension, the form of a ring that
-    `Assembler.assemble` handles fastest.
-
-    Call this function once per ring. While the result or a view of a batch exists, `mmap.close()` raises BufferError
-    instead of unmapping memory in use. Raises InvalidArgumentError for read-only memory.
-    """
+    `Assembler.assemble` handles fastest. While it or a view of a batch exists, `mmap.close()` raises BufferError.
+    Raises InvalidArgumentError for read-only memory."""
     ring = np.frombuffer(buffer, _U8).view(_Ring)
     if not ring.flags.writeable:
         raise InvalidArgumentError("buffer must be writable memory, got read-only memory: pass a writable buffer")
@@ -101,12 +95,8 @@ _TENSOR, _ARRAY, _SCALAR, _FLOAT, _BOOL, _BYTES = range(6)
 
 
 class Assembler:
-    """Maker of batches of one structure, from received bytes. The constructor compiles the structure; then call
-    `assemble` for each batch that has it.
-
-    Raises UnsupportedLeafError if the structure names a class that this process has not imported or registered (see
-    penstock.proto.batch.classes and pytrees), or a dtype that this version of torch does not have.
-    """
+    """Maker of batches of one structure, from received bytes. Raises UnsupportedLeafError if the structure names a
+    class that this process has not imported or registered, or a dtype that this version of torch does not have."""
 
     __slots__ = ("_build", "_dims", "_plan", "_scalars", "structure")
 
@@ -134,15 +124,12 @@ class Assembler:
             shapes: FlatBatch.shapes of the batch: the dimensions of all leaves, in order.
             buffer: writable memory, preferably the result of wrap_buffer. Tensors and arrays are writable views of it.
             offset: position of the batch in the buffer in bytes, a multiple of 64.
-            nbytes: exactly FlatBatch.nbytes.
             release: deque to which `token` is appended exactly once: when the last leaf and the last view of a leaf are
-                gone, or before the return if the batch has no leaf that is a view. A forked child appends nothing.
-                None: append nothing.
-            token: number by which the caller identifies the batch in `release`.
+            gone, or before the return if the batch has no leaf that is a view. A forked child appends nothing.
             copy: make the leaves copies instead of views.
-            move: function called with the list of all leaves in order, which returns the leaves to build the batch from
-                (for example copies on a GPU). The caller then keeps the memory as long as `move` needs it, and passes
-                no `release`.
+            move: called with the list of all leaves in order, and returns the leaves to build the batch from (for
+            example copies on a GPU). The caller then keeps the memory as long as `move` needs it, and passes no
+            `release`.
 
         Raises ProtocolError if shapes, nbytes and the bytes do not fit together, and UnsupportedLeafError if a function
         that is registered for a type cannot make the value; then no token is appended.
@@ -209,7 +196,6 @@ class Assembler:
 
 
 def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return a new array that has no elements, because one of its dimensions is 0."""
     try:
         return np.ndarray(shape, dtype, bytearray())  # without a buffer numpy 1 allocates an item, of any width
     except (ValueError, OverflowError) as error:
@@ -217,9 +203,7 @@ def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 
 def _scalar(kind: int, memory: Any, start: int, size: int, dtype: Any, decode: Any) -> Any:
-    """Return the value of a leaf that is neither a tensor nor an array, decoded from a copy of its bytes. `kind`: such
-    as _FLOAT; `start`, `size`: place of the bytes in `memory`; `decode`: function that decodes them if kind is
-    _BYTES."""
+    """Return the value of a leaf that is neither a tensor nor an array, decoded from a copy of its bytes."""
     if kind == _FLOAT:
         return _unpack_float(memory, start)[0]
     if kind == _SCALAR:
@@ -262,9 +246,9 @@ _LeafPlan = tuple[int, int, int, Any, Any]
 
 
 def _plan_of(leaf: Leaf) -> _LeafPlan:
-    """Return what `assemble` needs to know about a leaf: its kind, such as _FLOAT; the number of its dimensions in
-    `shapes`; the bytes of an element; its numpy dtype; and for a tensor the dtype to view it as (see CARRIERS), for a
-    scalar its decoder. Raises UnsupportedLeafError for a dtype that torch lacks."""
+    """What `assemble` needs to know about a leaf: its kind, such as _FLOAT; the number of its dimensions in `shapes`;
+    the bytes of an element; its numpy dtype; and for a tensor the dtype to view it as (see CARRIERS), for a scalar its
+    decoder. Raises UnsupportedLeafError for a dtype that torch lacks."""
     if leaf.kind == "t":
         dtype = getattr(torch, leaf.dtype, None)
         if dtype not in CARRIERS:

@@ -38,15 +38,13 @@ __all__ = [
 ]
 
 MAIN_MODULES: Final = ("__main__", "__mp_main__", "penstock_main")
-"""Names of the module of the user's main script: in the process that runs the script, in a multiprocessing child, and
-in a runner."""
+"""Module of the user's main script: in the process that runs it, in a multiprocessing child, and in a runner."""
 
 MAX_NAME: Final = 1024
-"""Largest number of characters of a class name."""
 
 T = TypeVar("T", bound=type)
 ClassKind = Literal["nt", "dc"]
-"""Kind of class whose instances batches may hold: "nt" for a namedtuple, "dc" for a dataclass."""
+""""nt" for a namedtuple, "dc" for a dataclass."""
 
 _WORDS: Final = {"nt": "namedtuple", "dc": "dataclass"}
 
@@ -55,16 +53,15 @@ _names: dict[type, str] = {}
 
 
 def qualified(cls: type) -> str:
-    """Return the name of a class for messages: `module.qualname`, or the name alone for a builtin."""
+    """`module.qualname`, or the name alone for a builtin."""
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def class_fields(cls: type) -> tuple[ClassKind, tuple[str, ...]] | None:
-    """Return the kind of a class, "nt" for a namedtuple or "dc" for a dataclass, and its field names in order. Return
-    None for other classes.
+    """Return "nt" for a namedtuple or "dc" for a dataclass, and its field names in order; None for other classes.
 
-    Return None also for a dataclass that cannot be rebuilt from its fields, because it is abstract, has slots that are
-    not fields, or has a base that `object.__new__` cannot make (dict or another class written in C); and for a class of
+    None also for a dataclass that cannot be rebuilt from its fields, because it is abstract, has slots that are not
+    fields, or has a base that `object.__new__` cannot make (dict or another class written in C); and for a class of
     tensordict's `tensorclass`, whose fields are not where its values are.
     """
     if issubclass(cls, tuple):
@@ -83,7 +80,6 @@ def class_fields(cls: type) -> tuple[ClassKind, tuple[str, ...]] | None:
 
 @lru_cache(maxsize=256)
 def slots_of(cls: type) -> frozenset[str]:
-    """Return the names of the slots of a class and its bases."""
     return frozenset(
         f"_{base.__name__.lstrip('_')}{slot}" if slot.startswith("__") else slot
         for base in cls.__mro__
@@ -131,15 +127,13 @@ def register_class(cls: T, name: str | None = None) -> T:
 
 
 def class_name(cls: type) -> str:
-    """Return the name under which instances of `cls` are sent: the registered name, or else "module:qualname"."""
+    """Name under which instances of `cls` are sent: the registered one, or "module:qualname"."""
     return _names.get(cls) or f"{cls.__module__}:{cls.__qualname__}"
 
 
 def resolve_class(name: str, kind: ClassKind, fields: tuple[str, ...]) -> type:
-    """Return the class with this name in this process. It must be of this `kind` and have exactly these `fields`.
-
-    Raises UnsupportedLeafError, with the remedy, if this process does not have such a class.
-    """
+    """Return the class with this name, kind and fields in this process. Raises UnsupportedLeafError, with the remedy,
+    if there is none."""
     found = find_class(name)
     if found is None:
         raise UnsupportedLeafError(
@@ -157,14 +151,12 @@ def resolve_class(name: str, kind: ClassKind, fields: tuple[str, ...]) -> type:
 
 
 def find_class(name: str) -> type | None:
-    """Return the class with this name in this process: a registered one, or one of an imported module. Return None if
-    there is none. Nothing is imported."""
+    """Return the registered or imported class with this name. Nothing is imported."""
     return _by_name.get(name) or _imported(name)
 
 
 def _imported(name: str) -> type | None:
-    """Return the class at "module:qualname"; None if its module is not imported yet or has no such class. Only
-    `__dict__`s are read, so that nothing is imported."""
+    """Class at "module:qualname" of an imported module. Only `__dict__`s are read, so that nothing is imported."""
     module_name, colon, qualname = name.partition(":")
     if not colon:
         return None

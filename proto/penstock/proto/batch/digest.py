@@ -67,8 +67,8 @@ __all__ = [
 
 
 class DigestCover(IntEnum):
-    """Bytes of a batch that its digest covers: a SAMPLE of a large batch, all bytes (FULL), or each row by itself
-    (ROWS). The flags of a BATCH frame contain the value."""
+    """Bytes of a batch that its digest covers: a SAMPLE of a large batch, all (FULL), or each row by itself (ROWS). The
+    flags of a BATCH frame contain the value."""
 
     SAMPLE = 0
     FULL = 1
@@ -76,42 +76,38 @@ class DigestCover(IntEnum):
 
 
 def cover_of(options: records_pb2.Options) -> DigestCover:
-    """Return which bytes the digests of a run must cover, according to the run's options."""
     if options.row_digest:
         return DigestCover.ROWS
     return DigestCover.FULL if options.full_digest else DigestCover.SAMPLE
 
 
 MASK: Final = (1 << 64) - 1
-"""Mask for sums of digests, which are computed modulo 2^64."""
 
 FULL_BELOW: Final = 256 << 10
-"""Size in bytes of a batch up to which its digest covers all of it. Above, the same for the sum of its leaves of
-SMALL_LEAF to FULL_BELOW bytes."""
+"""Bytes of a batch up to which its digest covers all of it, and of its leaves above SMALL_LEAF together."""
 
 SMALL_LEAF: Final = 16 << 10
-"""Size in bytes up to which a leaf is covered in full in any batch."""
+"""Bytes up to which a leaf is covered in full in any batch."""
 
 FEW_LEAVES: Final = 8
-"""Number of sampled leaves up to which WORDS and a share of EDGES are covered of each; of each of more leaves it is
+"""Sampled leaves up to which WORDS and a share of EDGES are covered of each; of each of more leaves it is
 WORDS_OF_MANY, and EDGE_OF_MANY at each end."""
 
 EDGES: Final = 4 << 10
-"""Number of bytes at the beginnings of all sampled leaves together that the digest covers, and at their ends."""
+"""Bytes at the beginnings of all sampled leaves together that the digest covers, and at their ends."""
 EDGE_OF_MANY: Final = 256
 
 WORDS: Final = 64
 WORDS_OF_MANY: Final = 8
-"""Smallest number of 8-byte words between the two ends of a sampled leaf that the digest covers."""
+"""Smallest number of covered 8-byte words between the two ends of a sampled leaf."""
 
 _GATHERED: Final = 1 << 10
-"""Size in bytes up to which a span is gathered with the words, because a hash of its own would take longer."""
+"""Bytes up to which a span is gathered with the words, because a hash of its own would take longer."""
 
 _KEPT_BYTES: Final = 1 << 20
-"""Largest memory of one cache of shapes in bytes, about. Most streams have only a few different shapes."""
+"""Largest memory of one cache of shapes, about. Most streams have only a few different shapes."""
 
 _LEAF_BYTES: Final = 1 << 10
-"""Largest memory that a Sampling takes for each sampled leaf, in bytes."""
 
 
 class Sampling:
@@ -126,7 +122,6 @@ class Sampling:
 
     def __init__(self, leaves: int, words: list[slice], spans: list[slice]) -> None:
         self.leaves = leaves
-        """Number of sampled leaves."""
         self._words = words
         self._only = words[0] if len(words) == 1 else None
         self._spans = spans
@@ -134,7 +129,6 @@ class Sampling:
         self._gather: Callable[[memoryview, int, int], Any] | None = None
 
     def digest(self, seed: int, memory: memoryview, offset: int, nbytes: int) -> int:
-        """Return the digest of the covered bytes. Parameters as in `region_digest`."""
         region = memory[offset : offset + nbytes]
         if self._only is not None:
             seed = xxh3_64_intdigest(region.cast("Q")[self._only].tobytes(), seed)
@@ -152,7 +146,6 @@ class Sampling:
 
 
 def _gatherer(words: list[slice]) -> Callable[[memoryview, int, int], Any]:
-    """Return a function that copies the words of a batch from the `nbytes` bytes at `offset` of its memory."""
     import numpy as np  # here: the receiver imports this module, and computes no digests
 
     index = np.concatenate([np.arange(part.start, part.stop, part.step, dtype=np.intp) for part in words])
@@ -161,8 +154,8 @@ def _gatherer(words: list[slice]) -> Callable[[memoryview, int, int], Any]:
 
 
 def sampling_of(structure: Structure, nbytes: int, shapes: Sequence[int]) -> Sampling | None:
-    """Return which bytes of a batch its digest covers; None: all. All are covered also if the arguments do not fit
-    together, as in a malformed frame, which is refused later. `nbytes`, `shapes`: as in FlatBatch.
+    """Return which bytes of a batch its digest covers; None: all, also if the arguments do not fit together, as in a
+    malformed frame, which is refused later.
 
     A leaf counts here with the gap behind it, which FlatBatch.write_to sets to zero. So the end of a leaf, the small
     leaves behind it and the beginning of the next large leaf are one span.
@@ -200,8 +193,7 @@ def _add_span(begin: int, end: int, words: list[slice], spans: list[slice]) -> N
 
 
 def _large_leaves(structure: Structure, nbytes: int, shapes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (offset, size) in bytes of each leaf above SMALL_LEAF, with the gap behind it; [] if the arguments do not
-    fit together."""
+    """(offset, size) of each leaf above SMALL_LEAF, with the gap behind it; [] if the arguments do not fit together."""
     large: list[tuple[int, int]] = []
     if len(shapes) != structure.dims:
         return large
@@ -221,15 +213,12 @@ def _large_leaves(structure: Structure, nbytes: int, shapes: Sequence[int]) -> l
 
 
 class _Cache(dict[Any, Any]):
-    """Cache that drops all entries when they take more than _KEPT_BYTES."""
-
     __slots__ = ("_held",)
 
     def __init__(self) -> None:
         self._held = 0
 
     def keep(self, key: Any, value: Any, dims: int, sampling: Sampling | None) -> None:
-        """Add an entry for shapes of `dims` numbers."""
         size = 300 + 64 * dims + (_LEAF_BYTES * sampling.leaves if sampling is not None else 0)
         self._held += size
         if self._held > _KEPT_BYTES:
@@ -243,9 +232,8 @@ _plans = _Cache()
 
 
 def plan_digest(structure: Structure, nbytes: int, shapes: Sequence[int]) -> tuple[int, bytes, Sampling | None]:
-    """Return the hash seed of a batch's digest, the batch's shapes packed as a BATCH frame contains them, and which
-    bytes a digest covers that does not have to cover all. The seed is a hash of the structure, the shapes and the size,
-    so that the digest covers them too. `nbytes`, `shapes`: as in FlatBatch."""
+    """Return the hash seed of a batch's digest, the batch's shapes packed as in a BATCH frame, and which bytes are
+    sampled. The seed is a hash of the structure, the shapes and the size, so that the digest covers them too."""
     key = structure.key, nbytes, tuple(shapes)
     plan: tuple[int, bytes, Sampling | None] | None = _plans.get(key)
     if plan is None:
@@ -257,8 +245,8 @@ def plan_digest(structure: Structure, nbytes: int, shapes: Sequence[int]) -> tup
 
 
 class ShapesCache:
-    """Cache for a reader of batches with one structure: a batch's size and packed shapes, as received -> its unpacked
-    shapes, and the hash seed and the sampling of its digest."""
+    """Cache for a reader of batches with one structure: size and packed shapes, as received -> shapes, hash seed,
+    sampling."""
 
     __slots__ = ("_known", "_structure")
 
@@ -267,8 +255,7 @@ class ShapesCache:
         self._known = _Cache()
 
     def find(self, nbytes: int, dims: bytes) -> tuple[list[int], int, Sampling | None]:
-        """Return a batch's shapes as a list, which the caller must not change, and the hash seed and the sampling of
-        its digest (see `plan_digest`). `dims`: packed shapes, 8 bytes for each number."""
+        """Return a batch's shapes, which the caller must not change, and the hash seed and sampling of its digest."""
         found: tuple[list[int], int, Sampling | None] | None = self._known.get((nbytes, dims))
         if found is None:
             shapes = list(struct.unpack(f"<{len(dims) >> 3}Q", dims))
@@ -282,11 +269,8 @@ class ShapesCache:
 def batch_digest(
     structure: Structure, region: Any, offset: int, nbytes: int, shapes: Sequence[int], full: bool = False
 ) -> int:
-    """Return the digest of a batch, an unsigned number of 64 bits. The batch's data are the `nbytes` bytes at `offset`
-    of `region`.
-
-    shapes: FlatBatch.shapes. full: cover every byte. Raises ValueError if the data are not inside `region`.
-    """
+    """Return the digest of a batch, an unsigned number of 64 bits. `full`: cover every byte. Raises ValueError if the
+    data are not inside `region`."""
     memory = _checked(region, offset, nbytes)
     seed, _, sampling = plan_digest(structure, nbytes, shapes)
     return region_digest(seed, memory, offset, nbytes, None if full else sampling)
@@ -304,8 +288,7 @@ def _checked(region: Any, offset: int, nbytes: int) -> memoryview:
 
 
 def rows_in(structure: Structure, shapes: Sequence[int]) -> int:
-    """Return the number of rows of a batch: the first dimension of its first tensor or array that has a dimension; 1 if
-    none has. `shapes`: FlatBatch.shapes."""
+    """Return the first dimension of a batch's first tensor or array that has a dimension; 1 if none has."""
     dims = 0
     for leaf in structure.leaves:
         if leaf.rank:
@@ -326,8 +309,7 @@ def rows_digests(
 
 
 def row_digests(structure: Structure, shapes: Sequence[int], region: Any, offset: int, nbytes: int) -> list[int]:
-    """Return the digest of each row of a batch; an empty list if no tensor or array has rows. The batch's data are the
-    `nbytes` bytes at `offset` of `region`.
+    """Return the digest of each row of a batch; an empty list if no tensor or array has rows.
 
     The digest of row i chains one xxh3_64 for each tensor or array: the hash of the row's bytes in the first tensor is
     the hash seed for its bytes in the second, and so on. The first seed is the structure's key. Raises ValueError for
@@ -339,7 +321,7 @@ def row_digests(structure: Structure, shapes: Sequence[int], region: Any, offset
 def _by_rows(
     structure: Structure, shapes: Sequence[int], region: Any, offset: int, nbytes: int
 ) -> tuple[list[int], list[memoryview]]:
-    """Return the digest of each row of a batch, and the bytes of all values that are not rows."""
+    """Digest of each row of a batch, and the bytes of all values that are not rows."""
     if len(shapes) != structure.dims:
         raise ValueError(f"the structure of a batch needs {structure.dims} dimensions in shapes, got {len(shapes)}")
     memory = _checked(region, offset, nbytes)
@@ -371,8 +353,8 @@ def _by_rows(
 
 
 def region_digest(seed: int, memory: memoryview, offset: int, nbytes: int, sampling: Sampling | None) -> int:
-    """Return the digest of the batch whose data are the `nbytes` bytes at `offset` of `memory`. Bounds are not checked.
-    `seed`, `sampling`: as returned by `plan_digest`; sampling None: cover every byte."""
+    """Return the digest of the batch at `offset` of `memory`. Bounds are not checked. sampling None: cover every
+    byte."""
     if sampling is None:
         return xxh3_64_intdigest(memory[offset : offset + nbytes], seed)
     return sampling.digest(seed, memory, offset, nbytes)

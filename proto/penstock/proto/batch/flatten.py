@@ -62,11 +62,11 @@ __all__ = [
 ]
 
 HOLD_LOCK_UP_TO: Final = 256 << 10
-"""Largest size in bytes of a copy that keeps the interpreter lock; such a copy takes about 5 us."""
+"""Bytes up to which a copy keeps the interpreter lock; it takes about 5 us."""
 
 PAD_UP_TO: Final = 4096
-"""Largest size in bytes of a str, bytes or int to which Python code appends zeros up to a multiple of 64 bytes. After a
-larger value a call of memset clears the gap. For small values the call would be slower than the appended zeros."""
+"""Bytes of a str, bytes or int up to which Python code appends zeros. After a larger value a call of memset clears the
+gap, which is slower for small ones."""
 
 _Tensor = torch.Tensor
 _ndarray, _memmap, _generic = np.ndarray, np.memmap, np.generic
@@ -75,8 +75,7 @@ _TRUE, _FALSE = b"\1".ljust(ALIGN, b"\0"), bytes(ALIGN)
 
 
 def _libc(name: str, second: type) -> Callable[[int, Any, int], None]:
-    """Return the function `name` of libc (memmove or memset), as one that Python calls without releasing the
-    interpreter lock. `second`: ctypes type of its second argument."""
+    """memmove or memset of libc, called without releasing the interpreter lock."""
     function = getattr(ctypes.PyDLL(None), name)
     function.argtypes = (ctypes.c_void_p, second, ctypes.c_size_t)
     function.restype = None
@@ -95,17 +94,16 @@ _ALL: Final = slice(None)
 
 class FlatBatch:
     """Batch that `Flattener.flatten` has prepared, and that `write_to` copies to memory. It keeps the batch's leaves
-    alive, so drop it after writing."""
+    alive."""
 
     __slots__ = ("_held", "_sizes", "_sources", "nbytes", "shapes", "structure")
 
     structure: Structure
     shapes: list[int]
-    """Dimensions of all leaves in order, in one list. A str, bytes or int has one dimension: its length in bytes. Other
-    scalars have none."""
+    """Dimensions of all leaves in order. A str, bytes or int has one: its length in bytes. Other scalars have none."""
     nbytes: int
-    """Number of bytes that the batch takes. Each leaf begins at a multiple of 64 bytes, and `nbytes` is one too,
-    because zeros follow the last leaf."""
+    """Bytes that the batch takes. Each leaf begins at a multiple of 64 bytes, and zeros follow the last one up to
+    another."""
 
     def __init__(
         self,
@@ -124,11 +122,8 @@ class FlatBatch:
         self._held = held
 
     def write_to(self, address: int) -> None:
-        """Copy all leaves to the `nbytes` bytes of memory at `address`, and set the gaps between leaves to zero.
-
-        A leaf that is already at its position (see `settle`) is not copied. The caller must provide `nbytes` bytes of
-        writable memory; with less the process crashes. `write_to` may be called again.
-        """
+        """Copy all leaves to the `nbytes` bytes of memory at `address`, and set the gaps between leaves to zero. A leaf
+        that is already at its position (see `settle`) is not copied. With less memory the process crashes."""
         memory: Any = None
         start = 0
         for source, size in zip(self._sources, self._sizes, strict=True):
@@ -158,15 +153,13 @@ class FlatBatch:
 
     def settle(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
         """Find the leaves that user code built in `entry` (by penstock.worker.collate) at exactly the positions where
-        `write_to` would put them, so that `write_to` does not copy them. Return their number.
+        `write_to` would put them, so that it does not copy them. Return their number.
 
         If a leaf overlaps `entry` at any other position, change nothing and return -1: writing one leaf there could
         destroy another before that one is copied.
 
-        Otherwise, this object no longer keeps the found leaves alive, although `write_to` to any address still reads
-        their bytes in `entry`. So the caller must not change `entry` before the last `write_to`.
-
-        `entry`: memory to which the batch may be written, a contiguous array of one dimension.
+        This object no longer keeps the found leaves alive, although `write_to` to any address still reads their bytes
+        in `entry`. So the caller must not change `entry` before the last `write_to`.
         """
         low, inside = _address(entry), self._inside(entry)
         if not all(fits for _, _, fits in inside):
@@ -179,13 +172,12 @@ class FlatBatch:
         return len(inside)
 
     def leaf_ranges(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[int, int]]:
-        """Return (offset, size), in bytes, for each leaf whose memory overlaps `entry` now: the place in the batch to
-        which `write_to` will copy the leaf."""
+        """Return (offset, size) of each leaf whose memory overlaps `entry` now: the place to which `write_to` will copy
+        it."""
         return [(offset, self._sizes[index]) for index, offset, _ in self._inside(entry)]
 
     def _inside(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[int, int, bool]]:
-        """Return a tuple for each leaf that overlaps `entry`: its index, its offset in the batch, and whether it is
-        already at this offset of `entry`."""
+        """(index, offset in the batch, whether it is at this offset of `entry`) of each leaf that overlaps `entry`."""
         low = _address(entry)
         high = low + entry.nbytes
         found: list[tuple[int, int, bool]] = []
@@ -213,8 +205,7 @@ def _address(array: np.ndarray[Any, Any]) -> int:
 
 
 def _copy_strided(source: torch.Tensor, memory: memoryview, start: int) -> None:
-    """Copy a tensor that is not contiguous, or that is a conjugate or negative view, into `memory` at offset `start`,
-    without an intermediate copy."""
+    """Copy a tensor that is not contiguous, or that is a conjugate or negative view, without an intermediate copy."""
     carrier, dtype = CARRIERS[source.dtype]
     target = torch.from_numpy(_ndarray(source.shape, carrier, memory, start))
     if dtype is not None and target.itemsize == 1:  # torch 2.8 has no kernel that copies float4
@@ -230,7 +221,7 @@ class Flattener:
 
     Args:
         strict: require that every batch has the structure of the first.
-        max_leaves: largest number of leaves of a batch, at most 65,536, which is what a receiver accepts.
+        max_leaves: at most 65,536, which is what a receiver accepts.
         max_depth: largest number of nested containers in a batch, at most 64.
         max_structures: number of structures to cache; batches with a cached structure share one Structure object.
     """
@@ -259,11 +250,8 @@ class Flattener:
 
     def flatten(self, batch: Any) -> FlatBatch:
         """Return a batch as a FlatBatch, without copying tensors or arrays. The caller must not change the batch until
-        the result is written.
-
-        Raises UnsupportedLeafError, with path and type, for a value that cannot be sent. Raises StructureChangedError
-        if `strict` is set and the structure differs from the first batch's.
-        """
+        the result is written. Raises UnsupportedLeafError, with path and type, for a value that cannot be sent;
+        StructureChangedError if `strict` is set and the structure differs from the first batch's."""
         signature: list[Any] = []
         shapes: list[int] = []
         sources: list[Any] = []
@@ -291,11 +279,11 @@ class Flattener:
         held: list[Any],
         depth: int,
     ) -> None:
-        """Collect the leaves of one container and of the containers in it, into the lists that are passed. After any
-        exception here, `flatten` runs the slow traversal, which finds the error for the user.
+        """Collect the leaves of one container and of the containers in it. After any exception here, `flatten` runs the
+        slow traversal, which finds the error for the user.
 
         `sources`: what to copy for each leaf (a tensor's address, a tensor, an array, or bytes); `held`: tensors to
-        keep alive while their addresses are used; `depth`: number of nested containers that are still allowed.
+        keep alive while their addresses are used; `depth`: nested containers that are still allowed.
 
         Two batches get the same signature only if they have the same structure. So a container adds its type and its
         number of children before its children, and a dict adds the types of its keys too, because 1 == True.
@@ -376,9 +364,8 @@ class Flattener:
             raise _give_up()
 
     def _taker(self, cls: type) -> _Taker:
-        """Return a function that takes an instance of the class `cls` apart: into the values of the fields of a
-        namedtuple or dataclass, or into what its pair (pytrees.py) makes of it; and whether instances of `cls` can have
-        other attributes."""
+        """Function that takes an instance of a class apart, into the values of its fields, or into what its pair
+        (pytrees.py) makes of it; and whether instances can have other attributes."""
         record, pair = class_fields(cls), pair_of(cls)
         if record is not None:
             take = _fields_taker(*record)
@@ -395,8 +382,7 @@ class Flattener:
         return taker
 
     def _intern(self, batch: Any, signature: list[Any]) -> Structure:
-        """Return the Structure for a batch's signature: the cached one, or a new one, which replaces the least recently
-        used."""
+        """Cached Structure of a signature, or a new one in place of the least recently used."""
         key = tuple(signature)
         try:
             structure = self._table.get(key)
@@ -424,7 +410,6 @@ class Flattener:
 
 
 def _fields_taker(kind: ClassKind, names: tuple[str, ...]) -> Callable[[Any], Sequence[Any]]:
-    """Return a function that returns the values of the fields of a namedtuple or dataclass."""
     if kind == "nt":
         return lambda value: tuple.__getitem__(value, _ALL)  # whatever the class's __iter__ does
     if len(names) > 1:
@@ -433,8 +418,8 @@ def _fields_taker(kind: ClassKind, names: tuple[str, ...]) -> Callable[[Any], Se
 
 
 def _give_up() -> UnsupportedLeafError:
-    """Return the error with which the fast traversal stops. Users see this error only if the slow traversal finds
-    nothing wrong, because another thread has changed the batch meanwhile."""
+    """Error with which the fast traversal stops. Users see it only if the slow traversal finds nothing wrong, because
+    another thread has changed the batch meanwhile."""
     return UnsupportedLeafError("the batch was changed while it was copied: do not change a batch after yielding it")
 
 

@@ -37,7 +37,6 @@ _CONTAINERS: Final = (dict, OrderedDict, list, tuple)
 """Types of torch's registry that have an encoding of their own."""
 
 _COMPARED_DEEP: Final = 6
-"""Depth to which the attributes of a value are compared with those of its copy."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,13 @@ class Pair:
     """Return the values as which a value is sent: with `registered` its context, then its leaves. Raises
     UnsupportedLeafError, with the reason and the remedy, for a value that `make` would change."""
     make: Callable[[type, list[Any]], Any]
-    """Return the value of a type that is made of these values."""
     registered: bool = False
-    """Whether the pair is one of torch's registry."""
+    """The pair is one of torch's registry."""
     sent_as: Callable[[type], type] = lambda cls: cls
     """Return the type whose name is sent for a type."""
 
 
 def pair_of(cls: type) -> Pair | None:
-    """Return the pair of a type, or None if this process has none."""
     known = _OURS.get(_name(cls))
     if known is not None:
         return known
@@ -71,11 +68,9 @@ def pair_of(cls: type) -> Pair | None:
 
 
 def maker(name: str, children: tuple[Tree, ...]) -> Callable[[list[Any]], Any]:
-    """Return the function that puts a received value together, from the values as which it was sent. `name`: name of
-    its type; `children`: structures of those values.
-
-    Raises UnsupportedLeafError, with the remedy, if this process has no such type, or no pair for it.
-    """
+    """Return the function that puts a received value together. `name`: name of its type; `children`: structures of the
+    values as which it was sent. Raises UnsupportedLeafError, with the remedy, if this process has no such type, or no
+    pair for it."""
     cls = find_class(name)
     if cls is None:
         module = name.partition(":")[0]
@@ -109,17 +104,15 @@ def maker(name: str, children: tuple[Tree, ...]) -> Callable[[list[Any]], Any]:
 
 
 def is_plain(tree: Tree) -> bool:
-    """Return whether a structure has plain values only: None, bool, int, float, str, bytes, and lists, tuples and dicts
-    of these."""
+    """True if a structure has only None, bool, int, float, str, bytes, and lists, tuples and dicts of these."""
     if isinstance(tree, Leaf):
         return tree.kind in "sbifo"
     return tree is None or (tree.kind in ("l", "u", "d", "od") and all(map(is_plain, tree.children)))
 
 
 def extra_attributes(value: Any, known: tuple[str, ...] = ()) -> list[str]:
-    """Return the names of attributes that user code has set on a value, without those in `known`. The values of cached
-    properties do not count, because they are computed again, nor does what typing sets on an instance of a generic
-    class."""
+    """Return the names of attributes that user code has set on a value, without those in `known`, values of cached
+    properties, and what typing sets on an instance of a generic class."""
     return [
         name
         for name in getattr(value, "__dict__", ())
@@ -128,8 +121,7 @@ def extra_attributes(value: Any, known: tuple[str, ...] = ()) -> list[str]:
 
 
 def has_more(value: Any, kind: str, fields: tuple[str, ...]) -> bool:
-    """Return whether an instance of a namedtuple or dataclass has attributes that are not fields. `kind`, `fields`: as
-    `class_fields` returns them."""
+    """True if an instance of a namedtuple or dataclass has attributes that are not fields."""
     return bool(extra_attributes(value, fields if kind == "dc" else ()))
 
 
@@ -142,7 +134,7 @@ def _name(cls: type) -> str:
 
 
 def _registered(node: Any) -> Pair:
-    """Return the pair for an entry of torch's registry."""
+    """Pair for an entry of torch's registry."""
 
     def take(value: Any) -> list[Any]:
         leaves, context = node.flatten_fn(value)
@@ -164,7 +156,7 @@ def _registered(node: Any) -> Pair:
 
 
 def _difference(value: Any, copy: Any, depth: int) -> str | None:
-    """Return what of a value differs in its copy, as a text, or None if nothing does."""
+    """What of a value differs in its copy, as a text."""
     if value is copy or depth == 0:
         return None
     if type(value) is not type(copy):
@@ -180,13 +172,12 @@ def _difference(value: Any, copy: Any, depth: int) -> str | None:
 
 
 def _state(value: Any) -> dict[str, Any]:
-    """Return the attributes of a value: those of its `__dict__`, and its slots."""
     state = {name: getattr(value, name) for name in sorted(slots_of(type(value))) if hasattr(value, name)}  # type: ignore[arg-type]
     return state | {name: value.__dict__[name] for name in extra_attributes(value)}
 
 
 def _equal(value: Any, copy: Any, depth: int) -> bool:
-    """Return whether the contents of two values of one type, beside their attributes, are equal."""
+    """True if the contents of two values of one type, beside their attributes, are equal."""
     if isinstance(value, torch.Tensor):
         return torch.equal(value, copy)
     if isinstance(value, np.ndarray):
@@ -220,12 +211,10 @@ def _make_by_attributes(cls: type, parts: list[Any]) -> Any:
 
 
 _BY_ATTRIBUTES: Final = Pair(lambda value: [_attributes(value)], _make_by_attributes)
-"""Pair for types whose instances are their attributes, and nothing else."""
 
 
 def _check_attributes(value: Any, known: tuple[str, ...] = ()) -> None:
-    """Raise UnsupportedLeafError if user code has set an attribute on a value. `known`: attributes that do not begin
-    with an underscore and are the type's own."""
+    """Raise UnsupportedLeafError if user code has set an attribute on a value. `known`: the type's own."""
     extra = [name for name in extra_attributes(value, known) if not name.startswith("_")]
     if extra:
         raise UnsupportedLeafError(f" with the attribute {extra[0]!r}, which is not sent; pass the attribute beside it")
@@ -261,7 +250,7 @@ _GRAPH: Final = "torch_geometric.data.data:Data"
 
 
 def _graph_base(cls: type) -> type:
-    """Return Data for a batch of Data, whose class exists only once the process has made such a batch."""
+    """Data for a batch of Data, whose class exists only once the process has made such a batch."""
     return cls.__bases__[-1] if _name(cls.__bases__[0]) == "torch_geometric.data.batch:Batch" else cls
 
 
@@ -301,7 +290,5 @@ _OURS: Final = {
     "tensordict._lazy:LazyStackedTensorDict": Pair(_take_lazy_stack, _make_lazy_stack),
     "tensordict.tensorclass:NonTensorStack": Pair(_take_lazy_stack, _make_lazy_stack),
 }
-"""Name of a type -> its pair."""
 
 _OURS_WITH_SUBCLASSES: Final = {_GRAPH: Pair(_take_graph, _make_graph, sent_as=_graph_base)}
-"""Name of a type -> the pair of this type and of its subclasses."""

@@ -13,8 +13,7 @@ __all__ = ["ReplayDigest"]
 
 
 class ReplayDigest:
-    """Calculator of the digests of replayed batches. It has a buffer that grows as needed. `cover`: bytes of a batch
-    that the digests cover."""
+    """Calculator of the digests of replayed batches. `cover`: bytes of a batch that the digests cover."""
 
     def __init__(self, flattener: Flattener | None = None, *, cover: DigestCover = DigestCover.SAMPLE) -> None:
         self._flattener = flattener or Flattener()
@@ -25,8 +24,8 @@ class ReplayDigest:
         self._newest: tuple[Structure, list[int], int] | None = None
 
     def take(self, batch: Any) -> tuple[int, int]:
-        """Return the digest of a batch, and its number of rows (samples). Both are equal to those of the delivered
-        batch if the loader is deterministic."""
+        """Return the digest of a batch, and its number of rows: those of the delivered batch if the loader is
+        deterministic."""
         flat = self._flattener.flatten(batch)
         if flat.nbytes > len(self._buffer):
             self._buffer = ctypes.create_string_buffer(2 * flat.nbytes)
@@ -46,7 +45,6 @@ class ReplayDigest:
         return self.link
 
     def rows(self) -> list[int]:
-        """Return the digest of each row of the batch that `take` got last."""
         assert self._newest is not None
         structure, shapes, nbytes = self._newest
         return row_digests(structure, shapes, self._buffer, 0, nbytes)

@@ -61,28 +61,23 @@ __all__ = [
 ]
 
 ALIGN: Final = 64
-"""Alignment of every leaf in bytes: the size of a cache line, of the widest vector load, and torch's own alignment."""
+"""Alignment of every leaf in bytes: a cache line, the widest vector load, and torch's own alignment."""
 
 MAX_LEAVES: Final = 65_536
 MAX_VALUES: Final = 4 * MAX_LEAVES
-"""Largest number of leaves, containers and Nones together in a batch or an announced structure."""
+"""Largest number of leaves, containers and Nones together in a batch."""
 
 MAX_DEPTH: Final = 64
-"""Largest number of nested containers, far below the interpreter's recursion limit."""
 
 MAX_RANK: Final = 32
-"""Largest number of dimensions of a leaf, which every supported version of numpy allows."""
 
 MAX_INT_BYTES: Final = 1 << 20
-"""Largest size of a Python int in a batch, in bytes."""
 
 MAX_STRUCTURE_BYTES: Final = 4 << 20
 MAX_BRACKETS: Final = 1 << 19
-"""Largest number of brackets in an announced structure, checked before the structure is parsed. (65,536 dicts of one
-leaf each have half as many.)"""
+"""Largest number of brackets in an announced structure, checked before the structure is parsed."""
 
 MAX_TEXT: Final = 2000
-"""Largest number of characters of the text that describe() returns."""
 
 FORMAT: Final = 1
 
@@ -102,8 +97,7 @@ _NUMPY_NAME = re.compile(
 
 Key = str | int | bool | None
 Path = tuple["Path", str] | None
-"""Path of a value in its batch: (path of its container, step to the value, such as "[3]" or ".label"), or None for the
-batch itself. `render_path` makes a text of a path, for errors."""
+"""(path of the container, step to the value, such as "[3]" or ".label"); None for the batch itself."""
 
 _SCALARS = {"s": "str", "b": "bytes", "i": "int", "f": "float", "o": "bool", "S": "numpy.str_", "B": "numpy.bytes_"}
 _ONE_DIM = frozenset("sbiSB")
@@ -113,12 +107,11 @@ _PARTS = {"l": "n", "u": "n", "d": "kn", "od": "kn", "nt": "ckn", "dc": "ckn", "
 
 
 def padded(nbytes: int) -> int:
-    """Return `nbytes` rounded up to a multiple of ALIGN, the alignment of leaves."""
     return (nbytes + ALIGN - 1) & -ALIGN
 
 
 def render_path(path: Path) -> str:
-    """Return a path as a Python expression, such as `batch['images'][3].label`."""
+    """Python expression, such as `batch['images'][3].label`."""
     steps: list[str] = []
     while path is not None:
         path, step = path
@@ -127,15 +120,13 @@ def render_path(path: Path) -> str:
 
 
 def numpy_dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the name by which a numpy dtype is sent: `dtype.str`, such as "<f4", which contains the byte order. C's
-    long long has the same `dtype.str` as int64, "<i8", so it is sent as "<q"."""
+    """Return `dtype.str`, such as "<f4". C's long long has that of int64, "<i8", so it is sent as "<q"."""
     name = dtype.str
     return name if np.dtype(name).char == dtype.char else name[0] + dtype.char
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype for a received name. Raises ValueError for a name that `numpy_dtype_name` never
-    returns."""
+    """Raises ValueError for a name that `numpy_dtype_name` never returns."""
     if not _NUMPY_NAME.fullmatch(name):
         raise ValueError(f"the dtype of a numpy array in a batch must be one that batches may have, got {name[:80]!r}")
     try:
@@ -153,27 +144,23 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Value in a batch that has data: a tensor, array or scalar. This object describes it; the data are sent with each
-    batch."""
+    """Description of a value in a batch that has data: a tensor, array or scalar."""
 
     kind: str
-    """Kind of leaf: "t" tensor, "a" array, "n" numpy scalar, or another letter in the table of this module's
-    docstring."""
+    """"t" tensor, "a" array, "n" numpy scalar, or another letter in the table of this module's docstring."""
     dtype: str = ""
-    """Name of the dtype: torch's name for a tensor, numpy's for an array or numpy scalar, else ""."""
+    """torch's name for a tensor, numpy's for an array or numpy scalar, else ""."""
     rank: int = 0
-    """Number of dimensions of a tensor or array; 0 for other leaves."""
 
     @property
     def dims(self) -> int:
-        """Number of values in a batch's `shapes` that belong to this leaf: the rank of a tensor or array; 1 (the length
-        in bytes) for str, bytes and int; else 0."""
+        """Its values in a batch's `shapes`: the rank of a tensor or array; 1 (the length in bytes) for str, bytes and
+        int."""
         return self.rank if self.kind in _ARRAYS else int(self.kind in _ONE_DIM)
 
     @property
     def itemsize(self) -> int:
-        """Size in bytes of one element of a tensor or array, or of the whole value for a scalar of fixed size; 1 for
-        str, bytes and int."""
+        """Bytes of one element of a tensor or array, or of a scalar of fixed size; 1 for str, bytes and int."""
         if self.kind == "t":
             return TORCH_DTYPES[self.dtype]
         if self.kind in "an":
@@ -183,17 +170,16 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Container in the tree of a batch: a dict, list, tuple, namedtuple or dataclass, or a value of another type that
-    is taken apart."""
+    """Container in the tree of a batch, or a value of another type that is taken apart."""
 
     kind: str
-    """Kind of container: "d" dict, "od" OrderedDict, "l" list, "u" tuple, "nt" namedtuple, "dc" dataclass, "pt" a value
-    that is taken apart."""
+    """"d" dict, "od" OrderedDict, "l" list, "u" tuple, "nt" namedtuple, "dc" dataclass, "pt" a value that is taken
+    apart."""
     children: tuple[Tree, ...]
     keys: tuple[Key, ...] = ()
-    """Keys of a dict, or field names of a namedtuple or dataclass, one for each child; else ()."""
+    """Keys of a dict, or field names of a namedtuple or dataclass, one for each child."""
     name: str = ""
-    """Name of the class of a namedtuple, dataclass or value that is taken apart; else ""."""
+    """Name of the class of a namedtuple, dataclass or value that is taken apart."""
 
 
 Tree = Leaf | Node | None
@@ -201,29 +187,25 @@ Tree = Leaf | Node | None
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Part of a batch that does not change from batch to batch: containers, kinds of leaves, dtypes and ranks.
-    Structures with equal encodings are equal. Make a Structure by `of` or `from_bytes`."""
+    """Part of a batch that does not change from batch to batch: containers, kinds of leaves, dtypes and ranks. Made by
+    `of` or `from_bytes`."""
 
     encoded: bytes
     key: int = field(compare=False)
-    """Hash of `encoded` (xxh3, 64 bits), which is the same in every process."""
+    """xxh3 of `encoded`, 64 bits."""
     tree: Tree = field(compare=False, repr=False)
     leaves: tuple[Leaf, ...] = field(compare=False, repr=False)
-    """Leaves, in the order in which a batch's data contain them (depth first)."""
+    """In the order in which a batch's data contain them (depth first)."""
     dims: int = field(compare=False)
-    """Number of values in the `shapes` of a batch with this structure."""
+    """Number of values in `shapes`."""
     sizes: tuple[tuple[int, int], ...] = field(compare=False, repr=False)
-    """`itemsize` and `dims` of each leaf."""
 
     def __hash__(self) -> int:
         return self.key
 
     @classmethod
     def of(cls, tree: Tree) -> Structure:
-        """Return the structure of a tree of containers and leaves that was made in this process.
-
-        Raises UnsupportedLeafError if the structure is too long to be announced.
-        """
+        """Raises UnsupportedLeafError if the structure is too long to be announced."""
         text = json.dumps([FORMAT, _plain(tree)], ensure_ascii=False, separators=(",", ":"))
         encoded = text.encode("utf-8", "surrogatepass")
         problem = _too_long(encoded)
@@ -236,17 +218,13 @@ class Structure:
         return cls(encoded, xxhash.xxh3_64_intdigest(encoded), tree, leaves, sum([dims for _, dims in sizes]), sizes)
 
     def to_bytes(self) -> bytes:
-        """Return the encoding of the structure: compact JSON in UTF-8. A lone surrogate in a key, which strict UTF-8
-        forbids, is encoded as three bytes."""
+        """Compact JSON in UTF-8. A lone surrogate in a key, which strict UTF-8 forbids, is encoded as three bytes."""
         return self.encoded
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Structure:
         """Return the structure that a peer announced. Classes are not looked up, because a process that only forwards
-        batches does not have them.
-
-        Raises ProtocolError for bytes that `to_bytes` would not have written.
-        """
+        batches does not have them. Raises ProtocolError for bytes that `to_bytes` would not have written."""
         data = bytes(data) if len(data) <= MAX_STRUCTURE_BYTES else b""
         problem = _too_long(data) if data else f"0 bytes, or more than {MAX_STRUCTURE_BYTES}"
         if problem:
@@ -271,17 +249,13 @@ class Structure:
         return structure
 
     def describe(self) -> str:
-        """Return the structure as a text for messages, such as `{"x": float32[rank 2], "y": int64[rank 1]}`, with at
-        most 2,000 characters."""
+        """Text for messages, such as `{"x": float32[rank 2], "y": int64[rank 1]}`."""
         text = _describe(self.tree, [MAX_TEXT])
         return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
 
 
 def required_nbytes(structure: Structure, shapes: Sequence[int]) -> int:
-    """Return the number of bytes that a batch with these `shapes` takes; equal to `FlatBatch.nbytes`.
-
-    Raises ProtocolError if a dimension, or the number of dimensions, is invalid.
-    """
+    """Return `FlatBatch.nbytes` of a batch with these `shapes`. Raises ProtocolError for invalid ones."""
     if len(shapes) != structure.dims:
         raise malformed(f"the structure of a batch needs {structure.dims} dimensions in shapes, got {len(shapes)}")
     if structure.dims and min(shapes) < 0:
@@ -313,7 +287,6 @@ def _leaves(tree: Tree) -> Iterator[Leaf]:
 
 
 def _plain(tree: Tree) -> Any:
-    """Return a tree as lists, texts and numbers, to be written as JSON."""
     if tree is None:
         return None
     if isinstance(tree, Leaf):
@@ -325,11 +298,8 @@ def _plain(tree: Tree) -> Any:
 
 
 def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
-    """Return the tree that the JSON value `raw` encodes. Raises ProtocolError, with the path, for an invalid value.
-
-    path, depth: path of `raw` in the batch, and the number of containers around it. count: [leaves, leaves and
-    containers and Nones] that were read so far; this function adds its own.
-    """
+    """Tree that the JSON value `raw` encodes. Raises ProtocolError, with the path, for an invalid value. count:
+    [leaves, leaves and containers and Nones] that were read so far; this function adds its own."""
     count[1] += 1
     if count[1] > MAX_VALUES:
         raise _wrong(path, f"a batch must have at most {MAX_VALUES} values, got more")
@@ -374,16 +344,14 @@ def _check_keys(keys: list[Any], count: int, fields: bool, path: Path) -> None:
 
 
 def path_steps(kind: str, keys: Sequence[Key], count: int) -> Iterator[str]:
-    """Return the step to each child of a container, such as "[0]" or ".label". `kind`, `keys`: as in Node; `count`:
-    number of children."""
+    """Step to each child of a container, such as "[0]" or ".label"."""
     if kind in ("l", "u", "pt"):
         return (f"[{i}]" for i in range(count))
     return (f"[{key!r}]" for key in keys) if kind in ("d", "od") else (f".{key}" for key in keys)
 
 
 def allowed_key(key: object) -> bool:
-    """Return whether a batch may have this dict key. `key`: not a str. None, a bool and an int of 64 bits are
-    allowed."""
+    """True for a dict key, not a str, that a batch may have: None, a bool and an int of 64 bits."""
     return key is None or type(key) is bool or (type(key) is int and -(1 << 63) <= key < 1 << 63)
 
 
@@ -426,8 +394,7 @@ def _wrong(path: Path, what: str) -> ProtocolError:
 
 
 def _describe(tree: Tree, budget: list[int]) -> str:
-    """Return a tree as a text for people. `budget`: list of one number, how many characters the text may still get. The
-    number limits the work for a huge structure, whose text the caller cuts."""
+    """`budget`: how many characters the text may still get, which limits the work for a huge structure."""
     if isinstance(tree, Leaf):
         text = (
             _SCALARS.get(tree.kind)

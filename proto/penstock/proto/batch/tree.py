@@ -55,21 +55,16 @@ __all__ = ["HAS_NAMES", "TORCH_NAMES", "plain_tensor", "survey"]
 TORCH_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in TORCH_DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
 }
-"""dtype that batches may have and that this version of torch has -> its name."""
 
 HAS_NAMES: bool = hasattr(torch.Tensor, "has_names")
-"""Whether this version of torch has tensors with named dimensions, which 2.13 removed."""
+"""This version of torch has tensors with named dimensions, which 2.13 removed."""
 
 _NOT_PLAIN = Leaf("t")
 _PLAIN = {str: Leaf("s"), bytes: Leaf("b"), float: Leaf("f"), bool: Leaf("o")}
 
 
 def survey(batch: Any, max_leaves: int, max_depth: int) -> Tree:
-    """Return the tree of a batch. It may have at most `max_leaves` leaves, 4 * max_leaves values (leaves, containers
-    and Nones), and `max_depth` nested containers.
-
-    Raises UnsupportedLeafError with the path and type of the first unsupported value.
-    """
+    """Return the tree of a batch. Raises UnsupportedLeafError with the path and type of the first unsupported value."""
     return _Survey(max_leaves, max_depth).tree(batch, None, 0)
 
 
@@ -203,7 +198,6 @@ class _Survey:
 
 
 def _checked_name(cls: type, value: Any, path: Path) -> str:
-    """Return the name under which values of `cls` are sent."""
     name = class_name(cls)
     if len(name) > MAX_NAME:
         _refuse(
@@ -305,13 +299,12 @@ def _check_tensor_attributes(value: torch.Tensor, path: Path) -> None:
 
 
 def tensor_attributes(value: torch.Tensor) -> list[str]:
-    """Return the names of the attributes of a tensor that its class or user code has set: in `__dict__` or slots."""
+    """Names of the attributes of a tensor that its class or user code has set: in `__dict__` or slots."""
     return [*value.__dict__, *(name for name in slots_of(type(value)) if hasattr(value, name))]
 
 
 def plain_tensor(value: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor in the memory of a Parameter, or of another subclass whose instances hold nothing else; None
-    for other subclasses."""
+    """Return the tensor in the memory of a Parameter, or of another subclass whose instances hold nothing else."""
     own_code = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return None if own_code or tensor_attributes(value) else _detached(value)
 
@@ -373,4 +366,3 @@ _REMEDIES: tuple[tuple[tuple[type, ...], str], ...] = (
     ((Sequence, ValuesView, Iterator), "pass list(x)"),
     ((PurePath, Decimal, Fraction, UUID, date, time, timedelta, torch.dtype, torch.device, np.dtype), "pass str(x)"),
 )
-"""Types of values that batches must not contain -> how to convert them."""

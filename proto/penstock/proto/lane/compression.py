@@ -33,7 +33,7 @@ __all__ = ["NAMES", "PIECE", "Codec", "Packer", "Unpacker", "check_claim", "firs
 Buffer = bytes | bytearray | memoryview
 
 PIECE = 256 << 10
-"""Bytes of each piece of a batch before compression. The number is part of the protocol."""
+"""Bytes of each piece before compression. The number is part of the protocol."""
 SMALLEST = 2 << 10
 """Smallest size in bytes of a batch that is compressed. From this size on, compression saves more time on a network of
 1 Gbit/s than it costs. Costs and savings, measured with token ids (benchmarks/compression.md; costs are those of the
@@ -43,8 +43,7 @@ ENOUGH = 7 / 8
 """Largest share of its original size that a compressed batch or piece may have. Noisy float32 images decided the value:
 zstd saves 12 % of them at 1.2 GB/s, which pays only on networks below 1 Gbit/s, and little there."""
 MOST_SKIPPED = 64
-"""Largest number of batches that are sent uncompressed between two tries to compress a batch. At this number the tries
-cost almost nothing, and data that become compressible are noticed soon enough."""
+"""Largest number of batches that are sent uncompressed between two tries to compress one."""
 ZSTD_LEVEL = 1
 """Compression level of zstd. For token ids level 1 is the best of three: 605 MB/s and a compression ratio of 4.0,
 against 438 MB/s and 3.5 for level 2, 386 MB/s and 3.3 for level 3. Level 5 makes quantised images a quarter smaller, at
@@ -52,20 +51,18 @@ a third of the speed. Level -1 is a tenth faster for token ids of which a few ar
 compression (benchmarks/compression.md)."""
 
 NAMES: dict[str, int] = {"lz4": lane_pb2.LZ4, "zstd": lane_pb2.ZSTD}
-"""Name of a codec, as users write it -> the codec's number in frames."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Codec (lz4 or zstd), which compresses and decompresses single pieces of a batch."""
+    """Codec (lz4 or zstd) of single pieces of a batch."""
 
     name: str
     number: int
     compress: Callable[[Buffer], bytes]
     decompress: Callable[[Buffer, int], bytes]
-    """Function that decompresses a piece, called with the compressed bytes and the number of bytes that they must make.
-    It allocates no more memory than this number. Raises ProtocolError without a remedy if the piece is damaged; the
-    receiver adds the remedy."""
+    """Called with the compressed bytes and the number of bytes that they must make, and allocates no more. Raises
+    ProtocolError without a remedy if the piece is damaged; the receiver adds the remedy."""
 
 
 def _lz4() -> Codec:
@@ -109,8 +106,7 @@ _MAKERS = {lane_pb2.LZ4: _lz4, lane_pb2.ZSTD: _zstd}
 
 
 def load(number: int) -> Codec | None:
-    """Return the codec with this number (a value of NAMES), for use by one lane in one thread. Return None if the
-    number is unknown, or if the codec's package is not installed."""
+    """Return a codec for one lane in one thread. None if the number is unknown, or its package is not installed."""
     maker = _MAKERS.get(number)  # type: ignore[call-overload]  # a peer may name any number
     try:
         return None if maker is None else maker()
@@ -119,14 +115,14 @@ def load(number: int) -> Codec | None:
 
 
 def first_of(numbers: Iterable[int]) -> Codec | None:
-    """Return the first codec among these numbers that this process can load; None if it can load none of them."""
+    """Return the first codec that this process can load."""
     return next((codec for codec in map(load, numbers) if codec is not None), None)
 
 
 @cache
 def require(name: str) -> int:
-    """Return the number of the codec called "lz4" or "zstd". Raises InvalidArgumentError for another name, and if the
-    codec's package is not installed."""
+    """Return the number of the codec "lz4" or "zstd". Raises InvalidArgumentError for another name, and if its package
+    is not installed."""
     number = NAMES.get(name)
     if number is None:
         raise InvalidArgumentError(
@@ -150,8 +146,7 @@ class Packer:
         self._next_skip = 1  # the same, after the next failed try
 
     def pack(self, payload: memoryview) -> tuple[int, list[bytes | memoryview]] | None:
-        """Return the number of bytes to send for a batch and the buffers that contain them. Return None if the batch is
-        to be sent uncompressed. `payload`: the batch's bytes."""
+        """Return the number of bytes to send for a batch and the buffers with them; None to send it uncompressed."""
         size = len(payload)
         if size < SMALLEST:
             return None
@@ -177,8 +172,7 @@ class Packer:
 
 
 def check_claim(wire: int, size: int) -> None:
-    """Raise ProtocolError if a batch of `size` bytes cannot have as many compressed bytes as the sender states in its
-    frame. `wire`: the stated number."""
+    """Raise ProtocolError if a batch of `size` bytes cannot have `wire` bytes when compressed, as the sender says."""
     if not _table(size) < wire < size:
         raise malformed(
             f"a batch of {size} bytes must have {_table(size) + 1} to {size - 1} bytes when compressed, got {wire}"
@@ -186,8 +180,7 @@ def check_claim(wire: int, size: int) -> None:
 
 
 class Unpacker:
-    """Decompressor of one lane's batches, used by the receiver (on the training host). It decompresses pieces as they
-    arrive.
+    """Decompressor of one lane's batches, used by the receiver (on the training host).
 
     For each batch call `begin`, and receive into the buffer that it returns until the buffer is full. Then call `step`,
     and do the same with the buffer that it returns, until `step` returns None.
@@ -196,7 +189,7 @@ class Unpacker:
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.left = 0
-        """Number of the batch's compressed bytes that come after the buffer that is being filled."""
+        """Compressed bytes of the batch that come after the buffer that is being filled."""
         self._buffer = memoryview(bytearray(PIECE))  # reused for all pieces
         self._entry = self._buffer[:0]
         self._lengths: tuple[int, ...] = ()
@@ -204,8 +197,8 @@ class Unpacker:
         self._index = -1  # index of the piece that is being filled; -1 is the table
 
     def begin(self, entry: memoryview, wire: int) -> memoryview:
-        """Start a batch that is to fill all of `entry`, the memory of a ring entry. Return the first buffer to receive
-        into. `wire`: number of compressed bytes, which `check_claim` has checked."""
+        """Start a batch that is to fill all of `entry`, with `wire` compressed bytes. Return the first buffer to
+        receive into."""
         table = _table(len(entry))
         self._entry = entry
         self._index = -1
@@ -214,10 +207,8 @@ class Unpacker:
         return self._table
 
     def step(self) -> memoryview | None:
-        """Process the buffer, which is now full. Return the next buffer to receive into; None if the batch is complete.
-
-        Raises ProtocolError if the pieces do not make exactly the batch.
-        """
+        """Process the full buffer. Return the next buffer to receive into; None if the batch is complete. Raises
+        ProtocolError if the pieces do not make exactly the batch."""
         index, entry = self._index, self._entry
         if index < 0:
             self._read_table()
@@ -239,7 +230,7 @@ class Unpacker:
         return piece if length == len(piece) else self._buffer[:length]
 
     def drop(self) -> None:
-        """Drop a batch of which only a part has arrived, because the connection ends. Its ring entry is then unused."""
+        """Drop a batch of which only a part has arrived."""
         self._entry = self._buffer[:0]
 
     def _read_table(self) -> None:
@@ -257,6 +248,5 @@ class Unpacker:
 
 
 def _table(size: int) -> int:
-    """Return the size in bytes of the table of lengths that precedes the compressed pieces of a batch of `size`
-    bytes."""
+    """Size in bytes of the table of lengths that precedes the compressed pieces of a batch."""
     return 4 * ((size + PIECE - 1) // PIECE)

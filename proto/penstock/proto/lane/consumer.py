@@ -52,13 +52,11 @@ _log = logging.getLogger(__name__)
 _length = HEAD.unpack_from
 _ANNOUNCEMENTS = frozenset((RING, STRUCTURE))
 _GROUP = 2048
-"""Largest number of values of one kind in one ack, so that the ack stays far below MAX_FRAME. It is even, because
-values come in pairs."""
+"""Largest number of values of one kind in one ack, far below MAX_FRAME. It is even, because values come in pairs."""
 
 
 class Consumer:
-    """Reading end of a lane: its socket, the rings that are mapped, and the structures announced so far. (A structure
-    describes how the tensors of a batch are nested.)
+    """Reading end of a lane: its socket, the rings that are mapped, and the structures announced so far.
 
     Frames are read on request, a packet at a time. Unread frames wait in the socket, and in the producer's queue while
     the socket is full.
@@ -68,16 +66,13 @@ class Consumer:
         self.name = name
         """Name for messages: worker, box and slot of the producer."""
         self.rings: dict[int, Ring] = {}
-        """Id of a ring -> ring, for the rings that a frame may still name: the ring of the newest batch, and newer
-        rings."""
+        """Rings that a frame may still name: that of the newest batch, and newer ones."""
         self.structures: dict[int, bytes] = {}
         self.compiled: dict[int, Any] = {}
-        """Id of a structure -> what the reader has made for the structure (an Assembler and a cache of shapes). It is
-        dropped with the structure."""
+        """What the reader has made for each structure (an Assembler and a cache of shapes)."""
         self.closed = False
         self.abandons = 0
-        """Number of epochs abandoned so far, over all connections of this worker slot. A new consumer gets the number
-        of the previous one."""
+        """Epochs abandoned so far, over all connections of this worker slot."""
         sock.setblocking(False)
         self._sock = sock
         self._buffer = bytearray(MAX_PACKET)
@@ -102,21 +97,18 @@ class Consumer:
         return self._sock.fileno()
 
     def forked(self) -> None:
-        """Close the lane in a process that user code has forked; penstock.runtime.process.forks calls this there."""
+        """Close the lane in a process that user code has forked."""
         silence(self._sock.fileno())
         self.closed = True
 
     # ---- frames
 
     def receive(self) -> Frame | None:
-        """Return the next BATCH, END, ERROR or CLOSE frame; None if none has arrived.
+        """Return the next BATCH, END, ERROR or CLOSE frame; None if none has arrived. After a reconnect the producer
+        sends END and ERROR again, until a later batch is delivered.
 
-        After a reconnect the producer sends END and ERROR again, until a later batch is delivered.
-
-        Raises:
-            LaneClosedError: this process has closed the lane.
-            LaneLostError: the peer is gone, and all frames that it sent have been read.
-            ProtocolError: the peer sent invalid frames.
+        Raises LaneClosedError if this process has closed the lane, LaneLostError if the peer is gone and all its frames
+        have been read, ProtocolError for invalid frames.
         """
         while True:
             frame = self.receive_any()
@@ -124,9 +116,8 @@ class Consumer:
                 return frame
 
     def receive_any(self) -> Frame | None:
-        """Return the next frame of any kind, for a caller that forwards frames; None if none has arrived. A RING frame
-        is returned once its descriptor has arrived. `framed` then has the frame's bytes. Raises the errors of
-        `receive`."""
+        """Return the next frame of any kind, for a caller that forwards frames. A RING frame is returned once its
+        descriptor has arrived. `framed` then has the frame's bytes. Raises the errors of `receive`."""
         view = self._view
         while self._coming is None:
             if self._unused > MAX_UNUSED:
@@ -197,20 +188,15 @@ class Consumer:
 
     @property
     def framed(self) -> memoryview:
-        """Last received frame as bytes, preceded by its length. Valid until the next frame is received."""
+        """Last received frame, preceded by its length. Valid until the next frame is received."""
         return self._view[self._begin : self._at]
 
     @property
     def frame_bytes(self) -> bytes:
-        """Last received frame as bytes, without its length."""
         return self._view[self._begin + HEAD.size : self._at].tobytes()
 
     def _receive_packet(self) -> bool:
-        """Receive the next packet into the buffer. Return False if none has arrived.
-
-        Raises LaneLostError if the peer is gone and all its packets were received, LaneClosedError if this process has
-        closed the lane, ProtocolError for a packet that is too long.
-        """
+        """Receive the next packet into the buffer. Return False if none has arrived."""
         try:
             size = self._sock.recv_into(self._buffer, MAX_PACKET, socket.MSG_TRUNC)
         except BlockingIOError:
@@ -230,7 +216,7 @@ class Consumer:
 
     def _after_error(self, error: OSError) -> int | None:
         """Receive once more after an error, because a killed peer causes one ECONNRESET before its last frames. Return
-        the number of bytes of the packet; None if nothing can be read now. Raises LaneClosedError, LaneLostError."""
+        the number of bytes; None if nothing can be read now."""
         if self.closed:
             raise self._was_closed() from None
         try:
@@ -241,14 +227,13 @@ class Consumer:
             raise LaneLostError(f"{self.name}: the connection was lost: {error}") from error
 
     def _was_closed(self) -> LaneClosedError:
-        """Return the error for a lane that this process itself has closed."""
         return LaneClosedError(
             f"{self.name}: this process has closed the lane. Do not iterate over a loader whose appliance is closed"
         )
 
     def _turn_to(self, ring_id: int) -> Ring | None:
-        """Return the ring with this id, None if it is unknown, and make it the current ring. Drop older rings, because
-        producers never return to an older ring."""
+        """Make the ring with this id the current one, if it is known. Drop older ones, to which producers never
+        return."""
         ring = self.rings.get(ring_id)
         if ring is not None:
             self._ring_id, self._ring = ring_id, ring
@@ -265,8 +250,8 @@ class Consumer:
         self._coming = frame
 
     def _take_ring(self, frame: Frame) -> Frame | None:
-        """Map the memory of the new ring that `frame` announces, once the ring's descriptor has arrived. Return `frame`
-        then, None before. Raises LaneClosedError, LaneLostError, ProtocolError."""
+        """Map the memory of the new ring that `frame` announces, once its descriptor has arrived. Return `frame`
+        then."""
         try:
             data, fds, _, _ = socket.recv_fds(self._sock, 8, 4, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
@@ -322,21 +307,19 @@ class Consumer:
     # ---- acks
 
     def delivered(self, total: int) -> None:
-        """Record that all batches up to number `total`, counted over the run, are delivered. The next flush tells the
-        producer."""
+        """Record that all batches up to number `total`, counted over the run, are delivered."""
         self._delivered = total
         self._dirty = True
 
     def release(self, entries: Iterable[int]) -> None:
-        """Record that the views of delivered batches are gone, so that their ring entries may be filled again.
-        `entries`: flat list of pairs: ring id, entry, ring id, entry ... The next flush tells the producer. Do not
-        release the entries of batches that were abandoned before delivery, because the producer has taken these entries
-        back already."""
+        """Record that the views of delivered batches are gone. `entries`: ring id, entry, ring id, entry ... Do not
+        release the entries of batches that were abandoned before delivery: the producer has taken these back
+        already."""
         self._released += entries
         self._dirty = True
 
     def open_epochs(self, epoch: int) -> None:
-        """Allow the producer to begin epochs up to and including `epoch`. The next flush tells the producer."""
+        """Allow the producer to begin epochs up to and including `epoch`."""
         self._open_epochs = epoch
         self._dirty = True
 
@@ -347,28 +330,27 @@ class Consumer:
 
     def abandon(self, epoch: int, total: int) -> None:
         """Tell the producer, after all earlier acks, that the loop has abandoned this epoch after the slot's batch
-        `total`. The message is sent at once, or by a later flush if the socket's buffer is full. It has the number
-        although an earlier ack may have it too: the process that has read that one may be killed."""
+        `total`. The message has the number although an earlier ack may have it too: the process that has read that one
+        may be killed."""
         self.abandons += 1
         self._abandon, self._delivered = epoch + 1, total
         self._queue_ack()
         self.flush()
 
     def want(self, pairs: Iterable[int]) -> None:
-        """Request snapshots (states of the loader) at steps. `pairs`: flat list of pairs: step, number of the slot's
-        last batch up to this step, step, number ... The next flush sends the request."""
+        """Request snapshots (states of the loader). `pairs`: step, number of the slot's last batch up to it, step,
+        number ..."""
         self._wanted += pairs
         self._dirty = True
 
     @property
     def backlog(self) -> int:
-        """Number of messages that wait for the socket, plus the number of values in the message that is being
-        collected."""
+        """Messages that wait for the socket, plus values in the message that is being collected."""
         return len(self._unsent) + len(self._released) + len(self._wanted)
 
     def flush(self) -> bool:
-        """Send the collected acks, without blocking. Return False if some acks do not fit into the socket's buffer.
-        Return True without sending them if the lane is closed or sending fails; `receive` then raises."""
+        """Send the collected acks, without blocking. Return False if some do not fit into the socket's buffer; True
+        without sending them if the lane is closed or sending fails: `receive` then raises."""
         unsent = self._unsent
         if self.closed:
             return True
@@ -397,8 +379,7 @@ class Consumer:
             self._queue_ack()
 
     def _queue_ack(self) -> None:
-        """Put the acks that were collected into the queue as one message, and begin a new message. If the acks have too
-        many values for one message, put several into the queue."""
+        """Put the collected acks into the queue as one message, or several if they have too many values."""
         unsent, released, wanted = self._unsent, self._released, self._wanted
         while len(released) > _GROUP or len(wanted) > _GROUP:
             first = Ack(self._delivered, released=released[:_GROUP], wanted=wanted[:_GROUP])
@@ -414,15 +395,13 @@ class Consumer:
         self._begin_ack()
 
     def _begin_ack(self) -> None:
-        """Begin a new message of acks, without values."""
         self._delivered = self._open_epochs = self._abandon = self._labelled = self._label = 0
         self._released.clear()
         self._wanted.clear()
         self._leaving = self._dirty = False
 
     def close(self, *, say_so: bool = True) -> None:
-        """Close the lane. `say_so`: tell the producer that this is on purpose. A ring stays mapped while views of its
-        batches exist."""
+        """`say_so`: tell the producer that this is on purpose. A ring stays mapped while views of its batches exist."""
         if self.closed:
             return
         if say_so:

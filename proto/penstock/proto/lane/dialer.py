@@ -22,10 +22,9 @@ from penstock.proto.rpc.tls import Renewing, Tls, explain, host_of
 __all__ = ["HANDSHAKE_S", "Dialer", "LaneDialer"]
 
 CONNECT_S = 1.25
-"""Timeout in seconds of a connection to a worker daemon. The kernel repeats a SYN after one second, and the caller
-retries at once after a timeout."""
+"""Timeout in seconds. The kernel repeats a SYN after one second, and the caller retries at once after a timeout."""
 SHORT_S = 0.45
-"""Smallest timeout of a short attempt in seconds. It is used if three round trips take less time."""
+"""Smallest timeout of a short attempt in seconds."""
 STAGGER_S = 0.12
 """Seconds between the connections that one short attempt to connect starts."""
 SILENT_S = 1.0
@@ -33,28 +32,24 @@ SILENT_S = 1.0
 HANDSHAKE_S = 10.0
 """Deadline in seconds of each step of the TLS handshake. The connections that LaneDialer returns have it as timeout."""
 _SILENT_KEPT = 64
-"""Largest number of hosts that are remembered as silent; the oldest are dropped first."""
 
 
 class Dialer:
-    """Maker of TCP connections from this process to workers' hosts. Several threads may use it at the same time."""
+    """Maker of TCP connections from this process to workers' hosts, also for several threads at a time."""
 
     def __init__(self) -> None:
         self._silent: dict[tuple[str, int], tuple[float, float]] = {}
-        """(host, port) of a silent host -> (timeout of a short attempt in seconds, monotonic time until which attempts
-        are short)."""
+        """Silent host -> (timeout of a short attempt in seconds, monotonic time until which attempts are short)."""
 
     def fell_silent(self, where: tuple[str, int], sock: socket.socket | None = None) -> None:
-        """Record that a host has stopped answering. `where`: host and port; `sock`: connection on which this was
-        noticed."""
+        """Record that a host has stopped answering. `sock`: connection on which this was noticed."""
         rtt = 0.0 if sock is None else round_trip_s(sock)
         self._silent[where] = min(CONNECT_S, max(SHORT_S, 3 * rtt)), time.monotonic() + SILENT_S
         for old in list(self._silent)[:-_SILENT_KEPT]:
             self._silent.pop(old, None)
 
     def connect(self, where: tuple[str, int]) -> socket.socket:
-        """Return a new blocking connection to (host, port). Raises TimeoutError if the host does not answer, OSError if
-        the connection fails otherwise."""
+        """Raises TimeoutError if the host does not answer, OSError if the connection fails otherwise."""
         timeout_s, until = self._silent.get(where, (0.0, 0.0))
         if time.monotonic() < until:
             return _short_attempt(where, timeout_s)
@@ -66,16 +61,13 @@ class Dialer:
 
 
 class LaneDialer(Dialer):
-    """Maker of connections to lanes, for a consumer. `tls`: TLS files of this process; None: connections without
-    TLS."""
-
     def __init__(self, tls: Tls | None) -> None:
         super().__init__()
         self._files = None if tls is None else Renewing(tls)
 
     def open(self, address: str) -> socket.socket:
-        """Return a blocking connection to the lanes of a worker. `address`: "host:port" of the worker. Raises OSError,
-        TlsError, BatchCorruptError."""
+        """Return a blocking connection to the lanes of a worker at "host:port". Raises OSError, TlsError,
+        BatchCorruptError."""
         where = host_of(address)
         sock = self.connect(where)
         sock.settimeout(HANDSHAKE_S)
@@ -89,8 +81,7 @@ class LaneDialer(Dialer):
             raise
 
     def check_refusal(self, error: OSError, address: str) -> None:
-        """Raise TlsError, with the reason, if a connection to the worker at `address` has failed because of TLS.
-        `error`: exception of the connection."""
+        """Raise TlsError, with the reason, if a connection has failed because of TLS."""
         trouble = None if self._files is None else explain(error, f"the worker's lane at {address}", self._files.tls)
         if trouble is not None:
             raise trouble from error
@@ -98,8 +89,7 @@ class LaneDialer(Dialer):
 
 def _short_attempt(where: tuple[str, int], timeout_s: float) -> socket.socket:
     """Start a connection to each address of (host, port) every STAGGER_S seconds, and return the first that succeeds.
-    If none succeeds within `timeout_s` seconds, or if all have failed, raise the OSError of the last that failed;
-    TimeoutError if none was answered."""
+    Otherwise raise the OSError of the last that failed; TimeoutError if none was answered."""
     targets = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
     began, poll = time.monotonic(), select.poll()
     trying: dict[int, socket.socket] = {}

@@ -20,7 +20,7 @@ __all__ = ["LOG_BYTES", "FrameLog"]
 
 _FRAMES = 256
 _AREA = 256 << 10
-"""Bytes for frames: of the frames of a full ring, which has at most 32 entries, each may have 8 KiB."""
+"""Bytes for frames: of the at most 32 frames of a full ring, each may have 8 KiB."""
 _COUNT, _CLAIMED, _ANNOUNCED, _PASSED_ON, _PLACES = 0, 1, 2, 3, 8
 """Indices among the numbers of the log: of its frames; of the bytes of all frames, with the one that is being written;
 of the consumers that were announced, and of those that are passed on or gone; and of the places of the newest frames. A
@@ -29,7 +29,6 @@ place has two numbers: the bytes of all frames before this one, and its size.
 _NUMBERS = _PLACES + 2 * _FRAMES
 _AREA_AT = _NUMBERS * 8
 LOG_BYTES = _AREA_AT + _AREA
-"""Size of a log in bytes."""
 
 
 class FrameLog:
@@ -49,7 +48,6 @@ class FrameLog:
     def resume(self) -> None:
         """Continue to write after another process has written."""
         self.frames = self._numbers[_COUNT]
-        """Number of frames so far."""
         self._claimed = self._numbers[_CLAIMED]
 
     def add(self, message: bytes) -> int:
@@ -70,17 +68,15 @@ class FrameLog:
 
     @property
     def announced(self) -> int:
-        """Number of consumers that were announced so far, from 1."""
         return self._numbers[_ANNOUNCED]
 
     @property
     def passed_on(self) -> int:
-        """Number of the newest consumer that the writer need not wait for: it was passed on to the writer, or is
-        gone."""
+        """Newest consumer that the writer need not wait for: it was passed on to the writer, or is gone."""
         return self._numbers[_PASSED_ON]
 
     def announce(self, consumer: int) -> None:
-        """Tell the writer that consumer number `consumer` comes."""
+        """Tell the writer that this consumer comes."""
         self._numbers[_ANNOUNCED] = consumer
 
     def pass_on(self, consumer: int) -> None:
@@ -88,7 +84,7 @@ class FrameLog:
         self._numbers[_PASSED_ON] = consumer
 
     def newest_first(self) -> Iterator[tuple[int, bytes]]:
-        """Return the frames with their numbers, newest first, up to the oldest that is still whole."""
+        """Yield the frames with their numbers, up to the oldest that is still whole."""
         numbers = self._numbers
         for number in range(numbers[_COUNT] - 1, -1, -1):
             place = _PLACES + number % _FRAMES * 2

@@ -70,58 +70,51 @@ __all__ = [
 
 LANE_PROTOCOL = 8
 MAX_FRAME = 64 << 10
-"""Largest size of a frame in bytes. The default buffer of a Unix socket holds 208 KiB, so three of the largest frames
-fit."""
+"""Largest size of a frame in bytes. The default buffer of a Unix socket holds three of them."""
 HEAD = struct.Struct("<I")
 """Format of the length that precedes each frame on a local lane. (Over TCP the seal of tcp.py precedes each frame.)
 The same format has the length of the counts in a BATCH frame."""
 MAX_PACKET = HEAD.size + MAX_FRAME
-"""Largest size in bytes of a packet on a local lane: one frame of any length, or many small ones."""
 PIECE = 32 << 10
 """Largest part of a structure in one STRUCTURE frame, in bytes."""
 LONG_SHAPES = 2048
-"""Largest number of dims (sizes of tensors' dimensions) in a frame. Longer lists follow the batch in its ring entry."""
+"""Largest number of dims in a frame. Longer lists follow the batch in its ring entry."""
 MAX_DIMS = 65_536 * 32
-"""Largest number of dims of a batch: MAX_LEAVES tensors with MAX_RANK dims each. Each dim becomes a Python object."""
+"""Largest number of dims of a batch: MAX_LEAVES tensors with MAX_RANK dims each."""
 MAX_STRUCTURE = 4 << 20
 """Largest size of a batch's structure in bytes, as in penstock.proto.batch.structure."""
 MAX_RINGS = 64
-"""Largest number of rings in use at a time. A producer starts a ring only for a batch that does not fit into an entry
-of the last ring, and usually makes the entries twice as large, so no correct peer reaches this number."""
+"""Largest number of rings in use. A producer makes the entries of the next ring usually twice as large, so no correct
+peer reaches this number."""
 KNOWN_STRUCTURES = 64
-"""Largest number of announced structures at a time. Above this number, both ends of a lane count the structure that was
-announced longest ago as not announced."""
+"""Largest number of announced structures at a time. Above it, both ends forget the one announced longest ago."""
 KNOWN_BYTES = 8 << 20
-"""Largest size of all announced structures together in bytes, enough for two of the largest structures. The objects
-that are made for structures take up to sixty times as much memory. An ordinary structure has some hundred bytes."""
+"""Largest size of all announced structures together in bytes. Objects made for them take up to sixty times as much."""
 MAX_UNUSED = 1 << 16
 """Largest number of frames in a row without a batch or an end of an epoch, so that a peer cannot keep its reader busy
-forever. A correct peer stays far below: a structure has at most 128 pieces, and few rings are in use."""
+forever."""
 
 BATCH, RING, STRUCTURE, END, ERROR, CLOSE = range(1, 7)
 """Kinds of frames: a batch, a new ring, the structure of batches, the end of an epoch, an error of the input, the end
 of the lane."""
 
 COVER = 0x03
-"""Mask of the bits in a BATCH frame's flags that say which bytes of the batch its digest covers (DigestCover in
-penstock.proto.batch.digest)."""
+"""Bits of a BATCH frame's flags that say which bytes of the batch its digest covers (DigestCover)."""
 COUNTED = 0x80
-"""Flag of a BATCH frame that contains counts: how many samples and tokens were trained on
-(penstock.proto.state.counts). They come after the dims, and are followed by their length in bytes, a u32."""
+"""Flag of a BATCH frame that contains counts (penstock.proto.state.counts). They come after the dims, and are followed
+by their length in bytes, a u32."""
 
 LOST = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF})
-"""Error numbers of a send that show that the peer is gone. Data that the peer sent before may still be read."""
+"""Error numbers of a send if the peer is gone. Data that the peer sent before may still be read."""
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 
 def framed(message: bytes) -> bytes:
-    """Return a message preceded by its length."""
     return HEAD.pack(len(message)) + message
 
 
 def structure_frames(structure: int, data: bytes) -> list[bytes]:
-    """Return the STRUCTURE frames of one structure, each preceded by its length."""
     return [
         framed(Frame(STRUCTURE, structure=structure, size=len(data), rest=data[start : start + PIECE]).encode())
         for start in range(0, max(len(data), 1), PIECE)
@@ -129,12 +122,11 @@ def structure_frames(structure: int, data: bytes) -> list[bytes]:
 
 
 def pack_shapes(shapes: Sequence[int]) -> bytes:
-    """Return the dims of a batch's tensors in the form in which frames contain them: little-endian u64."""
     return struct.pack(f"<{len(shapes)}Q", *shapes)
 
 
 def unpack_shapes(packed: bytes) -> list[int]:
-    """Return the dims that `pack_shapes` has packed. Raises ProtocolError for a length that is no multiple of 8."""
+    """Raises ProtocolError for a length that is no multiple of 8."""
     if len(packed) & 7:
         raise malformed(f"the packed shapes of a batch must have 8 bytes for each dimension, got {len(packed)} bytes")
     return list(struct.unpack(f"<{len(packed) >> 3}Q", packed))
@@ -142,18 +134,14 @@ def unpack_shapes(packed: bytes) -> list[int]:
 
 _FRAME = struct.Struct("<BBBxIIIIIQQQQQ")
 FRAME_BYTES: Final = _FRAME.size
-"""Bytes of the header with which each frame begins."""
 _ACK = struct.Struct("<BxxxIIQQQQQ")
 """close, numbers in released and in wanted, delivered, open_epochs, abandon_epoch, labelled, label"""
 _pack_frame, _unpack_frame, _new = _FRAME.pack, _FRAME.unpack_from, tuple.__new__
 
 
 class Frame(NamedTuple):
-    """Frame: a message that a producer sends. The fields are those of the header, in order; lane.proto says what they
-    mean in each kind of frame.
-
-    A Frame is immutable, and each received frame is a new object, so the caller may keep it.
-    """
+    """Message that a producer sends. The fields are those of the header, in order; lane.proto says what they mean in
+    each kind of frame."""
 
     kind: int = 0
     codec: int = 0
@@ -169,30 +157,26 @@ class Frame(NamedTuple):
     digest: int = 0
     wire: int = 0
     rest: bytes = b""
-    """Bytes after the header: packed dims and perhaps counts (COUNTED), a piece of a structure, or an ErrorDetail."""
+    """Packed dims and perhaps counts (COUNTED), a piece of a structure, or an ErrorDetail."""
 
     def encode(self) -> bytes:
         return _pack_frame(*self[:-1]) + self.rest
 
     @property
     def shapes(self) -> list[int]:
-        """Dims of the batch that a BATCH frame announces. For dims that are in the ring entry instead, use
-        `dims_of`."""
+        """Dims in a BATCH frame. For dims that are in the ring entry instead, use `dims_of`."""
         return unpack_shapes(self.dims)
 
     @property
     def dims(self) -> bytes:
-        """Packed dims in a BATCH frame, without the counts that may follow them."""
         return self.rest[: -HEAD.size - len(counts_of(self))] if self.flags & COUNTED else self.rest
 
     @property
     def entries(self) -> int:
-        """Number of entries of the ring that a RING frame announces."""
         return self.entry
 
     @property
     def entry_bytes(self) -> int:
-        """Size in bytes of each entry of the ring that a RING frame announces."""
         return self.nbytes
 
     @property
@@ -221,12 +205,8 @@ def framed_batch(
     rest: bytes,
     counts: bytes = b"",
 ) -> bytes:
-    """Return a BATCH frame of the local lane as bytes, preceded by its length. It is made without a Frame object,
-    because that is faster and each batch needs a frame.
-
-    The parameters up to `rest` are fields of Frame. If `flags` has COUNTED, `rest` contains counts after the dims.
-    counts: counts to add after `rest`; this function then sets COUNTED.
-    """
+    """Return a BATCH frame of the local lane, preceded by its length, without a Frame object, because each batch needs
+    one. The parameters up to `rest` are fields of Frame. `counts` are added after `rest`, and set COUNTED."""
     if counts:
         flags, rest = flags | COUNTED, rest + counts + HEAD.pack(len(counts))
     return (
@@ -239,8 +219,7 @@ def framed_batch(
 
 
 def counts_of(frame: Frame) -> bytes:
-    """Return the encoded counts (penstock.proto.state.counts) at the end of a BATCH frame; b"" if the frame has none.
-    Raises ProtocolError for a wrong length."""
+    """Encoded counts at the end of a BATCH frame. Raises ProtocolError for a wrong length."""
     if not frame.flags & COUNTED:
         return b""
     rest = frame.rest
@@ -252,38 +231,33 @@ def counts_of(frame: Frame) -> bytes:
 
 
 def read_frame(view: memoryview, start: int, stop: int) -> Frame:
-    """Return the frame in the bytes `start` to `stop` of `view`. Raises ProtocolError for fewer bytes than a header
-    has."""
+    """Raises ProtocolError for fewer bytes than a header has."""
     if stop - start < FRAME_BYTES:
         raise malformed(f"a frame must have at least {FRAME_BYTES} bytes, the size of its header, got {stop - start}")
     return _new(Frame, (*_unpack_frame(view, start), view[start + FRAME_BYTES : stop].tobytes()))
 
 
 class Ack(NamedTuple):
-    """Ack: acknowledgement that a consumer sends to a producer. A field that is 0 or empty says nothing new."""
+    """Message that a consumer sends. A field that is 0 or empty says nothing new."""
 
     delivered: int = 0
-    """Number of the last batch delivered to the training loop, counted over the run."""
+    """Last batch delivered to the training loop, counted over the run."""
     open_epochs: int = 0
-    """Number (from 0) of the last epoch that the producer may begin."""
+    """Last epoch (from 0) that the producer may begin."""
     abandon_epoch: int = 0
-    """Number of the epoch that the loop has abandoned, plus 1; 0 = none. The epoch ends after batch `delivered`, and
-    the producer continues with the next epoch."""
+    """Epoch that the loop has abandoned, plus 1; 0 = none. It ends after batch `delivered`."""
     released: Sequence[int] = ()
-    """Ring entries that the producer may fill again, as a flat list of pairs: ring id, entry, ring id, entry ..."""
+    """Ring entries that the producer may fill again: ring id, entry, ring id, entry ..."""
     wanted: Sequence[int] = ()
-    """Requested snapshots of the loader, as a flat list of pairs: step, number of the slot's last batch up to this
-    step, step, number ..."""
+    """Requested snapshots of the loader: step, number of the slot's last batch up to it, step, number ..."""
     close: bool = False
-    """True if the consumer closes the lane on purpose."""
+    """The consumer closes the lane on purpose."""
     labelled: int = 0
-    """Number of the epoch that has got a label, plus 1; 0 = none."""
+    """Epoch that has got a label, plus 1; 0 = none."""
     label: int = 0
-    """The label: what user code sees as the epoch's number."""
 
     def encode(self) -> bytes:
-        """Return the ack as bytes. Return b"" if no field says anything; the caller must not send b"", because an empty
-        packet means the end of the lane."""
+        """Return b"" if no field says anything; do not send that, because an empty packet means the end of the lane."""
         if not any(self):
             return b""
         released, wanted = self.released, self.wanted
@@ -295,8 +269,7 @@ class Ack(NamedTuple):
 
 
 def read_ack(view: memoryview, start: int, stop: int) -> Ack:
-    """Return the ack in the bytes `start` to `stop` of `view`. Raises ProtocolError if these are too few or too many
-    bytes."""
+    """Raises ProtocolError for too few or too many bytes."""
     size = stop - start
     if size < _ACK.size:
         raise malformed(f"an acknowledgement must have at least {_ACK.size} bytes, the size of its header, got {size}")
@@ -317,8 +290,8 @@ _SO_PEEK_OFF = 42
 
 
 def unread_break(sock: socket.socket) -> bool:
-    """Return True if an ack that abandons an epoch waits to be read on a local lane. Nothing is taken from the socket,
-    and other processes may read it meanwhile."""
+    """True if an ack that abandons an epoch waits on a local lane. Nothing is taken from the socket, and other
+    processes may read it meanwhile."""
     buffer = bytearray(MAX_FRAME)  # of a longer message the next recv would give the rest
     try:
         sock.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, 0)
@@ -334,8 +307,7 @@ def unread_break(sock: socket.socket) -> bool:
 
 
 def dims_of(frame: Frame, ring: Ring) -> bytes:
-    """Return the packed dims of a batch, from its frame or from its ring entry. Raises ProtocolError for invalid
-    numbers."""
+    """Packed dims of a batch, from its frame or its ring entry. Raises ProtocolError for invalid numbers."""
     if not frame.size:
         return frame.dims
     if frame.size > MAX_DIMS:
@@ -351,25 +323,21 @@ def dims_of(frame: Frame, ring: Ring) -> bytes:
 
 def forget_oldest(structures: dict[int, bytes]) -> None:
     """Drop the structures that were announced first, until the rest is within KNOWN_STRUCTURES and KNOWN_BYTES. The
-    newest structure is never dropped. `structures`: id -> encoded structure, oldest first."""
+    newest is never dropped."""
     held = sum(map(len, structures.values()))
     while len(structures) > KNOWN_STRUCTURES or (held > KNOWN_BYTES and len(structures) > 1):
         held -= len(structures.pop(next(iter(structures))))
 
 
 class StructurePieces:
-    """Assembler of structures from the pieces in STRUCTURE frames. The frames of one structure arrive in order, before
-    those of the next."""
+    """Assembler of structures from STRUCTURE frames. Those of one structure arrive before those of the next."""
 
     def __init__(self) -> None:
         self._structure = 0
         self._data = bytearray()
 
     def add(self, frame: Frame) -> bytes | None:
-        """Add the piece in a STRUCTURE frame. Return the encoded structure if this was its last piece, else None.
-
-        Raises ProtocolError for an invalid piece.
-        """
+        """Return the encoded structure if this was its last piece. Raises ProtocolError for an invalid piece."""
         size, piece, data = frame.size, frame.rest, self._data
         if data and frame.structure != self._structure:
             raise malformed(
@@ -390,8 +358,8 @@ class StructurePieces:
 
 
 def connect_local(address: str, timeout: float) -> socket.socket:
-    """Return a SEQPACKET connection to the abstract Unix socket `address`. `timeout`: seconds for the connection.
-    Raises OSError, and ProtocolError unless the peer runs as this user or as root."""
+    """Return a SEQPACKET connection to an abstract Unix socket. Raises OSError, and ProtocolError unless the peer runs
+    as this user or as root."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(timeout)
@@ -404,8 +372,8 @@ def connect_local(address: str, timeout: float) -> socket.socket:
 
 
 def check_peer(sock: socket.socket) -> int:
-    """Return the pid of the peer of a Unix socket. Raises ProtocolError unless the peer runs as this user or as root:
-    an abstract name has no file permissions that would ensure this."""
+    """Return the pid of the peer. Raises ProtocolError unless it runs as this user or as root: an abstract name has no
+    file permissions that would ensure this."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid not in (0, os.getuid()):
         raise ProtocolError(

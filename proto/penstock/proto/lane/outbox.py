@@ -22,8 +22,7 @@ __all__ = ["Outbox"]
 
 
 class Outbox:
-    """Queue of frames (each preceded by its length) and file descriptors, in order. `len()` is the number of those that
-    are not sent yet."""
+    """Queue of frames (each preceded by its length) and file descriptors."""
 
     __slots__ = ("_unsent",)
 
@@ -37,10 +36,8 @@ class Outbox:
         return iter(self._unsent)
 
     def add(self, message: bytes | int) -> None:
-        """Add a frame that is preceded by its length, or a file descriptor, to the queue.
-
-        Raises ProtocolError for a frame that is larger than a packet, which occurs only for forwarded frames of a peer.
-        """
+        """Raises ProtocolError for a frame that is larger than a packet, which occurs only for forwarded frames of a
+        peer."""
         if not isinstance(message, int) and len(message) > MAX_PACKET:
             raise malformed(f"a frame must have at most {MAX_PACKET} bytes, got {len(message)}")
         self._unsent.append(message)
@@ -49,11 +46,8 @@ class Outbox:
         self._unsent.clear()
 
     def flush(self, sock: socket.socket) -> None:
-        """Send as many frames as fit into the socket's buffer, without blocking.
-
-        Raises OSError if the peer is gone, or if the socket fails for another reason. All frames of the queue are then
-        dropped, because the peer would get later frames without the failed one.
-        """
+        """Send as many frames as fit into the socket's buffer, without blocking. Raises OSError if the socket fails.
+        All frames are then dropped, because the peer would get later ones without the failed one."""
         unsent = self._unsent
         try:
             while unsent:
@@ -76,7 +70,6 @@ class Outbox:
             raise
 
     def _packet(self) -> list[bytes]:
-        """Return the first frames of the queue that fit into one packet."""
         packet: list[bytes] = []
         room = MAX_PACKET
         for message in islice(self._unsent, None):

@@ -64,25 +64,21 @@ _log = logging.getLogger(__name__)
 GROUPS = 4
 """Smallest number of packets for the batches of a full ring, so that some are filled while others are read."""
 CROWD = 1024
-"""Largest number of frames that are queued for a consumer that does not read. A ring has at most 32 entries, so further
-frames are pieces of a large structure, or come from a peer that sends without end."""
+"""Largest number of frames that are queued for a consumer that does not read."""
 MOST_WANTED = 4096
-"""Largest number of requested snapshots that the runner has not taken yet. A consumer requests up to 1,365 at once."""
+"""Largest number of requested snapshots that the runner has not taken yet."""
 MOST_ABANDONED = 1 << 16
-"""Largest number of abandoned epochs that the runner, which may be in user code for long, has not noticed yet."""
+"""Largest number of abandoned epochs that the runner, which may be in user code, has not noticed yet."""
 MOST_ABANDONS = (1 << 32) - 1
-"""Largest number of abandoned epochs that a frame can state."""
 _HANDED_OVER = (
     *("open_epochs", "delivered", "closed", "abandons", "numbered", "rings_changed"),
     *("_sent_total", "_met", "_next_ring", "_current", "_group"),
 )
-"""Attributes that `hand_over` passes on as they are."""
 _RESERVED = 1 << 64
-"""Batch number of an entry that is being filled. It is above any real number, so that it never counts as delivered."""
+"""Batch number of an entry that is being filled, above any real one, so that it never counts as delivered."""
 
 
 def check_size(nbytes: int, most: int) -> None:
-    """Raise BatchTooLargeError for a batch of more than `most` bytes (max_batch_bytes)."""
     if nbytes > most:
         raise BatchTooLargeError(
             f"a batch must have <= max_batch_bytes={most} bytes, got {nbytes}; make smaller batches, or raise "
@@ -92,7 +88,7 @@ def check_size(nbytes: int, most: int) -> None:
 
 @dataclass(slots=True)
 class FreeEntry:
-    """Free ring entry, reserved for one batch: the owner of the producer (a runner or receiver) may fill it."""
+    """Free ring entry, reserved for one batch."""
 
     ring_id: int
     entry: int
@@ -100,39 +96,38 @@ class FreeEntry:
 
     @property
     def offset(self) -> int:
-        """Offset of the entry in the ring's memory, in bytes."""
         return self.entry * self.ring.entry_bytes
 
     @property
     def view(self) -> memoryview:
-        """Memory of the entry."""
         start = self.entry * self.ring.entry_bytes
         return self.ring.view[start : start + self.ring.entry_bytes]
 
 
 @dataclass(slots=True)
 class _Kept:
-    """Frame that was sent, and that is sent again to a consumer that reconnects."""
+    """Frame that is sent again to a consumer that reconnects."""
 
     total: int
     epoch: int
     message: bytes
-    """Frame as bytes, preceded by its length."""
+    """With its length before it."""
     reserved: FreeEntry | None
     """Ring entry of a BATCH frame; None for END and ERROR."""
     structure: int
     number: int
-    """Number of the frame in the log; 0 without a log."""
+    """Number in the log; 0 without a log."""
     last: bool = False
-    """True for an ERROR frame. It is the last frame of the lane, and is kept even if its epoch is abandoned."""
+    """True for an ERROR frame, the last one, which is kept even if its epoch is abandoned."""
 
 
 class Producer:
     """End of a lane that owns the rings. It serves its consumers one after another, all in the thread of its owner.
 
-    max_batch_bytes: largest size of a batch. ring_bytes: size in bytes above which a ring gets fewer entries (`limit`
-    of ring.entries_for). budget: limit on all rings of the process together; None: no limit. log: gets each frame that
-    is kept, for a process that serves a new consumer first; None: there is no such process.
+    Args:
+        ring_bytes: size in bytes above which a ring gets fewer entries (`limit` of ring.entries_for).
+        budget: limit on all rings of the process together.
+        log: gets each frame that is kept, for a process that serves a new consumer first.
     """
 
     def __init__(
@@ -146,30 +141,27 @@ class Producer:
         self.max_batch_bytes = max_batch_bytes
         self.ring_bytes = ring_bytes
         self.open_epochs = 0
-        """Number (from 0) of the last epoch that the runner may begin."""
+        """Last epoch (from 0) that the runner may begin."""
         self.labels: dict[int, int] = {}
-        """Labels of epochs (proto/state/epoch_labels.py)."""
         self.abandoned: deque[int] = deque()
-        """Epochs that the loop has abandoned. The runner empties this list, continues after the last of these epochs,
-        and ignores those that it has finished already."""
+        """Epochs that the loop has abandoned. The runner empties this list, and continues after the last of them."""
         self.wanted: dict[int, list[int]] = {}
         """Batch number, counted over the run -> steps of the box for which a snapshot after the batch is requested."""
         self.delivered = 0
-        """Number of the last batch that the training loop got, counted over the run."""
+        """Last batch that the training loop got, counted over the run."""
         self.closed = False
         """True once the consumer has closed the lane on purpose."""
         self.abandons = 0
-        """Number of epochs abandoned so far. Each frame contains this number, so that the consumer recognises frames of
-        abandoned epochs."""
+        """Epochs abandoned so far. Each frame has this number, so that the consumer recognises those of abandoned
+        epochs."""
         self.numbered = 0
-        """Number of structures that the runner has numbered so far, from 1."""
+        """Structures that the runner has numbered so far, from 1."""
         self.on_ack: Callable[[Ack], None] | None = None
-        """Function called with each ack, after the ack was applied, in a process that forwards acks; None elsewhere."""
+        """Called with each ack, after it was applied, in a process that forwards acks."""
         self.rings_changed = False
-        """True if a ring was started or dropped. Whoever tells the process that reads the log sets it to False."""
+        """True if a ring was started or dropped. Who tells the process that reads the log sets it to False."""
         self._frame_log = log
         self._sent_total = 0
-        """Number of the last batch that was sent, counted over the run."""
         self._sock: socket.socket | None = None
         self._met = False
         self._rings: dict[int, Ring] = {}
@@ -192,7 +184,7 @@ class Producer:
         return self._sock is not None
 
     def fileno(self) -> int:
-        """Return the descriptor of the consumer's socket, to poll; -1 if no consumer is attached."""
+        """Descriptor of the consumer's socket, to poll; -1 if none is attached."""
         return -1 if self._sock is None else self._sock.fileno()
 
     @property
@@ -202,7 +194,7 @@ class Producer:
 
     @property
     def crowded(self) -> bool:
-        """True if more than CROWD frames wait for the consumer. A caller that forwards frames must then stop."""
+        """True if more than CROWD frames wait. A caller that forwards frames must then stop."""
         return len(self._unsent) > CROWD
 
     def attach(self, sock: socket.socket, hello: lane_pb2.Hello, served: int = 0, rings: Collection[int] = ()) -> None:
@@ -324,9 +316,9 @@ class Producer:
     # ---- batches
 
     def reserve(self, nbytes: int, dims: int = 0) -> FreeEntry | None:
-        """Return a free entry for a batch of `nbytes` bytes whose tensors have `dims` dimensions together; None if no
-        entry is free. If the batch is larger than an entry, start a ring with larger entries. The caller must publish
-        or return the entry before the next `reserve`.
+        """Return a free entry for a batch whose tensors have `dims` dimensions together; None if no entry is free. A
+        batch larger than an entry starts a ring with larger entries. Publish or return the entry before the next
+        `reserve`.
 
         Raises BatchTooLargeError if the batch is larger than max_batch_bytes, OSError if memory is short.
         """
@@ -410,10 +402,12 @@ class Producer:
     ) -> None:
         """Send the batch in the entry `reserved`, and keep it until it is delivered.
 
-        total: number of the slot's batch, counted over the run. structure: id of the batch's structure. nbytes: number
-        of bytes of the batch. dims: packed dims of its tensors (frames.pack_shapes). more: True if another `publish` or
-        a `flush` follows at once, so that the batch may share a packet with the next one. cover: bytes that `digest`
-        covers. counts: encoded counts that the batch has changed (penstock.proto.state.counts).
+        Args:
+            total: number of the slot's batch, counted over the run.
+            dims: packed dims of its tensors (frames.pack_shapes).
+            more: True if another `publish` or a `flush` follows at once, so that the batch may share a packet.
+            cover: bytes that `digest` covers.
+            counts: encoded counts that the batch has changed (penstock.proto.state.counts).
         """
         count = len(dims) >> 3
         if count > LONG_SHAPES:
@@ -430,8 +424,8 @@ class Producer:
         self._keep_and_send(reserved, total, epoch, structure, message, more)
 
     def forward(self, reserved: FreeEntry, frame: Frame, more: bool = False) -> None:
-        """Send a BATCH frame that another producer has made. `reserved`: entry that contains the uncompressed batch; it
-        replaces the entry that the frame names. `more`: as for `publish`."""
+        """Send a BATCH frame that another producer has made. `reserved`: entry with the uncompressed batch, in place of
+        the one that the frame names."""
         _, _, flags, _, _, structure, abandons, size, total, epoch, nbytes, digest, _, dims = frame
         message = framed_batch(
             flags, reserved.ring_id, reserved.entry, structure, abandons, size, total, epoch, nbytes, digest, dims
@@ -449,15 +443,14 @@ class Producer:
         self._send(message, more)
 
     def return_unused(self, reserved: FreeEntry) -> None:
-        """Make a reserved entry free again without publishing it."""
         self._give_back(reserved.ring_id, reserved.entry)
 
     def end(self, epoch: int, total: int) -> None:
-        """Send the END frame of an epoch. `total`: number of the slot's last batch so far, counted over the run."""
+        """Send the END frame of an epoch, after the slot's batch `total`."""
         self.forward_end(Frame(END, epoch=epoch, total=total, abandons=self.abandons))
 
     def fail(self, epoch: int, total: int, error: records_pb2.ErrorDetail) -> None:
-        """Send the error with which the input has failed after batch number `total`, as the last frame."""
+        """Send the error with which the input has failed after batch `total`, as the last frame."""
         self.forward_end(
             Frame(ERROR, epoch=epoch, total=total, abandons=self.abandons, rest=_that_fits(error).SerializeToString())
         )
@@ -524,10 +517,7 @@ class Producer:
 
     def take_over(self, record: dict[str, Any], fds: list[int]) -> None:
         """Continue the end of a lane that another process has handed over. The rings are not mapped: see `map_rings`.
-
-        record, fds: result of `hand_over`, with the descriptors as numbers of this process, which this object owns from
-        now on.
-        """
+        This object owns the descriptors `fds` from now on."""
         if self._frame_log is not None:
             self._frame_log.resume()
         if self._sock is not None:
@@ -570,10 +560,7 @@ class Producer:
     def begin_anew(self, sent_total: int) -> None:
         """Forget all that was made: the process that had the lane was killed, because the loop has abandoned its epoch.
         Only the connection stays, with the acks that were not read. Batches that the loop still holds stay valid,
-        because it has mapped their rings.
-
-        sent_total: number of the last batch that was sent, counted over the run.
-        """
+        because it has mapped their rings. `sent_total`: last batch that was sent, counted over the run."""
         if self._frame_log is not None:
             self._frame_log.resume()
         sock, self._sock = self._sock, None
@@ -586,17 +573,16 @@ class Producer:
         self._sent_total = sent_total
 
     def keep_watching(self, sock: socket.socket | None) -> None:
-        """Keep a descriptor of the consumer's socket, which another process has from now on, in place of the last
-        one. Only `has_unread_break` may be asked meanwhile."""
+        """Keep a descriptor of the consumer's socket, which another process has from now on. Only `has_unread_break`
+        may be asked meanwhile."""
         self.release_socket()
         self._sock = sock
 
     def has_unread_break(self) -> bool:
-        """Return True if the process that has the lane has not read that the loop has abandoned an epoch."""
+        """True if the process that has the lane has not read that the loop has abandoned an epoch."""
         return self._sock is not None and unread_break(self._sock)
 
     def map_rings(self) -> None:
-        """Map the rings that were taken over, in the process that fills them."""
         for ring in self._rings.values():
             ring.attach()
 
@@ -608,12 +594,10 @@ class Producer:
 
     @property
     def rings(self) -> dict[int, Ring]:
-        """Rings in use, oldest first."""
         return self._rings
 
     @property
     def known_structures(self) -> dict[int, bytes]:
-        """Numbers of the structures that this lane knows, with the structures as bytes."""
         return self._structures
 
     # ---- inside
@@ -670,7 +654,7 @@ class Producer:
         sock.close()
 
     def _catch_up(self, hello: lane_pb2.Hello) -> None:
-        """Take over the number of abandoned epochs from a consumer's Hello. It is higher than this producer's number.
+        """Take over the higher number of abandoned epochs from a consumer's Hello.
 
         Usually the lane broke before an ack with `abandon_epoch` arrived. All kept frames are then dropped: they belong
         to an abandoned epoch, or to a later one that the runner had begun already. The other case is the first consumer
@@ -764,7 +748,7 @@ class Producer:
 
 
 def _that_fits(error: records_pb2.ErrorDetail) -> records_pb2.ErrorDetail:
-    """Return the error, shortened so that its frame is smaller than MAX_FRAME. Of a long traceback the end is kept."""
+    """Shorten an error so that its frame is smaller than MAX_FRAME. Of a long traceback the end is kept."""
     return records_pb2.ErrorDetail(
         name=error.name[:256],
         message=error.message.encode()[:16384].decode(errors="ignore"),

@@ -32,46 +32,40 @@ __all__ = ["MAX_ENTRIES", "Ring", "RingBudget", "entries_for", "grown", "ring_by
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 PAGE = mmap.PAGESIZE
 _BLOCK = 512
-"""Size in bytes of the blocks that st_blocks counts, the same on every filesystem."""
 MAX_ENTRIES = 32
 MIN_ENTRIES = 4
 """Usual smallest number of entries of a ring: one is being filled, one is being sent, and the loop uses two."""
 FEWEST_ENTRIES = 3
-"""Smallest number of entries of a ring if memory is short. With fewer, a loop that keeps its last batch would leave no
-entry to fill."""
+"""The same if memory is short. With fewer, a loop that keeps its last batch would leave no entry to fill."""
 GIANT_BYTES = 512 << 20
-"""Size in bytes from which a batch is so large that its ring has a single entry, and the loop gets a copy of the batch.
-Three entries in the runner's ring and three in the receiver's would take six times the batch's size."""
+"""Size in bytes from which the ring of a batch has a single entry, and the loop gets a copy: three entries in the
+runner's ring and three in the receiver's would take six times the batch's size."""
 RING_BYTES = 8 << 20
-"""Target size of a ring in bytes. It is small enough for the last-level cache, from which the reader then reads."""
+"""Target size of a ring in bytes: it fits the last-level cache, from which the reader then reads."""
 UNCHECKED_BYTES = 64 << 20
-"""Size in bytes up to which a ring is made without checking the free memory first. The check takes 0.1 to 0.4 ms."""
+"""Size in bytes up to which a ring is made without a check of the free memory, which takes 0.1 to 0.4 ms."""
 MOST_OF_FREE = 0.75
 """Largest share of the free memory that a ring, or all rings of a RingBudget, may take."""
 BOX_BYTES = 512 << 20
-"""Size in bytes that all rings of a box together may have (see `ring_bytes`): enough for 64 worker slots with 8 MiB
-each."""
+"""Bytes that all rings of a box together may have: enough for 64 worker slots with 8 MiB each."""
 
 
 def grown(nbytes: int, previous: int, most: int) -> int:
-    """Return the size in bytes of the entries of a new ring, for batches of `nbytes` bytes that do not fit into the old
-    entries of `previous` bytes. The size is at least twice `previous`, so that slightly larger batches do not each
-    start another ring. But doubling stops at `most` (max_batch_bytes), and below GIANT_BYTES. If `nbytes` is at least
-    GIANT_BYTES, the size is `nbytes`."""
+    """Return the size of the entries of a new ring, for batches that do not fit into the old entries of `previous`
+    bytes: at least twice `previous`, so that slightly larger batches do not each start another ring, but doubling stops
+    at `most` (max_batch_bytes), and below GIANT_BYTES."""
     doubled = min(2 * previous, GIANT_BYTES - PAGE)
     return min(max(nbytes, doubled), max(most, nbytes))
 
 
 def ring_bytes(rings: int) -> int:
-    """Return the largest size in bytes of each ring of a box that has `rings` rings. A ring whose FEWEST_ENTRIES
-    entries need more may exceed this size."""
+    """Return the largest size of each ring of a box. A ring whose FEWEST_ENTRIES entries need more may exceed it."""
     return BOX_BYTES // max(rings, 1)
 
 
 def entries_for(entry_bytes: int, limit: int = BOX_BYTES) -> int:
-    """Return the number of entries of a ring whose entries have `entry_bytes` bytes. The ring gets about RING_BYTES,
-    with MIN_ENTRIES to MAX_ENTRIES entries. If it would then exceed `limit` bytes, it gets fewer entries, down to
-    FEWEST_ENTRIES. A ring whose entries have GIANT_BYTES or more gets 1 entry."""
+    """Return the number of entries of a ring: about RING_BYTES, MIN_ENTRIES to MAX_ENTRIES; fewer, down to
+    FEWEST_ENTRIES, if it would exceed `limit` bytes; 1 from GIANT_BYTES on."""
     size = max(entry_bytes, 1)
     if size >= GIANT_BYTES:
         return 1
@@ -80,13 +74,11 @@ def entries_for(entry_bytes: int, limit: int = BOX_BYTES) -> int:
 
 
 class Ring:
-    """Ring that is mapped in this process, with `entries` entries of `entry_bytes` bytes each, a multiple of the page
-    size.
+    """Ring that is mapped in this process, with entries of whole pages.
 
     Attributes:
         fd: descriptor of the ring's memfd; -1 once it is closed, and after a Consumer has mapped the ring.
         map: the shared, writable mapping, of which batches are views.
-        view: memoryview of the whole mapping.
         address: address at which the mapping begins in this process.
     """
 
@@ -107,7 +99,6 @@ class Ring:
         return cls(fd, entry_bytes, entries, mapped=False)
 
     def attach(self) -> None:
-        """Map the ring's memory."""
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         self.map = mmap.mmap(
             self.fd, self.entry_bytes * self.entries, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
@@ -121,11 +112,9 @@ class Ring:
 
     @classmethod
     def create(cls, entry_bytes: int, entries: int) -> Ring:
-        """Return a new ring, which is sealed and filled with zeros. `entry_bytes` is rounded up to whole pages.
-
-        Raises OSError if memory is short. Free memory is checked first, because all pages are allocated at once, and
-        too many would make the kernel kill a process. (In the receiver process a peer chooses the size.)
-        """
+        """Return a new ring, which is sealed and filled with zeros. Raises OSError if memory is short. Free memory is
+        checked first, because all pages are allocated at once, and too many would make the kernel kill a process. (In
+        the receiver process a peer chooses the size.)"""
         entry_bytes = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE)
         size = entry_bytes * entries
         if size > UNCHECKED_BYTES and size > (free := int(MOST_OF_FREE * free_memory())):
@@ -153,11 +142,9 @@ class Ring:
 
     @classmethod
     def open(cls, fd: int, entry_bytes: int, entries: int) -> Ring:
-        """Map a ring that a peer made. `fd`: descriptor of its memfd.
-
-        Raises ProtocolError unless the ring is sealed, of ordinary pages, as large as announced and fully allocated;
-        LaneLostError if this process cannot map it, for example because it lacks address space.
-        """
+        """Map a ring that a peer made. Raises ProtocolError unless it is sealed, of ordinary pages, as large as
+        announced and fully allocated; LaneLostError if this process cannot map it, for example because it lacks address
+        space."""
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError as error:
@@ -197,35 +184,30 @@ class Ring:
             ) from error
 
     def forked(self) -> None:
-        """Make the ring's memory private in a process that user code has forked; penstock.runtime.process.forks calls
-        this there. Do nothing if the descriptor is closed, as that of a ring which a Consumer has mapped."""
+        """Make the memory private in a process that user code has forked, unless the descriptor is closed."""
         if self.fd >= 0:
             if hasattr(self, "map"):
                 unshare(self.map, self.fd)
             silence(self.fd)
 
     def close_fd(self) -> None:
-        """Close the descriptor of the memfd. The memory stays mapped while views of it exist."""
+        """Close the descriptor. The memory stays mapped while views of it exist."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class RingBudget:
-    """Limit on the bytes of all rings of a process together. A ring counts until its last view is gone. The limit is
-    for rings whose sizes peers choose: each alone may fit into the free memory, but not all together.
-
-    Args:
-        limit: bytes; 0 for MOST_OF_FREE of the memory that is free now.
-    """
+    """Limit on the bytes of all rings of a process together, whose sizes peers choose: each alone may fit into the free
+    memory, but not all together. A ring counts until its last view is gone. `limit`: 0 for MOST_OF_FREE of the free
+    memory."""
 
     def __init__(self, limit: int = 0) -> None:
         self._limit = limit or int(MOST_OF_FREE * free_memory())
         self._used = 0
 
     def create(self, entry_bytes: int, entries: int) -> Ring:
-        """Return a new ring as Ring.create does. Raises OSError if memory is short or the ring would exceed the
-        limit."""
+        """Raises OSError if memory is short or the ring would exceed the limit."""
         size = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE) * entries
         if self._used + size > self._limit:
             raise OSError(

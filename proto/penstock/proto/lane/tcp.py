@@ -47,12 +47,10 @@ __all__ = [
 ]
 
 SEAL = struct.Struct("<IIQ")
-"""Format of the seal, which precedes a message: the message's length, the complement of the length, and the message's
-xxh3."""
+"""Format of the seal: the message's length, the complement of the length, and the message's xxh3."""
 CHECK_BYTES = 8
-"""Size in bytes of the check that follows a payload: the payload's xxh3, little endian."""
+"""Bytes of the check that follows a payload: its xxh3, little endian."""
 _REMEDY = "Check memory and network of both machines if this happens often"
-"""Remedy for damaged data. The connection is closed, and the data is fetched again."""
 _ALL = (1 << 32) - 1
 _SEAL_BYTES, _seal, _unseal = SEAL.size, SEAL.pack, SEAL.unpack_from
 
@@ -61,20 +59,17 @@ PROBE_EVERY_S, USER_TIMEOUT_S = 1, 2
 """Seconds between keepalive probes, and seconds without an acknowledgement after which the receiver's end counts its
 peer as unreachable. Waiting longer would cost more than opening a new lane, to this worker or another."""
 NEAR_US = 100
-"""Longest round trip in microseconds to a peer that counts as near. The shortest round trip that the kernel has
-measured decides."""
+"""Longest round trip in microseconds to a peer that counts as near, by the shortest that the kernel has measured."""
 NEAR_BUFFER = 256 << 10
-"""Size in bytes of the send buffer for a near peer; the kernel doubles it for its own use. Half the size is slower, and
-twice the size is not faster."""
+"""Send buffer in bytes for a near peer. Half the size is slower, and twice the size is not faster."""
 _MIN_RTT_AT = 148
 """Offset of tcpi_min_rtt in Linux's struct tcp_info."""
 _NO_RTT_US = (1 << 32) - 1
-"""Value of tcpi_min_rtt before the kernel has measured a round trip."""
 
 
 def tune(sock: socket.socket, *, user_timeout: bool = False) -> None:
-    """Set the options of a TCP socket so that small messages are sent at once and dead peers are detected.
-    user_timeout: set TCP_USER_TIMEOUT too, and probe an idle peer each second."""
+    """Let small messages be sent at once, and dead peers be detected. `user_timeout`: set TCP_USER_TIMEOUT too, and
+    probe an idle peer each second."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
@@ -87,15 +82,13 @@ def tune(sock: socket.socket, *, user_timeout: bool = False) -> None:
 
 
 def unreachable_error(address: str, error: OSError) -> DeadlineError | LaneLostError:
-    """Return the error for a connection to `address` that failed: DeadlineError if nothing answered, else
-    LaneLostError."""
+    """DeadlineError if nothing answered, else LaneLostError."""
     kind = DeadlineError if isinstance(error, TimeoutError) else LaneLostError
     return kind(f"no connection to {address}: {error}")
 
 
 def silence_error(address: str, error: OSError) -> DeadlineError | None:
-    """Return a DeadlineError if the kernel ended the connection to `address` because acknowledgements were missing;
-    None if it ended for another reason."""
+    """DeadlineError if the kernel ended the connection because acknowledgements were missing; else None."""
     if error.errno not in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
         return None
     return DeadlineError(
@@ -104,17 +97,13 @@ def silence_error(address: str, error: OSError) -> DeadlineError | None:
 
 
 def sealed(message: bytes | memoryview) -> bytes:
-    """Return a message preceded by its seal: its length, the length's complement, and an xxh3 of the message."""
     size = len(message)
     return _seal(size, size ^ _ALL, xxh3_64_intdigest(message)) + message
 
 
 def length_of(seal: bytes | bytearray | memoryview, at: int = 0) -> int:
-    """Return the length in bytes of the message that follows a seal; it is at most MAX_FRAME. The seal begins at offset
-    `at` of `seal`.
-
-    Raises BatchCorruptError if the two lengths in the seal differ, ProtocolError if the message is too long.
-    """
+    """Return the length of the message that follows a seal. Raises BatchCorruptError if the two lengths in it differ,
+    ProtocolError if the message is too long."""
     size, complement, _ = SEAL.unpack_from(seal, at)
     if size ^ complement != _ALL:
         raise BatchCorruptError(
@@ -127,7 +116,7 @@ def length_of(seal: bytes | bytearray | memoryview, at: int = 0) -> int:
 
 
 def check_message(seal: bytes | bytearray | memoryview, at: int, message: bytes | memoryview) -> None:
-    """Raise BatchCorruptError if the message does not match its seal, which begins at offset `at` of `seal`."""
+    """Raise BatchCorruptError if the message does not match its seal."""
     if SEAL.unpack_from(seal, at)[2] != xxh3_64_intdigest(message):
         raise BatchCorruptError(
             f"a message of {len(message)} bytes was damaged in transit: its checksum differs. {_REMEDY}"
@@ -135,27 +124,20 @@ def check_message(seal: bytes | bytearray | memoryview, at: int, message: bytes 
 
 
 def is_checked(frame: Frame) -> bool:
-    """Return whether a check (CHECK_BYTES) follows the payload of this BATCH frame. No check follows an uncompressed
-    payload if the batch's digest covers every byte of it."""
+    """True if a check follows the payload of this BATCH frame. No check follows an uncompressed payload if the batch's
+    digest covers every byte of it."""
     cover = frame.flags & COVER
     return frame.codec != 0 or (cover != DigestCover.FULL and (frame.nbytes > FULL_BELOW or cover == DigestCover.ROWS))
 
 
 def check_of(hasher: xxh3_64) -> bytes:
-    """Return the check to send after a payload. `hasher`: hash of all bytes of the payload."""
     return hasher.intdigest().to_bytes(CHECK_BYTES, "little")
 
 
 def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
-    """Return the Hello, the consumer's request that opens a TCP lane. This function reads no byte after the Hello.
-    `timeout`: seconds for the whole Hello, however slowly it arrives.
-
-    Raises:
-        DeadlineError: the Hello did not arrive in time.
-        LaneLostError: the peer is gone.
-        BatchCorruptError: the Hello was damaged in transit.
-        ProtocolError: the message is not a Hello.
-    """
+    """Return the Hello that opens a TCP lane, and read no byte after it. `timeout`: seconds for the whole Hello,
+    however slowly it arrives. Raises DeadlineError, LaneLostError, BatchCorruptError, and ProtocolError for another
+    message."""
     deadline = time.monotonic() + timeout
     reading = HelloReader()
     while reading.missing:
@@ -179,8 +161,7 @@ def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
 
 
 class HelloReader:
-    """Assembler of the Hello, the request that opens a TCP lane, from received pieces of any size. Its methods raise
-    the errors of `read_hello`."""
+    """Assembler of the Hello from received pieces of any size. Its methods raise the errors of `read_hello`."""
 
     def __init__(self) -> None:
         self.missing = SEAL.size
@@ -211,13 +192,11 @@ class HelloReader:
 
 
 def fit_send_buffer(sock: socket.socket) -> None:
-    """Limit the unsent data of a connection to a near peer to the size of a processor's cache. `sock`: a connected
-    socket.
+    """Limit the unsent data of a connection to a near peer to the size of a processor's cache.
 
-    By default the kernel keeps 4 MiB in flight, which does not fit into the cache. On the loopback, 8 MiB batches then
-    took 1,370 us of the sender's processor time instead of 1,050. A bounded buffer also limits the speed, to one full
-    buffer in each round trip: 3 GB/s at NEAR_US, more than a lane needs. The kernel's default is kept for more distant
-    peers.
+    By default the kernel keeps 4 MiB in flight. On the loopback, 8 MiB batches then took 1,370 us of the sender's
+    processor time instead of 1,050. A bounded buffer also limits the speed, to one full buffer in each round trip: 3
+    GB/s at NEAR_US, more than a lane needs.
     """
     min_rtt_us = _min_rtt_us(sock)
     if min_rtt_us is not None and min_rtt_us < NEAR_US:
@@ -225,8 +204,7 @@ def fit_send_buffer(sock: socket.socket) -> None:
 
 
 def round_trip_s(sock: socket.socket) -> float:
-    """Return the shortest round trip to the peer in seconds; 0 if the kernel has not measured it. `sock`: a socket that
-    is or was connected."""
+    """Shortest round trip to the peer in seconds; 0 if the kernel has not measured it."""
     return min(_min_rtt_us(sock) or 0, _NO_RTT_US) % _NO_RTT_US / 1e6
 
 
@@ -236,10 +214,8 @@ def _min_rtt_us(sock: socket.socket) -> int | None:
 
 
 class SealedInbox:
-    """Receive buffer of a TCP connection, from which whole messages are taken."""
-
     def __init__(self, capacity: int = 4 * MAX_FRAME) -> None:
-        """Allocate a buffer of `capacity` bytes, which must be more than the longest message has."""
+        """`capacity`: bytes, more than the longest message has."""
         self._buffer = memoryview(bytearray(capacity))
         self._start = self._end = 0
 
@@ -247,11 +223,8 @@ class SealedInbox:
         return self._end - self._start
 
     def take_check(self, hasher: xxh3_64, total: int) -> bool:
-        """Compare the check that follows a payload with the payload's hash. `hasher`: hash of all bytes of the payload;
-        `total`: number of the batch, counted over the run. Return False if the check has not arrived completely.
-
-        Raises BatchCorruptError if check and hash differ.
-        """
+        """Compare the check that follows a payload with the payload's hash. Return False if it has not arrived
+        completely. Raises BatchCorruptError if they differ."""
         stop = self._start + CHECK_BYTES
         if stop > self._end:
             return False
@@ -263,8 +236,7 @@ class SealedInbox:
         return True
 
     def room(self, limit: int) -> memoryview:
-        """Return the memory into which to receive the next bytes: at most `limit` bytes, and never empty. Then pass the
-        number of received bytes to `add`."""
+        """Return the memory into which to receive the next bytes: at most `limit`, never empty. Then call `add`."""
         if self._start == self._end:
             self._start = self._end = 0
         elif len(self._buffer) - self._end < SEAL.size + MAX_FRAME:
@@ -274,15 +246,12 @@ class SealedInbox:
         return self._buffer[self._end : self._end + limit]
 
     def add(self, size: int) -> None:
-        """Record that `size` bytes were received into the memory that `room` returned."""
         self._end += size
 
     def take(self) -> memoryview | None:
-        """Return the next message, without its seal; None if it has not arrived completely. The message is valid until
-        the next call of `room`.
-
-        Raises BatchCorruptError if the message was damaged in transit, ProtocolError if it is longer than any frame.
-        """
+        """Return the next message, without its seal, valid until the next call of `room`. None if it has not arrived
+        completely. Raises BatchCorruptError if it was damaged in transit, ProtocolError if it is longer than any
+        frame."""
         buffer, begin = self._buffer, self._start
         start = begin + _SEAL_BYTES
         if start > self._end:
@@ -300,7 +269,7 @@ class SealedInbox:
         return message
 
     def take_bytes(self, limit: int) -> memoryview:
-        """Return up to `limit` received bytes of a payload. They are valid until the next call of `room`."""
+        """Return up to `limit` bytes of a payload, valid until the next call of `room`."""
         start = self._start
         self._start = min(self._end, start + limit)
         return self._buffer[start : self._start]

@@ -37,9 +37,8 @@ __all__ = [
 
 
 def check_damage(error: OSError, *, heard: bool) -> None:
-    """Raise BatchCorruptError if a TLS error means that data was damaged in transit. `heard`: True if data had arrived
-    on the connection before the error. Then every TLS error means damage, except one that reports the connection's
-    end."""
+    """Raise BatchCorruptError if a TLS error means that data was damaged in transit. `heard`: data had arrived before
+    the error. Then every TLS error means damage, except one that reports the connection's end."""
     ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
     if is_damage(error) or (heard and isinstance(error, ssl.SSLError) and not ended):
         raise BatchCorruptError(
@@ -49,21 +48,19 @@ def check_damage(error: OSError, *, heard: bool) -> None:
 
 
 JOINED = 16 << 10
-"""Size in bytes up to which small buffers are joined and sent together: the size of one TLS record."""
+"""Bytes up to which small buffers are sent together: one TLS record."""
 AT_ONCE = 256 << 10
-"""Largest number of bytes passed to OpenSSL in one call. OpenSSL makes several records of them without returning to
-Python in between."""
+"""Largest number of bytes for one call of OpenSSL, which makes several records of them."""
 PEEKED = 3
 """Number of first bytes that distinguish a TLS client from a plain one. A TLS handshake begins with 22, 3 and a third
 byte >= 1. A Hello begins with its length; if its first two bytes are 22 and 3, the third is 0."""
 
 
 class TlsSocket(WrappedSocket):
-    """TLS socket of a lane. The module's docstring lists how it differs from Python's SSLSocket. An SSLContext creates
-    it as its `sslsocket_class`."""
+    """TLS socket of a lane. An SSLContext creates it as its `sslsocket_class`."""
 
     _held: bytes | memoryview | None = None
-    """Bytes that OpenSSL has begun to send and has not finished; None if it has finished."""
+    """Bytes that OpenSSL has begun to send and has not finished."""
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
         try:
@@ -97,7 +94,7 @@ class TlsSocket(WrappedSocket):
 
 
 def _first_of(buffers: Iterable[Any]) -> bytes | memoryview:
-    """Return the bytes to send next: a part of a large buffer, or several small buffers joined."""
+    """Bytes to send next: a part of a large buffer, or several small buffers joined."""
     joined = bytearray()
     for buffer in buffers:
         view = memoryview(buffer)
@@ -117,11 +114,8 @@ def _wrapped(context: ssl.SSLContext, sock: socket.socket, **options: Any) -> Tl
 
 
 def connect_tls(sock: socket.socket, tls: Tls, host: str) -> TlsSocket:
-    """Start TLS on a connection that this process opened, and return the TLS socket. The socket's timeout applies to
-    each message of the handshake.
-
-    Raises OSError if the handshake fails, after closing the socket. Pass the error to `tls.explain` for the reason.
-    """
+    """Start TLS on a connection that this process opened. The socket's timeout applies to each message of the
+    handshake. Raises OSError if it fails, after closing the socket. Pass the error to `tls.explain` for the reason."""
     wrapped = _wrapped(tls.client_context(), sock, server_hostname=tls.expected("worker") or host)
     try:
         wrapped.do_handshake()
@@ -132,16 +126,13 @@ def connect_tls(sock: socket.socket, tls: Tls, host: str) -> TlsSocket:
 
 
 def looks_like_tls(first: bytes) -> bool:
-    """Return whether these bytes, the first PEEKED of a connection, begin a TLS handshake and not a Hello."""
+    """True if the first PEEKED bytes of a connection begin a TLS handshake and not a Hello."""
     return first[:2] == b"\x16\x03" and first[2] > 0
 
 
 async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
-    """Start TLS on an accepted non-blocking connection, and return the TLS socket. The caller must set a deadline.
-
-    Raises TlsError if the handshake fails, also because the peer closes the connection, and OSError if the connection
-    is lost in another way, both after closing the socket.
-    """
+    """Start TLS on an accepted non-blocking connection. The caller must set a deadline. Raises TlsError if the
+    handshake fails, and OSError if the connection is lost in another way, both after closing the socket."""
     wrapped = _wrapped(context, sock, server_side=True)
     try:
         while True:
@@ -164,15 +155,13 @@ async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
 
 
 def accept_tls_blocking(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
-    """Start TLS on an accepted blocking connection, and return the TLS socket. For benchmarks and tests that act as the
-    daemon."""
+    """For benchmarks and tests that act as the daemon."""
     wrapped = _wrapped(context, sock, server_side=True)
     wrapped.do_handshake()
     return wrapped
 
 
 async def when_readable(sock: socket.socket) -> None:
-    """Wait until the event loop reports that the socket has something to receive."""
     loop = asyncio.get_running_loop()
     await _when(sock, loop.add_reader, loop.remove_reader)
 

@@ -31,15 +31,13 @@ def check_address(address: str) -> None:
 
 
 def socket_path(address: str) -> Path | None:
-    """Return the path of the socket in an address "unix:/path"; None for another address."""
+    """Path of the socket in an address "unix:/path"."""
     return Path(address.removeprefix(UNIX)) if address.startswith(UNIX) else None
 
 
 def refuse_strangers(address: str) -> None:
-    """Raise UnsafeBindError if an address is a Unix socket that another user made, or could replace.
-
-    The folder of the socket is checked even if there is no socket yet.
-    """
+    """Raise UnsafeBindError if an address is a Unix socket that another user made, or could replace. Its folder is
+    checked even if there is no socket yet."""
     path = socket_path(address)
     if path is None:
         return
@@ -63,7 +61,6 @@ def refuse_strangers(address: str) -> None:
 
 
 def is_local(address: str) -> bool:
-    """Return whether only this machine can reach the address."""
     if socket_path(address) is not None:
         return True
     host = address.rpartition(":")[0].strip("[]")
@@ -77,7 +74,7 @@ def is_local(address: str) -> bool:
 
 def refuse_unsafe(listen: str, *, encrypted: bool, insecure: bool) -> None:
     """Raise UnsafeBindError if other machines can reach the address and its traffic would not be encrypted. `insecure`:
-    the user allows that, so raise no error."""
+    the user allows that."""
     if encrypted or insecure or is_local(listen):
         return
     raise UnsafeBindError(
@@ -87,12 +84,9 @@ def refuse_unsafe(listen: str, *, encrypted: bool, insecure: bool) -> None:
 
 
 def host_id() -> str:
-    """Return an id of this host. It is equal in two processes exactly if they share a running kernel and a network
-    namespace, so that each can reach the other's abstract Unix sockets.
-
-    A hostname is not enough. Two containers of one pod share a network and may have two names. Two containers of one
-    machine may have one name and two networks.
-    """
+    """Return an id that is equal in two processes exactly if they share a running kernel and a network namespace, so
+    that each can reach the other's abstract Unix sockets. A hostname is not enough: two containers of one pod share a
+    network and may have two names; two of one machine may have one name and two networks."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network = os.stat("/proc/self/ns/net").st_ino

@@ -44,27 +44,23 @@ __all__ = ["SERVICE", "AuthInterceptor", "credential", "jobs_share_token"]
 SERVICE = "penstock.proto.v1.Coordinator"
 _OURS = f"/{SERVICE}/"
 _HEALTH = f"/{health.SERVICE_NAME}/Check"
-"""Method of the health check, which needs no token. The health service's other method, Watch, is refused, because any
-caller could leave that stream open."""
+"""Method of the health check, which needs no token. The health service's Watch is refused, because any caller could
+leave that stream open."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 _SHOWN_NAMES = "x509_subject_alternative_name"
-"""Key, in a call's auth_context(), of the names in the certificate of the caller."""
 MAX_SHOWN = 200
-"""Largest number of characters of a text from a peer that an error quotes."""
 
 
 class AuthInterceptor(grpc.GenericRpcHandler):
     """Handler around every method of the server. It checks the token, role and protocol number of each call, and
     translates errors.
 
-    Services are added to the interceptor as to a server, and the interceptor is the server's only handler. gRPC's own
-    interceptors would take a task and several awaits for each call: 40 us, a third of the time that gRPC itself takes.
+    Services are added to it as to a server, and it is the server's only handler. gRPC's own interceptors would take a
+    task and several awaits for each call: 40 us, a third of the time that gRPC itself takes.
 
     Args:
-        verifier: verifier of tokens.
-        calls: counters of answered calls.
         connections: record of the server's connections. It is told of each call, and whether the call had a token.
-        tls: names that callers' certificates must have, if certificates are requested; None without TLS.
+        tls: names that callers' certificates must have, if certificates are requested.
     """
 
     def __init__(
@@ -107,11 +103,9 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         return None
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Do nothing. A generated `add_..._to_server` passes the same methods again to
-        add_registered_method_handlers."""
+        """A generated `add_..._to_server` passes the same methods again to add_registered_method_handlers."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """Add the methods of a service, each by its name."""
         connection = partial(self._connections.note_call, proven=service != health.SERVICE_NAME)
         for name, handler in handlers.items():
             on_call = partial(self._accept, name, connection)
@@ -144,8 +138,8 @@ class AuthInterceptor(grpc.GenericRpcHandler):
             )
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return the handler for a call. If the call's token, role or protocol number is wrong, return a handler that
-        refuses the call. Return None for a method of an unknown service, which gRPC refuses with UNIMPLEMENTED."""
+        """Return the handler for a call, or one that refuses it if its token, role or protocol number is wrong. None
+        for a method of an unknown service, which gRPC refuses with UNIMPLEMENTED."""
         method = handler_call_details.method
         called = method.removeprefix(_OURS)
         if method.startswith(_OURS):
@@ -174,13 +168,13 @@ _jobs_share_token: ContextVar[bool] = ContextVar("penstock-jobs-share-token", de
 
 
 def jobs_share_token() -> bool:
-    """Return whether all training jobs send the same token, because this server accepts no second token for them. A
-    limit for each token then cannot tell jobs apart. True outside a call."""
+    """True if this server accepts only one token for training jobs: a limit for each token then cannot tell jobs apart.
+    True outside a call."""
     return _jobs_share_token.get()
 
 
 def credential() -> str:
-    """Return the digest of the token of the call that is being answered; "" outside a call."""
+    """Digest of the token of the call that is being answered; "" outside a call."""
     return _credential.get()
 
 
@@ -189,13 +183,11 @@ def _proof(caller: Caller | None) -> tuple[tuple[str, str], ...]:
 
 
 def _short(said: object) -> str:
-    """Return a text from a peer, shortened and escaped, to be quoted in an error."""
     return ascii(str(said)[:MAX_SHOWN])[1:-1]
 
 
 def _refusing(error: PenstockError, trailing: tuple[tuple[str, str], ...]) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return a handler that refuses a call with `error` and the metadata `trailing`. Whatever the method, the handler
-    is of the kind stream to stream, which can answer before the request is read."""
+    """Handler that refuses a call. It is of the kind stream to stream, which can answer before the request is read."""
 
     async def refuse(_: Any, context: _Context) -> AsyncIterator[None]:
         context.set_trailing_metadata(trailing)
@@ -206,21 +198,17 @@ def _refusing(error: PenstockError, trailing: tuple[tuple[str, str], ...]) -> gr
 
 
 def _serialised(serialise: Callable[[Any], bytes], said: Any) -> bytes:
-    """Return the reply `said` as bytes. A reply that is bytes already is returned unchanged: its handler has serialised
-    one reply for many callers."""
+    """A reply that is bytes already is returned unchanged: its handler has serialised one reply for many callers."""
     return said if isinstance(said, bytes) else serialise(said)
 
 
 class _Call:
-    """Call that is being answered, with the name of the status with which it ends."""
-
     status = "OK"
 
 
 @contextmanager
 def _counted(calls: CallCounters, method: str) -> Iterator[_Call]:
-    """Count a call and its duration when it has ended. A call that ends without an answer or a refusal counts as
-    cancelled."""
+    """Count a call and its duration when it has ended. One without an answer or a refusal counts as cancelled."""
     began, call = time.perf_counter(), _Call()
     try:
         yield call
@@ -236,8 +224,8 @@ def _counted(calls: CallCounters, method: str) -> Iterator[_Call]:
 def _translated(
     name: str, handler: Any, calls: CallCounters, on_call: Callable[[_Context], None], large: LargeRequests
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return `handler`, a method's handler, with its errors converted to gRPC status and trailing metadata. `on_call`:
-    called with the context before each call; `large`: limit on large requests."""
+    """Convert the errors of a method's handler to gRPC status and trailing metadata. `on_call`: called with the context
+    before each call."""
     parse = handler.request_deserializer
 
     def read(request: Any, count: Callable[[int], None]) -> Any:

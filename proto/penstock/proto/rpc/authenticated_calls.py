@@ -33,20 +33,17 @@ from penstock.proto.rpc.wire_errors import ERROR_KEY
 __all__ = ["Answer", "AuthenticatedCall", "Call", "Metadata"]
 
 SHOWN = 200
-"""Largest number of characters that an error quotes from a server that has not proven that it knows the token."""
+"""Characters that an error quotes from a server that has not proven that it knows the token."""
 DIAGNOSE_S = 2.0
-"""Timeout in seconds of each step of finding out whether TLS is the reason why calls to a listening coordinator fail:
-connect, handshake, first bytes."""
+"""Timeout in seconds of each step of finding out whether TLS is why calls to a listening coordinator fail."""
 
 Metadata = tuple[tuple[str, str], ...]
 Trailing = Iterable[tuple[str, str | bytes]] | None
 Answer = tuple[Any, Trailing]
-"""Reply of a call, and the trailing metadata that came with it."""
 _RELEASE = ((PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, VERSION))
 _OWN_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Status codes that gRPC itself sets if no coordinator has answered. An error with one of them is accepted although no
-server has proved that it knows the credential token, unless the error came with the details that Penstock's servers add
-(ERROR_KEY)."""
+server has proved that it knows the token, unless it came with the details that Penstock's servers add."""
 
 
 class AuthenticatedCall:
@@ -74,16 +71,13 @@ class AuthenticatedCall:
         raise NotImplementedError
 
     def _renew_files(self) -> None:
-        """Connect with new certificates after a failed call, if the certificate files have changed.
-
-        Calls in progress keep their old channel.
-        """
+        """Connect with new certificates after a failed call, if the files have changed. Calls in progress keep their
+        old channel."""
         if self._files is not None and not self._closed and self._files.renew():
             self._open()
 
     def renew_token(self) -> bool:
-        """Read the token file again after a call was refused. Return True if the file has another token than before.
-        Further calls then use the new token."""
+        """Read the token file again after a call was refused. Return True if it has another token than before."""
         token = read_again(self._token)
         if token == self._token:
             return False
@@ -91,9 +85,9 @@ class AuthenticatedCall:
         return True
 
     def wrong_server_error(self, words: str = "") -> PenstockError:
-        """Return the error for an answer of a process that does not know the token, so that it is not the coordinator.
-        The error is a CoordinatorUnavailableError if the coordinator has answered before, because the coordinator may
-        come back, else an AuthenticationError. `words`: text of the process's own error, to be quoted."""
+        """Return the error for an answer of a process that does not know the token: CoordinatorUnavailableError if the
+        coordinator has answered before, because it may come back, else AuthenticationError. `words`: text of the
+        process's own error, to be quoted."""
         kind = CoordinatorUnavailableError if self._reached else AuthenticationError
         return kind(
             f"the process that answers at {self.address} does not prove that it has the token, so it is not the "
@@ -101,19 +95,16 @@ class AuthenticatedCall:
         )
 
     def _tls_trouble(self, error: CoordinatorUnavailableError) -> TlsError | None:
-        """Return the TLS error that explains why the coordinator has never answered; None if TLS is not the reason.
-        Return None also if the coordinator has answered before, because it may come back with another certificate."""
+        """TLS error that explains why the coordinator has never answered; None if it has before, because it may come
+        back with another certificate."""
         if self._reached or isinstance(error, OverloadedError):
             return None
         return diagnose(self.address, self._tls, f"the coordinator at {self.address}", DIAGNOSE_S)
 
 
 class Call:
-    """Call of a client, with all its tries. The client makes the call, and makes it again while `again` returns
-    True, until the answer has a proof that the server knows the token (penstock.proto.rpc.credentials.token_proof).
-
-    metadata: what to send with the next try.
-    """
+    """Call of a client, with all its tries. The client makes the call, and makes it again while `again` returns True,
+    until the answer has a proof that the server knows the token (penstock.proto.rpc.credentials.token_proof)."""
 
     def __init__(self, client: AuthenticatedCall) -> None:
         self._client = client
@@ -127,9 +118,9 @@ class Call:
         self.metadata: Metadata = (("authorization", self._shown.header), *_RELEASE)
 
     def again(self, error: grpc.RpcError) -> bool:
-        """Return True if the client must make the call again, because the server refused it with a challenge, or
-        because the token has changed. `metadata` is then set for the next try. Raises an error if a server without the
-        token has answered. `error`: with which the last try failed."""
+        """Return True if the client must make the call again, with the new `metadata`, because the server refused it
+        with a challenge, or because the token has changed. Raises an error if a server without the token has
+        answered."""
         if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
             return False
         trailing = error.trailing_metadata() or ()
@@ -147,15 +138,13 @@ class Call:
         return True
 
     def require_proof(self, metadata: Trailing, words: str = "") -> None:
-        """Raise an error unless the metadata prove that the server knows the token. `words`: text of the server's own
-        error, to be quoted."""
+        """Raise an error unless the metadata prove that the server knows the token. `words`: text of its own error."""
         if not self._shown.proven_by(_found(metadata, PROOF_KEY)):
             raise self._client.wrong_server_error(words)
 
 
 def _words(error: grpc.Call | grpc.aio.AioRpcError) -> str:
-    """Return the escaped text of an error that came without a proof. The text may be gRPC's own, which helps if, for
-    example, a reply is too large."""
+    """Escaped text of an error that came without a proof. It may be gRPC's own, which helps if a reply is too large."""
     return f" (it says {error.code().name}: {ascii((error.details() or '')[:SHOWN])[1:-1]})"
 
 

@@ -52,38 +52,31 @@ from penstock.runtime.process import forks
 __all__ = ["AsyncCoordinatorClient", "CoordinatorClient", "FetchedState", "blob_name"]
 
 DEADLINE_S = 10.0
-"""Seconds that a call may take, in addition to the hold of a long poll. A healthy coordinator answers in
-milliseconds."""
+"""Seconds that a call may take, in addition to the hold of a long poll."""
 TRANSFER_DEADLINE_S = 120.0
 """Seconds that a call with a state or a snapshot may take: 1 GiB at 10 MB/s."""
 ARGUMENTS_INLINE = 4 * 1024
-"""Size in bytes above which a loader's arguments are sent as a blob. Otherwise every slot's assignment would repeat
-them."""
+"""Bytes above which a loader's arguments are sent as a blob. Otherwise every slot's assignment would repeat them."""
 
 
 @dataclass
 class FetchedState:
-    """State of a run at a step, as received from the coordinator."""
-
     records: list[tuple[pb.WorkerRecord, bytes]] = field(default_factory=list)
     """Record and encoded state of each worker of all boxes, in order of global_worker_id."""
     positions: dict[int, records_pb2.BoxPosition] = field(default_factory=dict)
-    """Box -> position of the box at the state's step."""
 
 
 # ------------------------------------------------------------------------------------------------- to and from parts
 
 
 def pieces(data: bytes) -> Iterator[bytes]:
-    """Yield `data` in pieces of at most CHUNK bytes; nothing for empty data."""
     view = memoryview(data)
     for start in range(0, len(view), CHUNK):
         yield bytes(view[start : start + CHUNK])
 
 
 def _first(data: bytes) -> tuple[bytes, Iterator[bytes]]:
-    """Return the bytes to send in the same message as the header, and the pieces to send after it. A small value is
-    sent with its header."""
+    """Bytes to send in the same message as the header, and the pieces to send after it."""
     if len(data) <= CHUNK:
         return data, iter(())
     return b"", pieces(data)
@@ -116,15 +109,15 @@ def answer_parts(answer: pb.StateAnswer, data: bytes) -> Iterator[pb.AnswerPart]
 
 
 def _parsed_part(method: str, part: bytes) -> Any:
-    """Return a part of a reply. Raise ProtocolError for an empty one: a peer could send such parts without end."""
+    """Raises ProtocolError for an empty part: a peer could send such parts without end."""
     if not part:
         raise malformed(f"{method}: a part of a reply must not be empty")
     return parsed_reply(method, part)
 
 
 def _sendable(address: str, method: str, request: Any) -> Any:
-    """Return the request. Raise InvalidArgumentError if it is larger than a coordinator accepts. gRPC would refuse such
-    a request without a proof of the token, as if another server had answered."""
+    """Raises InvalidArgumentError for a request that is larger than a coordinator accepts. gRPC would refuse it without
+    a proof of the token, as if another server had answered."""
     if isinstance(request, Message) and (size := request.ByteSize()) > REQUEST_MAX:
         raise InvalidArgumentError(
             f"the request {method} to the coordinator at {address} must have at most {REQUEST_MAX} bytes, got {size}. "
@@ -142,15 +135,13 @@ _Part = TypeVar("_Part")
 _Reply = TypeVar("_Reply")
 
 _unusable: ForkedProcessError | None = None
-"""Error that all calls raise in the forked child of a process that had an open client; None in other processes."""
+"""Error that all calls raise in the forked child of a process that had an open client."""
 
 
 class CoordinatorClient(AuthenticatedCall):
     """Client with blocking calls, for training jobs and the command line. Several threads may use it. `close`, from any
-    thread, ends calls under way with LaneClosedError.
-
-    Raises ForkedProcessError in the forked child of a process that had an open client.
-    """
+    thread, ends calls under way with LaneClosedError. Raises ForkedProcessError in the forked child of a process that
+    had an open client."""
 
     def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
         if _unusable is not None:
@@ -166,8 +157,7 @@ class CoordinatorClient(AuthenticatedCall):
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def forked(self) -> None:
-        """Make all calls fail in a process that user code has forked; penstock.runtime.process.forks calls this there.
-        gRPC has no threads in such a process, so new clients cannot work there either."""
+        """Make all calls fail in a process that user code has forked, in which gRPC has no threads."""
         global _unusable
         if not self._closed:
             _unusable = self._owner.error(f"the connection to the coordinator at {self.address}")
@@ -187,8 +177,7 @@ class CoordinatorClient(AuthenticatedCall):
             raise
 
     def _made(self, method: str, deadline_s: float, once: Callable[[Call], Answer]) -> Any:
-        """Make a call, several times if necessary, until the server has proven that it knows the token. Return the
-        reply. `once`: makes one try."""
+        """Make a call until the server has proven that it knows the token. `once`: makes one try."""
         with self._guarded(method, deadline_s):
             call = Call(self)
             while True:
@@ -202,8 +191,7 @@ class CoordinatorClient(AuthenticatedCall):
                     return reply
 
     def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
-        """Make a call with one request, or with a streamed request, and return the reply. `request`: called before each
-        try; returns the request, or an iterator of its parts."""
+        """`request`: called before each try; returns the request, or an iterator of its parts."""
 
         def once(call: Call) -> Answer:
             make = getattr(self._stub, method).with_call
@@ -213,8 +201,7 @@ class CoordinatorClient(AuthenticatedCall):
         return cast(_Reply, parsed_reply(method, self._made(method, deadline_s, once)))
 
     def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
-        """Pass the parts of a streamed reply to `take` as they arrive, once the server has proven that it knows the
-        token."""
+        """Pass the parts of a streamed reply to `take`, once the server has proven that it knows the token."""
 
         def once(call: Call) -> Answer:
             parts = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)
@@ -241,11 +228,9 @@ class CoordinatorClient(AuthenticatedCall):
         self.close()
 
     def reach(self, timeout_s: float) -> bool:
-        """Wait until the channel is connected. Return False if it is not after `timeout_s` seconds.
-
-        Call this instead of sleeping after a CoordinatorUnavailableError. A blocking channel reconnects only while a
-        call waits for it, and would otherwise stay disconnected for 5 s.
-        """
+        """Wait until the channel is connected. Return False if it is not after `timeout_s` seconds. Call this instead
+        of sleeping after a CoordinatorUnavailableError: a blocking channel reconnects only while a call waits for
+        it."""
         try:
             self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
         except grpc.RpcError:
@@ -255,8 +240,7 @@ class CoordinatorClient(AuthenticatedCall):
         return True
 
     def open_run(self, request: pb.OpenRunRequest, *, deadline_s: float | None = None) -> pb.OpenRunReply:
-        """Join a box to the open attempt of a run, or open the run's next attempt: see OpenRunRequest in
-        coordinator.proto. Large arguments of the loader are first sent as a blob."""
+        """Join a box to the open attempt of a run, or open the next one: see OpenRunRequest in coordinator.proto."""
         deadline_s = deadline_s or self.deadline_s
         arguments = request.loader.arguments
         if len(arguments) > ARGUMENTS_INLINE:
@@ -287,11 +271,8 @@ class CoordinatorClient(AuthenticatedCall):
         return FetchedState(state.records(), state.positions)
 
     def put_blob(self, data: bytes, run_hint: str = "", *, deadline_s: float = TRANSFER_DEADLINE_S) -> str:
-        """Store bytes at the coordinator as a blob, and return the blob's name, for use in an OpenRunRequest.
-        `run_hint`: name of the run that needs the blob, for messages.
-
-        If another box has already stored the same bytes, they are not sent again.
-        """
+        """Store bytes at the coordinator, unless it has them, and return their name for an OpenRunRequest. `run_hint`:
+        name of the run that needs the blob, for messages."""
         return self._ask("PutBlob", deadline_s, partial(blob_parts, data, run_hint), pb.PutBlobReply).blob
 
     def get_blob(self, name: str, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
@@ -302,8 +283,8 @@ class CoordinatorClient(AuthenticatedCall):
     def get_blob_into(
         self, name: str, write: Callable[[bytes], None], *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> None:
-        """Fetch a blob, and pass its bytes to `write` as they arrive. Use them only after this method has returned,
-        because the blob is checked as a whole at the end. Raises StateCorruptError if it is damaged."""
+        """Fetch a blob, and pass its bytes to `write` as they arrive. Use them only after this method has returned: the
+        blob is checked as a whole at the end. Raises StateCorruptError if it is damaged."""
         blob = BlobParts(name, write)
         self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), blob.add)
         blob.check()
@@ -313,8 +294,7 @@ class CoordinatorClient(AuthenticatedCall):
         return self._ask("Status", deadline_s, lambda: pb.StatusRequest(), pb.StatusReply)
 
     def drain(self, worker: str, *, undo: bool = False, look: bool = False) -> pb.DrainWorkerReply:
-        """Drain a worker: move its slots to other workers. `undo`: end the drain instead; `look`: change nothing, only
-        return how far the drain is."""
+        """Move a worker's slots to other workers. `undo`: end the drain instead; `look`: only return how far it is."""
         request = pb.DrainWorkerRequest(worker=worker, undo=undo, look=look)
         return self._ask("DrainWorker", self.deadline_s, lambda: request, pb.DrainWorkerReply)
 
@@ -328,21 +308,20 @@ class CoordinatorClient(AuthenticatedCall):
         return self._ask("ChangeMixture", request.deadline_s + 5.0, lambda: request, pb.ChangeMixtureReply)
 
     def open_dashboard(self) -> str:
-        """Return the URL of the dashboard. An embedded coordinator starts it at this call. Raises InvalidArgumentError
-        if the coordinator serves none."""
+        """Return the URL of the dashboard, which an embedded coordinator starts at this call. Raises
+        InvalidArgumentError if the coordinator serves none."""
         return self._ask("OpenDashboard", self.deadline_s, lambda: pb.OpenDashboardRequest(), pb.OpenDashboardReply).url
 
     def fetch_histories(self, run: str, box: int) -> list[pb.History]:
-        """Return the histories of a box, from which `penstock replay` makes its batches again: one for each attempt of
-        the run that the coordinator keeps, oldest first; [] for an unknown run or box."""
+        """Return the histories of a box, from which `penstock replay` makes its batches again: one for each attempt
+        that the coordinator keeps, oldest first."""
         request = pb.FetchHistoryRequest(run=run, box=box)
         histories = Histories()
         self._read("FetchHistory", self.deadline_s, request, histories.add)
         return histories.all
 
     def fetch_snapshot(self, header: pb.SnapshotHeader, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
-        """Return the bytes of a snapshot. `header`: the snapshot's entry in the history of a box (see
-        `fetch_histories`). Raises StateUnavailableError if the snapshot was deleted."""
+        """`header`: the snapshot's entry in the history of a box. Raises StateUnavailableError if it was deleted."""
         request = pb.FetchHistoryRequest(snapshot=header)
         parts: list[bytes] = []
         self._read("FetchHistory", deadline_s, request, ValueParts("a snapshot", parts.append).add)
@@ -373,8 +352,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         await self.close()
 
     async def _wait(self, method: str, deadline_s: float, once: Callable[[Call], Awaitable[Answer]]) -> Any:
-        """Make a call, several times if necessary, until the server has proven that it knows the token. Return the
-        reply. `once`: makes one try."""
+        """As CoordinatorClient._made."""
         try:
             with self._guarded(method, deadline_s):
                 call = Call(self)
@@ -395,8 +373,6 @@ class AsyncCoordinatorClient(AuthenticatedCall):
             raise
 
     async def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
-        """Make a call with one request, or with a streamed request, and return the reply. `request`: called before each
-        try; returns the request, or an iterator of its parts."""
 
         async def once(call: Call) -> Answer:
             sent = _sendable(self.address, method, request())
@@ -408,8 +384,6 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         return cast(_Reply, parsed_reply(method, await self._wait(method, deadline_s, once)))
 
     async def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
-        """Pass the parts of a streamed reply to `take` as they arrive, once the server has proven that it knows the
-        token."""
 
         async def once(call: Call) -> Answer:
             made = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)
@@ -437,22 +411,17 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         await self._ask("DeregisterWorker", self.deadline_s, lambda: request, pb.DeregisterWorkerReply)
 
     async def drain(self, worker: str, *, undo: bool = False) -> pb.DrainWorkerReply:
-        """Drain a worker: move its slots to other workers. `undo`: end the drain instead."""
         return await self._ask(
             "DrainWorker", self.deadline_s, lambda: pb.DrainWorkerRequest(worker=worker, undo=undo), pb.DrainWorkerReply
         )
 
     async def end_run(self, run: str) -> pb.EndRunReply:
-        """End a run (JOB/ORDINAL), or all runs of a job (JOB). Raises UnknownRunError."""
         return await self._ask("EndRun", self.deadline_s, lambda: pb.EndRunRequest(run=run), pb.EndRunReply)
 
     async def change_mixture(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply:
-        """Change the weights of a run's mixture. Waits up to the request's `deadline_s` seconds for workers to try the
-        change, and for all boxes to answer the fence."""
         return await self._ask("ChangeMixture", request.deadline_s + 5.0, lambda: request, pb.ChangeMixtureReply)
 
     async def open_dashboard(self) -> str:
-        """Return the URL of the dashboard. An embedded coordinator starts it at this call."""
         reply = await self._ask(
             "OpenDashboard", self.deadline_s, lambda: pb.OpenDashboardRequest(), pb.OpenDashboardReply
         )
@@ -461,9 +430,8 @@ class AsyncCoordinatorClient(AuthenticatedCall):
     async def put_snapshot(
         self, header: pb.SnapshotHeader, data: bytes, *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> pb.PutSnapshotReply:
-        """Send a snapshot of a slot. Wait until it is on the coordinator's disk, or is refused because space is short;
-        then reply.refused has the reason, and older snapshots are kept. Raises SupersededError for a snapshot of an old
-        generation."""
+        """Wait until a snapshot is on the coordinator's disk, or is refused because space is short; then reply.refused
+        has the reason, and older snapshots are kept. Raises SupersededError for a snapshot of an old generation."""
         return await self._ask(
             "PutSnapshot", deadline_s, lambda: _async(snapshot_parts(header, data)), pb.PutSnapshotReply
         )

@@ -60,22 +60,19 @@ __all__ = [
 ]
 
 CHUNK = 512 * 1024
-"""Size in bytes of a part of a large value. Values are sent in such parts, so that messages stay far below their
-limit."""
+"""Bytes of a part of a large value, far below the limit of messages."""
 
 REQUEST_MAX = 4 * 1024 * 1024
-"""Largest request in bytes that the coordinator accepts. It is gRPC's default, made explicit."""
+"""Largest request in bytes that the coordinator accepts: gRPC's default."""
 REPLY_MAX = 32 * 1024 * 1024
-"""Largest reply in bytes that is accepted from the coordinator. The reply to a heartbeat has an assignment for each
-slot."""
+"""Largest reply in bytes. That to a heartbeat has an assignment for each slot."""
 
 PENDING_MAX = 16_384
-"""Largest number of calls that gRPC keeps for the server's event loop, which takes them one by one. gRPC cancels more.
-A fleet of 10,000 workers may register at the same moment; each waiting call takes some 20 KiB."""
+"""Largest number of calls that wait for the server's event loop; gRPC cancels more. A fleet of 10,000 workers may
+register at the same moment; each waiting call takes some 20 KiB."""
 
 RENEW_S = 2.0
-"""Seconds between checks of the token file. A token that was removed from the file stays valid for at most this
-time."""
+"""Seconds between checks of the token file, for which a removed token stays valid."""
 
 # A ping is sent 2 s after the coordinator's last byte, and the coordinator counts as gone if it does not answer in 2 s.
 # So half-open TCP and SIGSTOP are detected within 4 s, and a coordinator that was started elsewhere is found while
@@ -161,12 +158,8 @@ def _options(tls: Tls | None) -> tuple[tuple[str, int | str], ...]:
 
 
 def connect(address: str, tls: Tls | None = None) -> grpc.Channel:
-    """Return a blocking channel to the coordinator, for calls.CoordinatorClient. The channel connects at the first
-    call.
-
-    Raises InvalidArgumentError if the address is invalid, UnsafeBindError if it is a Unix socket that another user
-    controls, TlsError if `tls` has no CA.
-    """
+    """Return a blocking channel to the coordinator, which connects at the first call. Raises InvalidArgumentError,
+    UnsafeBindError if the address is a Unix socket that another user controls, TlsError if `tls` has no CA."""
     check_address(address)
     refuse_strangers(address)
     if tls is None:
@@ -175,8 +168,7 @@ def connect(address: str, tls: Tls | None = None) -> grpc.Channel:
 
 
 def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
-    """Return a channel to the coordinator in the running event loop, for calls.AsyncCoordinatorClient. Raises the
-    errors of `connect`."""
+    """The same in the running event loop."""
     check_address(address)
     refuse_strangers(address)
     if tls is None:
@@ -189,20 +181,15 @@ def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
 
 @dataclass
 class RunningServer:
-    """gRPC server that is running."""
-
     server: grpc.aio.Server
     address: str
-    """Address at which the server listens, with its real port. Pass it to `connect`."""
+    """With its real port."""
     health: health.aio.HealthServicer
     tasks: Sequence[asyncio.Task[None]] = ()
-    """Tasks of the server: one loads new tokens, and for a TCP address one ends connections without a token."""
     files: Renewing | None = None
-    """Certificate files of the server; None without TLS."""
 
     async def stop(self, grace_s: float) -> None:
-        """Stop the server: report NOT_SERVING, refuse new calls, and wait up to `grace_s` seconds for calls under
-        way."""
+        """Report NOT_SERVING, refuse new calls, and wait up to `grace_s` seconds for calls under way."""
         for task in self.tasks:
             task.cancel()
         await self.health.enter_graceful_shutdown()
@@ -272,14 +259,13 @@ async def server_aio(
 
 
 async def _renew(verifier: TokenVerifier) -> None:
-    """Read the tokens from their file again every RENEW_S seconds, until cancelled."""
     while True:
         await asyncio.sleep(RENEW_S)
         verifier.renew()
 
 
 def _server_credentials(files: Renewing) -> grpc.ServerCredentials:
-    """Return credentials for a server. gRPC checks the certificate files for changes before each handshake."""
+    """gRPC checks the certificate files for changes before each handshake."""
 
     def made() -> Any:
         tls = files.tls
@@ -293,8 +279,7 @@ def _server_credentials(files: Renewing) -> grpc.ServerCredentials:
 
 
 def _answers(listen: str) -> bool:
-    """Return whether a process already listens on the Unix socket `listen`. gRPC would silently replace the socket of
-    that process."""
+    """True if a process already listens on a Unix socket, which gRPC would silently replace."""
     path = socket_path(listen)
     if path is None:
         return False
@@ -307,8 +292,7 @@ def _answers(listen: str) -> bool:
 
 
 def _why_not_bound(listen: str) -> PenstockError:
-    """Return the error for an address at which gRPC could not listen. gRPC gives no reason, so this function finds it
-    by trying to listen there once more."""
+    """Error for an address at which gRPC could not listen. gRPC gives no reason, so try once more."""
     if (path := socket_path(listen)) is not None:
         return InvalidArgumentError(
             f"cannot listen on {path}: the path must have at most 107 bytes, and its folder must exist. Pass "

@@ -31,23 +31,18 @@ from urllib.parse import unquote
 __all__ = ["Connection", "Connections", "raise_file_limit", "surplus"]
 
 DEADLINE_S = 10.0
-"""Seconds after which a connection without a call is ended; the same as gRPC's own limit for the handshakes of TLS and
-HTTP/2."""
+"""Seconds after which a connection without a call is ended, as gRPC ends handshakes."""
 EVERY_S = 0.5
-"""Shortest time between two checks of the connections, in seconds. A flood of connections can still take all
-descriptors between two checks."""
+"""Shortest time between two checks in seconds, in which a flood of connections can still take all descriptors."""
 COST_SHARE = 0.01
-"""Largest share of one core's time that the checks may take. With 10,000 connections a check takes some 30 ms."""
+"""Largest share of one core's time for the checks. With 10,000 connections one takes some 30 ms."""
 LOG_EVERY_S = 10.0
 SHARE = 0.25
-"""Share of the process's descriptors that connections without a token may take: enough for a whole cluster that
-reconnects."""
+"""Share of the process's descriptors for connections without a token: enough for a whole cluster that reconnects."""
 UNPROVEN_MAX = 8192
-"""Largest number of connections without a token, however many descriptors the process may have: gRPC takes about 50 KiB
-for each."""
+"""Largest number of connections without a token. gRPC takes about 50 KiB for each."""
 FILES_MAX = 1 << 20
-"""Largest limit of open descriptors that raise_file_limit() sets, because some libraries allocate tables as large as
-the limit."""
+"""Largest limit of open descriptors to set: some libraries allocate tables as large as the limit."""
 
 log = logging.getLogger("penstock.connections")
 
@@ -66,25 +61,17 @@ def raise_file_limit() -> None:
 
 @dataclass(frozen=True)
 class Connection:
-    """Connection that the server has accepted."""
-
     link: str
-    """Target of the descriptor's link in /proc, which contains a number that is unique to the socket."""
+    """Target of the descriptor's link in /proc, with a number that is unique to the socket."""
     peer: Peer
     since: float
-    """Time of the first check that found the connection, in monotonic seconds."""
+    """Monotonic time of the first check that found the connection."""
     fd: int
 
 
 def surplus(unproven: Iterable[Connection], silent: set[Peer], now: float, most: int) -> list[Connection]:
-    """Return the connections to end, so that the remaining ones are within the limits.
-
-    Args:
-        unproven: connections that have shown no token.
-        silent: peers that have made no call at all.
-        now: monotonic seconds, as in `Connection.since`.
-        most: largest number of unproven connections that may stay.
-    """
+    """Return the connections to end. `silent`: peers that have made no call at all; `most`: unproven connections that
+    may stay."""
     left = sorted(unproven, key=lambda one: one.since)
     ended = [one for one in left if one.peer in silent and now - one.since > DEADLINE_S]
     gone = set(ended)
@@ -106,8 +93,7 @@ def surplus(unproven: Iterable[Connection], silent: set[Peer], now: float, most:
 
 
 def _address(host: str) -> str:
-    """Return an IP address in the form that Python gives it, because gRPC and the kernel write addresses
-    differently."""
+    """IP address in the form that Python gives it, because gRPC and the kernel write addresses differently."""
     try:
         found = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -118,8 +104,7 @@ def _address(host: str) -> str:
 
 
 def _peer_of(said: str) -> Peer | None:
-    """Return the address and port of a peer from gRPC's name of it, "ipv4:10.0.0.1:5" or "ipv6:%5B::1%5D:5"; None for a
-    Unix socket."""
+    """Peer from gRPC's name of it, "ipv4:10.0.0.1:5" or "ipv6:%5B::1%5D:5"; None for a Unix socket."""
     scheme, _, rest = unquote(said).partition(":")
     host, _, port = rest.rpartition(":")
     if scheme not in ("ipv4", "ipv6") or not port.isdecimal():
@@ -128,16 +113,13 @@ def _peer_of(said: str) -> Peer | None:
 
 
 class Connections:
-    """Connections to the gRPC server in this process, and which of them have shown a token.
-
-    clock: function that returns a monotonic time in seconds.
-    """
+    """Connections to the gRPC server in this process, and which of them have shown a token."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._port = 0
         self._callers: dict[str, Peer | None] = {}
-        """gRPC's name of a peer that has made a call -> the peer's address and port."""
+        """gRPC's names of peers that have made a call."""
         self._proven: set[Peer | None] = set()
         """Peers that have made a call with a valid token."""
         self._known: dict[str, Connection] = {}
@@ -145,11 +127,10 @@ class Connections:
         """Names in `_callers` whose connection the last check did not find."""
         self._logged_at = -LOG_EVERY_S
         self._ended: Counter[str] = Counter()
-        """IP address -> number of its connections that were ended since the last line in the log."""
+        """Connections of an IP address that were ended since the last line in the log."""
 
     def note_call(self, peer: str, *, proven: bool) -> None:
-        """Record a call on a connection. `peer`: gRPC's name of the caller; `proven`: whether the call had a valid
-        token. For a known peer this costs only one look-up in a dict, because it is done for each call."""
+        """Record a call. For a known peer this costs only one look-up in a dict, because it is done for each call."""
         if peer not in self._callers:
             self._callers[peer] = _peer_of(peer)
         if proven:
@@ -183,7 +164,6 @@ class Connections:
         return gone
 
     def _found(self, now: float) -> dict[str, Connection]:
-        """Return all connections that exist now: target of the link in /proc -> connection."""
         found: dict[str, Connection] = {}
         for fd, link in _sockets():
             known = self._known.get(link)
@@ -206,7 +186,7 @@ class Connections:
 
 
 def _sockets() -> Iterator[tuple[int, str]]:
-    """Yield the descriptor of each socket of this process, with the target of its link in /proc."""
+    """Descriptor of each socket of this process, with the target of its link in /proc."""
     try:
         numbers: Iterable[int] = map(int, os.listdir("/proc/self/fd"))
     except OSError as error:
@@ -224,8 +204,7 @@ def _sockets() -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """Yield a socket object for a descriptor that belongs to gRPC. The descriptor is not duplicated, because none may
-    be free."""
+    """Socket object for a descriptor that belongs to gRPC, not duplicated, because no descriptor may be free."""
     borrowed = socket.socket(fileno=fd)
     try:
         yield borrowed
@@ -234,7 +213,7 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
 
 
 def _ends(fd: int) -> tuple[int, Peer] | None:
-    """Return the local port and the peer of a TCP connection; None for another socket, and for one that is closed."""
+    """Local port and peer of a TCP connection."""
     try:
         with _borrowed(fd) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6):
@@ -246,8 +225,8 @@ def _ends(fd: int) -> tuple[int, Peer] | None:
 
 
 def _shut(one: Connection) -> bool:
-    """Shut a connection down, so that gRPC frees its descriptor. Do nothing if the descriptor belongs to another socket
-    by now. Return whether the connection was shut down."""
+    """Shut a connection down, so that gRPC frees its descriptor. Return False if that belongs to another socket by
+    now."""
     try:
         if os.readlink(f"/proc/self/fd/{one.fd}") != one.link:
             return False

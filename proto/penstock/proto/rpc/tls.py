@@ -54,7 +54,7 @@ _log = logging.getLogger("penstock.tls")
 _Role = TypeVar("_Role", bound=str)
 
 MAX_FILE = 1 << 20
-"""Largest size of a certificate file in bytes: five times the size of a bundle of all public CAs."""
+"""Largest size of a certificate file in bytes: five times that of a bundle of all public CAs."""
 _EXPIRED, _NOT_YET, _OTHER_NAME = (10,), (9,), (62, 64)
 """OpenSSL's numbers (X509_V_ERR_...) of the reasons why the verification of a certificate failed."""
 _UNKNOWN_CA = (2, 18, 19, 20, 21, 24)
@@ -74,17 +74,15 @@ class Tls:
 
     @property
     def by_role(self) -> bool:
-        """True if certificates name the role of their owner. This is so if `name` contains a "*"."""
+        """True if certificates name the role of their owner: `name` contains a "*"."""
         return "*" in self.name
 
     def expected(self, role: str) -> str:
-        """Return the name that the certificate of an end in the role `role` must have; "" stands for the address that
-        was called."""
+        """Name that the certificate of an end in this role must have; "": the address that was called."""
         return self.name.replace("*", role)
 
     def check_own(self, role: str) -> None:
-        """Raise TlsError if certificates name roles (see `by_role`) and this process's own certificate does not name
-        the role `role`."""
+        """Raise TlsError if certificates name roles and this process's own does not name `role`."""
         if self.by_role and self.expected(role) not in own_names(self):
             raise TlsError(
                 f"tls_cert={self.cert_file} is not a certificate for the name {self.expected(role)}, which callers of "
@@ -92,16 +90,15 @@ class Tls:
             )
 
     def roles_named(self, names: Iterable[str], roles: Iterable[_Role]) -> frozenset[_Role]:
-        """Return those of `roles` for which a certificate with the names `names` is valid. Return all of `roles` if
-        certificates do not name roles (see `by_role`)."""
+        """Return those of `roles` for which a certificate with these names is valid: all if certificates do not name
+        roles."""
         if not self.by_role:
             return frozenset(roles)
         shown = set(names)
         return frozenset(role for role in roles if self.expected(role) in shown)
 
     def for_server(self) -> Tls:
-        """Return this object for use by a server. Raises TlsError if it has no certificate (tls_cert) to show to
-        callers."""
+        """Raises TlsError if there is no certificate (tls_cert) to show to callers."""
         if not self.cert:
             raise TlsError(
                 f"a server with tls_ca={self.ca_file} also needs tls_cert and tls_key: pass --tls-cert and "
@@ -110,8 +107,7 @@ class Tls:
         return self
 
     def for_client(self) -> Tls:
-        """Return this object for use by a client. Raises TlsError if it has no CA (tls_ca) with which to check the
-        other end."""
+        """Raises TlsError if there is no CA (tls_ca) with which to check the other end."""
         if not self.ca:
             raise TlsError(
                 "TLS without a CA would trust every server: pass tls_ca, the file of the CA that signed the other "
@@ -120,7 +116,7 @@ class Tls:
         return self
 
     def server_context(self) -> ssl.SSLContext:
-        """Return an SSLContext for accepting lanes. It requests certificates from callers if there is a CA."""
+        """For accepting lanes. It requests certificates from callers if there is a CA."""
         context = _context(ssl.PROTOCOL_TLS_SERVER)
         # Lanes do not resume sessions, so session tickets would only cost a write.
         context.num_tickets = 0
@@ -131,7 +127,6 @@ class Tls:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Return an SSLContext for connecting to workers' lanes."""
         context = _context(ssl.PROTOCOL_TLS_CLIENT)
         _trust(context, self)
         if self.cert:
@@ -140,16 +135,8 @@ class Tls:
 
 
 def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls | None:
-    """Return the checked contents of the certificate files; None if no file is given.
-
-    Args:
-        ca: path of the CA's file; "" if not given.
-        cert: path of this process's certificate; "" if not given.
-        key: path of the certificate's private key; "" if not given.
-        name: name expected in the other end's certificate; "": the address that is called.
-
-    Raises TlsError with the file and the remedy.
-    """
+    """Return the checked contents of the certificate files; None if no file is given. `name`: name expected in the
+    other end's certificate; "": the address that is called. Raises TlsError with the file and the remedy."""
     if not (ca or cert or key):
         if name:
             raise TlsError(
@@ -169,16 +156,12 @@ def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls
 
 class Renewing:
     """Certificate files that may be replaced while the process runs. New files that are invalid are logged and not
-    used.
-
-    role: role of this process as a server; "" for a process without a server.
-    """
+    used. `role`: role of this process as a server; "" for a process without a server."""
 
     def __init__(self, tls: Tls, role: str = "") -> None:
         self.tls = tls
         self.expires_at = expires(tls).timestamp() if role else 0.0
-        """Time when the server's own certificate expires, in seconds since the Unix epoch; 0 if this process is no
-        server."""
+        """Unix time when the server's own certificate expires; 0 for no server."""
         self._role = role
         self._logged = ""
         self._lock = threading.Lock()
@@ -209,7 +192,6 @@ class Renewing:
         return self.tls
 
     def _read(self) -> Tls | None:
-        """Return the new contents of the files; None if they have not changed. Raises TlsError if they are invalid."""
         held = self.tls
         files = _files(held.ca_file, held.cert_file, held.key_file)
         if tuple(_read(what, file) for what, file in files) == (held.ca, held.cert, held.key):
@@ -245,8 +227,8 @@ def _read(what: str, file: str) -> bytes:
 
 
 class WrappedSocket(ssl.SSLSocket):
-    """TLS socket that the SSLContexts of this module create. It works around a leak: if the other end has reset the
-    connection, Python's `wrap_socket` fails without closing the new socket."""
+    """TLS socket of this module's SSLContexts. It works around a leak: if the other end has reset the connection,
+    Python's `wrap_socket` fails without closing the new socket."""
 
     def getpeername(self) -> Any:
         try:
@@ -294,23 +276,19 @@ def _show(context: ssl.SSLContext, tls: Tls) -> None:
 
 
 def dns_names(certificate: Mapping[str, Any]) -> list[str]:
-    """Return the DNS names in a certificate. `certificate`: in the form in which Python's `ssl` returns it."""
     return [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
 
 
 def own_names(tls: Tls) -> list[str]:
-    """Return the DNS names in this process's own certificate."""
     return dns_names(_rehearse(tls))
 
 
 def expires(tls: Tls) -> datetime.datetime:
-    """Return the time when this process's own certificate expires."""
     return datetime.datetime.fromtimestamp(ssl.cert_time_to_seconds(str(_rehearse(tls)["notAfter"])), datetime.UTC)
 
 
 def _rehearse(tls: Tls) -> dict[str, Any]:
-    """Do a TLS handshake of this process with itself, to check the dates and the key of its certificate. Return the
-    certificate's content as Python's `ssl` returns it. Raises TlsError."""
+    """Do a TLS handshake of this process with itself, to check the dates and the key of its certificate."""
     server, client = tls.server_context(), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     server.verify_mode = ssl.CERT_NONE
     client.check_hostname = False
@@ -357,20 +335,20 @@ def _reason(error: Exception) -> str:
 
 
 def no_tls_here(what: str) -> TlsError:
-    """Return the error for a connection from this process, which does not use TLS, to `what`, which does."""
+    """Error for a connection from this process, which does not use TLS, to `what`, which does."""
     return TlsError(
         f"{what} uses TLS, and this end does not: pass the CA, --tls-ca FILE (PENSTOCK_TLS_CA, Appliance(tls_ca=...))"
     )
 
 
 _DAMAGED = ("BAD_RECORD_MAC", "DECODE_ERROR", "BAD_SIGNATURE", "DIGEST_CHECK_FAILED")
-"""OpenSSL's reasons for errors that damaged bytes cause, found at this end or reported by the other. DECRYPT_ERROR is
-not among them, because it also occurs if a CA was made anew under its old name."""
+"""OpenSSL's reasons for errors that damaged bytes cause, found at this end or reported by the other. DECRYPT_ERROR also
+occurs if a CA was made anew under its old name."""
 
 
 def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
     """Return the TlsError that explains a connection's error; None if TLS is not the cause, for example if bytes were
-    damaged in transit. `what`: the other end, for the message.
+    damaged in transit.
 
     Call this also for an error of the first read after the handshake: with TLS 1.3 the other end's refusal of this
     end's certificate arrives only then.
@@ -403,14 +381,14 @@ def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
 
 
 def is_damage(error: OSError) -> bool:
-    """Return whether an error shows that TLS received damaged bytes, in the handshake or later."""
+    """True if TLS received damaged bytes, in the handshake or later."""
     reason = str(error.reason) if isinstance(error, ssl.SSLError) else ""
     return any(sign in reason for sign in _DAMAGED)
 
 
 def refused_by(what: str, tls: Tls, reason: str = "") -> TlsError:
-    """Return the error for a connection that the other end, `what`, has closed because of this process's certificate.
-    `reason`: name of the TLS alert, such as UNKNOWN_CA; "" = not known."""
+    """Error for a connection that the other end has closed because of this process's certificate. `reason`: name of the
+    TLS alert, such as UNKNOWN_CA."""
     why = f" ({reason.replace('_', ' ').lower()})" if reason else ""
     if not tls.cert:
         return TlsError(
@@ -424,18 +402,14 @@ def refused_by(what: str, tls: Tls, reason: str = "") -> TlsError:
 
 
 def host_of(address: str) -> tuple[str, int]:
-    """Return host and port of an address "host:port". The brackets of an IPv6 host are removed."""
+    """Host and port of "host:port", without the brackets of an IPv6 host."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def diagnose(address: str, tls: Tls | None, what: str, timeout_s: float) -> TlsError | None:
-    """Return the TlsError that explains why calls to a listening coordinator fail; None if TLS is not the reason, or if
-    connecting, the handshake or the first bytes take longer than `timeout_s` seconds each. `what`: the coordinator, for
-    the message.
-
-    gRPC reports "Socket closed" in all cases, so this function connects once more to find the reason.
-    """
+    """Return the TlsError that explains why calls to a listening coordinator fail, if TLS is the reason. gRPC reports
+    "Socket closed" in all cases, so connect once more, `timeout_s` seconds for each step."""
     if socket_path(address) is not None:
         return None
     host, port = host_of(address)

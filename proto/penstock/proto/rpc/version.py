@@ -8,8 +8,7 @@ __all__ = ["PROTOCOL", "PROTOCOL_KEY", "VERSION", "VERSION_KEY"]
 
 PROTOCOL = 4
 """Number of the control protocol (the calls between daemons, jobs and coordinator). Peers with another number are
-refused at their first call. Since protocol 2 a worker gets a key, with which it checks lane tickets, and no longer the
-ticket itself."""
+refused at their first call."""
 
 try:
     VERSION = _package.version("penstock")

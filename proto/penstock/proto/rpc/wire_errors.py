@@ -42,22 +42,18 @@ __all__ = ["METADATA_MAX", "abort", "answer_of", "cut", "detail_of", "error_of",
 _Reply = TypeVar("_Reply")
 
 METADATA_MAX = 64 * 1024
-"""Largest size of a call's metadata in bytes, set at both ends. Errors are sent in metadata, and a traceback exceeds
-gRPC's default of 8 KiB."""
+"""Largest size of a call's metadata in bytes, set at both ends. A traceback exceeds gRPC's default of 8 KiB."""
 NAME_KEEP = 256
 MESSAGE_KEEP = 8 * 1024
 TRACEBACK_KEEP = 24 * 1024
-"""Largest size in bytes of the traceback that is sent with an error. With the message, and in base64, it then stays
-below METADATA_MAX."""
+"""Bytes of a traceback that is sent. With the message, and in base64, it stays below METADATA_MAX."""
 
 ERROR_KEY = "penstock-error-bin"
 RETRY_KEY = "penstock-retry-after-ms"
-"""Key, in the trailing metadata of an OverloadedError, of the milliseconds until the call can be made again."""
 
 
 def _middle_out(text: str, keep: int) -> str:
-    """Return `text` without its middle, in about `keep` bytes at most. Beginning and end of a traceback show place and
-    cause of an error."""
+    """Cut the middle of a text: beginning and end of a traceback show place and cause of an error."""
     raw = text.encode(errors="backslashreplace")
     if len(raw) <= keep:
         return raw.decode()
@@ -67,11 +63,8 @@ def _middle_out(text: str, keep: int) -> str:
 
 
 def detail_of(error: BaseException) -> records_pb2.ErrorDetail:
-    """Return an error as an ErrorDetail, for messages and for trailing metadata.
-
-    A PenstockError keeps its name and its remote traceback. Any other exception becomes a PenstockError with the
-    traceback in this process.
-    """
+    """Return an error as an ErrorDetail. A PenstockError keeps its name and its remote traceback. Any other exception
+    becomes a PenstockError with the traceback in this process."""
     if isinstance(error, PenstockError):
         name = next((cls.__name__ for cls in type(error).__mro__ if cls.__name__ in CATALOGUE), "PenstockError")
         message, remote = error.message, error.remote_traceback
@@ -85,8 +78,7 @@ def detail_of(error: BaseException) -> records_pb2.ErrorDetail:
 
 
 def cut(detail: records_pb2.ErrorDetail, most: int = TRACEBACK_KEEP) -> records_pb2.ErrorDetail:
-    """Return an ErrorDetail from another process, shortened: its message and its traceback to about `most` bytes each
-    (the message to MESSAGE_KEEP if that is less), its name to NAME_KEEP characters."""
+    """Shorten an ErrorDetail from another process: its message and its traceback to about `most` bytes each."""
     return records_pb2.ErrorDetail(
         name=detail.name[:NAME_KEEP],
         message=_middle_out(detail.message, min(most, MESSAGE_KEEP)),
@@ -99,7 +91,6 @@ def _one_line(error: BaseException) -> str:
 
 
 def error_of(detail: records_pb2.ErrorDetail) -> PenstockError:
-    """Return the error that an ErrorDetail describes, as `detail_of` made it."""
     # Cut and escape here too, because a peer may send any text, and it will be printed.
     name = plain(detail.name, NAME_KEEP)
     return error_named(name, plain(detail.message, LONGEST), plain(detail.remote_traceback, LONGEST))
@@ -150,8 +141,7 @@ def _closed_here(address: str, when: str) -> LaneClosedError:
 
 
 def _retry_after(trailing: tuple[Any, ...]) -> float:
-    """Return the seconds to wait before the call is made again, at most LONGEST_S, from the trailing metadata of an
-    OverloadedError."""
+    """Seconds to wait before the call is made again, at most LONGEST_S."""
     for key, value in trailing:
         if key == RETRY_KEY and isinstance(value, str) and value.isdecimal() and len(value) < 10:
             return min(int(value) / 1000, OverloadedError.LONGEST_S)
@@ -160,15 +150,8 @@ def _retry_after(trailing: tuple[Any, ...]) -> float:
 
 @contextmanager
 def translating(address: str, method: str, deadline_s: float, closed: Callable[[], bool]) -> Iterator[None]:
-    """Translate each error of gRPC that is raised in the block into a PenstockError. The block contains one call,
-    blocking or awaited.
-
-    Args:
-        address: coordinator's address, for messages.
-        method: the call's name, for messages.
-        deadline_s: the deadline that was given to the call, in seconds.
-        closed: returns True if this process has closed the channel, to distinguish that from a lost peer.
-    """
+    """Translate each error of gRPC in the block, which contains one call, into a PenstockError. `closed`: returns True
+    if this process has closed the channel, to distinguish that from a lost peer."""
     try:
         yield
     except grpc.RpcError as error:
@@ -186,8 +169,7 @@ def translating(address: str, method: str, deadline_s: float, closed: Callable[[
 
 
 async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
-    """Return the reply of a call whose request is a stream. If the call has failed, raise an error with the status that
-    the server sent.
+    """Return the reply of a call whose request is a stream, or raise an error with the status that the server sent.
 
     A server may refuse the call while parts are still being written, and a write to a call that has ended fails. gRPC
     for asyncio (up to 1.85 at least) then replaces the received status by INTERNAL, and the reason is lost. So the real
@@ -206,7 +188,6 @@ async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
 
 
 def _ended_with(call: Any) -> grpc.aio.AioRpcError:
-    """Return the status with which a call has ended, as an error of gRPC."""
     trailing = grpc.aio.Metadata(*(_at_once(call.trailing_metadata()) or ()))
     return grpc.aio.AioRpcError(
         _at_once(call.code()), grpc.aio.Metadata(), trailing, details=_at_once(call.details()) or ""
@@ -214,7 +195,7 @@ def _ended_with(call: Any) -> grpc.aio.AioRpcError:
 
 
 def _at_once(asked: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of a coroutine that never waits. Raises RuntimeError if it does wait."""
+    """Result of a coroutine that never waits. Raises RuntimeError if it does."""
     try:
         asked.send(None)
     except StopIteration as done:
@@ -224,12 +205,10 @@ def _at_once(asked: Coroutine[Any, Any, Any]) -> Any:
 
 
 def status_of(error: Exception) -> str:
-    """Return the name of the gRPC status with which a call ends if its handler raises this error."""
     return CATALOGUE[detail_of(error).name].status
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
-    """End the call that is being answered with this error, sent as its status and an ErrorDetail."""
     detail = detail_of(error)
     status = grpc.StatusCode[CATALOGUE[detail.name].status]
     first_line = detail.message.partition("\n")[0][:1000]  # the whole message is in the detail

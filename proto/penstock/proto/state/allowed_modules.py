@@ -13,10 +13,9 @@ __all__ = ["module_of", "under"]
 
 
 def module_of(input_fn: str) -> str:
-    """Return the module of an input_fn that is named "module:qualname"."""
     return input_fn.partition(":")[0]
 
 
 def under(module: str, prefixes: Iterable[str]) -> bool:
-    """Return whether a module is one of the prefixes, or is below one of them. The prefix "*" allows every module."""
+    """True if a module is one of the prefixes, or is below one of them. "*" allows every module."""
     return any(prefix == "*" or module == prefix or module.startswith(prefix + ".") for prefix in prefixes)

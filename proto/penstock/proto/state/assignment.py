@@ -91,16 +91,15 @@ class Assignment:
 
 
 class WorkerInfoAnswer(IntEnum):
-    """What torch's get_worker_info() answers to user code of a process. The numbers are those of `WorkerInfo` in
-    records.proto."""
+    """What torch's get_worker_info() answers to user code. The numbers are those of `WorkerInfo` in records.proto."""
 
     NOT_ASKED = 0
     OF_RUN = 1
-    """The worker's number among the workers of all boxes: user code has read no field that divides samples."""
+    """Number among the workers of all boxes: user code has read no field that divides samples."""
     OF_BOX = 2
-    """The worker's number among the workers of its box: user code has read only the box's number."""
+    """Number among the workers of the box: user code has read only the box's number."""
     NONE = 3
-    """None, as in a worker of cstorch: user code has read the worker's number."""
+    """As in a worker of cstorch: user code has read the worker's number."""
 
 
 WORKER_INFO_TEXTS: dict[int, str] = {
@@ -117,7 +116,6 @@ WORKER_INFO_TEXTS: dict[int, str] = {
         ".num_workers_per_box, .global_worker_id or .total_num_workers of current_assignment())"
     ),
 }
-"""What a log says about each answer, and the reason."""
 
 _OF_BOX = frozenset({"box", "num_boxes"})
 _OF_WORKER = frozenset({"slot", "num_workers_per_box", "global_worker_id", "total_num_workers"})
@@ -131,28 +129,24 @@ class Reads:
     these fields. An answer holds: a field that would change it must be read before."""
 
     fields: set[str] = field(default_factory=set)
-    """Names of the fields in _DIVIDING that were read."""
     asked: bool = False
-    """True if get_worker_info() was called."""
     named_at: str = ""
-    """Place (file:line) of the first call of get_worker_info() that named the worker; "" = none."""
+    """Place (file:line) of the first call of get_worker_info() that named the worker."""
     paused: bool = False
     """True while the loader saves or loads a state: its numbers then tell whose the state is, and divide nothing."""
 
     @property
     def answer(self) -> WorkerInfoAnswer:
-        """Answer to user code that called get_worker_info()."""
         return self.next_answer if self.asked else WorkerInfoAnswer.NOT_ASKED
 
     @property
     def next_answer(self) -> WorkerInfoAnswer:
-        """Answer to a call of get_worker_info() now."""
         if self.fields & _OF_WORKER:
             return WorkerInfoAnswer.NONE
         return WorkerInfoAnswer.OF_BOX if self.fields else WorkerInfoAnswer.OF_RUN
 
     def ask(self, caller: FrameType) -> WorkerInfoAnswer:
-        """Record a call of get_worker_info() by the code in the frame `caller`, and return the answer."""
+        """Record a call of get_worker_info(), and return the answer."""
         answer = self.next_answer
         if not self.paused:
             self.asked = True
@@ -161,10 +155,8 @@ class Reads:
         return answer
 
     def read(self, name: str, assignment: Assignment, caller: FrameType) -> None:
-        """Record that the code in the frame `caller` reads the field `name` of `assignment`.
-
-        Raises InputFnError if get_worker_info() has given an answer that this read would change.
-        """
+        """Record that user code reads a field. Raises InputFnError if get_worker_info() has given an answer that this
+        would change."""
         if name in self.fields or self.paused:
             return
         of_worker = name in _OF_WORKER
@@ -179,15 +171,15 @@ class Reads:
 
 
 def _place(frame: FrameType | None) -> str:
-    """Return "file:line" of the innermost frame that is not of the module dataclasses."""
+    """ "file:line" of the innermost frame that is not of the module dataclasses."""
     while frame is not None and frame.f_code.co_filename == dataclasses.__file__:
         frame = frame.f_back
     return "unknown" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class _Watched(Assignment):
-    """Assignment for user code: it records in the process's `Reads` which of its fields are read. To print, compare,
-    hash, copy or pickle it is no read."""
+    """Assignment for user code: it records which of its fields are read. To print, compare, hash, copy or pickle it is
+    no read."""
 
     def __init__(self, plain: Assignment | None = None, **fields: Any) -> None:
         """Wrap `plain`, or with dataclasses.replace() an assignment with these fields."""
@@ -224,14 +216,14 @@ def _plain(watched: _Watched) -> Assignment:
 _watched = lru_cache(maxsize=64)(_Watched)
 
 NEUTRAL = Assignment(box=0, num_boxes=1, slot=0, num_workers_per_box=1, seed=0, first_step=1)
-"""Assignment of code that runs outside a worker: worker 0 of 1, with seed 0."""
+"""Assignment of code that runs outside a worker."""
 
 _current = NEUTRAL
 _epoch = 0
 _epoch_was_read = False
 _alone = replace(NEUTRAL)
-"""Assignment of code that must not divide its data (see `step_aside`): the only worker. It is a copy, because NEUTRAL
-itself means "outside a run"."""
+"""Assignment of code that must not divide its data (see `step_aside`). A copy, because NEUTRAL means "outside a
+run"."""
 _looked = mmap.mmap(-1, 1)  # shared with forked children
 _reads = Reads()
 
@@ -249,14 +241,13 @@ def current_assignment() -> Assignment:
 
 
 def process_assignment() -> Assignment:
-    """Return the same assignment as `current_assignment`, for code of Penstock: fields that are read do not change the
-    answer of torch's get_worker_info()."""
+    """Return the assignment for code of Penstock: fields that are read do not change the answer of
+    get_worker_info()."""
     _looked[0] = 1
     return _current
 
 
 def reads() -> Reads:
-    """Return what user code of the present worker has read."""
     return _reads
 
 
@@ -297,28 +288,25 @@ def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None 
 
 
 def set_assignment(assignment: Assignment) -> None:
-    """Set this process's assignment, and mark it as not read. A runner calls this before input_fn. What user code has
-    read before still counts for get_worker_info(), because the user's modules are imported only once."""
+    """Set this process's assignment, and mark it as not read. What user code has read before still counts for
+    get_worker_info(), because the user's modules are imported only once."""
     global _current, _looked, _epoch_was_read
     _current, _epoch_was_read = assignment, False
     _looked = mmap.mmap(-1, 1)  # a new one: the fork server's is shared by all of its children
 
 
 def set_epoch(epoch: int) -> None:
-    """Set the number of the epoch that this process makes."""
     global _epoch
     _epoch = epoch
 
 
 def epoch_was_read() -> bool:
-    """Return whether user code of this process has read `Assignment.epoch`."""
     return _epoch_was_read
 
 
 @contextmanager
 def assigned(assignment: Assignment) -> Iterator[None]:
-    """Set an assignment inside a block. After the block, the previous assignment and its mark (read or not) are
-    restored."""
+    """Set an assignment inside a block, and restore the previous one, and its mark, after it."""
     global _current, _looked, _reads
     before = _current, _looked, _reads
     set_assignment(assignment)
@@ -330,13 +318,12 @@ def assigned(assignment: Assignment) -> Iterator[None]:
 
 
 Seat = tuple[Assignment, mmap.mmap, Reads]
-"""Assignment of one of several workers in a process, the shared byte that records whether it was read, and what was
-read."""
+"""Assignment of one of several workers in a process, the shared byte that records whether it was read, and what was."""
 
 
 def exchange(seat: Seat | None) -> Seat:
-    """Set the assignment of another worker, for a process that runs several workers in turn. `seat`: what an earlier
-    call returned for that worker; None: the worker has no assignment yet. Return the seat of the previous worker."""
+    """Set the assignment of another worker, for a process that runs several in turn. `seat`: what an earlier call
+    returned for it; None: the worker has no assignment yet. Return the seat of the previous worker."""
     global _current, _looked, _reads
     before = _current, _looked, _reads
     _current, _looked, _reads = seat if seat is not None else (NEUTRAL, mmap.mmap(-1, 1), Reads())
@@ -345,10 +332,7 @@ def exchange(seat: Seat | None) -> Seat:
 
 def step_aside() -> Assignment:
     """Let this process appear as the only worker of the only box, until `step_back`, so that code does not divide its
-    data. Return the real assignment.
-
-    The mark that records whether the assignment was read does not change.
-    """
+    data. Return the real assignment. The mark that records whether it was read does not change."""
     global _current, _alone
     before = _current
     if (_alone.seed, _alone.first_step) != (before.seed, before.first_step):
@@ -358,21 +342,18 @@ def step_aside() -> Assignment:
 
 
 def step_back(assignment: Assignment) -> None:
-    """Restore the assignment that `step_aside` returned."""
     global _current
     _current = assignment
 
 
 def stands_aside() -> bool:
-    """Return whether the process appears as the only worker: it is between `step_aside` and `step_back`."""
     return _current is _alone
 
 
 def looked_at() -> bool:
-    """Return whether this process, or a process that it forked, has read the assignment since it was set."""
+    """True if this process, or one that it forked, has read the assignment since it was set."""
     return _looked[0] == 1
 
 
 def mark_address() -> int:
-    """Return the address of the shared memory that holds the mark."""
     return ctypes.addressof(ctypes.c_char.from_buffer(_looked))

@@ -28,7 +28,7 @@ _MAIN_NAMES = ("__main__", "__mp_main__")
 
 
 def dump(value: object) -> bytes:
-    """Return a pickle of the value. Raises PicklingError, which names the function or class that cannot be pickled."""
+    """Raises PicklingError, which names the function or class that cannot be pickled."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
@@ -40,8 +40,8 @@ def dump(value: object) -> bytes:
 
 
 def load(data: bytes, main: Callable[[], types.ModuleType]) -> Any:
-    """Return the value of a pickle that a process of this user made. `main`: returns the training script as a module,
-    in which functions and classes of the script are looked up."""
+    """Return the value of a pickle that a process of this user made. `main`: returns the training script as a
+    module."""
     unpickler = _Unpickler(io.BytesIO(data))
     unpickler.main = main
     return unpickler.load()
@@ -49,18 +49,16 @@ def load(data: bytes, main: Callable[[], types.ModuleType]) -> Any:
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     last = ""
-    """Name of the function or class that was pickled last, for error messages."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how to pickle a function that functools.lru_cache wraps, if no worker can import it by name: as code.
-        The default would be only the function's name."""
+        """Pickle a function that functools.lru_cache wraps as code, if no worker can import it by name."""
         if type(value) is functools._lru_cache_wrapper and not _is_importable(value):
             return _cached, (value.__wrapped__, value.cache_parameters())
         return super().reducer_override(value)
 
     def persistent_id(self, value: Any) -> tuple[str, ...] | None:
-        """Return the name under which a worker finds a function or class of the training script, because workers load
-        the script under another module name. Return None for other values."""
+        """Name under which a worker finds a function or class of the training script, which it loads under another
+        module name."""
         if isinstance(value, type | types.FunctionType) and not str(value.__module__).startswith("cloudpickle"):
             self.last = value.__qualname__
         if not isinstance(value, type | types.FunctionType) or value.__module__ not in _MAIN_NAMES:

@@ -83,11 +83,9 @@ LATEST = "latest"
 FAILED = "failed.json"
 """File that rank 0 writes into a save's temporary folder if the save fails: {"save": id, "causes": {rank: reason}}."""
 ASKED = "alive.ask"
-"""File that rank 0 creates in a save's temporary folder after its training process has ended. It asks the other ranks
-for signs of life."""
+"""File by which rank 0 asks the other ranks for signs of life, after its training process has ended."""
 LOCK = ".lock"
 FIELDS = ("name", "bytes", "xxh3", "parts")
-"""Names of the fields of one file's entry in a manifest."""
 LARGEST_RECORD = 256 << 20
 """Largest size of a manifest or of a rank's report in bytes: enough for some 8 million parts."""
 LONGEST_NAME = 100
@@ -103,63 +101,56 @@ TRIES = 3
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _ASIDE = re.compile(r"(step-(?:0|[1-9][0-9]{0,18}))\.(tmp|old)-[0-9a-f]+")
 _FILE = re.compile(r"\.?\w[\w.-]*", re.ASCII)
-"""Pattern of the names of files in a checkpoint's folder. It excludes names that lead outside the folder."""
+"""Names of files in a checkpoint's folder, none of which leads outside the folder."""
 _PARTS = re.compile(r"|[0-9]{1,19}:[0-9a-f]{16}( [0-9]{1,19}:[0-9a-f]{16})*")
 _STOPPED = re.compile(r"\.latest\.[0-9a-f]+|\.probe-[0-9a-f]+-[0-9]+")
-"""Pattern of files that a process leaves if it stops while it writes LATEST or tests whether the folder is writable."""
+"""Files that a process leaves if it stops while it writes LATEST or tests whether the folder is writable."""
 
 
 def step_name(step: int) -> str:
-    """Return the name of the folder of a complete checkpoint."""
     return f"step-{step}"
 
 
 def temporary_name(step: int, save: str) -> str:
-    """Return the name of the temporary folder into which a save writes. `save`: id of the save, hexadecimal."""
+    """Name of the folder into which a save writes. `save`: id of the save, hexadecimal."""
     return f"step-{step}.tmp-{save}"
 
 
 def report_name(rank: int) -> str:
-    """Return the name of the file in a temporary folder in which a rank reports: JSON with "save", and "files" or
-    "error"."""
+    """Name of the file in a temporary folder in which a rank reports: JSON with "save", and "files" or "error"."""
     return f"rank-{rank}.json"
 
 
 def sign_name(rank: int) -> str:
-    """Return the name of the file in a temporary folder by which a rank gives signs of life."""
+    """Name of the file in a temporary folder by which a rank gives signs of life."""
     return f"rank-{rank}.alive"
 
 
 def old_name(step: int, save: str) -> str:
-    """Return the name that a checkpoint gets while another save of its step replaces it. `save`: id of the other
-    save."""
+    """Name of a checkpoint while another save of its step, with the id `save`, replaces it."""
     return f"step-{step}.old-{save}"
 
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """Entry of a manifest: name, size in bytes and checksums of one file of a checkpoint."""
-
     name: str
     nbytes: int
     xxh3: str
     """XXH3 of the whole file, 128 bits, hexadecimal."""
     parts: str = ""
-    """Checksums of sections of the file, so that a section can be verified without the others. Text of BEGIN:XXH3 for
-    each section, separated by blanks: its offset in bytes, and 64 bits in hexadecimal. A section ends where the next
-    one begins. "" if unknown."""
+    """Checksums of sections of the file, so that a section can be verified without the others: BEGIN:XXH3 for each,
+    separated by blanks, with its offset in bytes and 64 bits in hexadecimal. A section ends where the next one begins.
+    "" if unknown."""
 
     @property
     def spans(self) -> dict[int, tuple[int, str]]:
-        """Return the sections of the file whose checksums are known: offset of the section -> (offset of its end,
-        checksum)."""
+        """Sections of the file whose checksums are known: offset -> (offset of the end, checksum)."""
         pairs = [part.partition(":") for part in self.parts.split()]
         begins = [int(begin) for begin, _, _ in pairs]
         ends = [*begins[1:], self.nbytes]
         return {begin: (end, pair[2]) for begin, end, pair in zip(begins, ends, pairs, strict=False)}
 
     def row(self) -> list[Any]:
-        """Return the entry as a list of values for JSON, in the order of FIELDS."""
         return [self.name, self.nbytes, self.xxh3, self.parts]
 
     @classmethod
@@ -168,8 +159,7 @@ class CheckpointFile:
         file = cls(str(name), int(nbytes), str(xxh3), str(parts))
         if not _FILE.fullmatch(file.name) or not 0 <= file.nbytes <= MOST:
             raise ValueError(
-                f"each file must have a plain name, without a folder, and 0 to {MOST:,} bytes, got {file.name!r} with "
-                f"{file.nbytes:,} bytes"
+                f"each file must have a plain name and 0 to {MOST:,} bytes, got {file.name!r}, {file.nbytes:,} bytes"
             )
         if not _PARTS.fullmatch(file.parts):
             raise ValueError(
@@ -178,28 +168,22 @@ class CheckpointFile:
         begins = [int(part.partition(":")[0]) for part in file.parts.split()]
         if begins != sorted(begins) or (begins and begins[-1] > file.nbytes):
             raise ValueError(
-                f"the sections of {file.name!r} must lie within its {file.nbytes:,} bytes, one after another, got "
-                f"{file.parts!r:.100}"
+                f"the sections of {file.name!r} must lie within it, one after another, got {file.parts!r:.100}"
             )
         return file
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Manifest of a checkpoint: its step, the save that wrote it, and its files."""
-
     step: int
     save: str
-    """Id of the save that wrote the checkpoint, hexadecimal."""
     sequence: int
     """Number of this save among all saves into the same folder, from 1."""
     ranks: int
-    """Number of processes that wrote the checkpoint."""
     files: tuple[CheckpointFile, ...]
 
     @property
     def nbytes(self) -> int:
-        """Size of all files in bytes."""
         return sum(file.nbytes for file in self.files)
 
     def encode(self) -> bytes:
@@ -216,8 +200,8 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, where: Path) -> Manifest:
-        """Return the manifest from the bytes that `encode` returned. `where`: its path, for messages. Raises
-        CheckpointCorruptError if the bytes are damaged, or in a newer format."""
+        """`where`: its path, for messages. Raises CheckpointCorruptError for bytes that are damaged, or in a newer
+        format."""
         try:
             outer = json.loads(data)
             body: dict[str, Any] = outer["checkpoint"]
@@ -239,24 +223,17 @@ class Manifest:
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """Checkpoint that was found in a folder, with or without damage."""
-
     step: int
     path: Path
     manifest: Manifest | None
-    """Manifest of the checkpoint; None if it cannot be read."""
+    """None if it cannot be read."""
     damage: str
-    """Description of the damage: a manifest that cannot be read, or a file that is missing or has another size. "" if
-    no damage was found."""
+    """A manifest that cannot be read, or a file that is missing or has another size; "" if none was found."""
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint at `path`.
-
-    Raises:
-        CheckpointNotFoundError: the folder does not exist, or has no manifest of Penstock.
-        CheckpointCorruptError: the manifest is damaged, in a newer format, or cannot be read.
-    """
+    """Raises CheckpointNotFoundError if the folder does not exist, or has no manifest; CheckpointCorruptError if it is
+    damaged, in a newer format, or cannot be read."""
     where = path / MANIFEST
     try:
         return Manifest.decode(read_plain(where, LARGEST_RECORD), where)
@@ -271,10 +248,8 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterator[str]:
-    """Yield a text for each file of a checkpoint that differs from what was written.
-
-    contents: read all files and compare checksums too, not only sizes.
-    """
+    """Yield a text for each file of a checkpoint that differs from what was written. `contents`: read all files and
+    compare checksums too, not only sizes."""
     for file in manifest.files:
         where = path / file.name
         try:
@@ -331,16 +306,13 @@ def _found(folder: Path, names: Iterable[str], sizes: bool) -> Iterator[FoundChe
 
 
 def newest(folder: Path) -> FoundCheckpoint | None:
-    """Return the newest checkpoint in a folder without missing files or files of other sizes; None if there is none."""
+    """Return the newest checkpoint in a folder without missing files or files of other sizes."""
     return next((one for one in checkpoints(folder) if not one.damage), None)
 
 
 def leftovers(folder: Path, *, besides: Iterable[str] = ()) -> list[Path]:
-    """Return the files and folders in a folder that stopped saves have left, and that can be deleted. Checkpoints that
-    `put_back` restores are not in the result.
-
-    besides: ids of saves that still use their temporary folders. These folders are not in the result either.
-    """
+    """Return the files and folders that stopped saves have left, and that can be deleted. `besides`: ids of saves that
+    still use their temporary folders."""
     names = _names(folder)
     asides = {name for name in names if _ASIDE.fullmatch(name) or _STOPPED.fullmatch(name)}
     asides -= {name for name, _ in _half_replaced(names)}
@@ -349,15 +321,14 @@ def leftovers(folder: Path, *, besides: Iterable[str] = ()) -> list[Path]:
 
 
 def put_back(folder: Path) -> None:
-    """Restore checkpoints whose replacement stopped half way: the old checkpoint had been renamed, but the new one was
-    not called step-N yet. The old checkpoint gets its name step-N back."""
+    """Rename checkpoints back whose replacement stopped half way: the old one had been renamed, but the new one was not
+    called step-N yet."""
     for name, final in _half_replaced(_names(folder)):
         os.rename(folder / name, folder / final)
 
 
 def _half_replaced(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (present name, original name) of the checkpoints whose replacement stopped half way: the old checkpoint
-    was renamed, and no other folder has its original name."""
+    """(present name, original name) of the checkpoints whose replacement stopped half way."""
     taken = set(names)
     matches = [match for match in map(_ASIDE.fullmatch, sorted(taken)) if match and match[2] == "old"]
     names_of = {match[1]: match[0] for match in matches if match[1] not in taken}
@@ -365,13 +336,7 @@ def _half_replaced(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def surplus(steps: Iterable[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Return the steps of the checkpoints that are to be deleted.
-
-    Args:
-        steps: steps of all checkpoints, the newest first.
-        keep_last: number of newest checkpoints to keep; None: all.
-        keep_every: also keep the steps that are multiples of this number; None: no others.
-    """
+    """Return the steps of the checkpoints that are to be deleted. `steps`: the newest first."""
     if keep_last is None:
         return []
     return [step for step in list(steps)[keep_last:] if keep_every is None or step % keep_every]
@@ -403,8 +368,8 @@ def pinned(path: Path) -> Iterator[int]:
 
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Yield True if a checkpoint may be deleted, because no process has pinned it, else False. Inside the block no
-    process can pin it."""
+    """Yield True if a checkpoint may be deleted, because no process has pinned it. Inside the block no process can pin
+    it."""
     try:
         try:
             manifest = open_plain(path / MANIFEST, os.O_RDWR)
@@ -420,8 +385,7 @@ def claimed(path: Path) -> Iterator[bool]:
 
 
 def _free_for(handle: int, kind: int) -> bool:
-    """Lock a file without waiting. Return False if a lock of another process prevents it. `kind`: fcntl's kind of
-    lock."""
+    """Lock a file without waiting. Return False if a lock of another process prevents it."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -492,8 +456,7 @@ def _take(handle: int, folder: Path, timeout_s: float, silence_s: float | None) 
                 if silent:
                     raise DeadlineError(
                         f"waited {now - begun:.1f} s for {holder}, which holds the lock of {folder} and gave no sign "
-                        f"of life for {silence_s:g} s. If its machine is lost, retry once the file system has freed "
-                        "the lock"
+                        f"of life for {silence_s:g} s. If its machine is lost, retry later"
                     ) from None
                 raise DeadlineError(
                     f"waited {max(timeout_s, 0):g} s for {holder}, which is writing a checkpoint into {folder}. Give "
@@ -505,7 +468,7 @@ def _take(handle: int, folder: Path, timeout_s: float, silence_s: float | None) 
 
 
 def sign_of_life(path: Path) -> None:
-    """Give a sign of life: update the time of a file, which `last_sign` reads on any machine that shares the folder."""
+    """Update the time of a file, which `last_sign` reads on any machine that shares the folder."""
     with suppress(OSError):
         handle = open_plain(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -515,8 +478,8 @@ def sign_of_life(path: Path) -> None:
 
 
 def last_sign(path: Path) -> int:
-    """Return a number that changes with each sign of life in the file at `path`; 0 if the file cannot be read. Compare
-    it only with earlier numbers, because the clocks of machines differ."""
+    """Return a number that changes with each sign of life; 0 if the file cannot be read. Clocks of machines differ, so
+    compare it only with earlier numbers."""
     try:
         handle = open_plain(path)  # opening makes a network file system read the time from its server
     except OSError:

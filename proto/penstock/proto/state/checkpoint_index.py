@@ -11,18 +11,18 @@ index.json is an object with the fields:
     format: 1
     tensors: kinds of tensors, each once: [dtype, shape, chunks]. A chunk, a part of a tensor, is [offsets, sizes].
     files: names of files
-    values: name of a value -> [kind of tensor or null for an object, path, archives]. The path is the keys, texts and
-        integers, that lead to the value in the nested state. An archive, the bytes of one chunk or object, is [number
-        of the chunk or 0, number of the file, offset in it, length], the last two in bytes.
+    values: name of a value -> [kind of tensor or null for an object, path, *archives]. The path is the keys, texts and
+        integers, that lead to the value in the nested state. An archive, the bytes of one chunk or object, is four
+        numbers: number of the chunk or 0, number of the file, offset in it and length in bytes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["ATTRIBUTES", "FORMAT", "IndexPickle"]
+__all__ = ["ATTRIBUTES", "FORMAT", "IndexPickle", "in_fours"]
 
 FORMAT = 1
 ATTRIBUTES = (
@@ -78,13 +78,13 @@ class IndexPickle:
         yield _PROTO + pickled.removeprefix(b"\x80\x03").removesuffix(_STOP) + _POP
         yield self._root + _NEW + attributes["state_dict_metadata"] + _DICT
         kinds = [self._kind(*kind) for kind in self._torch["tensors"]]
-        for name, (kind, _, _) in values.items():
+        for name, (kind, *_) in values.items():
             yield self._text(name) + (parts[self._torch["object"]] if kind is None else kinds[kind])
         yield _ITEMS + attributes["planner_data"] + _DICT
-        for name, (_, path, _) in values.items():
+        for name, (_, path, *_) in values.items():
             yield self._text(name) + self._path(path)
         yield _ITEMS + attributes["storage_data"] + _DICT
-        for name, (kind, _, archives) in values.items():
+        for name, (kind, _, *archives) in values.items():
             yield from self._entries(name, None if kind is None else self._torch["tensors"][kind][2], archives)
         yield _ITEMS + attributes["storage_meta"] + parts[self._torch["storage_meta"]]
         yield attributes["version"] + parts[self._torch["version"]] + _BUILD + _STOP
@@ -95,11 +95,11 @@ class IndexPickle:
         listed = attributes["chunks"] + _LIST + b"".join(parts[chunk] for chunk, _ in chunks) + _APPENDS
         return self._tensor + _NEW + values + listed + _BUILD
 
-    def _entries(self, name: str, chunks: list[list[int]] | None, archives: list[list[int]]) -> Iterable[bytes]:
+    def _entries(self, name: str, chunks: list[list[int]] | None, archives: list[int]) -> Iterable[bytes]:
         attributes = self._attributes
         index = self._entry + _NEW + attributes["fqn"] + self._text(name) + attributes["index"]
         place = self._place + _NEW + attributes["relative_path"]
-        for chunk, file, begin, length in archives:
+        for chunk, file, begin, length in in_fours(archives):
             if chunks is None:
                 yield index + _NONE + _BUILD
             else:
@@ -121,6 +121,11 @@ class IndexPickle:
         if len(data) < 256:
             return b"\x8c%c%b\x94" % (len(data), data)
         return b"X" + len(data).to_bytes(4, "little") + data + _MEMOIZE
+
+
+def in_fours(numbers: list[int]) -> Iterator[tuple[int, ...]]:
+    """Split the numbers of a value's archives. Raises ValueError if some are left over."""
+    return zip(*[iter(numbers)] * 4, strict=True)
 
 
 def _get(place: int) -> bytes:

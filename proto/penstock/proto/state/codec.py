@@ -80,8 +80,8 @@ _DIRECT_FROM = 1 << 20  # smallest size in bytes of a tensor that is written dir
 
 
 def encode_state(value: object, name: str = "state") -> bytes:
-    """Return `value` as bytes with a checksum (an envelope), without pickle. Equal values usually give equal bytes,
-    because sets with elements of one plain type are sorted. `name`: name of the value in errors.
+    """Return `value` as bytes with a checksum. Equal values usually give equal bytes, because sets with elements of one
+    plain type are sorted. `name`: name of the value in errors.
 
     Raises UnsupportedStateError for an object without a safe encoding, for a cycle, and for nesting deeper than
     MAX_DEPTH.
@@ -110,11 +110,8 @@ def encode_state(value: object, name: str = "state") -> bytes:
 
 def decode_state(data: bytes | bytearray | memoryview) -> object:
     """Return the value from which encode_state() made these bytes. Tensors, arrays and bytearrays in it own their
-    memory.
-
-    Raises StateCorruptError for bytes that encode_state did not write (all values are checked, and no more memory is
-    allocated than the bytes can fill), StateVersionError for the envelope of a newer format.
-    """
+    memory. Raises StateCorruptError for other bytes (all values are checked, and no more memory is allocated than the
+    bytes can fill), StateVersionError for a newer format."""
     return opened(data, _Source, lambda node, source: _unpack(node, source, 0))
 
 
@@ -122,8 +119,8 @@ def decode_state(data: bytes | bytearray | memoryview) -> object:
 
 
 class _Blobs:
-    """Blobs (raw bytes of large values) of the state that is being encoded, in order. `parts` contains the blobs and
-    the padding between them, and keeps the memory of the blobs alive."""
+    """Raw bytes of large values of the state that is being encoded, with the padding between them. `parts` keeps their
+    memory alive."""
 
     __slots__ = ("parts", "size")
 
@@ -139,9 +136,8 @@ class _Blobs:
 
 
 class _RefusedError(Exception):
-    """Exception by which the encoder refuses a value, with the reason. While the exception passes from container to
-    container, each adds its step to the path of the value. So no path is kept while values are encoded without
-    errors."""
+    """Refusal of a value, with the reason. While it passes from container to container, each adds its step to the path,
+    so no path is kept while values are encoded without errors."""
 
     def __init__(self, reason: str, *, too_deep: bool = False) -> None:
         self.reason = reason
@@ -152,7 +148,6 @@ class _RefusedError(Exception):
         self.steps.append((owner, prefix, suffix))
 
     def explain(self, name: str) -> str:
-        """Return the error's message. `name`: name of the whole value, with which the path begins."""
         path, seen = name, dict[int, str]()
         for owner, prefix, suffix in reversed(self.steps):
             if self.too_deep and id(owner) in seen:  # a cycle always repeats an owner
@@ -198,8 +193,7 @@ def _pack_bytes(value: bytes | bytearray, blobs: _Blobs, depth: int) -> Node:
 
 
 def _pack_numbers(value: list[object] | tuple[object, ...], blobs: _Blobs) -> Node | None:
-    """Add a list or tuple of only ints of 64 bits, or only floats, to the blobs, and return its node in the tree.
-    Return None for another list or tuple."""
+    """Add a list or tuple of only ints of 64 bits, or only floats, to the blobs; None for another one."""
     first, count = type(value[0]), len(value)
     if first not in _NUMBERS or not {first}.issuperset(map(type, value)):
         return None
@@ -251,7 +245,7 @@ def _pack_set(value: set[object] | frozenset[object], blobs: _Blobs, depth: int)
 
 
 def _pack_body(value: dict[object, object], blobs: _Blobs, depth: int) -> Node:
-    """Return the encoded items of a dict: a JSON object if all keys are str, else a list of key, value, key, value."""
+    """Encoded items of a dict: a JSON object if all keys are str, else a list of key, value, key, value."""
     _check_depth(depth)
     plain = _STR.issuperset(map(type, value))
     body: dict[str, Node] = {}
@@ -336,8 +330,8 @@ def _numpy_spec(dtype: np.dtype[Any]) -> str:
 
 @lru_cache(maxsize=256)
 def _spec(dtype: np.dtype[Any], char: str) -> str:
-    """Return the text by which a state names a numpy dtype, usually dtype.str; "" if numpy would read this text as
-    another dtype. `char`: dtype.char, which distinguishes C's long long (saved as "<q") from int64."""
+    """Text by which a state names a numpy dtype, usually dtype.str; "" if numpy would read it as another dtype. `char`:
+    dtype.char, which distinguishes C's long long (saved as "<q") from int64."""
     spec = dtype.str[0] + char if char in "qQ" else dtype.str
     return spec if _NUMPY_SPEC.fullmatch(spec) and np.dtype(spec) == dtype and np.dtype(spec).char == char else ""
 

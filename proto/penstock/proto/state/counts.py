@@ -72,17 +72,16 @@ BINS = 32
 """Number of length bins in a row. Bin 0 counts samples without a token, bin n samples of 2^(n - 1) to 2^n - 1 tokens,
 and the last bin also all longer samples."""
 MOST_GROUPS = 96
-"""Largest number of groups that a loader counts, so that all rows fit into one frame of a lane, and metrics by group do
-not become too many. Samples of further groups are counted in OTHER."""
+"""Largest number of groups that a loader counts, so that all rows fit into one frame of a lane. Samples of further
+groups are counted in OTHER."""
 MOST_NAME = 48
-"""Largest size of the name of a source or key in UTF-8 bytes; a longer name is cut."""
+"""Largest size of the name of a source or key in UTF-8 bytes."""
 OTHER = ("(other)", "(other)")
-"""Group in which the samples of all groups beyond MOST_GROUPS are counted."""
 MOST = 1 << 62
 """Largest count that is accepted from a peer or a state."""
 
 Group: TypeAlias = tuple[str, str]
-"""Source and key of a sample. A source or key that is not known is ""."""
+"""Source and key of a sample, "" if not known."""
 Row: TypeAlias = list[int]
 Rows: TypeAlias = dict[Group, Row]
 
@@ -91,30 +90,24 @@ _ROW = struct.Struct(f"<BB{_WIDTH}Q")
 _WHOLE, _CHANGED = b"\1", b"\0"
 """First byte of the counts in a BATCH frame: all rows follow (_WHOLE), or only the rows that have changed."""
 ALL_BELOW = 4 << 10
-"""Size in bytes up to which the counts in a BATCH frame have all rows. The training process can then drop the counts of
-earlier frames."""
+"""Size in bytes up to which a BATCH frame has all rows, so that those of earlier frames can be dropped."""
 
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """Counts of the delivered samples of one source, or of one key."""
-
     samples: int
     tokens: int
     truncated: int
     skipped: int
-    """Number of samples that were left out: by `skip=`, by Filtered and Mapped, and in quarantined batches."""
+    """Samples that were left out: by `skip=`, by Filtered and Mapped, and in quarantined batches."""
     lengths: dict[int, int]
-    """Number of samples by length: {n: samples of n to 2n - 1 tokens}; for n = 0 and n = 1 samples of exactly n tokens,
-    for n = 2**30 also all longer samples."""
+    """{n: samples of n to 2n - 1 tokens}; for n = 0 and n = 1 samples of exactly n tokens, for n = 2**30 also all
+    longer samples."""
     wanted: tuple[float, str] | None = None
-    """Configured share of the source in the mixture, from 0 to 1, and what it is a share of: "samples" or "tokens".
-    None: no share is configured."""
+    """Configured share of the source in the mixture, from 0 to 1, and of what: "samples" or "tokens"."""
 
     @classmethod
     def of(cls, row: Sequence[int]) -> SampleCounts:
-        """Return the counts of one group (source, key) from their list of integers `row`: FIELDS counts, then the
-        numbers of samples by length."""
         samples, tokens, truncated, skipped, _, _, of_samples, of_tokens = row[:FIELDS]
         lengths = {1 << bin >> 1: count for bin, count in enumerate(row[FIELDS:]) if count}
         wanted = (of_samples / 1e6, "samples") if of_samples else (of_tokens / 1e6, "tokens") if of_tokens else None
@@ -133,7 +126,6 @@ class SampleCounts:
 
 
 def new_row() -> Row:
-    """Return a row in which all counts are 0."""
     return [0] * _WIDTH
 
 
@@ -144,13 +136,8 @@ def _add(row: Row, other: Sequence[int]) -> None:
 
 
 class Tally:
-    """Counts of a loader up to its present position. A Tally also remembers which groups' rows of counts have
-    changed since the last `take`.
-
-    Args:
-        rows: counts to begin with.
-        shares: source -> its configured share in the mixture: (millionths of the samples, millionths of the tokens).
-    """
+    """Counts of a loader up to its present position, and which rows have changed since the last `take`. `shares`:
+    source -> (millionths of the samples, millionths of the tokens)."""
 
     def __init__(self, rows: Mapping[Group, Sequence[int]] | None = None, shares: Shares | None = None) -> None:
         self._shares = shares or {}
@@ -159,14 +146,13 @@ class Tally:
             row[SHARE_OF_SAMPLES:FIELDS] = self._shares.get(group[0], (0, 0))
         self._changed = set(self.rows)
         self._packed: dict[Group, bytes] = {}
-        """Group -> its row as bytes, as of the last `take`."""
+        """Row as bytes, as of the last `take`."""
         self._begun = False
-        """True after the first call of `take`."""
         self.last: Mapping[Group, Sequence[int]] = {}
-        """Counts of the batch that was handed out last, by group."""
+        """Counts of the batch that was handed out last."""
 
     def add(self, batch: Mapping[Group, Sequence[int]]) -> None:
-        """Add the counts of a batch that is handed out. `batch`: group -> row."""
+        """Add the counts of a batch that is handed out."""
         rows = self.rows
         self.last = batch
         for group, counted in batch.items():
@@ -179,8 +165,7 @@ class Tally:
             self._changed.add(group)
 
     def set_shares(self, shares: Shares) -> None:
-        """Set the configured shares of the sources, after a change of the mixture. The next `take` returns
-        the rows whose share is new."""
+        """Set the configured shares of the sources, after a change of the mixture."""
         self._shares = shares
         for group, row in self.rows.items():
             wanted = [*shares.get(group[0], (0, 0))]
@@ -189,8 +174,8 @@ class Tally:
                 self._changed.add(group)
 
     def take(self) -> bytes:
-        """Return the counts for a BATCH frame: all rows if they take at most ALL_BELOW bytes, else the rows that have
-        changed since the last call; b"" if none has changed. After a start or a loaded state all rows have changed."""
+        """Return the counts for a BATCH frame: all rows if they take at most ALL_BELOW bytes, else those that have
+        changed since the last call; b"" if none has. After a start or a loaded state all have."""
         changed, packed = self._changed, self._packed
         if not changed:
             return b""
@@ -209,8 +194,8 @@ Shares: TypeAlias = Mapping[str, tuple[int, int]]
 
 @lru_cache(4096)
 def cut_name(name: str) -> str:
-    """Return a name of a source or key of at most MOST_NAME bytes, without characters that cannot be encoded. A longer
-    name is cut, and ends with a hash of the whole name, so that different names stay different."""
+    """Return a name of at most MOST_NAME bytes. A longer one is cut, and ends with a hash of the whole name, so that
+    different names stay different."""
     data = name.encode("utf-8", "replace")
     if len(data) <= MOST_NAME:
         return data.decode()
@@ -218,13 +203,12 @@ def cut_name(name: str) -> str:
 
 
 def is_whole(data: bytes) -> bool:
-    """Return whether the counts in a BATCH frame have all rows, so that the rows of earlier frames are not needed."""
+    """True if the counts in a BATCH frame have all rows, so that those of earlier frames are not needed."""
     return data[:1] == _WHOLE
 
 
 def read_changes(data: bytes) -> Rows:
-    """Return the rows that the counts in a BATCH frame hold. Raises ProtocolError for bytes that `Tally.take` did not
-    make."""
+    """Return the rows in a BATCH frame. Raises ProtocolError for bytes that `Tally.take` did not make."""
     found: Rows = {}
     at = 1
     try:
@@ -248,8 +232,7 @@ def read_changes(data: bytes) -> Rows:
 
 
 def merged_rows(several: Iterable[Mapping[Group, Sequence[int]]]) -> Rows:
-    """Return the sum of several counts, group by group. It has at most MOST_GROUPS groups: those with the most samples,
-    and OTHER for the rest."""
+    """Return the sum of several counts, of at most MOST_GROUPS groups: those with the most samples, and OTHER."""
     found: Rows = {}
     for rows in several:
         for group, row in rows.items():
@@ -264,26 +247,24 @@ def merged_rows(several: Iterable[Mapping[Group, Sequence[int]]]) -> Rows:
 
 
 def by_source(rows: Mapping[Group, Sequence[int]]) -> dict[str, SampleCounts]:
-    """Return source -> its counts, in the order of the sources' names."""
     return _by(rows, 0)
 
 
 def by_key(rows: Mapping[Group, Sequence[int]]) -> dict[str, SampleCounts]:
-    """Return key -> its counts, in the order of the keys' names; {} if no key was counted."""
+    """{} if no key was counted."""
     return _by(rows, 1) if any(group[1] for group in rows) else {}
 
 
 def note_imbalance(rows: Mapping[Group, Row], ratio: float) -> None:
-    """Add the imbalance of a step to the counts of its batch, which has at least one group. `ratio`: cost of the step's
-    most expensive box divided by the mean cost of all boxes."""
+    """Add the imbalance of a step to the counts of its batch. `ratio`: cost of the most expensive box divided by the
+    mean cost of all boxes."""
     row = next(iter(rows.values()))
     row[MEASURED], row[IMBALANCE] = 1, round(1e4 * ratio)
 
 
 def imbalance_of(rows: Mapping[Group, Sequence[int]]) -> float | None:
-    """Return how unevenly cost is divided over the boxes: 1.0 if all boxes have the same cost at each step. For a step
-    the number is the cost of the most expensive box divided by the mean cost of all boxes; the result is the mean over
-    the measured steps. None if no step was measured. See penstock.data.Balance."""
+    """Return the mean, over the measured steps, of the cost of the most expensive box divided by the mean cost of all
+    boxes. See penstock.data.Balance."""
     steps = sum(row[MEASURED] for row in rows.values())
     return sum(row[IMBALANCE] for row in rows.values()) / (1e4 * steps) if steps else None
 
@@ -303,8 +284,7 @@ def _without_shares(row: Sequence[int]) -> Row:
 
 
 def plain_rows(rows: Mapping[Group, Sequence[int]]) -> list[list[Any]]:
-    """Return rows in the form in which a state saves them: [source, key, counts ..., numbers by length ...], without
-    the zeros at the end."""
+    """Return rows as a state saves them: [source, key, counts ..., numbers by length ...], without zeros at the end."""
     found = []
     for (source, key), row in sorted(rows.items()):
         last = next((width for width in range(_WIDTH, FIELDS, -1) if row[width - 1]), FIELDS)
@@ -313,7 +293,7 @@ def plain_rows(rows: Mapping[Group, Sequence[int]]) -> list[list[Any]]:
 
 
 def saved_rows(plain: Any) -> Rows:
-    """Return the rows that a state has saved. Raises StateCorruptError for a value that `plain_rows` did not make."""
+    """Raises StateCorruptError for a value that `plain_rows` did not make."""
     try:
         found: Rows = {}
         for source, key, *row in plain:
@@ -331,8 +311,8 @@ def saved_rows(plain: Any) -> Rows:
 
 
 def aggregated_counts(workers: Sequence[Any], workers_per_box: int) -> dict[str, Any] | None:
-    """Return the counts of each box for an aggregated state, summed over the states of the box's workers. `workers`:
-    counts in the states of all workers, in order of global_worker_id. Return None if the loaders do not count."""
+    """Return the counts of each box, summed over the states of its workers, in order of global_worker_id. None if the
+    loaders do not count."""
     if not workers or any(counts is None for counts in workers):
         return None
     boxes = [
@@ -343,9 +323,9 @@ def aggregated_counts(workers: Sequence[Any], workers_per_box: int) -> dict[str,
 
 
 def counts_part(counts: Mapping[str, Any], box: int, num_boxes: int, worker: int) -> Rows:
-    """Return the counts with which a worker begins, from the counts in an aggregated state. The first worker of each
-    box continues the box's counts; other workers begin with none. On another number of boxes the first worker of box 0
-    continues the sum of all boxes' counts, because only this sum is defined then. `worker`: number in its box."""
+    """Return the counts with which a worker begins. The first worker of each box continues the box's counts; others
+    begin with none. On another number of boxes the first worker of box 0 continues the sum of all boxes' counts,
+    because only this sum is defined then."""
     if worker:
         return {}
     boxes = counts.get("boxes")
@@ -359,8 +339,7 @@ def counts_part(counts: Mapping[str, Any], box: int, num_boxes: int, worker: int
 
 
 def rows_of(state: Any) -> Rows | None:
-    """Return the counts of all boxes together, from an aggregated state of a loader; None for a state without
-    counts."""
+    """Return the counts of all boxes together, from an aggregated state; None for a state without counts."""
     counts = state.get(COUNTS) if isinstance(state, Mapping) else None
     if not isinstance(counts, Mapping) or not isinstance(counts.get("boxes"), list):
         return None

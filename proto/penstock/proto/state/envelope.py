@@ -30,15 +30,13 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
-"""Version of the format that encode_state writes. It is also the newest version that can be read."""
 MAX_DEPTH = 128
 """Largest number of nested containers, far below Python's recursion limit."""
 MAGIC = b"PENSTATE"
 HEADER = struct.Struct("<8sIIQQ")
 CHECKSUM_BYTES = 8
 ALIGN = 16
-"""Alignment of blobs in bytes: that of the widest numpy item (long double). A larger alignment would have no use,
-because decoding copies."""
+"""Alignment of blobs in bytes: that of the widest numpy item (long double)."""
 
 Node: TypeAlias = Any
 """Value of the tree, as JSON knows it: None, bool, int, float, str, list, dict."""
@@ -47,8 +45,7 @@ _Value = TypeVar("_Value")
 
 
 class EnvelopeReader:
-    """Reader of an envelope's blobs (raw bytes of large values), in order. `opened` turns any exception of a reader
-    into a StateCorruptError."""
+    """Reader of an envelope's blobs, in order. `opened` turns its exceptions into a StateCorruptError."""
 
     __slots__ = ("end", "position", "view")
 
@@ -56,8 +53,8 @@ class EnvelopeReader:
         self.view, self.position, self.end = view, position, end
 
     def take(self, nbytes: int) -> int:
-        """Move past the next `nbytes` bytes, and return their offset. Call this before memory is allocated for the
-        bytes, because it checks that they exist. Raises ValueError if fewer are left."""
+        """Move past the next `nbytes` bytes, and return their offset. Call this before memory is allocated for them: it
+        raises ValueError if fewer are left."""
         start = self.position
         if not 0 <= nbytes <= self.end - start:
             raise ValueError(
@@ -82,13 +79,11 @@ def opened(
     """Check an envelope, and return its decoded value.
 
     Args:
-        data: the envelope.
-        source_of: function that makes a reader of the envelope's blobs. It is called with the envelope, the offset at
-            which the blobs begin, and the offset at which they end.
-        unpack: function that makes the value from the envelope's tree and the reader of its blobs.
+        source_of: makes a reader of the blobs of the envelope, from their first to their last offset.
+        unpack: makes the value from the envelope's tree and the reader.
 
-    Raises StateCorruptError for bytes that encode_state did not write (all values are checked, and no more memory is
-    allocated than the bytes can fill), StateVersionError for the envelope of a newer format.
+    Raises StateCorruptError for bytes that encode_state did not write (no more memory is allocated than the bytes can
+    fill), StateVersionError for a newer format.
     """
     view = memoryview(data)
     view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
@@ -127,8 +122,8 @@ def opened(
 
 
 def with_bytes(data: bytes, name: str, added: bytes) -> bytes:
-    """Return the envelope of a dict with the entry `name` more, whose value is the bytes `added`. No other value of the
-    dict is decoded. Raises the errors of `opened`."""
+    """Return the envelope of a dict with the entry `name` more, whose value is the bytes `added`. No other value is
+    decoded."""
 
     def with_entry(tree: Node, source: EnvelopeReader) -> tuple[Node, bytes]:
         start, source.position = source.position, source.end
@@ -143,8 +138,7 @@ def with_bytes(data: bytes, name: str, added: bytes) -> bytes:
 
 
 def damaged_state(what: str, error: Exception) -> StateCorruptError:
-    """Return the error for a saved value that cannot be read. `what`: sentence without a full stop, such as "the
-    loader's state is damaged"; `error`: exception that reading it raised."""
+    """Error for a saved value that cannot be read. `what`: sentence without a full stop."""
     reason = f"its entry {error.args[0]!r} is missing" if isinstance(error, KeyError) and error.args else str(error)
     return _damaged(f"{what}: {reason}")
 

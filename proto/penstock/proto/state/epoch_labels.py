@@ -19,7 +19,6 @@ MOST_LABELS = 64
 
 
 def label_of(labels: Mapping[int, int], epoch: int) -> int:
-    """Return the label of an epoch; without labels that is its ordinal."""
     before = max((known for known in labels if known <= epoch), default=-1)
     return epoch if before < 0 else labels[before] + epoch - before
 
@@ -32,7 +31,7 @@ def put_label(labels: dict[int, int], epoch: int, label: int) -> None:
 
 
 def labels_in(messages: Iterable[records_pb2.EpochLabel], last: int | None = None) -> dict[int, int]:
-    """Return the labels in messages, up to that of epoch `last`; None: all."""
+    """Return the labels in messages, up to that of epoch `last`."""
     found: dict[int, int] = {}
     for message in messages:
         if last is None or message.epoch <= last:

@@ -82,14 +82,11 @@ _partial: Any = vars(functools.partial)
 
 @dataclass(frozen=True, slots=True)
 class FoundGenerator:
-    """Random generator that `find_generators` found."""
-
     path: str
     """Where it was found, as a Python expression that begins with a class, function or module: "Images.rng"."""
     generator: Any
     kind: str
-    """Public name of its class: "numpy.random.Generator", "numpy.random.RandomState", "random.Random" or
-    "torch.Generator"."""
+    """Public name of its class, such as "random.Random"."""
     in_module: bool = False
     """True if it was reached through the globals of a module, which other code may use too."""
 
@@ -108,7 +105,7 @@ def find_generators(roots: Iterable[object], modules: Iterable[types.ModuleType]
 
 
 def plain_numbers(roots: Iterable[object]) -> dict[str, float]:
-    """Return the numbers that the walk from `roots` finds as attributes of objects of user code, by their paths."""
+    """Return the numbers that are attributes of objects of user code in `roots`, by their paths."""
     walk = _Walk()
     for root in roots:
         walk.add(_name_of(root), root)
@@ -117,15 +114,15 @@ def plain_numbers(roots: Iterable[object]) -> dict[str, float]:
 
 
 def defining_modules(objects: Iterable[object]) -> list[types.ModuleType]:
-    """Return the imported modules that define functions, and the classes of other objects; each once. Modules of
-    Python, numpy and torch are left out."""
+    """Return the imported modules that define functions, and the classes of other objects, without Python's, numpy's
+    and torch's."""
     names = dict.fromkeys(_module_name(_unwrapped(value)) for value in objects)
     modules = [_imported(name) for name in names if name.partition(".")[0] not in _LIBRARIES]
     return [module for module in modules if module is not None]
 
 
 def initial_seed(found: FoundGenerator) -> int:
-    """Return a hash, in [0, 2**63), of a generator's present state. Generators of equal states have equal hashes."""
+    """Return a hash, in [0, 2**63), of a generator's present state."""
     return xxhash.xxh3_64_intdigest(encode_state([found.kind, _state_of(found)])) >> 1
 
 
@@ -158,15 +155,12 @@ def reseed(found: FoundGenerator, seed: int) -> None:
 
 
 def capture(found: list[FoundGenerator]) -> bytes:
-    """Return the states of generators, for `restore`."""
     return encode_state([[each.path, each.kind, _state_of(each, seeds=True)] for each in found])
 
 
 def restore(found: list[FoundGenerator], data: bytes | bytearray | memoryview) -> None:
-    """Set generators to the states that `capture` returned for the same generators.
-
-    Raises StateMismatchError if `found` has other generators, StateCorruptError for bytes that `capture` did not write.
-    """
+    """Set generators to the states that `capture` returned for the same generators. Raises StateMismatchError if
+    `found` has other generators, StateCorruptError for bytes that `capture` did not write."""
     saved: Any = decode_state(data)
     try:
         names = [(path, kind) for path, kind, _ in saved]
@@ -199,8 +193,6 @@ def _described(path: str, kind: str) -> str:
 
 
 class _Walk:
-    """Breadth-first walk over what objects hold."""
-
     def __init__(self) -> None:
         self.found: list[FoundGenerator] = []
         self.numbers: dict[str, float] = {}
@@ -210,12 +202,10 @@ class _Walk:
         self._members: dict[int, list[tuple[str, _Get]]] = {}
 
     def add(self, path: str, value: Any, depth: int = 0, in_module: bool = False) -> None:
-        """Note an object that will be visited."""
         if id(type(value)) not in _ATOMS:
             self._next.append((path, value, depth, in_module))
 
     def run(self) -> None:
-        """Visit what was added, and what it holds."""
         left = _MAX_OBJECTS
         while left and (self._next or self._last):
             path, value, depth, in_module = (self._next or self._last).popleft()
@@ -281,8 +271,7 @@ def _kind_of(value: Any) -> str | None:
 
 
 def _items(value: Any) -> Iterator[tuple[int, str, Any]]:
-    """Yield those of the first items of a container that may hold something: number, the text that is appended to the
-    container's path, and the item."""
+    """Yield those of the first items of a container that may hold something: number, step of the path, item."""
     cls = type(value)
     if issubclass(cls, dict):
         for number, (key, item) in enumerate(list(islice(dict.items(value), _MAX_OBJECTS))):
@@ -297,7 +286,6 @@ def _items(value: Any) -> Iterator[tuple[int, str, Any]]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what functions, bound methods and a functools.partial refer to."""
     cls = type(value)
     if issubclass(cls, functools.partial):
         yield "func", _partial["func"].__get__(value)
@@ -312,8 +300,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _members_of(cls: type) -> Iterator[tuple[str, _Get]]:
-    """Yield the functions that read what an instance of a class holds: its `__dict__`, and each of its `__slots__`. No
-    code of the class runs."""
+    """Yield the functions that read what an instance of a class holds: its `__dict__`, and each of its `__slots__`."""
     for base in () if issubclass(cls, type) else _mro(cls):
         members = _class_dict(base)
         for name, member in list(members.items()):
@@ -336,9 +323,9 @@ def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _globals_by_value(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """Return the globals of a function that was pickled by value; nothing for a function of an imported module. Its
-    __module__ may be another's, if it is a wrapper (those of Hugging Face's Dataset have a generator of fingerprints in
-    their globals)."""
+    """Globals of a function that was pickled by value; nothing for a function of an imported module. Its __module__ may
+    be another's, if it is a wrapper (those of Hugging Face's Dataset have a generator of fingerprints in their
+    globals)."""
     module = _imported(function.__globals__.get("__name__"))
     if module is not None and function.__globals__ is _module_dict(module):
         return []
@@ -382,7 +369,7 @@ _LIBRARIES = frozenset((*sys.stdlib_module_names, "numpy", "torch")) - {"__main_
 
 
 def _state_of(found: FoundGenerator, *, seeds: bool = False) -> Any:
-    """Return a generator's state as plain values. `seeds`: with what a numpy Generator's spawn() continues from."""
+    """`seeds`: with what a numpy Generator's spawn() continues from."""
     generator = found.generator
     if found.kind == "random.Random":
         return random.Random.getstate(generator)
@@ -421,7 +408,7 @@ def _seeds_of(bits: np.random.BitGenerator) -> Any:
 
 
 def _set_bits(bits: Any, state: Any, sequence: np.random.SeedSequence | None) -> None:
-    """Set a bit generator's state, and from numpy 2 on the sequence that its spawn() continues from."""
+    """From numpy 2 on also set the sequence that spawn() continues from."""
     if sequence is not None and isinstance(bits.__getstate__(), tuple):
         bits.__setstate__((state, sequence))
     else:

@@ -42,7 +42,6 @@ from penstock.proto.errors import InvalidArgumentError, StateCorruptError, State
 __all__ = ["RNG_FORMAT_VERSION", "capture_rng", "derive_seed", "restore_rng", "seed_rng", "torch_rng_state"]
 
 RNG_FORMAT_VERSION = 1
-"""Version of the format that this module writes. It is also the newest version that it reads."""
 
 _MAGIC = b"PENRNGST"
 _HEADER = struct.Struct("<8sIIddII")
@@ -54,10 +53,8 @@ _PYTHON_GAUSS, _NUMPY_GAUSS = 1, 2
 
 
 def capture_rng() -> bytes:
-    """Return the states of the three generators as 10,100 bytes, in 37 us (of which numpy's get_state() takes 24 us).
-
-    Raises UnsupportedStateError if numpy's global generator was replaced by one that is not MT19937.
-    """
+    """Return the states of the three generators as 10,100 bytes, in 37 us. Raises UnsupportedStateError if numpy's
+    global generator was replaced by one that is not MT19937."""
     _, python, python_gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)
     if numpy["bit_generator"] != "MT19937":
@@ -81,12 +78,9 @@ def capture_rng() -> bytes:
 
 
 def torch_rng_state(generator: torch.Generator | None = None) -> torch.Tensor:
-    """Return the state of one of torch's CPU generators (None: the global one): the result of get_state(), called
-    without garbage collection.
-
-    get_state() holds the generator's lock while it makes a Python object. If garbage collection then ran a finalizer
-    that also uses the generator, the thread would deadlock.
-    """
+    """Return the state of one of torch's CPU generators (None: the global one), without garbage collection: get_state()
+    holds the generator's lock while it makes a Python object, and a finalizer that uses the generator then would
+    deadlock."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -97,12 +91,9 @@ def torch_rng_state(generator: torch.Generator | None = None) -> torch.Tensor:
 
 
 def restore_rng(data: bytes | bytearray | memoryview) -> None:
-    """Set the three generators to the states that capture_rng() returned. `data` is checked first, so that either all
-    generators are set or none.
-
-    Raises StateCorruptError for bytes that capture_rng() did not write, StateVersionError for bytes that a newer
-    Penstock wrote, UnsupportedStateError if numpy's global generator was replaced by one that is not MT19937.
-    """
+    """Set the three generators to the states that capture_rng() returned: all of them or none. Raises
+    StateCorruptError, StateVersionError, and UnsupportedStateError if numpy's global generator was replaced by one that
+    is not MT19937."""
     view = memoryview(data)
     view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
     if len(view) < _FIXED or view[:8] != _MAGIC:

@@ -36,8 +36,8 @@ __all__ = ["EPOCHS_AHEAD", "MOST", "Position", "advance", "chain_at", "link_betw
 MOST = 1 << 62
 """Largest step, epoch or count that a position may have, so that sums still fit into 64 bits."""
 EPOCHS_AHEAD = 64
-"""Largest number of epochs by which a worker may be ahead of the loop. Without this limit a worker with an empty input
-would send ends of epochs without pause. Other workers never reach the limit, because the ring has too few entries."""
+"""Epochs by which a worker may be ahead of the loop. Without this limit a worker with an empty input would send ends of
+epochs without pause."""
 _FACTOR = 0x9E3779B97F4A7C15
 _pack_link = struct.Struct("<QQ").pack
 _pack_step = struct.Struct("<Q").pack
@@ -59,8 +59,8 @@ def _linked(chain: int | None, digest: int | None) -> int | None:
 
 
 def _added(chain: int | None, digest: int | None, step: int) -> int | None:
-    """Return a stream digest that sums rows (`by_rows`), extended by the batch of one step; None if an argument is
-    unknown. The step gives a factor, so that the same rows at another step give another result."""
+    """Stream digest that sums rows (`by_rows`), extended by the batch of one step. The step gives a factor, so that the
+    same rows at another step give another result."""
     if digest is None or chain is None:
         return None
     return (chain + (xxh3_64_intdigest(_pack_step(step)) | 1) * digest) & MASK
@@ -68,42 +68,35 @@ def _added(chain: int | None, digest: int | None, step: int) -> int | None:
 
 @dataclass
 class Position:
-    """Position of a box in its stream of batches. Steps and counts are numbers of batches; slots and epochs are
-    numbered from 0."""
-
     step: int
-    """Number of batches delivered to the box over the whole run, the box's step."""
+    """Batches delivered to the box over the whole run."""
     epoch: int
     live: list[int]
-    """Live slots: those whose input has not ended in this epoch, in ascending order."""
+    """Slots whose input has not ended in this epoch, in ascending order."""
     cursor: int
     """Index into `live` of the slot whose turn it is."""
     delivered: list[int]
-    """For each slot, the number of its batches taken in this epoch."""
+    """Batches of each slot taken in this epoch."""
     total: list[int]
-    """For each slot, the number of its batches taken over the run, or since the run was last resumed on another
-    topology."""
+    """Batches of each slot taken over the run, or since it was last resumed on another topology."""
     chain: int | None = field(default=0, compare=False)
     """Stream digest of the box; None if unknown. After n steps it is chain(n), with chain(0) = 0 and chain(n) =
     xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). With `by_rows` chain(n) = chain(n - 1) +
     (xxh3_64(little-endian u64 n) | 1) * digest, modulo 2^64."""
     by_rows: bool = field(default=False, compare=False)
-    """True if the digests of batches are sums over rows. The sum of the stream digests of all boxes then does not
-    depend on the number of boxes."""
+    """True if the digests of batches are sums over rows. The sum of all boxes' stream digests then does not depend on
+    the number of boxes."""
     first: int | None = field(default=None, compare=False)
-    """Slot with which this epoch began, if the rotation continues across epochs; None: each epoch begins with slot
-    0."""
+    """Slot with which this epoch began, if the rotation continues across epochs; None: each begins with slot 0."""
     slot_chains: tuple[int, ...] = field(default=(), compare=False)
-    """For each slot, the chain of its batches in this epoch (`linked`), at the position at which a box starts. Empty
-    elsewhere: it does not move with the position."""
+    """Chain of each slot's batches in this epoch (`linked`), at the position at which a box starts. Empty elsewhere: it
+    does not move with the position."""
     labels: dict[int, int] = field(default_factory=dict, compare=False)
-    """Labels of epochs (epoch_labels.py)."""
     ended_before: bool = field(default=False, compare=False)
-    """True if the last epoch that ended had no batch, and no abandoned epoch since had one; see `exhaust`."""
+    """True if the last epoch that ended had no batch, and no abandoned epoch since had one."""
 
     @classmethod
     def start(cls, num_slots: int, *, step: int = 0, epoch: int = 0) -> Position:
-        """Return a position at the start of an epoch: all slots are live, and no batch of the epoch is delivered."""
         if num_slots < 1:
             raise InvalidArgumentError(
                 f"a box must have >= 1 worker slots, got {num_slots}: set num_workers_per_box to 1 or more"
@@ -130,8 +123,7 @@ class Position:
         )
 
     def carry(self) -> None:
-        """Let the rotation over the slots continue across epochs from now on, instead of beginning each epoch with slot
-        0."""
+        """Let the rotation over the slots continue across epochs from now on."""
         if self.first is None:
             self.first = 0
 
@@ -142,12 +134,10 @@ class Position:
 
     @property
     def turn(self) -> int:
-        """Number of the slot whose turn it is."""
         return self.live[self.cursor]
 
     def deliver(self, digest: int | None = None) -> None:
-        """Count a batch of the slot whose turn it is, and move the cursor to the next live slot. `digest`: digest of
-        the batch; None if unknown."""
+        """Count a batch of the slot whose turn it is, and move the cursor to the next live slot."""
         slot = self.live[self.cursor]
         self.step += 1
         self.chain = _added(self.chain, digest, self.step) if self.by_rows else _linked(self.chain, digest)
@@ -157,7 +147,7 @@ class Position:
 
     def exhaust(self) -> bool:
         """Remove the slot whose turn it is from the live slots, because its input has ended. Return True if this was
-        the last live slot: the position is then the start of the next epoch.
+        the last one: the position is then the start of the next epoch.
 
         Raises EmptyInputError if two epochs in a row have no batch, because the loop would then run forever. (Epochs
         that were abandoned before their first batch are not counted.)
@@ -205,8 +195,8 @@ class Position:
 
     @classmethod
     def received(cls, message: records_pb2.BoxPosition, kind: type[PenstockError] = ProtocolError) -> Position:
-        """Return the position in a message from a peer. Raises an error of class `kind`, with the remedy, for numbers
-        that contradict each other or are too large."""
+        """Return the position in a message from a peer. Raises an error of class `kind`, with the remedy, for
+        impossible numbers."""
         try:
             return cls.from_proto(message)
         except InvalidArgumentError as error:
@@ -214,8 +204,7 @@ class Position:
 
     @classmethod
     def from_proto(cls, message: records_pb2.BoxPosition) -> Position:
-        """Return the position in a message. Raises InvalidArgumentError for numbers that contradict each other or are
-        too large."""
+        """Raises InvalidArgumentError for numbers that contradict each other or are too large."""
         if len(message.live) > len(message.slots):
             raise InvalidArgumentError(
                 f"a position of {len(message.slots)} worker slots must have at most {len(message.slots)} live ones "
@@ -267,16 +256,13 @@ def advance(
     """Return the position of the box at `step`, computed from an earlier position and the known ends of epochs.
 
     Args:
-        base: position to start from, which is not changed.
-        step: number of batches over the whole run, >= `base.step`.
-        ends: (slot, epoch) -> number of the slot's last batch in this epoch, counted over the run. For an epoch that
-            is not in `ends`, the slot counts as not ended. If more ends become known, compute the position again.
+        ends: (slot, epoch) -> number of the slot's last batch in this epoch, counted over the run. For an epoch that is
+        not in `ends`, the slot counts as not ended.
         abandoned: epoch -> last step of the box in this epoch, for each epoch that the loop has abandoned by `break`.
 
     As in the loop, an epoch ends only when a further step needs a batch after its last one. The cost is one iteration
-    for each end of a slot, independent of the number of steps. The stream digest of the result is None if `step` is
-    above `base.step`: see `chain_at`. Raises InvalidArgumentError if `step` is before `base.step`, EmptyInputError if
-    two epochs in a row had no batch.
+    for each end of a slot. The stream digest of the result is None if `step` is above `base.step`: see `chain_at`.
+    Raises InvalidArgumentError if `step` is before `base.step`, EmptyInputError if two epochs in a row had no batch.
     """
     if step < base.step:
         raise InvalidArgumentError(
@@ -320,11 +306,8 @@ def chain_at(
     abandoned: Mapping[int, int],
     digests: Mapping[tuple[int, int], int],
 ) -> int | None:
-    """Return the stream digest of the box at `step`, computed one step at a time from `base.chain`. Return None if
-    `base.chain` is None, or if the digest of a batch in between is unknown.
-
-    digests: (slot, total) -> digest of the slot's batch number `total`. The other arguments are those of `advance`.
-    """
+    """Return the stream digest of the box at `step`, computed one step at a time; None if a digest is unknown.
+    `digests`: (slot, total) -> digest of the slot's batch number `total`."""
     at = base.copy()
     while at.step < step and at.chain is not None:
         slot = at.turn

@@ -138,8 +138,7 @@ _context: ContextVar[WorkerContext | None] = ContextVar("penstock_worker_context
 
 @contextmanager
 def worker_state(checkpoint: DataLoaderCheckpoint) -> Iterator[WorkerContext]:
-    """Let `get_worker_state()` return `checkpoint` once inside the block. Yield a context that knows whether it was
-    read."""
+    """Let `get_worker_state()` return `checkpoint` once inside the block."""
     context = WorkerContext(checkpoint)
     token = _context.set(context)
     try:
@@ -169,36 +168,31 @@ _FOUR = (*_TWO, "aggregate_state_dict", "deaggregate_state_dict")
 
 
 def state_methods(loader: object) -> int:
-    """Return the number of state methods that a loader has: 4, 2 (state_dict and load_state_dict only), or 0."""
+    """Return the number of state methods of a loader: 4, 2 (state_dict and load_state_dict only), or 0."""
     if all(callable(getattr(loader, name, None)) for name in _FOUR):
         return 4
     return 2 if all(callable(getattr(loader, name, None)) for name in _TWO) else 0
 
 
 def by_own_methods(capabilities: records_pb2.LoaderCapabilities) -> bool:
-    """Return whether the loader loads only results of its own deaggregate_state_dict, and not what its state_dict
-    returned."""
+    """True if the loader loads only results of its own deaggregate_state_dict, not of its state_dict."""
     return capabilities.state_methods == 4 and not capabilities.loads_own_state
 
 
 def is_pure(capabilities: records_pb2.LoaderCapabilities) -> bool:
-    """Return whether each epoch of the loader is made by itself, as a function of its number: the loader neither
-    vouches for its states nor resumes by its own four methods only."""
+    """True if each epoch of the loader is a function of its number: the loader neither vouches for its states nor
+    resumes by its own four methods only."""
     return not (capabilities.exact_states or by_own_methods(capabilities))
 
 
 def is_vouched(capabilities: records_pb2.LoaderCapabilities) -> bool:
-    """Return whether any state that the loader's state_dict returned is a restart point, also in a later epoch."""
+    """True if any state that the loader's state_dict returned is a restart point, also in a later epoch."""
     return capabilities.exact_states and not by_own_methods(capabilities)
 
 
 def takes_strict(loader: object) -> bool:
-    """Return whether the loader's load_state_dict takes the parameter `strict`. A loader with four methods must take it
-    in deaggregate_state_dict too, or in neither method.
-
-    Raises:
-        TypeError: only one of the two methods takes `strict`.
-    """
+    """True if the loader's load_state_dict takes the parameter `strict`. A loader with four methods must take it in
+    deaggregate_state_dict too, or in neither: else TypeError."""
     methods = state_methods(loader)
     if methods == 0:
         return False

@@ -14,10 +14,8 @@ SHARE = 0.01
 
 
 class SnapshotCadence:
-    """Schedule of snapshots, according to the duration of the last one. Times are seconds of the monotonic clock.
-
-    every_s: smallest number of seconds between two snapshots, and before the first.
-    """
+    """Schedule of snapshots, according to the duration of the last one. `every_s`: smallest number of seconds between
+    two."""
 
     def __init__(self, every_s: float = 0.0) -> None:
         self._every_s = every_s
@@ -26,16 +24,13 @@ class SnapshotCadence:
         self._next = time.monotonic() + every_s
 
     def due(self, now: float) -> bool:
-        """Return whether a snapshot is to be taken now."""
         return not self.stopped and now >= self._next
 
     def hasten(self) -> None:
-        """Let the next snapshot be due now."""
         self._next = 0.0
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Measure how long the block takes, in which the caller takes a snapshot."""
         started = time.monotonic()
         yield
         ended = time.monotonic()

@@ -40,8 +40,8 @@ _ITEM = re.compile(r"[<>|]([a-zA-Z])(\d*)(?:\[.*\])?", re.ASCII)
 
 
 def state_as_json(data: bytes) -> bytes:
-    """Return the value in an envelope (the result of encode_state) as JSON in UTF-8; "null" for b"". Raises
-    StateCorruptError for damaged bytes, StateVersionError for a newer format."""
+    """Return the value in an envelope (the result of encode_state) as JSON; "null" for b"". Raises StateCorruptError,
+    StateVersionError."""
     if not data:
         return b"null"
     return opened(data, EnvelopeReader, _written)
@@ -107,15 +107,14 @@ def _shaped(kind: str, node: Node, source: EnvelopeReader, itemsize: int) -> Any
 
 
 def _tensor_item(dtype: str) -> int:
-    """Return the size in bytes of one element of a tensor. The name of its dtype contains the number of bits, perhaps
-    followed by a variant (float8_e4m3fn)."""
+    """Size in bytes of one element. The name of the dtype contains the number of bits (float8_e4m3fn)."""
     found = re.search(r"\d+", dtype, re.ASCII)
     return _BITS[dtype] // 8 if dtype in _BITS else max(8, int(found[0]) if found else 0) // 8
 
 
 def _array_item(spec: str) -> int:
-    """Return the size in bytes of one element of a numpy array: the number in the name of its dtype, times 4 for text;
-    8 for a time or a long long."""
+    """Size in bytes of one element: the number in the name of its dtype, times 4 for text; 8 for a time or a long
+    long."""
     found = _ITEM.fullmatch(spec)
     if found is None:
         raise ValueError(f"a numpy dtype in the state must be a number, text, bytes or time, got {spec!r}")

@@ -14,13 +14,11 @@ __all__ = ["sync_folder", "write_whole"]
 def write_whole(
     path: Path, data: bytes | memoryview | Iterator[bytes], *, mode: int | None = None, sync: bool = True
 ) -> None:
-    """Write a file atomically: write it under a temporary name in the same folder, sync it to disk, and rename it.
+    """Write a file under a temporary name in the same folder, sync it to disk, and rename it. The temporary name cannot
+    be guessed, so that no other user can put a link there first. The folder is synced too.
 
-    The temporary name cannot be guessed, so that no other user can put a link there first. The folder is synced too,
-    with the names of all files that were made there before.
-
-    data: the content, or an iterator over its pieces. mode: permissions of the file; None: the default for new files.
-    sync: False for a file that may be lost in a power failure.
+    data: the content, or an iterator over its pieces. mode: permissions of the file; None: the default. sync: False for
+    a file that may be lost in a power failure.
     """
     temporary = path.parent / f".{path.name}.{os.urandom(4).hex()}"
     try:

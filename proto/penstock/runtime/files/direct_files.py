@@ -13,16 +13,16 @@ from pathlib import Path
 __all__ = ["write_file"]
 
 CHUNK = 16 << 20
-"""Number of bytes written in one call: few enough for the processor's cache, and enough that few calls are needed."""
+"""Bytes written in one call: few enough for the processor's cache."""
 
 
 def write_file(
     path: Path, region: memoryview, size: int, *, durable: bool, passing: Callable[[memoryview], None]
 ) -> None:
-    """Write the first `size` bytes of a memory region to a new file. The region must be padded to whole pages.
+    """Write the first `size` bytes of a memory region, which must be padded to whole pages, to a new file.
 
-    durable: True to bypass the page cache, and to sync the file to disk at the end. passing: called with each piece
-    before it is written; its exception ends the write.
+    durable: bypass the page cache, and sync the file to disk at the end. passing: called with each piece before it is
+    written; its exception ends the write.
     """
     handle = _open(path, direct=durable)
     try:

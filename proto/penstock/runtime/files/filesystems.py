@@ -12,7 +12,7 @@ NETWORK |= {"smbfs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs",
 
 
 def filesystem(path: Path, mounts: str) -> str:
-    """Return the type of the filesystem that holds `path`, such as "ext4". `mounts`: text of /proc/self/mountinfo."""
+    """Type of the filesystem that holds `path`, such as "ext4", by the text of /proc/self/mountinfo."""
     best, kind = "", ""
     where = str(path.resolve())
     for line in mounts.splitlines():

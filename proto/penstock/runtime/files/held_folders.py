@@ -17,11 +17,10 @@ __all__ = ["HeldFolder"]
 
 
 class HeldFolder:
-    """Folder that is held by an open descriptor until `close`. Raises OSError if the name leads to a link or a file."""
+    """Raises OSError if the name leads to a link or a file."""
 
     def __init__(self, name: Path) -> None:
         self.name = name
-        """Path by which the folder was opened."""
         try:
             self._fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except NotADirectoryError:
@@ -29,11 +28,9 @@ class HeldFolder:
                 errno.ENOTDIR, "the path must be a folder, got a link or a file: move it away", str(name)
             ) from None
         self.path = Path(f"/proc/self/fd/{self._fd}")
-        """Path of the folder through its descriptor, for functions that take paths. It stays valid if the folder is
-        renamed."""
+        """Path through the descriptor, for functions that take paths. It stays valid if the folder is renamed."""
 
     def is_at(self, name: Path) -> bool:
-        """Return whether the path `name` leads to this folder now."""
         try:
             found = os.lstat(name)
         except OSError:
@@ -41,11 +38,10 @@ class HeldFolder:
         return os.path.samestat(found, os.fstat(self._fd))
 
     def named(self, text: str) -> str:
-        """Return a text, for people, in which the path through the descriptor is replaced by the folder's name."""
+        """Replace the path through the descriptor by the folder's name, in a text for people."""
         return text.replace(str(self.path), str(self.name))
 
     def close(self) -> None:
-        """Close the descriptor. A second call does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

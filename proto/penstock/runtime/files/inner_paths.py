@@ -20,13 +20,10 @@ _HELD = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def parent_of(root: str | Path, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-    """Open the folder that holds a file below `root`. Yield the folder's descriptor, for `dir_fd`, and the file's name
-    in it.
+    """Open the folder that holds a file below `root`. Yield its descriptor, for `dir_fd`, and the file's name in it.
+    Raises OSError, also if one of the folders below `root` is a link.
 
-    root: the top folder. Its own path may contain links. name: path of the file below root, without "..". make: create
-    the folders between root and the file.
-
-    Raises OSError, also if one of these folders is a link.
+    name: path of the file below root, without "..". make: create the folders between root and the file.
     """
     *folders, last = name.split("/")
     held = os.open(root, _HELD)
@@ -50,13 +47,13 @@ def parent_of(root: str | Path, name: str, *, make: bool = False) -> Iterator[tu
 
 
 def unlink_below(root: str | Path, name: str) -> None:
-    """Remove a file below a folder. Raises OSError if a folder on the way is a link, or if the file does not exist."""
+    """Remove a file below a folder. Raises OSError if a folder on the way is a link."""
     with parent_of(root, name) as (folder, last):
         os.unlink(last, dir_fd=folder)
 
 
 def is_strange_link(path: str | Path) -> bool:
-    """Return whether a path is a link that neither this user nor root has made."""
+    """True if a path is a link that neither this user nor root has made."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -66,8 +63,7 @@ def is_strange_link(path: str | Path) -> bool:
 
 def refuse_strange_links(path: Path) -> None:
     """Raise OSError if a path leads through a link that another user has put into a folder where all users may create
-    names, such as /tmp. Such a link may stand in place of a folder of Penstock. Linux itself makes this check with
-    fs.protected_symlinks=1."""
+    names, such as /tmp. Linux itself makes this check with fs.protected_symlinks=1."""
     path = path.absolute()
     for part in [*reversed(path.parents), path]:
         try:

@@ -7,14 +7,14 @@ import xxhash
 __all__ = ["PartHasher"]
 
 PIECE = 1 << 20
-"""Number of bytes that are hashed twice, for the file and for its section, while they are in the processor's cache."""
+"""Bytes that are hashed twice, for the file and for its section, while they are in the processor's cache."""
 
 
 class PartHasher:
-    """Hasher that computes the checksums of a file and of each of its sections in one pass."""
+    """Hasher of a file and of each of its sections in one pass. `parts`: offset at which each section begins, in
+    bytes."""
 
     def __init__(self, parts: list[int]) -> None:
-        """Begin a file. `parts`: offset at which each section begins, in bytes."""
         self._parts = parts
         self._all = xxhash.xxh3_128()
         self._part = xxhash.xxh3_64()
@@ -22,7 +22,6 @@ class PartHasher:
         self._at = 0
 
     def update(self, data: memoryview) -> None:
-        """Hash the next bytes of the file."""
         for begin in range(0, len(data), PIECE):  # a piece is still in the cache for the second hash
             piece = data[begin : begin + PIECE]
             self._all.update(piece)
@@ -43,8 +42,7 @@ class PartHasher:
         self._part = xxhash.xxh3_64()
 
     def digests(self) -> tuple[str, str]:
-        """Return the checksum of the file, and those of its sections as text: pairs OFFSET:CHECKSUM with blanks between
-        them, as in checkpoint_files.CheckpointFile.parts."""
+        """Checksum of the file, and those of its sections as in checkpoint_files.CheckpointFile.parts."""
         if self._parts:
             self._next()
         parts = zip(self._parts, self._digests, strict=True)

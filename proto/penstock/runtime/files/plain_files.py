@@ -22,11 +22,9 @@ _IRREGULAR = "the path must be a regular file, got a folder, pipe, socket or dev
 def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, folder: int | None = None) -> int:
     """Open a regular file and return its descriptor. This can be the `opener` of Python's `open`.
 
-    Raises OSError if the name leads to a folder, a FIFO, a socket or a device. For writing, also raises it if the name
-    is a link, or if the file has a second name. Another user can give a second name to a file of this user unless the
-    system forbids it (fs.protected_hardlinks).
-
-    folder: descriptor of the folder to which `path` is relative; None: the working directory.
+    Raises OSError if the name leads to a folder, a FIFO, a socket or a device. For writing, also if the name is a link,
+    or if the file has a second name, which another user can give it unless fs.protected_hardlinks forbids it. `folder`:
+    descriptor of the folder to which `path` is relative.
     """
     written = bool(flags & (os.O_WRONLY | os.O_RDWR))
     if written:
@@ -56,8 +54,8 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *,
 
 
 def read_plain(path: str | Path, limit: int) -> bytes:
-    """Return the whole content of a file of at most `limit` bytes. Raises OSError as `open_plain` does, and for a
-    larger file, before memory is allocated for it."""
+    """Return the whole content of a file. Raises OSError as `open_plain` does, and for one above `limit` bytes, before
+    memory is allocated for it."""
     with open(path, "rb", buffering=0, opener=open_plain) as file:
         size, pieces, read = os.fstat(file.fileno()).st_size, [], 0
         # Ask for one byte more than the size, because the file may have grown.
@@ -71,11 +69,8 @@ def read_plain(path: str | Path, limit: int) -> bytes:
 
 
 def is_ours(found: os.stat_result, group: int | None = None) -> bool:
-    """Return whether only this user can have written a file or folder. `found`: its status.
-
-    Root counts as this user. The file may be writable by the user's own group (many systems give each user one), or by
-    `group`, whose members may also own the file.
-    """
+    """True if only this user, or root, can have written a file or folder, or the user's own group (many systems give
+    each user one), or `group`, whose members may also own it."""
     mode, shared = stat.S_IMODE(found.st_mode), found.st_gid == group
     by_group = mode & stat.S_IWGRP and found.st_gid not in (0, os.getgid()) and not shared
     return (shared or found.st_uid in (0, os.getuid())) and not mode & stat.S_IWOTH and not by_group

@@ -23,14 +23,12 @@ __all__ = ["PrivateFolder"]
 
 MARK = ".penstock-temporary"
 LONGEST_BASE = 36
-"""Largest number of bytes of the parent folder's path. The path of a Unix socket has at most 107 bytes, of which
-multiprocessing needs 40."""
+"""Largest length of the parent folder's path in bytes. That of a Unix socket is 107, of which multiprocessing needs
+40."""
 
 
 class PrivateFolder:
-    """New folder with mode 0700 in the system's temporary folder. Raises OSError if it cannot be made.
-
-    The temporary folder is TMPDIR, or /tmp if the paths of sockets below TMPDIR would be too long.
+    """New folder with mode 0700 in TMPDIR, or in /tmp if the paths of sockets below TMPDIR would be too long.
 
     A child process can share the folder if it gets the path and the descriptor. The folder stays locked until both
     processes have closed it, and the first to close removes it.
@@ -63,7 +61,7 @@ class PrivateFolder:
         return self._fd
 
     def close(self) -> None:
-        """Remove the folder and its content. Do nothing if called again, or in a forked child."""
+        """Remove the folder and its content. Do nothing in a forked child."""
         if self._fd < 0 or os.getpid() != self._pid:
             return
         with contextlib.suppress(OSError):
@@ -80,8 +78,8 @@ def _base() -> Path:
 
 
 def _sweep(base: Path, prefix: str) -> None:
-    """Remove the private folders in `base` that processes of this user have left behind. A folder that a process still
-    uses is locked, and stays. `prefix`: beginning of the folders' names."""
+    """Remove the private folders that processes of this user have left behind. One that is in use is locked, and
+    stays."""
     for name in os.listdir(base):
         if name.startswith(prefix):
             with contextlib.suppress(OSError):
@@ -103,8 +101,7 @@ def _remove_if_left(base: Path, name: str) -> None:
 
 
 def _remove(base: Path, name: str, fd: int) -> None:
-    """Remove the content of the folder with descriptor `fd`, its mark last. Then remove the folder, if its name still
-    leads to it."""
+    """Remove the folder with descriptor `fd`, its mark last, if its name still leads to it."""
     for entry in sorted(os.listdir(fd), key=lambda entry: entry == MARK):
         try:
             os.unlink(entry, dir_fd=fd)

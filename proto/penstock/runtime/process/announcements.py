@@ -32,26 +32,20 @@ from penstock.runtime.process.identity import Identity
 __all__ = ["Announcement", "accepts", "announce", "announced", "withdraw"]
 
 MAX_FILE = 64 << 10
-"""Largest size of an announcement's file in bytes."""
 CONNECT_S = 0.5
-"""Longest time in seconds to connect to an address, to see whether a coordinator listens there."""
 SUFFIX = ".json"
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """Coordinator that this user runs on this machine, or that belongs to a fleet which this user started from here."""
-
     what: str
-    """Kind of coordinator: "embedded" (in a training job), or "fleet" (of `penstock up`)."""
+    """"embedded" (in a training job), or "fleet" (of `penstock up`)."""
     name: str
-    """Name of the training job with the embedded coordinator, or of the fleet."""
     address: str
     token_file: str
     """Path of a file with a token of the role admin."""
     folder: str
-    """Folder of the embedded coordinator or of the fleet. No two announcements have the same one, so `announce` and
-    `withdraw` find an announcement by it."""
+    """Folder of the embedded coordinator or of the fleet, by which `announce` and `withdraw` find an announcement."""
     tls: Mapping[str, str] = field(default_factory=dict)
     """Settings that a caller needs for TLS: tls_ca, tls_name."""
     owner: Identity | None = None
@@ -59,8 +53,6 @@ class Announcement:
 
     @property
     def is_live(self) -> bool:
-        """True if the coordinator's process runs; for a coordinator on another machine, if its address accepts
-        connections."""
         if self.owner is None:
             return accepts(self.address)
         process = self.owner.open()
@@ -75,8 +67,7 @@ class Announcement:
 
 
 def announce(one: Announcement) -> None:
-    """Write an announcement, in place of an earlier one with the same `folder`. Raises OSError if the file cannot be
-    written."""
+    """Write an announcement, in place of an earlier one with the same `folder`."""
     problem: OSError | None = None
     for path in _folders():
         try:
@@ -93,7 +84,6 @@ def announce(one: Announcement) -> None:
 
 
 def withdraw(folder: str) -> None:
-    """Remove the announcement whose `folder` is this one, if it exists."""
     for held in _existing():
         _remove(held, _name(folder))
 
@@ -117,8 +107,6 @@ def announced() -> list[Announcement]:
 
 
 def _parsed(data: bytes) -> Announcement:
-    """Return the announcement in a file's content. Raises ValueError, TypeError, KeyError, AttributeError for other
-    content."""
     read = json.loads(data)
     owner = read["owner"]
     texts = {name: read[name] for name in ("what", "name", "address", "token_file", "folder")}
@@ -134,7 +122,7 @@ def _parsed(data: bytes) -> Announcement:
 
 
 def _folders() -> list[Path]:
-    """Return the folders in which announcements may be. The first one that can be used gets new announcements."""
+    """The first one that can be used gets new announcements."""
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     own = [Path(base) / "penstock"] if os.path.isabs(base) else []
     return [*own, Path("/tmp") / f"penstock-run-{os.geteuid()}"]
@@ -142,8 +130,7 @@ def _folders() -> list[Path]:
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[HeldFolder]:
-    """Open a folder of announcements and hold it by its descriptor. Raises OSError if it does not exist, or if others
-    could have written to it."""
+    """Open a folder of announcements. Raises OSError if others could have written to it."""
     with HeldFolder(path) as folder:
         found = os.stat(folder.path)
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
@@ -170,7 +157,6 @@ def _name(folder: str) -> str:
 
 
 def accepts(address: str) -> bool:
-    """Return whether a process accepts a connection at HOST:PORT within CONNECT_S seconds."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()

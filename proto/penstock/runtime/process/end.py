@@ -23,35 +23,30 @@ __all__ = [
 
 
 def kill_child(pid: int) -> None:
-    """Kill a child of this process. The child must not be reaped yet: its process id cannot have been reused then."""
+    """Kill a child of this process, not reaped yet: its process id cannot have been reused then."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 def signal_child(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a child of this process, which must not be reaped yet."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def kill_group(pid: int) -> None:
-    """Kill a process group: its leader `pid`, which must not be reaped yet, and all processes that the leader has
-    started in the group."""
+    """Kill a process group, whose leader `pid` must not be reaped yet."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a child of this process has ended. The child is not reaped."""
+    """True if a child of this process has ended. It is not reaped."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def reap(pid: int, *, group: bool = True) -> int:
-    """Wait for the end of a child that leads a process group, and return its exit status. A negative status is minus
-    the number of the signal that killed it.
-
-    group: also kill the processes that are left in the child's group.
-    """
+    """Wait for the end of a child that leads a process group, and return its exit status; negative: minus the number of
+    the signal that killed it. `group`: also kill the processes that are left in its group."""
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     if group:
         kill_group(pid)
@@ -59,16 +54,15 @@ def reap(pid: int, *, group: bool = True) -> int:
 
 
 def reap_orphan(pid: int) -> bool:
-    """Reap an orphan that has become a child of this process, if it has ended. Return whether it was reaped."""
+    """Reap an orphan that has become a child of this process. Return False if it has not ended."""
     with contextlib.suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] != 0
     return False
 
 
 def zombie_status(pid: int) -> tuple[bool, int | None]:
-    """Return whether a process is a zombie (has ended and is not reaped yet), and the zombie's exit status. The status
-    is None for a process that is no zombie, and if the kernel does not show it. Unlike `has_ended`, this works for
-    children of another process."""
+    """Return whether a process is a zombie, and the zombie's exit status if the kernel shows it. Unlike `has_ended`,
+    this works for children of another process."""
     fields = stat_of(pid)
     try:
         return (True, os.waitstatus_to_exitcode(int(fields[-1]))) if fields[0] == "Z" else (False, None)
@@ -77,16 +71,12 @@ def zombie_status(pid: int) -> tuple[bool, int | None]:
 
 
 def exit_words(status: int) -> str:
-    """Return a text that says how a process ended: "was killed by SIGTERM", "exited with status 3".
-
-    status: exit status, or minus the number of the signal that killed the process.
-    """
+    """ "was killed by SIGTERM", "exited with status 3", for an exit status or minus the number of the signal."""
     return f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
 
 
 def describe_exit(status: int | None) -> str:
-    """Return a text that says how a process that runs user code ended, with the likely cause. `status`: as in
-    `exit_words`; None if unknown."""
+    """Text that says how a process that runs user code ended, with the likely cause."""
     if status is None:
         return "died of an unknown cause (its parent process does not answer)"
     how = exit_words(status)

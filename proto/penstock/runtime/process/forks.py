@@ -53,13 +53,13 @@ _kept: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def keep(thing: _Kept) -> None:
-    """Register an object, so that it is disconnected in children that are forked from now on. A child's own children do
-    not disconnect it again."""
+    """Register an object, so that it is disconnected in children that are forked from now on, but not in their
+    children."""
     _kept.add(thing)
 
 
 def host_user_code() -> None:
-    """Mark this process as one that runs user code. A child that user code forks then ends if it returns to Penstock's
+    """Mark this process as one that runs user code: children that user code forks end if they return to Penstock's
     code."""
     global _hosts_user_code
     _hosts_user_code = True
@@ -67,8 +67,8 @@ def host_user_code() -> None:
 
 @contextlib.contextmanager
 def hosting(*things: _Kept) -> Iterator[None]:
-    """Register objects, so that they are disconnected in children that user code forks inside the block. Children that
-    are forked later may use the objects."""
+    """Disconnect objects in children that user code forks inside the block. Children that are forked later may use
+    them."""
     global _hosts_user_code
     before, _hosts_user_code = _hosts_user_code, True
     for thing in things:
@@ -98,8 +98,7 @@ os.register_at_fork(after_in_child=_disarm)
 
 
 def silence(fd: int) -> None:
-    """Disconnect a descriptor from its file. The descriptor stays open, so that its number is not given to another
-    file."""
+    """Disconnect a descriptor from its file. It stays open, so that its number is not given to another file."""
     if fd < 0:
         return
     with contextlib.suppress(OSError):
@@ -113,10 +112,8 @@ def silence(fd: int) -> None:
 
 
 def unshare(memory: mmap.mmap, fd: int) -> None:
-    """Make a shared mapping of `fd` private to this process. Its address and content stay the same.
-
-    Raises OSError if that is impossible; the mapping is then still shared.
-    """
+    """Make a shared mapping of `fd` private to this process, with the same address and content. Raises OSError if that
+    is impossible; the mapping is then still shared."""
     buffer = ctypes.c_char.from_buffer(memory)
     address = ctypes.addressof(buffer)
     del buffer
@@ -130,7 +127,7 @@ def unshare(memory: mmap.mmap, fd: int) -> None:
 
 
 class OwnerProcess:
-    """Process in which an object was made. Forked children of this process must not use the object."""
+    """Process in which an object was made. Its forked children must not use the object."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -140,8 +137,8 @@ class OwnerProcess:
         return os.getpid() == self.pid
 
     def check(self, what: str) -> None:
-        """Raise ForkedProcessError if this is another process than the object's. `what`: the object and its use, for
-        the message, such as "the connection to the coordinator"."""
+        """Raise ForkedProcessError in a forked child. `what`: the object, such as "the connection to the
+        coordinator"."""
         if not self.is_here:
             raise self.error(what)
 
@@ -154,10 +151,8 @@ class OwnerProcess:
 
 
 def leave() -> NoReturn:
-    """End this process, because user code forked it and it has returned to Penstock's code.
-
-    The current exception is logged. The exit status is that of sys.exit() if that was called, else 1, as in Python.
-    """
+    """End this process, because user code forked it and it has returned to Penstock's code. The exit status is that of
+    sys.exit() if that was called, else 1, as in Python."""
     code = 1
     try:
         code = _log_end(sys.exc_info()[1])

@@ -12,12 +12,9 @@ GROUPS = Path("/sys/fs/cgroup")
 
 
 def free_memory() -> int:
-    """Return the number of bytes that can still be allocated before the kernel kills a process; a huge number without
-    /proc.
-
-    The number is the machine's `MemAvailable`, or what is left of the limit of this process's control groups (version
-    2), whichever is less. File pages that a group can drop count as free, as they do for the machine.
-    """
+    """Return the number of bytes that can still be allocated before the kernel kills a process: the machine's
+    `MemAvailable`, or what is left of the limit of this process's control groups (version 2), whichever is less; a huge
+    number without /proc. File pages that a group can drop count as free, as they do for the machine."""
     return min([_of_machine(), *map(_of_group, _own_groups())])
 
 
@@ -32,7 +29,6 @@ def _of_machine() -> int:
 
 
 def _own_groups() -> list[Path]:
-    """Return the control group of this process and the groups above it; none if this process cannot read its group."""
     try:
         path = next(line[3:] for line in OWN_GROUP.read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):

@@ -13,18 +13,17 @@ __all__ = ["Identity"]
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of a process: its id, its start time and the machine's boot. A later process with the same id differs in
-    one of the other two."""
+    """A process's id, its start time and the machine's boot. A later process with the same id differs in another
+    one."""
 
     pid: int
     started: int
-    """Start time of the process, in clock ticks since the machine's boot."""
+    """In clock ticks since the machine's boot."""
     boot: str
-    """Id of the machine's boot, as the kernel says it."""
 
     @classmethod
     def of(cls, pid: int) -> Identity:
-        """Return the identity of a process that runs. Raises ProcessLookupError if it does not exist."""
+        """Raises ProcessLookupError if the process does not exist."""
         fields = stat_of(pid)
         if not fields:
             raise ProcessLookupError(f"process {pid} does not exist")
@@ -45,7 +44,7 @@ class Identity:
         return None
 
     def send(self, number: int) -> bool:
-        """Send the process a signal. Return False if the process has ended. `number`: the signal's number."""
+        """Send the process a signal. Return False if it has ended."""
         process = self.open()
         if process is None:
             return False

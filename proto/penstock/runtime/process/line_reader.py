@@ -14,8 +14,7 @@ READ_BYTES = 1 << 16
 
 
 class LineReader:
-    """Reader that splits the bytes from a descriptor into lines. If the descriptor blocks, call `read` only when it is
-    readable."""
+    """Reader that splits bytes from a descriptor into lines. If it blocks, call `read` only when it is readable."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -40,8 +39,7 @@ class LineReader:
         return lines
 
     def line(self, timeout_s: float) -> bytes | None:
-        """Wait for the next line, and return it; None if the other process has closed its end. Raises TimeoutError if
-        neither happens within `timeout_s` seconds."""
+        """Wait for the next line; None if the other process has closed its end. Raises TimeoutError."""
         until = time.monotonic() + timeout_s
         while not self.ended:
             if not readable(self._fd, until - time.monotonic()):
@@ -59,7 +57,7 @@ class LinePipe(LineReader):
         super().__init__(-1)
         self._fd, write = os.pipe2(os.O_CLOEXEC)
         self.theirs: BinaryIO = os.fdopen(write, "wb", 0)
-        """Writing end, for the child. `spawn` closes it in this process once the child has it."""
+        """Writing end, for the child. `spawn` closes it in this process."""
         os.set_blocking(self._fd, False)
 
     def __del__(self) -> None:
@@ -72,7 +70,6 @@ class LinePipe(LineReader):
         self.close()
 
     def close(self) -> None:
-        """Close both ends of the pipe. A second call does nothing."""
         if self._fd >= 0:
             self.theirs.close()
             os.close(self._fd)

@@ -30,8 +30,6 @@ _log = logging.getLogger("penstock.worker")
 
 @dataclass(frozen=True)
 class Liveness:
-    """Ages of a daemon's last heartbeat round and of the coordinator's last answer, when the liveness file was read."""
-
     turned_s_ago: float
     """Seconds since the last heartbeat round ended, with or without an answer."""
     heard_s_ago: float
@@ -39,7 +37,7 @@ class Liveness:
 
 
 class LivenessWriter:
-    """Writer of a daemon's liveness file. `path`: "" to write no file."""
+    """`path`: "" to write no file."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path) if path else None
@@ -59,14 +57,13 @@ class LivenessWriter:
             self._failed = True
 
     def note_answer(self) -> None:
-        """Record that a heartbeat round has ended with an answer from the coordinator."""
+        """Record that a heartbeat round has ended with an answer."""
         self._answered = time.monotonic()
         self.turned()
 
 
 def read_liveness(path: str) -> Liveness:
-    """Return how long ago a daemon's last heartbeat round ended and the coordinator last answered, by the daemon's
-    liveness file. Raises InvalidArgumentError if the file cannot be read or has other content."""
+    """Raises InvalidArgumentError if the file cannot be read or has other content."""
     try:
         turned, answered = map(float, read_plain(path, LONGEST).split())
     except OSError as error:

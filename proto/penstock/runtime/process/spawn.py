@@ -28,8 +28,7 @@ TORCHRUN = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_*"),
 )
-"""Environment variables of torchrun that a training process must not pass on to its child processes, as arguments of
-`environment`."""
+"""Environment variables of torchrun that a training process must not pass on to its child processes."""
 _REAP_S = 1.0
 """Longest time in seconds to wait for another thread that is just reaping an ended child."""
 
@@ -41,8 +40,6 @@ _RUN = (
 
 
 class _End(Protocol):
-    """Socket, or end of a pipe, that can be passed to a child."""
-
     def fileno(self) -> int: ...
 
     def close(self) -> None: ...
@@ -60,12 +57,11 @@ class Spawned(Process):
 
     @property
     def status(self) -> int | None:
-        """Exit status of the child, or minus the number of the signal that killed it; None while it runs."""
+        """Exit status, or minus the number of the signal that killed the child; None while it runs."""
         return self._popen.poll()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the child has ended, and reap it. Return False if it still runs after `timeout_s` seconds.
-        `timeout_s`: None = wait without a limit."""
+        """Wait until the child has ended, and reap it. Return False if it still runs after `timeout_s` seconds."""
         if self._popen.returncode is None and self.fileno() >= 0:
             if not super().wait(timeout_s):
                 return False
@@ -75,13 +71,11 @@ class Spawned(Process):
         return self._popen.returncode is not None
 
     def result(self) -> int:
-        """Wait, without a limit, until the child has ended. Return its exit status."""
         while not self.wait():
             pass
         return self._popen.returncode
 
     def send(self, number: int) -> bool:
-        """Send the child a signal. Return False if the child has ended."""
         if self.fileno() >= 0:
             return super().send(number)
         self._popen.send_signal(number)
@@ -102,20 +96,16 @@ def spawn(
     env: Mapping[str, str] | None = None,
     session: bool = True,
 ) -> Spawned:
-    """Start a child process.
+    """Start a child process. Raises OSError if it cannot be started.
 
     Args:
-        command: program and arguments, made by `module` or `by_path` for example.
-        stdout: standard output of the child: a descriptor, NULL, or an end of a pipe; None: that of this process.
-        stderr: standard error of the child, in the same forms.
+        stdout, stderr: a descriptor, NULL, or an end of a pipe; None: that of this process.
         fds: descriptors that the child has under the same numbers.
-        env: environment of the child, see `environment`; None: that of this process.
-        session: True: the child leads a session of its own. False: the child leads a process group in this session.
+        env: environment of the child; None: that of this process.
+        session: True: the child leads a session of its own. False: a process group in this session.
 
     Sockets and ends of pipes are passed to the child and closed in this process, also if the child cannot be started.
     Descriptors given as numbers stay open.
-
-    Raises OSError if the child cannot be started.
     """
     passed = [fd if isinstance(fd, int) else fd.fileno() for fd in fds]
     try:
@@ -137,19 +127,15 @@ def spawn(
 
 
 def module(name: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module in a fresh interpreter, with these arguments."""
     return [sys.executable, "-P", "-m", name, *arguments]
 
 
 def by_path(program: Path, *needed: ModuleType) -> list[str]:
-    """Return the command that runs a program of Penstock, given by the path of its file. The caller appends the
-    program's arguments to the command.
+    """Return the command that runs a program of Penstock by the path of its file.
 
     This is for programs that must not import torch: `python -m` would import penstock.client, and with it torch. The
     program imports Penstock and `needed` from the folders from which this process imported them. These folders come
     last on the path, so that their modules do not hide modules of Python.
-
-    needed: other packages that the program imports.
     """
     places = [Path(path).parent for path in penstock.__path__]
     places += [Path(str(package.__file__)).parents[1] for package in needed]
@@ -157,8 +143,8 @@ def by_path(program: Path, *needed: ModuleType) -> list[str]:
 
 
 def environment(*without: str) -> dict[str, str]:
-    """Return a copy of this process's environment without the variables that are named. A name that ends in * stands
-    for all variables that begin with the rest of it."""
+    """Return this process's environment without the variables that are named. A name that ends in * stands for all that
+    begin with the rest of it."""
     prefixes = tuple(name[:-1] for name in without if name.endswith("*"))
     return {name: value for name, value in os.environ.items() if name not in without and not name.startswith(prefixes)}
 
@@ -166,9 +152,9 @@ def environment(*without: str) -> dict[str, str]:
 def fork(run: Callable[[], int | None]) -> int:
     """Fork a child that calls `run` and ends. Return its process id, with which the caller must reap it (end.py).
 
-    The child leads a process group and dies with this process, which must have no threads. The child's exit status is
-    the result of `run` (None is 0), or 1 for an error, whose traceback the child prints. Exit handlers of this process
-    do not run in the child.
+    The child leads a process group and dies with this process, which must have no threads. Its exit status is the
+    result of `run` (None is 0), or 1 for an error, whose traceback it prints. Exit handlers of this process do not run
+    in it.
     """
     parent = os.getpid()
     pid = os.fork()

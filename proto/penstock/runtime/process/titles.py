@@ -20,10 +20,8 @@ __all__ = ["name_process", "title_process"]
 
 _PR_SET_NAME = 15
 COMM_BYTES = 15
-"""Longest short name of a process in bytes. The kernel cuts longer names."""
 _ARG_START = 48
-"""Number of the field in /proc/self/stat, from 1, that holds the address of the arguments. The next field holds the
-address of their end."""
+"""Number of the field in /proc/self/stat, from 1, that holds the address of the arguments. Their end follows."""
 
 
 def name_process(name: str) -> None:
@@ -33,7 +31,7 @@ def name_process(name: str) -> None:
 
 def title_process(title: str) -> None:
     """Set the text that `ps` shows as the command line of this process. A title that is longer than the present command
-    line is cut. Do nothing if the kernel does not show where the command line is."""
+    line is cut."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         start, end = (int(fields[number - 3]) for number in (_ARG_START, _ARG_START + 1))

@@ -35,9 +35,8 @@ LONGEST_S = 1e6
 
 
 def wait_for_any(fds: Iterable[int], timeout_s: float | None = None) -> list[int]:
-    """Wait until at least one descriptor is readable, or closed at the other end. Return these descriptors; [] if there
-    is none within `timeout_s` seconds. `timeout_s`: None = wait without a limit. Unlike select(2), this also works for
-    descriptors above 1023."""
+    """Return the descriptors that are readable, or closed at the other end; [] if there is none within `timeout_s`
+    seconds. Unlike select(2), this also works for descriptors above 1023."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -46,20 +45,14 @@ def wait_for_any(fds: Iterable[int], timeout_s: float | None = None) -> list[int
 
 
 def readable(fd: int, timeout_s: float | None = None) -> bool:
-    """Wait until a descriptor is readable, and return True. Return False if the descriptor is not readable within
-    `timeout_s` seconds. `timeout_s`: None = wait without a limit."""
+    """Return False if the descriptor is not readable within `timeout_s` seconds."""
     return bool(wait_for_any([fd], timeout_s))
 
 
 class Process:
-    """Process that is watched, not necessarily a child, until `close` or until this object is dropped.
-
-    Args:
-        pid: the process's id.
-        pidfd: open pidfd of the process, which `close` closes; None: a new one is opened.
-
-    Raises ProcessLookupError if the process has ended and is reaped.
-    """
+    """Process that is watched, not necessarily a child, until `close` or until this object is dropped. `pidfd`: open
+    pidfd of the process, which `close` closes; None: a new one is opened. Raises ProcessLookupError if the process is
+    reaped."""
 
     def __init__(self, pid: int, pidfd: int | None = None) -> None:
         self.pid = pid
@@ -69,8 +62,8 @@ class Process:
 
     @classmethod
     def parent(cls, pid: int) -> Self:
-        """Return the parent of this process, to be watched. `pid`: process id that the parent had when it started this
-        process. Raises ProcessLookupError if the parent has ended; another process may have the id `pid` by now."""
+        """Return the parent of this process. `pid`: process id that it had when it started this process. Raises
+        ProcessLookupError if the parent has ended."""
         process = cls(pid)
         if os.getppid() != pid:  # the parent ended before it was opened, and its id was reused
             process.close()
@@ -94,13 +87,11 @@ class Process:
         return self._pidfd
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the process has ended. Return False if it still runs after `timeout_s` seconds. `timeout_s`: None
-        = wait without a limit."""
+        """Return False if the process still runs after `timeout_s` seconds."""
         return readable(self._pidfd, timeout_s)
 
     @property
     def ended(self) -> bool:
-        """True if the process has ended."""
         return self.wait(0)
 
     def on_end(self, then: Callable[[], object]) -> None:
@@ -118,7 +109,7 @@ class Process:
         loop.add_reader(pidfd, ended)
 
     def send(self, number: int) -> bool:
-        """Send the process a signal. Return False if the process has ended, or after `close`."""
+        """Send the process a signal. Return False if it has ended, or after `close`."""
         if self._pidfd < 0:
             return False
         try:
@@ -128,14 +119,11 @@ class Process:
         return True
 
     def kill(self) -> None:
-        """Kill the process. Do nothing if it has ended."""
         self.send(signal.SIGKILL)
 
     def end(self, grace_s: float, killed_s: float | None = None) -> bool:
-        """Send SIGTERM, and kill the process if it still runs after `grace_s` seconds. Return whether it has ended.
-
-        killed_s: seconds to wait for the end after the kill; None: wait without a limit.
-        """
+        """Send SIGTERM, and kill the process if it still runs after `grace_s` seconds. Return False if it still runs
+        after another `killed_s` seconds."""
         self.send(signal.SIGTERM)
         if self.wait(grace_s):
             return True
@@ -143,7 +131,6 @@ class Process:
         return self.wait(killed_s)
 
     def close(self) -> None:
-        """Stop watching the process, and close the pidfd."""
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
@@ -153,8 +140,7 @@ class Process:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the program's name (state, parent, ...); [] if the process does not
-    exist."""
+    """Fields of /proc/PID/stat after the program's name (state, parent, ...); [] if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -165,7 +151,7 @@ def stat_of(pid: int) -> list[str]:
 
 
 def wait_for_parent_end(pid: int) -> None:
-    """Block this thread until the parent of this process, process `pid`, has ended. This works also without pidfds."""
+    """Block this thread until process `pid`, the parent of this process, has ended, also without pidfds."""
     try:
         with Process.parent(pid) as parent:
             parent.wait()
@@ -175,16 +161,15 @@ def wait_for_parent_end(pid: int) -> None:
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent dies. `parent`: process id that the parent must have.
-    End this process at once if the parent has died already."""
+    """Let the kernel send this process a signal when its parent, process `parent`, dies. End this process at once if it
+    has died already."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def become_subreaper() -> None:
-    """Make this process the parent of those of its descendants whose own parent dies. Otherwise process 1 would become
-    their parent."""
+    """Make this process the parent of those of its descendants whose own parent dies, in place of process 1."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -79,6 +79,5 @@ STATES: Columns[StateView] = {
 
 
 def cells(columns: Columns[_View], headings: Iterable[str], rows: Iterable[_View]) -> list[Sequence[str]]:
-    """Return the cells of a table, row by row: for each row, the texts of the columns with these headings."""
     of = [columns[heading] for heading in headings]
     return [tuple(cell(row) for cell in of) for row in rows]

@@ -57,8 +57,6 @@ Share = Annotated[float, 4]
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
-    """Slot of a box, as a display shows it. (A slot is a logical worker: one worker at a time makes its batches.)"""
-
     run: str
     box: int
     slot: int
@@ -66,7 +64,7 @@ class SlotView:
     target_worker: str | None
     generation: int
     phase: str
-    """Name of the slot's SlotPhase: WAITING, STARTING, READY or FAILED."""
+    """Name of the slot's SlotPhase."""
     queued: int
     batches_per_s: PerSecond
     batch_s: Annotated[float, 6] | None
@@ -84,14 +82,13 @@ class SlotView:
 
     @property
     def remark(self) -> str:
-        """Remark about the slot, as text: its error; else what its runner is doing, if that takes long, or its number
-        in the worker's start queue; else why the slot moved or could not move."""
+        """Remark about the slot: its error; else what its runner is doing, if that takes long; else why it moved or
+        could not."""
         said = f"{self.error['name']}: {self.error['message']}" if self.error else self.doing or self.note or ""
         return " ".join(said.split())
 
     @property
     def saved(self) -> str:
-        """Age of the slot's newest durable snapshot, as text; "" if none was stored since the coordinator's start."""
         return "" if self.snapshot_age_s is None else f"{seconds(self.snapshot_age_s)} ago"
 
     @property
@@ -102,14 +99,11 @@ class SlotView:
 
     @property
     def urgency(self) -> tuple[int, float]:
-        """Sort key of the slot. The most urgent slot has the largest key."""
         return {"READY": 0, "FAILED": 2}.get(self.phase, 1), self.wait_share
 
 
 @dataclass(frozen=True, slots=True)
 class BoxView:
-    """Box of a run (a data-parallel rank), as a display shows it."""
-
     run: str
     box: int
     live: bool
@@ -125,7 +119,7 @@ class BoxView:
 
     @property
     def going(self) -> bool:
-        """True if the box's loop takes steps: its training process is live, and its epoch has not ended."""
+        """True if the box's loop takes steps."""
         return self.live and not self.epoch_ended
 
     @property
@@ -139,7 +133,7 @@ class BoxView:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Bottleneck of a run: what limits its speed, as text for people."""
+    """Bottleneck of a run: what limits its speed."""
 
     kind: str
     input_bound: bool
@@ -185,8 +179,7 @@ _NO_BOX = Finding("", False, "Its training job has ended, or has not reported.",
 
 @dataclass(frozen=True, slots=True)
 class StateView:
-    """Request for a run's state, or several for the same step: a checkpoint of the job, or an operator's
-    request."""
+    """Request for a run's state, or several for the same step: a checkpoint of the job, or an operator's request."""
 
     step: int
     asker: str
@@ -199,7 +192,7 @@ class StateView:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """Run of a job, as a display shows it. Its rates are those of its live boxes whose epoch has not ended."""
+    """Run of a job. Its rates are those of its live boxes whose epoch has not ended."""
 
     run: str
     attempt: int
@@ -222,8 +215,6 @@ class RunView:
 
     @property
     def finding(self) -> Finding:
-        """Bottleneck of the run; for a run without a live box, or of which no live box is in an epoch, a finding that
-        says so."""
         return self.bottleneck or (_BETWEEN_EPOCHS if any(box.live for box in self.boxes) else _NO_BOX)
 
     @property
@@ -232,7 +223,6 @@ class RunView:
 
     @property
     def figures(self) -> list[str]:
-        """Figures about the run, as texts. "queued" is the mean number of batches that are ready at a slot."""
         step, slots = min((box.step for box in self.boxes), default=0), self.slots
         queued = sum(slot.queued for slot in slots) / max(1, len(slots))
         return [
@@ -247,8 +237,6 @@ class RunView:
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """Worker daemon, as a display shows it."""
-
     worker: str
     live: bool
     draining: bool
@@ -277,8 +265,6 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class EventView:
-    """Event (a fault or change) that the coordinator reported."""
-
     kind: str
     fault: bool
     at: float
@@ -307,8 +293,6 @@ class EventView:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorView:
-    """Coordinator process, as a display shows it."""
-
     address: str
     version: str
     uptime_s: Seconds
@@ -321,12 +305,10 @@ class CoordinatorView:
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """View of a whole cluster: coordinator, runs, workers and latest events."""
-
     coordinator: CoordinatorView
     recommended_workers: int
     runs: tuple[RunView, ...]
-    """Runs, in the order of displays: those with a live training job, then other open runs, then ended runs."""
+    """Those with a live training job, then other open runs, then ended runs."""
     workers: tuple[WorkerView, ...]
     events: tuple[EventView, ...]
     """Latest events, oldest first."""
@@ -337,7 +319,6 @@ class ClusterView:
 
     @property
     def ended(self) -> str:
-        """Sentence that says how many runs have ended; "" if none has."""
         count = len(self.runs) - len(self.open_runs)
         return f"{count} {'run has' if count == 1 else 'runs have'} ended" if count else ""
 
@@ -347,8 +328,8 @@ class ClusterView:
 
     @property
     def totals(self) -> list[tuple[str, str, str, Alarm]]:
-        """Rows with the figures of all open runs together, as (name, count, text after the count, alarm), such as
-        ("Boxes live", "3", "of 4", "")."""
+        """Rows of all open runs together: (name, count, text after the count, alarm), such as ("Boxes live", "3", "of
+        4", "")."""
         boxes = [box for run in self.open_runs for box in run.boxes]
         slots = Counter(slot.state for box in boxes for slot in box.slots)
         live = [box for box in boxes if box.live]
@@ -367,7 +348,6 @@ class ClusterView:
 
 
 def view(reply: pb.StatusReply, address: str = "") -> ClusterView:
-    """Return the view of a coordinator's status. `address`: the coordinator's address, as the caller gave it."""
     return ClusterView(
         coordinator=_read(CoordinatorView, reply, address=address),
         recommended_workers=reply.recommended_workers,
@@ -378,13 +358,10 @@ def view(reply: pb.StatusReply, address: str = "") -> ClusterView:
 
 
 def _rank(run: RunView) -> int:
-    """Return the sort key of a run in displays: 0 for a run with a live training job, 1 for another open run, else
-    2."""
     return 2 if not run.open else 0 if any(box.live for box in run.boxes) else 1
 
 
 def worker_view(worker: pb.WorkerStatus) -> WorkerView:
-    """Return the view of a worker daemon's status."""
     return _read(WorkerView, worker, allow=tuple(worker.allow))
 
 
@@ -417,8 +394,8 @@ def _slot(run: str, box: int, slot: pb.SlotView) -> SlotView:
 
 
 def _read(cls: type[_View], message: Any, **own: Any) -> _View:
-    """Return a view of class `cls`, whose fields get the values of the message's fields with the same names. `own`:
-    values of other fields. An empty field becomes None where the class allows it."""
+    """Make a view whose fields get the values of the message's fields with the same names. `own`: values of other
+    fields. An empty field becomes None where the class allows it."""
     kind: Any = cls
     for name, digits, optional, presence in _plan(kind, message.DESCRIPTOR):
         if name in own:
@@ -434,8 +411,8 @@ def _read(cls: type[_View], message: Any, **own: Any) -> _View:
 
 @cache
 def _plan(kind: Any, descriptor: Any) -> Sequence[tuple[str, int | None, bool, bool]]:
-    """Return a tuple for each field that the view's class and the message share: its name, the number of digits to
-    which it is rounded, whether None is allowed, and whether the message records its presence."""
+    """(name, digits to round to, whether None is allowed, whether the message records presence) of each field that view
+    and message share."""
     there, plan = descriptor.fields_by_name, []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if name in there:
@@ -446,6 +423,5 @@ def _plan(kind: Any, descriptor: Any) -> Sequence[tuple[str, int | None, bool, b
 
 
 def as_dict(shown: Any) -> dict[str, Any]:
-    """Return a view as a dict, for `--json`. With json.dumps(..., default=as_dict) it is applied to the views inside
-    too."""
+    """Return a view as a dict, for `--json`: json.dumps(..., default=as_dict) applies it to the views inside too."""
     return {name: getattr(shown, name) for name in shown.__slots__}

@@ -19,8 +19,7 @@ usual deadline. Long polls end within a few seconds."""
 
 
 class Histogram:
-    """Histogram: counts of values in buckets. A value is counted in the bucket with the smallest upper bound in
-    `bounds` that is not below the value; larger values have a bucket of their own."""
+    """Counts of values in buckets, by their upper bounds; larger values have a bucket of their own."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -28,7 +27,6 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
 
     def add(self, value: float) -> None:
-        """Count a value in its bucket, and add it to `sum`."""
         self._counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
@@ -48,6 +46,6 @@ class CallCounters:
         """Method -> histogram of the durations of its calls, in seconds."""
 
     def add(self, method: str, status: str, seconds: float) -> None:
-        """Count a call of `method` that was answered with the gRPC status `status` after `seconds` seconds."""
+        """`status`: gRPC status of the answer."""
         self.answered[method, status] += 1
         self.seconds[method].add(seconds)

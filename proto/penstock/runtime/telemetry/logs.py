@@ -39,12 +39,10 @@ FIELD = 1000
 FIELDS = ("run", "attempt", "box", "slot", "generation", "step", "worker")
 """Names of the attributes that say what a record is about."""
 _IN_TEXT = ("run", "box", "slot", "step")
-"""Names of those attributes that the text format appends to a message, unless the message contains them."""
 
 
 def about(**fields: str | int) -> dict[str, str | int]:
-    """Return the argument `extra` of a log call, which says what the record is about. `fields`: values by the names in
-    FIELDS. Raises ValueError for another name."""
+    """Return the argument `extra` of a log call, which says what the record is about: values by the names in FIELDS."""
     unknown = fields.keys() - set(FIELDS)
     if unknown:
         raise ValueError(f"fields of a record must be in {sorted(FIELDS)}, got {sorted(unknown)}")
@@ -58,7 +56,6 @@ class SubjectLogger(logging.LoggerAdapter[logging.Logger]):
         super().__init__(logger, about(**fields))
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Add the logger's attributes to the `extra` of a log call. The call's own attributes have priority."""
         assert self.extra is not None
         kwargs["extra"] = {**self.extra, **(kwargs.get("extra") or {})}
         return msg, kwargs
@@ -74,20 +71,19 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _says(message: str, name: str, value: str) -> bool:
-    """Return whether a message already contains an attribute: the run's name, or a text such as "slot 3"."""
+    """True if a message already contains an attribute: the run's name, or a text such as "slot 3"."""
     return value in message if name == "run" else re.search(rf"\b{name} {re.escape(value)}\b", message) is not None
 
 
 def printable(text: str) -> str:
-    """Return a text with all unprintable characters escaped, line breaks included."""
+    """Escape all unprintable characters, line breaks included."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def plain(text: str, longest: int = LONGEST) -> str:
-    """Return a text from a peer, shortened to `longest` characters, with unprintable characters escaped. Line breaks
-    are kept."""
+    """Shorten a text from a peer, and escape unprintable characters, but not line breaks."""
     return "\n".join(printable(line.replace("\t", "    ")) for line in _cut(text, longest).split("\n"))
 
 
@@ -97,16 +93,11 @@ def _cut(text: str, longest: int = LONGEST) -> str:
 
 class RepeatedWarnings:
     """Rate limit for warnings that unauthenticated peers can cause. In EVERY_S seconds one source may cause one
-    warning, and all sources together AT_ONCE. Each warning is shortened, and says how many warnings before it were left
-    out.
-
-    clock: function that returns a monotonic time in seconds.
-    """
+    warning, and all sources together AT_ONCE. Each is shortened, and says how many before it were left out."""
 
     EVERY_S = 10.0
     AT_ONCE = 20
     LONGEST = 400
-    """Largest number of characters in a warning."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
@@ -127,7 +118,7 @@ class RepeatedWarnings:
 
 
 class OneLine(logging.Formatter):
-    """Formatter that indents all lines of a record except the first, so that no text inside a record looks like another
+    """Formatter that indents all lines of a record except the first, so that no text inside looks like another
     record."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -142,8 +133,7 @@ def log_lines(form: str, level: int | str) -> None:
 
 
 class TextLines(OneLine):
-    """Formatter for people. It appends the attributes in `_IN_TEXT` to a record's first line, unless the message
-    already contains them."""
+    """Formatter for people. It appends the attributes in `_IN_TEXT` that the message does not contain."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -162,10 +152,7 @@ class TextLines(OneLine):
 
 class JsonLines(logging.Formatter):
     """Formatter for machines. A record is one JSON object on one line: time (UTC, RFC 3339), level, logger, message,
-    pid, and the attributes in FIELDS.
-
-    always: further fields, which are added to every record of the process.
-    """
+    pid, the attributes in FIELDS, and the fields in `always`."""
 
     def __init__(self, always: Mapping[str, str | int] | None = None) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ class Progress:
     """Line of progress on standard error."""
 
     def __init__(self, every_s: float | None = None) -> None:
-        """Begin a display. `every_s`: seconds between two lines; None: those of a training loop."""
+        """`every_s`: seconds between two lines; None: those of a training loop."""
         self._every_s = every_s
         self._stream = sys.stderr
         self._terminal = self._stream is not None and self._stream.isatty()
@@ -30,18 +30,17 @@ class Progress:
         self._drawn = False
 
     def due(self) -> float:
-        """Return the seconds since the last line if they are at least the interval between two lines, else 0."""
+        """Return the seconds since the last line if another one is due, else 0."""
         passed = time.monotonic() - self._shown_at
         every_s = (TERMINAL_S if self._terminal else LOG_S) if self._every_s is None else self._every_s
         return passed if passed >= every_s else 0.0
 
     def update(self, text: str) -> None:
-        """Show `text` as a line, unless the last line is too recent (see `due`)."""
+        """Show `text` as a line, unless the last line is too recent."""
         if self.due():
             self.show(text)
 
     def show(self, text: str) -> None:
-        """Show a line. On a terminal it replaces the previous one."""
         self._shown_at = time.monotonic()
         if self._terminal:  # a line that wraps could not be drawn over
             text = f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}"

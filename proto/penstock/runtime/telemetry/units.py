@@ -11,7 +11,7 @@ INPUT_BOUND = 0.05
 
 
 def seconds(value: float) -> str:
-    """Return a duration in seconds as text: 0.4 s, 12 s, 3 min, 2.5 h."""
+    """0.4 s, 12 s, 3 min, 2.5 h."""
     if value < 10:
         return f"{value:.1f} s"
     if value < 120:
@@ -20,7 +20,7 @@ def seconds(value: float) -> str:
 
 
 def size(count: int) -> str:
-    """Return a number of bytes as text: 412 B, 3.1 KiB, 2.0 GiB."""
+    """Bytes: 412 B, 3.1 KiB, 2.0 GiB."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":
@@ -30,22 +30,22 @@ def size(count: int) -> str:
 
 
 def rate(value: float) -> str:
-    """Return a number of steps or batches per second as text: 0.4, 12.3, 4200."""
+    """Steps or batches per second: 0.4, 12.3, 4200."""
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def percent(share: float) -> str:
-    """Return a share from 0 to 1 as text: 26%."""
+    """Share from 0 to 1: 26%."""
     return f"{100 * share:.0f}%"
 
 
 def clock(at: float) -> str:
-    """Return the time of day, in this machine's time zone, of a time in seconds since the Unix epoch."""
+    """Time of day, in this machine's time zone, of a Unix time."""
     return time.strftime("%H:%M:%S", time.localtime(at))
 
 
 def topology(num_boxes: int, num_workers: int) -> str:
-    """Return the numbers of boxes and of workers per box as text: 2 boxes x 1 worker."""
+    """2 boxes x 1 worker."""
     boxes = "1 box" if num_boxes == 1 else f"{num_boxes} boxes"
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
     return f"{boxes} x {workers}"

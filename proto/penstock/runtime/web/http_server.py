@@ -40,10 +40,9 @@ __all__ = ["Page", "Route", "WebServer"]
 _log = logging.getLogger("penstock.web")
 
 REQUEST_S = 10.0
-"""Longest time in seconds for receiving a request, and for sending the reply. A slower client is disconnected, so that
-it does not keep a thread."""
+"""Longest time in seconds for receiving a request, and for sending the reply."""
 AT_ONCE = 64
-"""Largest number of requests that are processed at a time. Further connections are closed at once."""
+"""Largest number of requests at a time. Further connections are closed at once."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -55,8 +54,6 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Page:
-    """Reply to a request: a page, or a text about an error."""
-
     content_type: str
     body: bytes
     status: int = 200
@@ -71,7 +68,7 @@ class WebServer:
     Args:
         listen: "host:port"; port 0 takes a free one.
         routes: path -> function that returns the page; called on a thread of the server.
-        tokens: tokens for callers from other machines (penstock.proto.rpc.credentials.tokens); ignored on loopback.
+        tokens: tokens for callers from other machines; ignored on loopback.
         tls: certificate of this server; if it holds a CA, callers must show certificates too.
         insecure: allow an address that other machines can reach, without TLS.
 
@@ -109,7 +106,7 @@ class WebServer:
                 "user may use"
             ) from error
         self.address = f"{listen.rpartition(':')[0]}:{self._server.server_address[1]}"
-        """Address on which the server listens, "host:port", with the real port."""
+        """"host:port", with the real port."""
         self.url = f"{'https' if files else 'http'}://{self.address}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(None,), name="penstock-web", daemon=True
@@ -131,8 +128,7 @@ _listening: weakref.WeakSet[_Server] = weakref.WeakSet()
 
 
 def _leave_to_the_parent() -> None:
-    """Close the servers' sockets in a forked child, which has no threads to reply. Otherwise clients would wait
-    forever, and the port would stay in use."""
+    """Close the servers' sockets in a forked child, which has no threads to reply: clients would wait forever."""
     for server in list(_listening):
         server.socket.close()
     _listening.clear()
@@ -142,15 +138,11 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class _AccessCheck:
-    """Check whether a request may read a page. `local`: whether the server listens on loopback, where no token is
-    needed."""
-
     def __init__(self, tokens: str, *, local: bool) -> None:
         self._tokens = Tokens(tokens) if not local else None
 
     def refuses(self, headers: Message) -> HTTPStatus | None:
-        """Return the HTTP status with which a request is refused; None if it may read the page. `headers`: those of the
-        request, whose names ignore case (RFC 9110)."""
+        """HTTP status with which a request is refused; None if it may read the page."""
         if len(headers.get_all("Host", ())) > 1:  # a proxy may have checked another one of them
             return HTTPStatus.BAD_REQUEST
         if self._tokens is None:
@@ -165,8 +157,7 @@ class _AccessCheck:
 
 
 def _shown(authorization: str) -> str:
-    """Return the token in an Authorization header: a bearer token, or the password of the browser's dialogue; "" for
-    none."""
+    """Token in an Authorization header: a bearer token, or the password of the browser's dialogue."""
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
         return value.strip()
@@ -182,8 +173,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 2 * AT_ONCE
-    """Number of connections that may wait to be accepted. With Python's default of 5, further simultaneous connections
-    would have to retry after a second."""
+    """Connections that may wait to be accepted. With Python's default of 5, more would retry after a second."""
 
     def __init__(
         self, address: tuple[str, int], routes: Mapping[str, Route], access: _AccessCheck, files: Renewing | None

@@ -35,7 +35,7 @@ _Result = TypeVar("_Result")
 
 
 def require_prometheus() -> None:
-    """Raise InvalidArgumentError, with the remedy, if the package prometheus-client is not installed."""
+    """Raises InvalidArgumentError, with the remedy, if prometheus-client is not installed."""
     try:
         import prometheus_client  # noqa: F401
     except ImportError as error:
@@ -45,17 +45,13 @@ def require_prometheus() -> None:
 
 
 class MetricReadings:
-    """Values of all metrics of a process at one scrape (a reading by Prometheus)."""
-
     def __init__(self, process: Process) -> None:
         self._process = process
         self._found: defaultdict[str, list[tuple[list[str], float | Histogram]]] = defaultdict(list)
         self.add("penstock_build_info", 1, process=process, version=VERSION)
 
     def add(self, name: str, value: float | Histogram, **labels: object) -> None:
-        """Add the value of a metric. `name`: the metric's name in the catalogue. `labels`: values of exactly those
-        labels that the catalogue lists for it. Raises ValueError for other labels, and for a metric that another kind
-        of process exports."""
+        """Add the value of a metric of the catalogue, with exactly its labels."""
         metric = BY_NAME[name]
         if self._process not in metric.processes:
             raise ValueError(
@@ -70,7 +66,6 @@ class MetricReadings:
         self._found[name].append(([str(labels[label]) for label in metric.labels], value))
 
     def families(self) -> Iterator[Family]:
-        """Yield the values in the form of prometheus-client: one metric family for each metric."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         for name, samples in self._found.items():
@@ -98,20 +93,16 @@ class Collector:
         self._read = read
 
     def collect(self) -> Iterable[Family]:
-        """Return the values of all metrics, for one scrape."""
         return self._read().families()
 
     def describe(self) -> Iterable[Family]:
-        """Return an empty list. Without this method a registry would make a scrape to learn the names of the
-        metrics."""
+        """Without this method a registry would make a scrape to learn the names of the metrics."""
         return ()
 
 
 def metrics_route(collector: Collector) -> Route:
-    """Return the function that makes the web page of the process's metrics, with its memory and descriptors.
-
-    Raises InvalidArgumentError if prometheus-client is not installed.
-    """
+    """Return the function that makes the page of the process's metrics, with its memory and descriptors. Raises
+    InvalidArgumentError if prometheus-client is not installed."""
     require_prometheus()
     from prometheus_client import CollectorRegistry, ProcessCollector
     from prometheus_client.exposition import generate_latest
@@ -123,11 +114,8 @@ def metrics_route(collector: Collector) -> Route:
 
 
 def in_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], _Result]) -> _Result:
-    """Call `read()` on the thread of an event loop, and return its result to the present thread. Only the loop's own
-    thread may read the loop's data.
-
-    Raises DeadlineError if the loop does not call `read` within LOOP_DEADLINE_S.
-    """
+    """Call `read()` on the thread of an event loop: only that thread may read the loop's data. Raises DeadlineError if
+    it does not within LOOP_DEADLINE_S."""
 
     async def asked() -> _Result:
         return read()
@@ -144,8 +132,7 @@ def in_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], _Result]) -> _Re
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Return the processor time of some processes in seconds, with that of the children that they have waited for. A
-    process that has ended counts as 0."""
+    """Processor time of some processes, with that of the children that they have waited for, in seconds."""
     ticks = 0
     for pid in pids:
         try:

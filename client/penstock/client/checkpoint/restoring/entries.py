@@ -44,42 +44,32 @@ EXTRA = "_extra_state"
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Request to read one saved value of a checkpoint."""
-
     tensor: torch.Tensor | None
-    """Tensor to read the value into; None if the value is an object."""
+    """Tensor to read the value into; None for an object."""
     own: bool
-    """True if the restore made this tensor, so that it may be filled before all values are checked. False for a tensor
-    of the user."""
+    """True if the restore made this tensor, so that it may be filled before all values are checked."""
 
 
 @dataclass(frozen=True)
 class SavedEntries:
-    """Values that a checkpoint contains, according to its index."""
-
     path: Path
     index: dict[str, SavedValue]
     paths: dict[str, KeyPath]
-    """Keys that lead to each saved value in the nested state, by the value's name: "model.weight" has ("model",
-    "weight")."""
+    """Keys that lead to each saved value in the nested state: "model.weight" has ("model", "weight")."""
 
     def under(self, key: str) -> dict[str, KeyPath]:
-        """Return the values that were saved under a top-level key of the state, as the keys below it that lead to each
-        value, by the value's name: under("model") has "model.weight" with ("weight",). Raises CheckpointError if no
-        value was saved under `key`."""
+        """Return the values that were saved under a top-level key of the state, with the keys below it: under("model")
+        has "model.weight" with ("weight",). Raises CheckpointError if there are none."""
         found = {name: path[1:] for name, path in self.paths.items() if path[0] == key}
         if not found:
             there = ", ".join(sorted({repr(path[0]) for path in self.paths.values()}))
-            raise CheckpointError(
-                f"the checkpoint {self.path} has no value {key!r}; its values are {there}. Leave {key!r} out of the "
-                "state to restore, or use one of these names"
-            )
+            raise CheckpointError(f"the checkpoint {self.path} has no value {key!r}; its values are {there}")
         return found
 
     def empty(self, name: str, like: torch.Tensor | None = None) -> ReadRequest:
-        """Return a request to read the value `name` into a new tensor, or as an object. If `like` has the shape of the
-        saved tensor, the new tensor is on the device of `like`, and is a DTensor split in the same way if `like` is
-        one. Otherwise it is on the CPU."""
+        """Return a request to read the value into a new tensor, or as an object. If `like` has the shape of the saved
+        tensor, the new tensor is on the device of `like`, and is a DTensor split in the same way if `like` is one.
+        Otherwise it is on the CPU."""
         saved = self.index[name].tensor
         if saved is None:
             return ReadRequest(None, True)
@@ -88,72 +78,60 @@ class SavedEntries:
         return ReadRequest(torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu"), True)
 
     def filled(self, name: str, tensor: torch.Tensor) -> ReadRequest:
-        """Return a request to read the value `name` into the given tensor. Raises CheckpointError if the saved value is
-        not a tensor, has another shape, or has a dtype that cannot be converted, and if `tensor` is on the meta
-        device."""
+        """Return a request to read the value into the given tensor. Raises CheckpointError if it does not fit."""
         saved = self.index[name].tensor
         if saved is None:
             raise CheckpointError(
                 f"{name!r} cannot be restored from {self.path}: it was saved as a Python object, but is a tensor in "
-                "the state to restore. In a dict, put None in place of the tensor to load the object; build a module "
-                "as it was at the save"
+                "the state to restore. In a dict, put None in its place"
             )
         if tensor.is_meta:
             raise CheckpointError(
-                f"{name!r} of the state to restore is on the meta device, so it has no memory to load into: call "
-                "to_empty(device=...) before restore"
+                f"{name!r} of the state to restore is on the meta device, so it has no memory: call to_empty() first"
             )
         if tensor.shape != saved.size:
             raise CheckpointError(
-                f"{name!r} must have the shape saved in {self.path}, {list(saved.size)}, got {list(tensor.shape)} in "
-                "the state to restore. Make this tensor or its module with the saved shape"
+                f"{name!r} must have the shape saved in {self.path}, {list(saved.size)}, got {list(tensor.shape)}"
             )
         dtype = saved.properties.dtype
         if not torch.can_cast(dtype, tensor.dtype):
             raise CheckpointError(
-                f"{name!r} was saved in {self.path} as {dtype}, which cannot be converted to {tensor.dtype}, its dtype "
-                f"in the state to restore. Use a tensor of dtype {dtype} there"
+                f"{name!r} was saved in {self.path} as {dtype}, which cannot be converted to {tensor.dtype}"
             )
         return ReadRequest(tensor, False)
 
 
 @dataclass
 class RestoreContext:
-    """Data of a checkpoint that entries need in addition to their own values."""
-
     containers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Descriptions of the types and keys that dicts had when they were saved (see `with_containers`), by the path of
-    the dict in the state, such as "config.layers"."""
+    """Types and keys that dicts had when they were saved (see `with_containers`), by the path of the dict in the state,
+    such as "config.layers"."""
     notes: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-    """Notes on each optimizer, by the optimizer's key: what torch's `load_state_dict` would change in its state, so
-    that the restore can correct it (see `optimizers.notes`). The notes were saved by all ranks, and are merged here."""
+    """What torch's `load_state_dict` would change in an optimizer's state (see `optimizers.notes`), by the optimizer's
+    key."""
     orders: dict[int, list[int]] = field(default_factory=dict)
-    """Order of each optimizer's parameter groups at the save (see `group_order`), by the optimizer's id(). Entries that
-    need the order, such as schedulers, are restored after the optimizers."""
+    """Order of each optimizer's parameter groups at the save (see `group_order`), by the optimizer's id(). Schedulers
+    need it, so they are restored after the optimizers."""
 
 
 class StateEntry(ABC):
-    """Entry of the state to restore: a top-level key and its value."""
-
     comes_first = False
-    """True if this entry is checked before others, because its check sets values of the RestoreContext that others
-    need."""
+    """True if this entry is checked before others, which need what it sets in the RestoreContext."""
 
     def __init__(self, key: str, value: Any, saved: SavedEntries) -> None:
         self.key = key
         self.value = value
         self.saved = saved
         self.names = saved.under(key)
-        """Saved values of this entry, as SavedEntries.under() returns them."""
         self.loaded: Any = None
 
     @abstractmethod
     def wanted(self) -> dict[str, ReadRequest]:
-        """Return the requests for the values that this entry needs, by the values' names."""
+        pass
 
     def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
-        """Check the values that were read, and keep them for `put`. `values`: values by name, those that `wanted`
-        requested. `around`: other data of the checkpoint. Raises CheckpointError if the values do not fit."""
+        """Check the values that were read, those that `wanted` requested, and keep them for `put`. Raises
+        CheckpointError if they do not fit."""
         root: dict[str, Any] = {}
         for name, path in self.names.items():
             set_element(root, (self.key, *path), values[name])
@@ -161,19 +139,18 @@ class StateEntry(ABC):
 
     @abstractmethod
     def put(self) -> None:
-        """Load the values that `fit` has kept into the object of the state to restore."""
+        pass
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
-        """Context manager that converts an error of user code or torch into a CheckpointError that names this entry."""
+        """Convert an error of user code or torch into a CheckpointError that names this entry."""
         try:
             yield
         except PenstockError:
             raise
         except Exception as error:
             raise self.misfit(
-                f"{type(error).__name__}: {error}. Make {self.key!r} as it was at the save, or leave it out of the "
-                "state to restore"
+                f"{type(error).__name__}: {error}. Make it as it was at the save, or leave it out"
             ) from error
 
     def misfit(self, what: str) -> CheckpointError:
@@ -218,10 +195,7 @@ class _OptimizerEntry(StateEntry):
     def wanted(self) -> dict[str, ReadRequest]:
         parameters = [one for group in self.value.param_groups for one in group["params"]]
         if any(one.is_meta for one in parameters):
-            raise self.misfit(
-                "its parameters are on the meta device, so they have no memory: make the optimizer after "
-                "to_empty(device=...)"
-            )
+            raise self.misfit("its parameters are on the meta device: make it after to_empty(device=...)")
         like = dict(zip(self._parameters, parameters, strict=True))
         return {
             name: self.saved.empty(name, like.get(str(path[1])) if path[0] == "state" and path[1:] else None)
@@ -295,7 +269,7 @@ class _StatefulEntry(StateEntry):
 
 
 class _PlainEntry(StateEntry):
-    """Entry that is a dict of tensors and plain values, or a single tensor or plain value."""
+    """A dict of tensors and plain values, or a single tensor or plain value."""
 
     def __init__(self, key: str, value: Any, saved: SavedEntries, state: Mapping[str, Any]) -> None:
         super().__init__(key, value, saved)
@@ -326,8 +300,8 @@ class _PlainEntry(StateEntry):
 
 
 def _replace(target: MutableMapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Replace the values of a dict in place by loaded ones, also in nested dicts. Tensors are left alone, because they
-    are filled already."""
+    """Replace the values of a dict in place by loaded ones, also in nested dicts, but not tensors, which are filled
+    already."""
     for key, value in loaded.items():
         if isinstance(target.get(key), MutableMapping) and isinstance(value, Mapping):
             _replace(target[key], value)

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from penstock.proto.errors import CheckpointCorruptError
-from penstock.proto.state.checkpoint_index import FORMAT
+from penstock.proto.state.checkpoint_index import FORMAT, in_fours
 from penstock.runtime.process.spawn import environment
 
 __all__ = ["Archive", "SavedValue", "converted", "read_index"]
@@ -80,8 +80,7 @@ def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> dict[str, 
         index = json.loads(data)
         if index["format"] > FORMAT:
             raise CheckpointCorruptError(
-                f"{where} is in format {index['format']}, written by a newer Penstock; the Penstock here reads formats "
-                f"up to {FORMAT}. Upgrade Penstock here"
+                f"{where} is in format {index['format']}, which needs a newer Penstock: upgrade it here"
             )
         tensors = [_tensor(*kind) for kind in index["tensors"]]
         names: list[str] = index["files"]
@@ -89,7 +88,7 @@ def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> dict[str, 
             raise ValueError("the index names a file that the checkpoint does not have")
         return {
             name: _value(name, None if kind is None else tensors[_count(kind)], path, archives, names, files)
-            for name, (kind, path, archives) in index["values"].items()
+            for name, (kind, path, *archives) in index["values"].items()
         }
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointCorruptError(f"{where} cannot be read: {error or type(error).__name__}") from error
@@ -114,7 +113,7 @@ def _value(
     name: str,
     tensor: TensorStorageMetadata | None,
     path: list[Any],
-    archives: list[list[int]],
+    archives: list[int],
     names: list[str],
     files: Mapping[str, int],
 ) -> SavedValue:
@@ -122,7 +121,7 @@ def _value(
         raise ValueError(f"the keys that lead to {name!r} must be texts and integers, got {path!r:.100}")
     found = [
         Archive(_count(chunk), names[_count(file)], _count(begin), _count(length))
-        for chunk, file, begin, length in archives
+        for chunk, file, begin, length in in_fours(archives)
     ]
     for archive in found:
         if archive.offset + archive.length > files[archive.file]:

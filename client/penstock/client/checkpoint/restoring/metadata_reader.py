@@ -58,7 +58,7 @@ def index_of(metadata: Any) -> dict[str, Any]:
     tensors: list[Any] = []
     known: dict[int, int] = {}
     files: dict[str, int] = {}
-    values: dict[str, Any] = {name: [None, path, []] for name, path in metadata.planner_data.items()}
+    values: dict[str, Any] = {name: [None, path] for name, path in metadata.planner_data.items()}
     for name, saved in metadata.state_dict_metadata.items():
         if hasattr(saved, "properties"):
             values[name][0] = kind = known.setdefault(id(saved), len(tensors))
@@ -66,10 +66,10 @@ def index_of(metadata: Any) -> dict[str, Any]:
                 chunks = [[chunk.offsets, chunk.sizes] for chunk in saved.chunks]
                 tensors.append([saved.properties.dtype, saved.size, chunks])
     for entry, info in metadata.storage_data.items():
-        kind, _, archives = values[entry.fqn]
+        kind = values[entry.fqn][0]
         chunk = 0 if kind is None else [offsets for offsets, _ in tensors[kind][2]].index(entry.offset)
         file = files.setdefault(info.relative_path, len(files))
-        archives.append([chunk, file, info.offset, info.length])
+        values[entry.fqn] += [chunk, file, info.offset, info.length]
     return {"format": 1, "tensors": tensors, "files": list(files), "values": values}
 
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from penstock.client.checkpoint.restoring.entries import ReadRequest
-from penstock.client.checkpoint.restoring.index import Archive, SavedValue
+from penstock.client.checkpoint.restoring.index import SavedValue
 from penstock.client.checkpoint.values.objects import load_tensor
 from penstock.client.checkpoint.values.torch_frames import frame_of
 from penstock.client.checkpoint.values.torch_private import copy_all, find_state_dict_object
@@ -37,24 +37,18 @@ from penstock.runtime.files.plain_files import open_plain
 __all__ = ["FillRequest", "read", "read_file"]
 
 RUN = 16 << 20
-"""Largest number of bytes of neighbouring archives that one call reads. A larger archive is read by a call of its
-own."""
+"""Largest number of bytes of neighbouring archives that one call reads."""
 SMALL = 8 << 20
-"""Largest number of bytes that a restore reads without threads. Reading so few bytes takes less time than Python's work
-for each entry, which threads would not speed up."""
+"""Largest number of bytes that a restore reads without threads, because Python's work for each entry takes longer."""
 MAX_UNNEEDED_BYTES = 4 << 10
-"""Largest number of bytes for each tensor that a read buffer may waste. A buffer that holds values for the user's
-tensors, and at most this many other bytes for each tensor, is kept until the tensors are filled. Otherwise the values
-are copied, and the buffer is freed."""
+"""Largest number of bytes for each tensor that a read buffer may waste. A buffer with more bytes that no tensor of the
+user needs is freed, after its values were copied."""
 GAP = 64 << 10
-"""Largest number of bytes between two archives that are read by one call, together with the bytes between them.
-Archives further apart are read by separate calls."""
+"""Largest number of bytes between two archives that are read by one call."""
 
 
 @dataclass(frozen=True)
 class FillRequest:
-    """Request to copy values that were read and verified (`source`) into a tensor of the user (`target`) later."""
-
     name: str
     target: torch.Tensor
     source: torch.Tensor
@@ -73,7 +67,7 @@ class FillRequest:
             if other.name != fill.name and not _same(other.source, fill.source, target.dtype):
                 raise CheckpointError(
                     f"{other.name!r} and {fill.name!r} were saved with different values, but share one tensor in the "
-                    "state to restore. Make two tensors of them, or leave one of the two names out"
+                    "state to restore: make two tensors of them"
                 )
 
     @staticmethod
@@ -86,8 +80,7 @@ class FillRequest:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Part of one saved tensor, and the tensor to copy it into. `item`: torch's ReadItem, the range to copy in the
-    saved and in the target tensor; None: all of it."""
+    """Part of one saved tensor, and the tensor to copy it into. `item`: torch's ranges in both; None: all of it."""
 
     target: torch.Tensor
     own: bool
@@ -95,20 +88,19 @@ class _Piece:
 
     @property
     def is_new(self) -> bool:
-        """True if the target tensor can be filled at once: it was made by the restore, and is in CPU memory."""
+        """True if the target tensor can be filled at once."""
         return self.own and self.target.device.type == "cpu"
 
 
 @dataclass
 class _Archive:
-    """Archive to read: the bytes in a file that torch.save wrote for one saved value, and the tensors to copy the value
-    into."""
+    """Archive to read: the bytes that torch.save wrote for one saved value, and the tensors to copy the value into."""
 
     name: str
     offset: int
     length: int
     shape: tuple[torch.dtype, tuple[int, ...]] | None
-    """dtype and shape of the saved tensor, or part of a tensor; None for an object."""
+    """dtype and shape; None for an object."""
     pieces: list[_Piece]
 
 
@@ -124,11 +116,7 @@ def read(
 
     Args:
         folder: descriptor of the checkpoint's folder.
-        files: the checkpoint's files, as the manifest lists them, by name.
-        index: the checkpoint's values, by name.
-        wanted: requests, by the values' names.
         load: function that makes an object from its name and its bytes.
-        threads: number of threads that read.
 
     Returns tensors and objects by name, and requests to copy values into the user's tensors. The caller carries out the
     requests once all values are checked.
@@ -149,8 +137,7 @@ def read(
             file = files.get(name)
             if file is None:
                 raise CheckpointCorruptError(
-                    f"the list of files in the checkpoint (its manifest) must have the file {name}, got a list without "
-                    "it"
+                    f"the checkpoint's manifest must list the file {name}, got a list without it"
                 )
             handles.append(_open(folder, file))
             if not file.parts:
@@ -174,8 +161,7 @@ def read(
 
 
 def read_file(folder: int, file: CheckpointFile) -> bytes:
-    """Return the contents of a short file of the checkpoint. `folder`: descriptor of the checkpoint's folder. Raises
-    CheckpointCorruptError if the file cannot be read, or has another size than the manifest says."""
+    """Return the contents of a short file. Raises CheckpointCorruptError if it cannot be read, or is too short."""
     handle = _open(folder, file)
     try:
         return bytes(_read(handle, 0, file.nbytes, file.name).numpy())
@@ -184,14 +170,13 @@ def read_file(folder: int, file: CheckpointFile) -> bytes:
 
 
 def _archives(index: Mapping[str, SavedValue], wanted: dict[str, ReadRequest]) -> Iterator[tuple[str, _Archive]]:
-    """Yield (name of the file, archive) for all archives that contain requested values."""
     for name, want in wanted.items():
         tensor, _, archives = index[name]
         if want.tensor is None or tensor is None:
-            yield archives[0].file, _archive(name, archives[0], None, [])
+            yield archives[0].file, _Archive(name, *archives[0][2:], None, [])
         elif type(want.tensor) in (torch.Tensor, torch.nn.Parameter) and len(archives) == 1:
             shape = tensor.properties.dtype, tuple(tensor.chunks[0].sizes)
-            yield archives[0].file, _archive(name, archives[0], shape, [_Piece(want.tensor, want.own, None)])
+            yield archives[0].file, _Archive(name, *archives[0][2:], shape, [_Piece(want.tensor, want.own, None)])
         else:
             pieces: dict[torch.Size | None, list[_Piece]] = defaultdict(list)
             for item in create_default_local_load_plan({name: want.tensor}, Metadata({name: tensor})).items:
@@ -200,13 +185,7 @@ def _archives(index: Mapping[str, SavedValue], wanted: dict[str, ReadRequest]) -
             for chunk, archive in zip(tensor.chunks, archives, strict=True):
                 if chunk.offsets in pieces:
                     shape = tensor.properties.dtype, tuple(chunk.sizes)
-                    yield archive.file, _archive(name, archive, shape, pieces[chunk.offsets])
-
-
-def _archive(
-    name: str, stored: Archive, shape: tuple[torch.dtype, tuple[int, ...]] | None, pieces: list[_Piece]
-) -> _Archive:
-    return _Archive(name, stored.offset, stored.length, shape, pieces)
+                    yield archive.file, _Archive(name, *archive[2:], shape, pieces[chunk.offsets])
 
 
 def _runs(archives: list[_Archive]) -> Iterator[list[_Archive]]:
@@ -223,8 +202,6 @@ def _runs(archives: list[_Archive]) -> Iterator[list[_Archive]]:
 
 
 class _Reader:
-    """Reader of one file of the checkpoint. Several threads may read parts of the file."""
-
     def __init__(self, handle: int, file: CheckpointFile, fills: list[FillRequest], objects: dict[str, bytes]) -> None:
         self._handle = handle
         self._file = file
@@ -249,8 +226,7 @@ class _Reader:
                     self._fill(archive.name, piece, values, keep=keep)
 
     def _end(self, archive: _Archive) -> int:
-        """Return the offset after the last byte that the archive's hash covers: the archive, and the padding after
-        it."""
+        """Offset after the last byte that the archive's hash covers: the archive, and the padding after it."""
         if archive.offset in self._parts:
             return max(self._parts[archive.offset][0], archive.offset + archive.length)
         return archive.offset + archive.length
@@ -263,7 +239,7 @@ class _Reader:
         if found != written:
             raise CheckpointCorruptError(
                 f"bytes {archive.offset:,} to {archive.offset + len(data):,} of the file {self._file.name}, with "
-                f"{archive.name!r}, must have the checksum {written}, as written, got {found}"
+                f"{archive.name!r}, must have the checksum {written}, got {found}"
             )
 
     def _fill(self, name: str, piece: _Piece, values: torch.Tensor, *, keep: bool) -> None:
@@ -278,8 +254,8 @@ class _Reader:
 
 
 def _is_kept(run: list[_Archive], nbytes: int) -> bool:
-    """Return True to keep a read buffer of `nbytes` bytes until the user's tensors are filled from it. Return False to
-    copy the values and free the buffer. `run`: the archives in the buffer. See MAX_UNNEEDED_BYTES."""
+    """Return True to keep a read buffer of `nbytes` bytes until the user's tensors are filled from it. See
+    MAX_UNNEEDED_BYTES."""
     needed = count = 0
     for archive in run:
         dtype, shape = archive.shape or (torch.uint8, ())
@@ -291,8 +267,8 @@ def _is_kept(run: list[_Archive], nbytes: int) -> bool:
 
 
 def _values(archive: memoryview, name: str, shape: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:
-    """Return the tensor `name` of this dtype and shape, which torch.save wrote as `archive`, as a view of the values in
-    the archive. The bytes before and after the values are checked: they must be those that torch.save writes."""
+    """Return the tensor as a view of its values in the archive, if the bytes around them are those that torch.save
+    writes."""
     frame, (dtype, sizes) = frame_of(*shape), shape
     before = len(frame.before)
     if len(archive) == frame.length and archive[:before] == frame.before:
@@ -304,8 +280,8 @@ def _values(archive: memoryview, name: str, shape: tuple[torch.dtype, tuple[int,
 
 
 def _same(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return True if two tensors, converted to `dtype`, have the same bytes. (Bytes and not values, because a NaN does
-    not equal itself.)"""
+    """True if two tensors, converted to `dtype`, have the same bytes. (Not values, because a NaN does not equal
+    itself.)"""
     left, right = (value.to(dtype).flatten().view(torch.uint8) for value in (one, other))
     return torch.equal(left, right)
 
@@ -353,8 +329,7 @@ def _bytes_of(data: torch.Tensor) -> memoryview:
 
 
 def _check_whole(handle: int, file: CheckpointFile) -> None:
-    """Check a file whose manifest has no checksums of single archives: compute the checksum of the whole file. Raises
-    CheckpointCorruptError if it differs."""
+    """Check a file whose manifest has no checksums of single archives."""
     hasher = xxhash.xxh3_128()
     for begin in range(0, file.nbytes, RUN):
         hasher.update(_bytes_of(_read(handle, begin, min(RUN, file.nbytes - begin), file.name)))

@@ -5,11 +5,8 @@ state yet, and a loader's state may have other parts than before. Each rank read
 gets its part, even if another rank wrote that part.
 
 All values are read, hashed and compared with their targets before any value is loaded. So a checkpoint that is damaged,
-does not fit, or is deleted during the restore, leaves all objects unchanged.
-
-Reading unpickles only the kinds of objects that a checkpoint consists of: torch's index through a list of allowed
-classes (torch_index.py), tensors and objects by torch.load with weights_only, unless the caller trusts the files
-(objects.py).
+does not fit, or is deleted during the restore, leaves all objects unchanged. Tensors and objects are loaded by
+torch.load with weights_only, unless the caller trusts the files (objects.py).
 """
 
 from __future__ import annotations
@@ -51,31 +48,19 @@ from penstock.proto.state.checkpoint_files import (
     read_manifest,
 )
 
-__all__ = ["LoadedCheckpoint", "PinnedCheckpoint", "chosen", "load"]
+__all__ = ["LoadedCheckpoint", "chosen", "load"]
 
 SILENCE_S = 8.0
-"""Seconds without a sign of life from a save of another process, after which a restore no longer waits for the end of
-that save. The machine of that process may be gone."""
+"""Seconds without a sign of life from a save of another process, whose machine may be gone, after which a restore no
+longer waits for it."""
 TRIES = 20
-"""Number of attempts to choose a checkpoint. An attempt fails if another process deletes the checkpoint before it is
-pinned (protected from deletion)."""
-
-
-@dataclass(frozen=True)
-class PinnedCheckpoint:
-    """Checkpoint to restore, protected from deletion: no save deletes a checkpoint while it is pinned."""
-
-    path: Path
-    step: int
-    save: str
-    """Id of the save that made this checkpoint."""
+"""Number of attempts to choose a checkpoint. An attempt fails if another process deletes it before it is pinned."""
 
 
 @contextmanager
-def chosen(folder: Path, step: int | None, timeout_s: float, verify: bool) -> Iterator[PinnedCheckpoint | None]:
-    """Context manager with the checkpoint to restore; None if the folder has no checkpoint. The checkpoint is pinned
-    (no save deletes it) until the `with` ends. `step`, `verify`: see AsyncCheckpointer.restore. Waits at most
-    `timeout_s` seconds for a save that another process is making."""
+def chosen(folder: Path, step: int | None, timeout_s: float, verify: bool) -> Iterator[FoundCheckpoint | None]:
+    """Context manager with the checkpoint to restore, pinned until the `with` ends; None if the folder has no
+    checkpoint. Waits at most `timeout_s` seconds for a save that another process is making."""
     _settle(folder, timeout_s)
     for turn in range(TRIES):
         found = _choose(folder, step)
@@ -87,7 +72,7 @@ def chosen(folder: Path, step: int | None, timeout_s: float, verify: bool) -> It
                 assert found.manifest is not None
                 if verify and (wrong := "; ".join(damage(_through(handle), found.manifest, contents=True))):
                     raise _damaged(found.path, wrong)
-                yield PinnedCheckpoint(found.path, found.step, found.manifest.save)
+                yield found
                 return
         except CheckpointNotFoundError:
             if turn == TRIES - 1:
@@ -115,12 +100,12 @@ def _choose(folder: Path, step: int | None) -> FoundCheckpoint | None:
 
 
 def _saved_by(value: SavedValue) -> int:
-    """Return the rank that saved an object, which the name of the object's file shows."""
+    """Rank that saved an object, which the name of the object's file shows."""
     return int(value.archives[0].file.rpartition("__")[2].partition("_")[0])
 
 
 def _through(handle: int) -> Path:
-    """Return a path to a folder that stays valid when the folder is renamed. `handle`: descriptor of the folder."""
+    """Path to a folder that stays valid when the folder is renamed. `handle`: descriptor of the folder."""
     return Path(f"/proc/self/fd/{handle}")
 
 
@@ -139,8 +124,7 @@ def _settle(folder: Path, timeout_s: float) -> None:
 
 
 def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
-    """Return the error for a damaged checkpoint at `path`. Its text recommends another checkpoint to restore: the
-    newest one whose files have the right sizes. `wrong`: the damage."""
+    """Error for a damaged checkpoint, which recommends the newest one whose files have the right sizes."""
     try:
         good = [one.step for one in checkpoints(path.parent) if one.path != path and not one.damage]
     except CheckpointError:
@@ -159,7 +143,6 @@ class LoadedCheckpoint:
     _fills: list[FillRequest]
 
     def put(self) -> None:
-        """Load the values into the objects of the state, and copy values into the user's tensors."""
         FillRequest.all_of(self._fills)
         for entry in self._entries:
             with entry.named_errors():
@@ -169,8 +152,8 @@ class LoadedCheckpoint:
 def load(
     path: Path, save: str, state: Mapping[str, Any], rank: int, threads: int, allow_unsafe_types: bool
 ) -> LoadedCheckpoint | None:
-    """Read and check the values of the checkpoint at `path` that `state` needs. Return them without changing `state`.
-    Return None if the checkpoint is gone, or was replaced: its save has another id than `save`."""
+    """Read and check the values that `state` needs, without changing it. Return None if the checkpoint is gone, or was
+    replaced: its save has another id than `save`."""
     if not isinstance(state, Mapping):
         raise InvalidArgumentError(
             f'restore: state must be a dict of names and values, such as {{"model": model}}, got {type(state).__name__}'

@@ -9,51 +9,52 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+
 from penstock.client.checkpoint.saving.collect import CollectedState, collect, object_bytes
 from penstock.client.checkpoint.saving.planning import GlobalPlan, Key, LocalItem, agree, decode_items, encode_items
 from penstock.client.checkpoint.saving.ranks import Ranks
-from penstock.client.checkpoint.saving.replicas import compare, digests, summary
 from penstock.client.checkpoint.values.objects import load_object
+from penstock.client.checkpoint.values.plain_values import PLAIN, value_digest
+from penstock.client.checkpoint.values.torch_private import find_state_dict_object
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 from penstock.proto.tracebacks import warn_user
 
-__all__ = ["AgreedSave", "Agreement"]
-
+__all__ = ["AgreedSave", "Agreement", "digests"]
 
 _log = logging.getLogger("penstock.checkpoint")
+
+SAMPLES = 16
+WHOLE = 16 << 10
+"""Largest size in bytes of a tensor that is compared whole."""
+OBJECT, TENSOR = "object", "tensor"
 
 
 @dataclass(frozen=True)
 class AgreedSave:
-    """Save on which all ranks have agreed."""
-
     save: str
-    """Random id of the save, hexadecimal, the same on all ranks."""
+    """Random id of the save, hexadecimal."""
     plan: GlobalPlan
     lengths: list[dict[Key, int]]
-    """Number of bytes of each unframed item (an object, or a tensor that is not plain; see LocalItem.frame), by its
-    key: one dict for each rank."""
+    """Number of bytes of each unframed item (see LocalItem.frame), one dict for each rank."""
     collected: CollectedState
     objects: dict[Key, bytes]
-    """Bytes of this rank's unframed items, by their keys."""
+    """Bytes of this rank's unframed items."""
     in_flight: list[str]
-    """Ids of the earlier saves that at least one rank has not finished writing."""
+    """Earlier saves that at least one rank has not finished writing."""
 
 
 class Agreement:
-    """Agreement of the ranks on a plan of what each rank saves. The plan is made at the first save, and made again when
-    the structure of the state has changed.
-
-    Args:
-        threads: number of threads of a rank that write. Each writes one file.
-        hint: prefix of the names of values that go into separate files; None: all values share the files. See `assign`.
-        check_replicas: True to compare values that several ranks have under one name, see AsyncCheckpointer.
-    """
+    """Agreement of the ranks on a plan of what each rank saves, made at the first save and again when the structure of
+    the state has changed. Arguments: see AsyncCheckpointer."""
 
     def __init__(self, ranks: Ranks, threads: int, hint: str | None, check_replicas: bool) -> None:
         self._ranks = ranks
@@ -61,26 +62,17 @@ class Agreement:
         self._checked = check_replicas and ranks.size > 1
         self._signature: list[Any] | None = None
         self._items: list[LocalItem] = []
-        """Items that this rank has. The plan may choose another rank to save an item that several ranks have."""
         self._by_rank: list[list[LocalItem]] = []
         self._plan: GlobalPlan | None = None
         self._warned: set[str] = set()
         self._tried: set[str] = set()
-        """Names of objects that were loaded once after they were pickled, to find out whether a restore can load
-        them."""
+        """Names of objects that were loaded once, to find out whether a restore can load them."""
 
     def agree_on_save(
         self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError], in_flight: list[str]
     ) -> AgreedSave:
-        """Agree with the other ranks on a save, and return it.
-
-        Args:
-            earlier: errors of this rank's earlier saves that no call has raised yet. The list is emptied when they are
-                raised.
-            in_flight: ids of the saves that this rank has not finished writing.
-
-        Raises the errors of AsyncCheckpointer.save, on all ranks.
-        """
+        """Agree with the other ranks on a save, and return it. `earlier`: errors of this rank's earlier saves that no
+        call has raised yet; emptied when they are raised. Raises the errors of AsyncCheckpointer.save, on all ranks."""
         collected: CollectedState | None = None
         objects: dict[Key, bytes] = {}
         known: dict[Key, tuple[str, str]] = {}
@@ -88,10 +80,7 @@ class Agreement:
         def part() -> dict[str, Any]:
             nonlocal collected, objects, known
             if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
-                raise InvalidArgumentError(
-                    f"step of save() must be an int from 0 to 10**18 - 1, got {step!r}: pass the number of the "
-                    "training step"
-                )
+                raise InvalidArgumentError(f"step of save() must be an int from 0 to 10**18 - 1, got {step!r}")
             collected = collect(state, self._ranks.rank, self._ranks.size)
             if collected.signature != self._signature:
                 self._plan, self._items, self._signature = None, collected.items(), collected.signature
@@ -132,7 +121,6 @@ class Agreement:
         return AgreedSave(answers[0]["save"], self._plan, lengths, collected, objects, everywhere)
 
     def _warn_of_opaque(self, collected: CollectedState, objects: dict[Key, bytes]) -> None:
-        """Log a warning for each object that restore() loads only with allow_unsafe_types, once for each name."""
         for name, kind in collected.opaque.items():
             if name in self._tried or (name, None) not in objects:
                 continue
@@ -161,17 +149,16 @@ class Agreement:
         objects, tensors = compare(self._ranks.exchange({"digests": [[*key, *one] for key, one in known.items()]}))
         if objects:
             raise CheckpointError(
-                "the ranks must have equal values under one name, because a checkpoint keeps one value for each name, "
-                f"got different ones: {'; '.join(objects)}. Put the rank into the name, or pass "
-                "AsyncCheckpointer(check_replicas=False) to save the value of one rank"
+                "the ranks must have equal values under one name, because a checkpoint keeps one of them, got "
+                f"different ones: {'; '.join(objects)}. Put the rank into the name, or pass check_replicas=False"
             )
         new = [text for name, text in tensors.items() if name not in self._warned]
         self._warned.update(tensors)
         if new:
             warn_user(
                 f"ranks have different values in {len(new)} tensors that they save under one name, and the checkpoint "
-                f"keeps the values of one rank: {'; '.join(new[:3])}{' ...' if len(new) > 3 else ''}. Put the rank "
-                "into the name of tensors that must differ",
+                f"keeps those of one rank: {'; '.join(new[:3])}{' ...' if len(new) > 3 else ''}. Put the rank "
+                "into the name",
             )
 
 
@@ -187,6 +174,84 @@ def _check(answers: list[dict[str, Any]]) -> None:
         boxes = sorted(answer["loaders"][key][0] for answer in answers if key in answer["loaders"])
         if num_boxes > 1 and len(answers) > 1 and 0 not in boxes:
             raise InvalidArgumentError(
-                f"{key!r} is a loader of {num_boxes} boxes (data-parallel ranks), but the ranks that save it have only "
-                f"the boxes {boxes}. Let the rank with box 0 save too, because it fetches the state of all boxes"
+                f"{key!r} is a loader of {num_boxes} boxes, but the ranks that save it have only the boxes {boxes}. "
+                "Let the rank with box 0 save too, because it fetches the state of all boxes"
             )
+
+
+# ---- values that several ranks have under one name
+#
+# torch.distributed.checkpoint assumes that such values are equal and keeps the copy of any rank, so a random state or a
+# counter that differs by rank is lost silently. Here objects are compared whole, by value, and so are small tensors,
+# such as a generator's state. Of larger tensors 16 values are compared, spread over the tensor: weights that have
+# drifted apart differ nearly everywhere, and a comparison of all values would take as long as a save.
+
+
+def digests(
+    collected: CollectedState, items: Sequence[LocalItem], objects: dict[Key, bytes], shared: dict[Key, list[int]]
+) -> dict[Key, tuple[str, str]]:
+    """Return (kind, digest) of each item of this rank that other ranks have too."""
+    found: dict[Key, tuple[str, str]] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[Key, torch.Tensor]]] = defaultdict(list)
+    for one in items:
+        if one.key not in shared:
+            continue
+        if one.frame is None:
+            found[one.key] = OBJECT, _object_digest(collected, one, objects)
+            continue
+        tensor = find_state_dict_object(collected.values, one.torch_index).detach()
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if tensor.numel():
+            groups[tensor.device, tensor.dtype].append((one.key, _sample(tensor)))
+    for group in groups.values():  # all samples of one dtype are copied from the device together
+        values = torch.cat([sample for _, sample in group]).cpu()
+        data = values.view(torch.uint8).numpy().tobytes()
+        begin = 0
+        for key, sample in group:
+            end = begin + sample.numel() * sample.element_size()
+            found[key] = TENSOR, xxhash.xxh3_64_hexdigest(data[begin:end])
+            begin = end
+    return found
+
+
+def _object_digest(collected: CollectedState, one: LocalItem, objects: dict[Key, bytes]) -> str:
+    """Return the digest of an object's value, not of its pickle: pickles of equal values may differ, if a value has the
+    same string twice, as one str object or two."""
+    name = one.name
+    value = collected.values.get(name)
+    if isinstance(value, torch.Tensor) or type(value) in PLAIN:
+        return xxhash.xxh3_64_hexdigest(objects[one.key])
+    return value_digest((value, collected.recipes.get(name)))
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all values of a small tensor, or `SAMPLES` values of a large one, flat. The order follows the indices, not
+    the strides, so it is the same for equal tensors."""
+    if tensor.nbytes <= WHOLE:
+        return tensor.reshape(-1)
+    step = tensor.numel() // SAMPLES
+    if tensor.is_contiguous():
+        return tensor.view(-1)[::step][:SAMPLES]
+    indexes = torch.arange(SAMPLES, device=tensor.device) * step
+    return tensor[torch.unravel_index(indexes, tensor.shape)]
+
+
+def summary(known: dict[Key, tuple[str, str]]) -> str:
+    hasher = xxhash.xxh3_64()
+    for key in sorted(known, key=str):
+        hasher.update(f"{key}{known[key]}".encode())
+    return hasher.hexdigest()
+
+
+def compare(answers: list[dict[str, Any]]) -> tuple[list[str], dict[str, str]]:
+    """Return texts that describe the values that differ between ranks: a list for objects, and a dict by name for
+    tensors."""
+    first: dict[tuple[str, str], tuple[int, str, str]] = {}
+    objects: dict[str, str] = {}
+    tensors: dict[str, str] = {}
+    for rank, answer in enumerate(answers):
+        for name, offset, kind, digest in answer["digests"]:
+            known = first.setdefault((name, str(offset)), (rank, kind, digest))
+            if known[2] != digest:
+                (objects if kind == OBJECT else tensors).setdefault(name, f"{name!r} on ranks {known[0]} and {rank}")
+    return list(objects.values()), tensors

@@ -55,25 +55,22 @@ KINDS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict}
 
 @dataclass
 class CollectedState:
-    """Values that this rank could save, by name. Which rank saves a value that several have is decided later
-    (planning.py)."""
+    """Values that this rank could save, by name. Which rank saves a value that several have is decided later."""
 
     values: dict[str, Any]
     paths: dict[str, tuple[Any, ...]]
-    """Keys that lead to each value in the nested state, by the value's name."""
+    """Keys that lead to each value in the nested state."""
     signature: list[Any]
     """Description of the structure of the state. If it equals that of the save before, the plan is used again."""
     loaders: dict[str, tuple[int, int]]
-    """Pair (box, number of boxes) of each data loader, by its key in the state. A box is a data-parallel rank."""
+    """(box, number of boxes) of each data loader, by its key in the state."""
     recipes: dict[str, Any]
-    """Recipe that makes an object again, by the object's name, for objects that are saved as plain values
-    (plain_values.py)."""
+    """Recipes of objects that are saved as plain values (plain_values.py)."""
     opaque: dict[str, str]
-    """Objects that cannot be saved as plain values, by name. The value is the name of the class without a recipe: the
-    object's own class, or the class of something in the object."""
+    """Objects that cannot be saved as plain values, each with the name of the class without a recipe: its own, or that
+    of something in it."""
 
     def items(self) -> list[LocalItem]:
-        """Return an item for each value, or for each part of a tensor that this rank has. See planning.py."""
         tensors, found = TensorItems(), []
         for name, value in self.values.items():
             if type(value) in PLAIN:
@@ -85,14 +82,13 @@ class CollectedState:
         return found
 
     def tensor(self, one: LocalItem) -> torch.Tensor:
-        """Return the tensor, or this rank's part of it, that the item `one` saves."""
         value = self.values[one.key[0]]
         found: torch.Tensor = value if type(value) in LEAVES else find_state_dict_object(self.values, one.torch_index)
         return found
 
     def _by_torch(self, name: str) -> list[LocalItem]:
-        """Return the items that torch's planner makes for the value `name`: a tensor that is split over ranks, or a
-        tensor class with its own rules for saving."""
+        """Items of torch's planner: for a tensor that is split over ranks, or a tensor class with its own rules for
+        saving."""
         plan = create_default_local_save_plan({name: self.values[name]}, is_coordinator=True)
         return [
             LocalItem.of(
@@ -104,14 +100,12 @@ class CollectedState:
 
 
 def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
-    """Collect the values of the state to save. `rank`, `ranks`: number of this rank, and number of ranks. Raises
-    InvalidArgumentError if the state is not a dict, or two values in it have the same name."""
+    """Raises InvalidArgumentError if the state is not a dict, or two values in it have the same name."""
     if not isinstance(state, Mapping) or not all(isinstance(key, str) and key for key in state):
         odd = [key for key in state if not isinstance(key, str) or not key] if isinstance(state, Mapping) else []
         got = f"the name {odd[0]!r}" if odd else type(state).__name__
         raise InvalidArgumentError(
-            f"the state to save must be a dict of names and values, got {got}: save "
-            '{"model": model, "optimizer": optimizer, "loader": loader}'
+            f'the state to save must be a dict of names and values, such as {{"model": model}}, got {got}'
         )
     if OURS in state:
         raise InvalidArgumentError(
@@ -132,8 +126,8 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
             continue
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             raise InvalidArgumentError(
-                f"{name!r} of the state to save is a {type(value).__name__} inside a dict or list, but objects with a "
-                "state_dict must be at the top level of the state. Move it to the top level, or save its state_dict()"
+                f"{name!r} of the state to save is a {type(value).__name__} inside a dict or list: move it to the top "
+                "level, or save its state_dict()"
             )
     for path in _empty(nested, ()):
         name = ".".join(map(str, path))
@@ -178,19 +172,16 @@ def _flatten_into(value: Any, path: tuple[Any, ...], values: dict[str, Any], pat
 
 
 def _is_flattened(value: Any) -> bool:
-    """Return True if torch saves the contents of a container under separate names, as it does for dicts, and for lists
-    of tensors or dicts. Return False if it saves the container as one object."""
+    """Return True if torch saves the contents of a container under separate names: a dict, or a list of tensors or
+    dicts."""
     return isinstance(value, Mapping) or (
         isinstance(value, list) and any(isinstance(inner, torch.Tensor) or _is_flattened(inner) for inner in value)
     )
 
 
 def _made_plain(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Replace objects in `values` by the plain values that are saved for them. Return the recipes that make these
-    objects again, by name; and, for the objects that could not be replaced, the class without a recipe, by name.
-
-    Raises InvalidArgumentError for a tensor that could be saved but not restored.
-    """
+    """Replace objects in `values` by the plain values that are saved for them. Return the recipes, and for objects
+    without one the class that lacks it."""
     recipes, opaque = {}, {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
@@ -217,7 +208,7 @@ def _unrestorable(tensor: torch.Tensor) -> str:
 
 
 def _empty(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Yield the path (keys that lead to it) of each empty dict, because the flat dict of values would not show it."""
+    """Yield the path of each empty dict, because the flat dict of values would not show it."""
     if isinstance(value, Mapping):
         if not value and path:
             yield path
@@ -255,27 +246,24 @@ def _container(value: Mapping[Any, Any]) -> str:
 
 
 def _coded(key: Any, path: tuple[Any, ...]) -> list[Any]:
-    """Return a dict's key as [plain value, recipe], from which a restore makes the key again. `path`: keys that lead to
-    the dict, for errors. Raises InvalidArgumentError for a key of a type without a recipe."""
+    """Return a dict's key as [plain value, recipe]."""
     encoded = encode(key)
     if encoded.opaque:
         raise InvalidArgumentError(
             f"{'.'.join(map(str, path))!r} of the state to save has a key of type {type(key).__qualname__}, {key!r}, "
-            "which would be restored as a str: use int, str, or tuples of int and str as keys"
+            "which would be restored as a str: use int, str, or tuples of them"
         )
     return [encoded.value, encoded.recipe]
 
 
 def _is_plain(key: Any) -> bool:
-    """Return True if a dict's key that is not a string is a plain value such as an int, or a tuple of plain values."""
     if type(key) is tuple:
         return all(type(part) is str or _is_plain(part) for part in key)
     return type(key) in (int, float, bool, type(None))
 
 
 def with_containers(value: Any, containers: dict[str, dict[str, Any]], path: tuple[Any, ...] = ()) -> Any:
-    """Return a restored state with the types and keys that its dicts had when they were saved. `containers`:
-    descriptions of the dicts, by their paths joined by dots. `path`: keys that lead to `value`."""
+    """Return a restored state with the types and keys that its dicts had when they were saved."""
     if not containers:
         return value
     if isinstance(value, dict):
@@ -291,8 +279,6 @@ def with_containers(value: Any, containers: dict[str, dict[str, Any]], path: tup
 
 
 def _state_of(key: str, value: Any, state: Mapping[str, Any]) -> Any:
-    """Return the state to save for one entry of the state: the result of its state_dict(), or the value itself if it
-    lacks state_dict or load_state_dict. `state`: the whole state, in which an optimizer's module is found."""
     if isinstance(value, torch.optim.Optimizer):
         return named_state(value, parameter_names(value, state, key))
     if isinstance(value, nn.Module):
@@ -303,8 +289,8 @@ def _state_of(key: str, value: Any, state: Mapping[str, Any]) -> Any:
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state_dict(). The names are those of the module without wrappers (such as DDP): "layer.weight",
-    not "module.layer.weight"."""
+    """Return a module's state_dict() with the names of the module without wrappers (such as DDP): "layer.weight", not
+    "module.layer.weight"."""
     plain = module.state_dict()
     clean = clean_keys(module, list(plain))
     return type(plain)((clean[name], value) for name, value in plain.items())
@@ -321,11 +307,8 @@ def _kind(value: Any) -> Any:
 
 
 def object_bytes(collected: CollectedState, items: list[LocalItem]) -> dict[Key, bytes]:
-    """Return the bytes that torch.save writes for each unframed item (an object, or a tensor that is not plain), by the
-    item's key.
-
-    Raises InvalidArgumentError, with the value's name, for a value that torch.save cannot write.
-    """
+    """Return the bytes that torch.save writes for each unframed item. Raises InvalidArgumentError, with the value's
+    name, for a value that torch.save cannot write."""
     found = {}
     for one in items:
         if one.frame is not None:
@@ -340,7 +323,6 @@ def object_bytes(collected: CollectedState, items: list[LocalItem]) -> dict[Key,
                 found[key] = plain_bytes(collected.values[name])
         except (pickle.PicklingError, AttributeError, TypeError, NotImplementedError, RuntimeError) as error:
             raise InvalidArgumentError(
-                f"{name!r} of the state to save cannot be saved: {type(error).__name__}: {error}. Leave it out, or "
-                "convert it to tensors and plain values"
+                f"{name!r} of the state to save cannot be saved: {type(error).__name__}: {error}. Leave it out"
             ) from error
     return found

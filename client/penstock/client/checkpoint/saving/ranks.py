@@ -23,15 +23,11 @@ MARGIN_S = 60.0
 
 
 class Ranks:
-    """Ranks that save and restore together.
+    """Ranks that save and restore together. Every rank of the group makes a Ranks, at the same point of the program.
 
     Args:
-        group: process group of the ranks; None: all ranks of the job, or only this process if torch.distributed is not
-            initialised.
-        timeout_s: longest time in seconds that a rank may be busy before it takes part in an exchange. The other ranks
-            wait for it for timeout_s + MARGIN_S seconds.
-
-    Every rank of the group makes a Ranks, at the same point of the program.
+        group: None: all ranks of the job, or only this process if torch.distributed is not initialised.
+        timeout_s: longest time in seconds that a rank may be busy before it takes part in an exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
@@ -41,8 +37,7 @@ class Ranks:
         self._alone = not _initialized()  # checked again at each exchange
         if _initialized() and dist.get_rank(group) < 0:
             raise InvalidArgumentError(
-                f"rank {dist.get_rank()} is not in the group given as AsyncCheckpointer(group=...). Create the "
-                "AsyncCheckpointer only on members of the group"
+                f"rank {dist.get_rank()} must be in AsyncCheckpointer(group=...) to create one, but is not"
             )
         if _initialized() and dist.get_world_size(group) > 1:
             members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
@@ -51,12 +46,11 @@ class Ranks:
             self._group = HostGroup(members, dist.get_rank(), timeout_s + MARGIN_S)
 
     def exchange(self, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """Send `value` to all ranks, and return the values of all ranks, by rank. Raises CheckpointError if a rank is
-        lost or does not answer in time."""
+        """Send `value` to all ranks, and return the values of all ranks. Raises CheckpointError if a rank is lost or
+        does not answer in time."""
         if self._alone and _initialized() and dist.get_world_size() > 1:
             raise CheckpointError(
-                "this AsyncCheckpointer was created before init_process_group, so it covers only this rank. Create "
-                "the AsyncCheckpointer after init_process_group"
+                "this AsyncCheckpointer was created before init_process_group, and covers only this rank"
             )
         if self._group is None:
             return [value]
@@ -69,22 +63,21 @@ class Ranks:
             values = self._group.gather(padded)
         except RuntimeError as error:
             raise CheckpointError(
-                f"rank {self.rank} lost the connection to the other {self.size - 1} ranks, or waited for these ranks "
-                f"for more than {self.timeout_s + MARGIN_S:g} s. If all ranks still run, make another "
-                f"AsyncCheckpointer on each; otherwise start the job again. Cause: {error}"
+                f"rank {self.rank} lost the connection to the other {self.size - 1} ranks, or waited for them for "
+                f"more than {self.timeout_s + MARGIN_S:g} s. Make another AsyncCheckpointer on each, or start the job "
+                f"again. Cause: {error}"
             ) from error
         return [
             json.loads(value[: int(length)].numpy().tobytes()) for value, length in zip(values, lengths, strict=True)
         ]
 
     def together(self, call: str, what: str, part: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Run `part` on every rank, and return the results of all ranks, by rank. If `part` raises an error on one
-        rank, an error is raised on all ranks.
+        """Run `part` on every rank, and return the results of all ranks. If `part` raises an error on one rank, an
+        error is raised on all ranks.
 
         Args:
             call: name of the public method that runs, which must be the same on all ranks.
             what: beginning of the error message, such as "step 5 was not saved".
-            part: function to run on this rank.
         """
         own: dict[str, Any] = {}
         failure: BaseException | None = None
@@ -104,8 +97,7 @@ class Ranks:
         if any(answer["call"] != call for answer in answers):
             calls = ", ".join(f"rank {rank}: {answer['call']}" for rank, answer in enumerate(answers))
             raise InvalidArgumentError(
-                f"all ranks must call the same method of their AsyncCheckpointer at the same time, got {calls}. Call "
-                "save() and restore() at the same points of the program on all ranks"
+                f"all ranks must call the same method of their AsyncCheckpointer at the same time, got {calls}"
             )
         return [answer["value"] for answer in answers]
 
@@ -118,7 +110,6 @@ def _initialized() -> bool:
 
 
 def _fitting(name: str) -> type[PenstockError]:
-    """Return the class of error to raise on this rank when another rank has raised an error of the class `name`: this
-    class if it is a CheckpointError, else CheckpointError."""
+    """Return the class of error to raise on this rank when another rank has raised one of the class `name`."""
     kind = CATALOGUE[name].error if name in CATALOGUE else CheckpointError
     return kind if issubclass(kind, CheckpointError) else CheckpointError

@@ -28,8 +28,7 @@ Handler = Callable[[int, Any], Any]
 
 
 class CallLock:
-    """Lock of one AsyncCheckpointer. A method of the checkpointer holds it during a call, so only one call runs at a
-    time."""
+    """Lock of one AsyncCheckpointer, held during a call of its methods."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,7 +43,7 @@ class CallLock:
         Args:
             call: name of the method, for errors.
             hold: True: signals are recorded during the whole call. False: they are recorded only while the lock is
-                taken and released, and handlers run between, because the call waits for a long time.
+            taken and released, because the call waits for a long time.
 
         Raises CheckpointError if this thread holds the lock already: the call is made by a signal handler, or by a
         `state_dict` that is being saved.
@@ -71,9 +70,9 @@ class CallLock:
             if self._owner == threading.get_ident():
                 held.restore_handlers()
                 raise CheckpointError(
-                    f"{call}() was called while {self._call}() of the same AsyncCheckpointer runs in this thread, and "
-                    "did nothing. The call came from a signal handler, or from a state_dict() that is being saved. To "
-                    "save after a signal, use AsyncCheckpointer(on_signal=...) and call signalled() after each step"
+                    f"{call}() was called while {self._call}() of the same AsyncCheckpointer runs in this thread, by a "
+                    "signal handler or a state_dict(), and did nothing. To save after a signal, use "
+                    "AsyncCheckpointer(on_signal=...) and signalled()"
                 )
             if self._lock.acquire(blocking=False):
                 self._owner, self._call = threading.get_ident(), call
@@ -138,16 +137,15 @@ class SignalWatch:
     second signal acts as it does without SignalWatch, so that a second Ctrl-C ends the job."""
 
     def __init__(self, numbers: int | Iterable[int]) -> None:
-        """Record the signals with these numbers from now on. Raises InvalidArgumentError outside the main thread, and
-        for a number that is not a signal or whose signal cannot be handled."""
+        """Raises InvalidArgumentError outside the main thread, and for a number that is not a signal or whose signal
+        cannot be handled."""
         wanted = [numbers] if isinstance(numbers, int) else [*numbers]
         self.received = 0
         """Number of the last signal that arrived; 0 before the first."""
         self._before: dict[int, Any] = {}
         if wanted and threading.current_thread() is not threading.main_thread():
             raise InvalidArgumentError(
-                "AsyncCheckpointer(on_signal=...) must be created on the main thread, because Python handles signals "
-                "only there, got another thread: create it there, or leave on_signal out"
+                "AsyncCheckpointer(on_signal=...) must be created on the main thread, got another thread"
             )
         for number in wanted:
             try:
@@ -174,7 +172,6 @@ class SignalWatch:
             signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def close(self) -> None:
-        """Stop recording: put the previous handlers of the signals back."""
         if threading.current_thread() is threading.main_thread():
             for number in self._before:
                 self._restore(number)

@@ -1,7 +1,7 @@
 """The checkpoint writer: a process that writes shared memory to files and commits them as a checkpoint.
 
 Each rank has one writer, a small process without torch, gRPC or CUDA. Shared memory holds the files as they will be on
-the disk (shared_image.py), so the writer only writes, hashes and commits (makes the checkpoint valid). The writer makes
+the disk (staging.py), so the writer only writes, hashes and commits (makes the checkpoint valid). The writer makes
 torch's index itself, from the training process's description (proto/state/checkpoint_index.py). A writer starts in 0.1
 s, takes 12 to 14 MiB, shares no interpreter lock with the training loop, and lives as long as its checkpointer.
 writer_process.py starts it by its file's path, because `python -m` would import penstock.client, and with it torch.
@@ -98,7 +98,7 @@ NICENESS = 10
 
 
 class WriteFailed(Exception):
-    """Error of a save that has failed. `causes`: reason of the failure, by rank."""
+    """Failure of a save. `causes`: reason of the failure, by rank."""
 
     def __init__(self, causes: dict[int, str]) -> None:
         super().__init__("; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(causes.items())))
@@ -147,14 +147,14 @@ class SaveJob:
 
     @property
     def _inside(self) -> HeldFolder:
-        """Handle on the temporary folder, to write into the folder and to empty it. Opened at the first use."""
+        """Handle on the temporary folder, to write into the folder and to empty it."""
         if self._held is None:
             self._held = HeldFolder(self.temporary)
         return self._held
 
     def _run(self) -> None:
         if self.rank:
-            self._report(self._write)
+            self._report()
             self._await_verdict()
             return
         try:
@@ -171,7 +171,7 @@ class SaveJob:
                         with claimed(path) as free:
                             if free:
                                 _remove(path)
-                self._commit(self._report(self._write))
+                self._commit(self._report())
         except (OSError, PenstockError) as error:
             self._give_up({0: self._explain(error, self.folder)})
         except WriteFailed as failed:
@@ -184,9 +184,9 @@ class SaveJob:
 
     # ---- this rank's files
 
-    def _report(self, write: Callable[[Path], list[CheckpointFile]]) -> dict[str, Any]:
-        """Write this rank's files and return its report, which lists them or names an error. On ranks above 0, also
-        write the report into the temporary folder, for rank 0."""
+    def _report(self) -> dict[str, Any]:
+        """Write this rank's files and return its report, which lists them or names an error. Ranks above 0 also write
+        it into the temporary folder, for rank 0."""
         report: dict[str, Any] = {"save": self.save, "files": [], "error": self.request["error"]}
         try:
             if self.rank:
@@ -195,7 +195,7 @@ class SaveJob:
                 os.makedirs(self.temporary, exist_ok=True)
             folder = self._inside.path
             if not report["error"]:
-                report["files"] = [file.row() for file in write(folder)]
+                report["files"] = [file.row() for file in self._write(folder)]
         except OSError as error:
             report["error"] = self._explain(error, self.temporary, sum(size for _, _, size, _ in self.request["files"]))
         if self.rank:
@@ -288,11 +288,9 @@ class SaveJob:
         self._delete(surplus([self.request["step"], *older], self.request["keep_last"], self.request["keep_every"]))
 
     def _delete(self, steps: list[int]) -> None:
-        """Delete the checkpoints of these steps, which keep_last and keep_every do not keep. Each checkpoint is first
-        renamed durably, so that an interrupted deletion does not leave half a checkpoint.
-
-        A checkpoint that another process is reading is not deleted now. A later save tries again.
-        """
+        """Delete the checkpoints of these steps, which keep_last and keep_every do not keep. Each is first renamed
+        durably, so that an interrupted deletion does not leave half a checkpoint. One that another process is reading
+        is left for a later save."""
         with suppress(OSError), ExitStack() as claims:
             free = [step for step in steps if claims.enter_context(claimed(self.folder / step_name(step)))]
             surplus = [(self.folder / step_name(step), self.folder / temporary_name(step, self.save)) for step in free]
@@ -304,8 +302,7 @@ class SaveJob:
                 shutil.rmtree(aside, ignore_errors=True)
 
     def _gather(self) -> dict[int, dict[str, Any]]:
-        """Wait for the reports of the other ranks, and return them; once a report has an error, return those that came.
-        Raises WriteFailed at the deadline, with the ranks that have sent no report."""
+        """Wait for the reports of the other ranks; once a report has an error, return those that came."""
         reports: dict[int, dict[str, Any]] = {}
 
         def all_there() -> bool:
@@ -330,7 +327,7 @@ class SaveJob:
         return reports
 
     def _expect_signs(self, late: list[int]) -> None:
-        """Raise WriteFailed if a rank's writer shows no sign of life. `late`: the ranks whose reports are missing."""
+        """Raise WriteFailed if the writer of a rank of `late` shows no sign of life."""
         now = time.monotonic()
         if not self._signs:
             sign_of_life(self._inside.path / ASKED)
@@ -342,8 +339,7 @@ class SaveJob:
             raise WriteFailed(dict.fromkeys(lost, _silent(SILENCE_S)))
 
     def _give_up(self, causes: dict[int, str]) -> None:
-        """Give the save up: tell the other ranks the causes in a file, delete the written data, and raise
-        WriteFailed."""
+        """Tell the other ranks the causes in a file, delete the written data, and raise WriteFailed."""
         failed = WriteFailed(causes)
         with suppress(OSError):
             if self.ranks > 1:
@@ -365,10 +361,8 @@ class SaveJob:
 
     def _await_folder(self) -> None:
         """Wait for the temporary folder, which rank 0's writer makes once it has the lock of the checkpoints' folder.
-
-        Raises OSError if this rank cannot write into the folder of the checkpoints. Rank 0 may be unable to make the
-        temporary folder for the same reason.
-        """
+        Raises OSError if this rank cannot write into the folder of the checkpoints: rank 0 may be unable to make the
+        temporary folder for the same reason."""
         probed_at = time.monotonic()
 
         def there() -> bool:
@@ -388,8 +382,7 @@ class SaveJob:
             raise WriteFailed({0: why})
 
     def _given_up(self) -> bool:
-        """Return True if rank 0's writer has abandoned the save and emptied the temporary folder. `_await_verdict` then
-        reads the reason."""
+        """True if rank 0's writer has abandoned the save and emptied the temporary folder."""
         return self._begun and ((self.temporary / FAILED).exists() or not self.temporary.exists())
 
     def _await_verdict(self) -> None:
@@ -408,16 +401,12 @@ class SaveJob:
             return bool(causes)
 
         if not self._wait_until(known):
-            causes[0] = (
-                f"its writer had not committed the checkpoint after timeout_s={self.request['timeout_s']:g}: see rank "
-                "0's log"
-            )
+            causes[0] = f"its writer had not committed after timeout_s={self.request['timeout_s']:g}: see rank 0's log"
         if causes:
             raise WriteFailed(causes)
 
     def _explain(self, error: BaseException, where: Path, nbytes: int = 0) -> str:
-        """Return the text of an error for the user: the file, the cause, and the remedy. `where`: path of the file, of
-        which `nbytes` bytes were to be written."""
+        """Text of an error for the user: the file, the cause, and the remedy. `nbytes` bytes were to be written."""
         if not isinstance(error, OSError) or isinstance(error, PenstockError):
             return str(error)
         text = f"{error.filename or where}: {error.strerror or error}"
@@ -432,7 +421,7 @@ class SaveJob:
     # ---- waiting
 
     def _wait_until(self, true: Callable[[], bool]) -> bool:
-        """Call `true` until it returns True, with growing pauses. Return False at the save's deadline."""
+        """Call `true` until it returns True. Return False at the save's deadline."""
         pause = 0.005
         while not true():
             if self._left() <= 0:
@@ -448,8 +437,7 @@ class SaveJob:
         return self.deadline - time.monotonic()
 
     def _expect_first_rank(self) -> None:
-        """Raise WriteFailed if rank 0's writer shows no sign of life: if the folder's lock file, which it changes, is
-        not changed for 2 * SILENCE_S."""
+        """Raise WriteFailed if rank 0's writer does not change the folder's lock file for 2 * SILENCE_S."""
         sign, now = last_sign(self.folder / LOCK), time.monotonic()
         if self._signs.setdefault(0, (sign, now))[0] != sign:
             self._signs[0] = sign, now
@@ -468,7 +456,7 @@ class SaveJob:
             self._send_reply({"save": self.save, "kind": "progress", "written": self.written})
 
     def _read(self, path: Path) -> dict[str, Any] | None:
-        """Return the contents of another writer's file for this save; None if the file does not exist yet."""
+        """Return the contents of another writer's file for this save; None if it does not exist yet."""
         try:
             value = json.loads(read_plain(path, LARGEST_RECORD))
         except (OSError, ValueError, RecursionError):
@@ -498,7 +486,6 @@ def _sync_name(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder or a file. Errors are ignored."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -507,15 +494,13 @@ def _remove(path: Path) -> None:
 
 
 class Parent:
-    """Connection to the training process."""
-
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._lock = threading.Lock()
         self.images: dict[int, memoryview] = {}
         """Mapped images (shared memory with files to write), by their numbers in the training process."""
         self.gone = threading.Event()
-        """Event that is set once the training process has ended."""
+        """Set once the training process has ended."""
 
     def receive(self) -> dict[str, Any] | None:
         """Return the next request; None if the training process has ended, or has closed its checkpointer."""
@@ -563,7 +548,6 @@ def exit_after_parent(parent: Parent, watched: list[SaveJob], parent_watch: int)
 
 
 def serve(parent: Parent, parent_watch: int) -> None:
-    """Process the requests of the training process until it closes the connection or ends."""
     watched: list[SaveJob] = []
     threading.Thread(target=exit_after_parent, args=(parent, watched, parent_watch), daemon=True).start()
     parent.send_reply({"kind": "ready"})

@@ -22,8 +22,7 @@ from typing import Any
 
 import xxhash
 
-from penstock.client.checkpoint.saving.shared_image import SharedImage
-from penstock.client.checkpoint.saving.tensor_staging import StagingBuffer
+from penstock.client.checkpoint.saving.staging import SharedImage, StagingBuffer
 from penstock.client.stream import open_streams
 from penstock.proto.errors import CheckpointError, DeadlineError
 from penstock.proto.state.checkpoint_files import FAILED, report_name, temporary_name
@@ -51,15 +50,12 @@ LEAVE_S = 5.0
 
 
 class PendingSave:
-    """Save that this process has submitted to its writer process, or that waits to be submitted."""
-
     def __init__(self, request: dict[str, Any], buffer: StagingBuffer) -> None:
         self.request = request
         self.buffer = buffer
-        """Buffer with the data of the save. The data must not change until the save has ended."""
+        """Its data must not change until the save has ended."""
         self.step: int = request["step"]
         self.written = 0
-        """Number of bytes that this rank's writer has written so far."""
         self.error: CheckpointError | None = None
         self.ended = threading.Event()
         self.began = time.monotonic()
@@ -68,7 +64,6 @@ class PendingSave:
 
     @property
     def total(self) -> int:
-        """Number of bytes that this rank's writer must write in all."""
         return sum(size for _, _, size, _ in self.request["files"])
 
     def end(self, causes: dict[int, str]) -> None:
@@ -98,24 +93,17 @@ class WriterProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the running writer; None if none runs."""
         running = self._running
         return running.process.pid if running is not None and running.alive else None
 
     def start(self) -> None:
-        """Start a writer process unless one runs, and wait until it is ready. Raises CheckpointError if no writer can
-        be started."""
+        """Start a writer process unless one runs, and wait until it is ready."""
         with self._lock:
             self._start()
 
     def submit(self, pending: PendingSave, image: SharedImage | None, images: Iterable[SharedImage]) -> None:
-        """Submit a save.
-
-        Args:
-            image: shared memory with the save's files. None: the save has failed in this process already, and the
-                writer only reports that to the other ranks.
-            images: all images in use, including `image`. The writer unmaps others.
-        """
+        """Submit a save. `image`: shared memory with the save's files; None: the save has failed in this process
+        already, and the writer only reports that to the other ranks. `images`: all in use; the writer unmaps others."""
         with self._lock:
             try:
                 self._start().submit(pending, image, {one.number for one in images})
@@ -130,21 +118,20 @@ class WriterProcess:
                 raise
 
     def wait(self, pending: PendingSave, timeout_s: float | None = None) -> bool:
-        """Wait until a save has ended, and return True. Return False if `timeout_s` seconds pass before. At the save's
-        own deadline the writer is killed, which ends the save."""
+        """Wait until a save has ended. Return False if `timeout_s` seconds pass before. At the save's own deadline the
+        writer is killed, which ends the save."""
         if _ended(pending, _left(pending.deadline, timeout_s)):
             return True
         if time.monotonic() < pending.deadline:
             return False
         self.kill(
-            f"its writer did not answer within {pending.request['timeout_s'] + GRACE_S:g} s, and was killed: "
-            "check the filesystem of the folder, and save again"
+            f"its writer did not answer within {pending.request['timeout_s'] + GRACE_S:g} s, and was killed: check the "
+            "filesystem of the folder"
         )
         return _ended(pending, LEAVE_S)
 
     def kill(self, why: str) -> None:
-        """Kill the writer for the reason `why`. The saves that it has not completed fail. The next save starts another
-        writer."""
+        """Kill the writer. The saves that it has not completed fail, for the reason `why`."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
@@ -167,19 +154,18 @@ class WriterProcess:
 
 
 class _Running:
-    """Handle on one writer process, from its start to its end. After a writer has ended, WriterProcess makes a new
-    handle."""
+    """One writer process, from its start to its end. After that WriterProcess makes a new handle."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lock = threading.RLock()
         self._queue: list[PendingSave] = []
-        """Submitted saves that have not ended, in the order in which the writer writes them."""
+        """Submitted saves that have not ended, in the order in which they are written."""
         self._ended = False
         self._why = ""
         """Reason why this process killed the writer; "" if it did not kill the writer."""
         self._mapped: set[int] = set()
-        """Numbers of the images (shared memory with a save's files) that the writer has mapped."""
+        """Numbers of the images that the writer has mapped."""
         try:
             self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:
@@ -205,8 +191,7 @@ class _Running:
         if not started:
             self.process.kill()
             raise CheckpointError(
-                f"rank {rank}: the writer process, which writes checkpoints, did not start{self._how()}: see its "
-                "messages on standard error, and try again"
+                f"rank {rank}: the writer process did not start{self._how()}: see its messages on standard error"
             )
 
     @property
@@ -263,9 +248,9 @@ class _Running:
         ready.set()  # the last action: code that waits for it finds everything cleaned up
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield the writer's replies, one line each, until the process ends. The end of the process is watched too,
-        because the end of the socket may never come: a child that this process forked while the writer was started may
-        hold the writer's end of the socket."""
+        """Yield the writer's replies until the process ends. Its end is watched too, because the end of the socket may
+        never come: a child that this process forked while the writer was started may hold the writer's end of the
+        socket."""
         replies, process = LineReader(self._sock.fileno()), self.process.fileno()
         # without pidfds only the socket is watched
         watched = [replies.fileno(), process] if process >= 0 else [replies.fileno()]
@@ -289,7 +274,6 @@ class _Running:
         pending.end({int(rank): why for rank, why in reply.get("causes", {}).items()})
 
     def _fail_all(self) -> None:
-        """Let all submitted saves that have not ended fail, because the writer has ended."""
         with self._lock:
             self._ended = True
             lost, self._queue = self._queue, []
@@ -309,15 +293,12 @@ class _Running:
 
 
 def _not_started(rank: int, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"rank {rank}: the writer process could not be started: {error}. See `ulimit -a` and the free memory of this "
-        "machine, and try again"
-    )
+    return CheckpointError(f"rank {rank}: the writer process could not be started: {error}. See `ulimit -a`")
 
 
 def _give_up(pending: PendingSave, rank: int, why: str) -> None:
-    """Let a save fail for the reason `why`, because no writer of this rank will write its report. This process writes
-    the report file for the other ranks instead."""
+    """Let a save fail, because no writer of this rank will write its report. This process writes it for the other ranks
+    instead."""
     request = pending.request
     temporary = Path(request["folder"]) / temporary_name(request["step"], request["save"])
     if request["ranks"] > 1:
@@ -336,22 +317,21 @@ def _give_up(pending: PendingSave, rank: int, why: str) -> None:
 
 
 def wait_all(writer: WriterProcess, pendings: list[PendingSave], timeout_s: float | None) -> None:
-    """Wait until all of `pendings` have ended. Raises DeadlineError if one has not ended after `timeout_s` seconds;
-    None: no limit besides each save's own deadline."""
+    """Wait until all of `pendings` have ended. Raises DeadlineError after `timeout_s` seconds; None: no limit besides
+    each save's own deadline."""
     until = None if timeout_s is None else time.monotonic() + timeout_s
     for pending in pendings:
         left = None if until is None else max(until - time.monotonic(), 0)
         if not writer.wait(pending, left):
             raise DeadlineError(
                 f"waited {timeout_s or 0:g} s for the writer of rank {writer.rank} to save step {pending.step}: "
-                f"{pending.written:,} of {pending.total:,} bytes are written. The save continues: call wait() again, "
-                "with a larger timeout_s"
+                f"{pending.written:,} of {pending.total:,} bytes are written. The save continues: call wait() again"
             )
 
 
 def _ended(pending: PendingSave, timeout_s: float) -> bool:
-    """Wait for the end of a save by polling, for at most `timeout_s` seconds. Return True if the save has ended. The
-    wait() of a threading.Event is not used, because it holds a lock that a signal handler may need too."""
+    """Wait for the end of a save by polling. The wait() of a threading.Event is not used, because it holds a lock that
+    a signal handler may need too."""
     until, pause = time.monotonic() + timeout_s, 0.0005
     while not pending.ended.is_set():
         if time.monotonic() >= until:

@@ -22,12 +22,10 @@ __all__ = ["Loader", "load_loader", "loader_leaves", "names_for"]
 Loader = DataLoader | Lookahead
 
 SHARED = "all"
-"""Key, below a loader's key, of a state that covers all boxes. The state of a single rank, such as rank 3, has the key
-"rank-3" instead."""
+"""Key, below a loader's key, of a state that covers all boxes. That of a single rank is "rank-3"."""
 UNIT = 4096
-"""Unit of the length of a saved state, in bytes. States are padded with zeros to a multiple of it, so that their
-lengths rarely change. When a length changes, torch's index must be made again, which takes as long as the rest of a
-save."""
+"""States are padded with zeros to a multiple of this number of bytes, so that their lengths rarely change: then the
+index must be made again, which takes as long as the rest of a save."""
 LENGTH = 8
 
 
@@ -36,8 +34,8 @@ def _own(rank: int) -> str:
 
 
 def loader_leaves(loader: Loader, rank: int, ranks: int) -> dict[str, bytes]:
-    """Return what this rank saves of a loader: its state as bytes, by the key below the loader's key. Return {} on a
-    rank that saves no state, because box 0 saves it for all boxes."""
+    """Return what this rank saves of a loader: its state as bytes, by the key below the loader's key; {} on a rank that
+    saves no state, because box 0 saves it for all boxes."""
     box, num_boxes = loader.box_and_num_boxes
     if ranks == 1:
         return {SHARED: _padded(encode_state(loader.state_dict()))}
@@ -47,11 +45,8 @@ def loader_leaves(loader: Loader, rank: int, ranks: int) -> dict[str, bytes]:
 
 
 def names_for(loader: Loader, rank: int, names: set[str], key: str) -> str:
-    """Return the name of the saved state that this rank must load. `names`: all names that were saved under the
-    loader's key. `key`: the loader's key in the state to restore.
-
-    Raises StateMismatchError if several ranks saved states of separate runs, and this rank did not.
-    """
+    """Return the name of the saved state that this rank must load, of the `names` under the loader's key. Raises
+    StateMismatchError if several ranks saved states of separate runs, and this rank did not."""
     if SHARED in names:
         return SHARED
     if _own(rank) in names:
@@ -61,17 +56,16 @@ def names_for(loader: Loader, rank: int, names: set[str], key: str) -> str:
         return saved[0]
     raise StateMismatchError(
         f"{key!r} was saved by {len(saved)} ranks, each with a run of its own, but not by rank {rank}: restore on "
-        f"{len(saved)} ranks, or save with one run for all ranks (Appliance(box=rank, num_boxes=ranks))"
+        f"{len(saved)} ranks, or save with one run for all ranks"
     )
 
 
 def load_loader(loader: Loader, data: bytes) -> None:
-    """Load a saved state into a loader. `data`: the state as bytes, as `loader_leaves` returned it."""
     length = int.from_bytes(data[:LENGTH])
     loader.load_state_dict(decode_state(data[LENGTH : LENGTH + length]))  # type: ignore[arg-type]
 
 
 def _padded(data: bytes) -> bytes:
-    """Return `data` with its length before it, and zeros after it up to a multiple of `UNIT` bytes."""
+    """`data` with its length before it, and zeros after it up to a multiple of `UNIT` bytes."""
     framed = len(data).to_bytes(LENGTH) + data
     return framed.ljust(-(-len(framed) // UNIT) * UNIT, b"\0")

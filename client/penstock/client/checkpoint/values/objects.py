@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
-import re
 import zipfile
 from functools import lru_cache
 from typing import Any
@@ -26,12 +25,11 @@ __all__ = ["bounded", "load_object", "load_tensor", "plain_bytes"]
 PROTOCOL = 2
 """Number of the pickle protocol that torch.save uses."""
 HEADER = 30
-"""Number of bytes in a zip archive from the start of a file's header to the file's name."""
+"""Bytes in a zip archive from the start of a file's header to the file's name."""
 
 
 def plain_bytes(value: Any) -> bytes:
-    """Return the bytes that torch.save writes for a value without tensors, but with zero in place of the CRC32, which
-    torch.load ignores."""
+    """Bytes that torch.save writes for a value without tensors, but without the CRC32, which torch.load ignores."""
     pickled = pickle.dumps(value, PROTOCOL)
     kept = _around(len(pickled))
     if kept is None:
@@ -42,8 +40,8 @@ def plain_bytes(value: Any) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _around(length: int) -> tuple[bytes, bytes] | None:
-    """Return the bytes that torch.save writes before and after a pickle of `length` bytes. Return None if this version
-    of torch writes them in an unknown way."""
+    """Bytes that torch.save writes before and after a pickle of `length` bytes; None if this torch writes them in an
+    unknown way."""
     for value in ("x" * max(length - 10, 0), None, 1, 256, 65536, 0.5, ""):
         pickled = pickle.dumps(value, PROTOCOL)
         if len(pickled) == length:
@@ -57,8 +55,7 @@ def _around(length: int) -> tuple[bytes, bytes] | None:
 
 
 def _pickle_at(data: bytes) -> int | None:
-    """Return the offset of the pickle in bytes that torch.save wrote; None if the pickle is not the first file in this
-    archive."""
+    """Offset of the pickle in bytes that torch.save wrote; None if it is not the first file in this archive."""
     if data[:4] != b"PK\x03\x04" or data[8:10] != b"\0\0":
         return None
     name, extra = int.from_bytes(data[26:28], "little"), int.from_bytes(data[28:30], "little")
@@ -93,8 +90,7 @@ def _no_bytes() -> bytes:
 
 def load_object(data: bytes, name: str, where: str, *, unsafe: bool) -> Any:
     """Return the object `name` that torch.save wrote as `data`. `where`: path of the checkpoint, for errors. `unsafe`:
-    True to unpickle any class. Raises CheckpointError if `data` cannot be loaded, or has a class that is not
-    allowed."""
+    True to unpickle any class. Raises CheckpointError if `data` cannot be loaded."""
     begin = _pickle_at(data)
     if begin is not None:
         try:
@@ -115,24 +111,17 @@ def load_object(data: bytes, name: str, where: str, *, unsafe: bool) -> Any:
         if isinstance(error, pickle.UnpicklingError) and not unsafe:
             raise CheckpointError(
                 f"{name!r} of {where} has a class that could run code while it is loaded: pass restore(..., "
-                f"allow_unsafe_types=True) if you trust the program that wrote this checkpoint. Cause: {error}"
+                f"allow_unsafe_types=True) if you trust who wrote it. Cause: {error}"
             ) from error
-        raise CheckpointError(
-            f"{name!r} of {where} cannot be loaded: {type(error).__name__}: {error}. Restore with the code and the "
-            "version of torch that wrote the checkpoint"
-        ) from error
+        raise CheckpointError(f"{name!r} of {where} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def _unreadable(name: str, where: str, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{name!r} of {where} cannot be loaded: {error}. Leave it out of the state to restore, or restore another "
-        "checkpoint"
-    )
+    return CheckpointError(f"{name!r} of {where} cannot be loaded: {error}")
 
 
 def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor `name` that torch.save wrote as `data`. Raises CheckpointCorruptError if `data` is not a tensor
-    of this dtype and shape."""
+    """Raises CheckpointCorruptError if `data` is not what torch.save writes for a tensor of this dtype and shape."""
     try:
         tensor = torch.load(_stored(data), map_location="cpu", weights_only=True)
     except Exception as error:  # arbitrary bytes can raise any error
@@ -143,19 +132,13 @@ def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ..
         is_tensor = isinstance(tensor, torch.Tensor)
         got = f"a {tensor.dtype} tensor of shape {list(tensor.shape)}" if is_tensor else type(tensor).__name__
         raise CheckpointCorruptError(
-            f"{name!r} must be a {dtype} tensor of shape {list(sizes)}, as in the checkpoint's index, got {got}: "
-            "restore another checkpoint"
+            f"{name!r} must be a {dtype} tensor of shape {list(sizes)}, as in the checkpoint's index, got {got}"
         )
     return tensor
 
 
 def _stored(data: bytes) -> io.BytesIO:
-    """Check that reading `data`, which torch.save wrote, takes no more memory than `data` has bytes. Return `data` as a
-    file object.
-
-    Raises ValueError if `data` is not a zip archive, or has compressed parts (torch.save compresses nothing). Raises
-    pickle.UnpicklingError for a pickle that `bounded` refuses.
-    """
+    """Return `data` as a file, after a check that reading it takes no more memory than it has bytes."""
     file = io.BytesIO(data)
     if data[:2] != b"PK":
         raise ValueError("the data must be a zip archive, as torch.save writes since torch 1.6")
@@ -175,72 +158,18 @@ def _stored(data: bytes) -> io.BytesIO:
     return file
 
 
-# ---- pickles
-#
-# The unpickler allocates memory for any length, or position in its memo, that a pickle names, before it checks whether
-# the data exist: five bytes make it allocate 32 GiB. A pickler never writes a length or position above the pickle's
-# own length, so larger numbers are refused. One regular expression skips the opcodes with an argument of fixed length,
-# or of at most 255 bytes: 120,000 opcodes take 3 ms, and 38 ms with Python's own `pickletools.genops`.
-
-_LENGTHS = {pickletools.TAKEN_FROM_ARGUMENT4: 4, pickletools.TAKEN_FROM_ARGUMENT4U: 4}
-_LENGTHS[pickletools.TAKEN_FROM_ARGUMENT8U] = 8
-_CODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
-_SIZES = {code: 0 if opcode.arg is None else opcode.arg.n for code, opcode in _CODES.items()}
-"""Length in bytes of the argument of each opcode of pickles; a negative number is one of pickletools' constants for
-variable lengths."""
-_STOP, _PUT, _LONG_PUT = b".", b"p", b"r"
-"""Opcodes for the end of a pickle (STOP) and for storing an object in the memo (PUT, LONG_BINPUT). PUT belongs to
-protocol 0, which neither torch nor Penstock writes."""
-_COUNTED = {code: _LENGTHS[size] for code, size in _SIZES.items() if size in _LENGTHS} | {_LONG_PUT: 4}
-"""Length in bytes of the number after each opcode that has one. The number is the length of the data that follow, or a
-position in the memo."""
-_LINES = {code: 2 if code in b"ci" else 1 for code, size in _SIZES.items() if size == pickletools.UP_TO_NEWLINE}
-"""Number of lines of text that are the arguments of an opcode, for opcodes with such arguments."""
-del _LINES[_PUT]
-
-
-def _fixed() -> re.Pattern[bytes]:
-    """Return the regular expression that matches a run of opcodes which need no check: their arguments have a fixed
-    length, or begin with their length as one byte."""
-    kinds = []
-    for size in (0, 1, 2, 4, 8):
-        codes = b"".join(re.escape(code) for code, known in _SIZES.items() if known == size and code not in _COUNTED)
-        kinds.append(b"[%s].{%d}" % (codes.replace(re.escape(_STOP), b""), size))
-    short = b"".join(re.escape(code) for code, size in _SIZES.items() if size == pickletools.TAKEN_FROM_ARGUMENT1)
-    texts = b"|".join(b"%s.{%d}" % (re.escape(bytes([length])), length) for length in range(256))
-    return re.compile(b"(?s:%s|[%s](?:%s))*+" % (b"|".join(kinds), short, texts))
-
-
-_FIXED = _fixed()
-
-
 def bounded(data: bytes) -> bytes:
-    """Return `data`, unchanged, after a check of the pickle at its beginning: unpickling must take no more memory than
-    the pickle's length justifies. Raises pickle.UnpicklingError if it would take more, or if the pickle has no end."""
-    at = 0
-    while True:
-        found = _FIXED.match(data, at)
-        assert found is not None  # the pattern also matches an empty text
-        code = data[found.end() : found.end() + 1]
-        at = found.end() + 1
-        if code == _STOP:
-            return data
-        if code in _COUNTED:
-            number = int.from_bytes(data[at : at + _COUNTED[code]], "little")
-            at += _COUNTED[code]
-            follows = 0 if code == _LONG_PUT else number
-            if max(number, at + follows) > len(data):
-                raise pickle.UnpicklingError(
-                    f"the pickle is damaged: it has {len(data):,} bytes, but names a length or memo position of "
-                    f"{number:,} before byte {at:,}"
-                )
-            at += follows
-        elif code in _LINES:
-            for _ in range(_LINES[code]):
-                at = data.find(b"\n", at) + 1
-                if not at:
-                    raise pickle.UnpicklingError("the pickle is damaged: a line of text in it has no end")
-        else:
-            raise pickle.UnpicklingError(
-                f"the pickle is damaged: byte {found.end():,} of {len(data):,} is not a pickle opcode"
-            )
+    """Return `data`, whose pickle at the beginning takes no more memory than its length justifies. Raises
+    pickle.UnpicklingError if it takes more, or has no end.
+
+    The unpickler allocates memory for any length, or position in its memo, that a pickle names, before it checks
+    whether the data exist: five bytes make it allocate 32 GiB. genops checks lengths. A pickler never writes a position
+    above the pickle's own length.
+    """
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(data):
+                raise ValueError(f"it has {len(data):,} bytes, but names the memo position {argument:,}")
+    except ValueError as error:
+        raise pickle.UnpicklingError(f"the pickle is damaged: {error}") from error
+    return data

@@ -41,22 +41,18 @@ Path = tuple[Any, ...]
 """Keys and indexes that lead to a value in the optimizer's state. The first is the parameter's name or number."""
 
 PER_GROUP = {"_last_lr", "base_lrs", "base_momentums", "lr_lambdas", "max_lrs", "max_momentums", "min_lrs"}
-"""Names of a scheduler's lists that have one value for each parameter group."""
+"""A scheduler's lists that have one value for each parameter group."""
 OTHER_LISTS = {"_milestones", "_schedule_phases", "milestones", "_schedulers"}
-"""Names of a scheduler's lists that do not depend on the parameter groups."""
+"""A scheduler's lists that do not depend on the parameter groups."""
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
-    """Return the optimizer's state_dict with the names of parameters in place of their numbers. `names`: names of the
-    parameters, in the optimizer's order. Entries that belong to no parameter keep their keys.
-
-    Raises InvalidArgumentError if the key of such an entry is also the name of a parameter.
-    """
+    """Return the optimizer's state_dict with names of parameters in place of numbers. Entries that belong to no
+    parameter keep their keys. Raises InvalidArgumentError if such a key is also the name of a parameter."""
     plain = optimizer.state_dict()
     if twice := sorted(set(names) & {key for key in plain["state"] if isinstance(key, str)}):
         raise InvalidArgumentError(
-            f"the optimizer's state has the key {twice[0]!r}, which is also the name of a parameter. Rename the "
-            "parameter"
+            f"the optimizer's state has the key {twice[0]!r}, which is also a parameter's name: rename the parameter"
         )
     return {
         **plain,
@@ -93,11 +89,8 @@ def numbered_state(loaded: dict[str, Any], names: list[str], order: list[int], l
 
 
 def group_order(loaded: dict[str, Any], names: list[str], lengths: list[int]) -> list[int]:
-    """Return, for each parameter group of an optimizer, the index of the saved group with the same parameters.
-    Arguments as for `numbered_state`.
-
-    Raises CheckpointError, naming parameters, if the saved groups have other parameters; also if their number differs.
-    """
+    """Return, for each parameter group of an optimizer, the index of the saved group with the same parameters. Raises
+    CheckpointError, naming parameters, if the saved groups have other parameters; also if their number differs."""
     saved = [frozenset(group["params"]) for group in loaded["param_groups"]]
     _check_names({name for group in saved for name in group}, set(names))
     order, begin, taken = [], 0, set[int]()
@@ -108,45 +101,35 @@ def group_order(loaded: dict[str, Any], names: list[str], lengths: list[int]) ->
         if index is None:
             raise CheckpointError(
                 f"param_groups[{number}] has the parameters {some(sorted(own))}, but no saved group has exactly these: "
-                f"the saved groups begin with {some([min(group, default='nothing') for group in saved])}. Make the "
-                "groups as they were at the save"
+                f"the saved groups begin with {some([min(group, default='nothing') for group in saved])}"
             )
         taken.add(index)
         order.append(index)
     if len(order) != len(saved):
-        raise CheckpointError(
-            f"the optimizer must have {len(saved)} param_groups, as at the save, got {len(order)}. Make the groups as "
-            "they were at the save"
-        )
+        raise CheckpointError(f"the optimizer must have {len(saved)} param_groups, as at the save, got {len(order)}")
     return order
 
 
 def _check_names(saved: set[str], own: set[str]) -> None:
     if strange := sorted(saved - own):
         raise CheckpointError(
-            f"the checkpoint has optimizer state for the parameters {some(strange)}, which the optimizer does not "
-            f"have: it has {some(sorted(own - saved) or sorted(own))}. Give the optimizer the same parameters as at "
-            "the save. Parameters are matched by name if the module is saved and restored with its optimizer, else by "
-            "number"
+            f"the checkpoint has optimizer state for the parameters {some(strange)}, but the optimizer has "
+            f"{some(sorted(own - saved) or sorted(own))}. Parameters are matched by name if the module is saved and "
+            "restored with its optimizer, else by number"
         )
     if added := sorted(own - saved):
         raise CheckpointError(
-            f"the checkpoint has no optimizer state for the parameters {some(added)}: add them to the optimizer after "
-            "the restore (Optimizer.add_param_group)"
+            f"the checkpoint has no optimizer state for the parameters {some(added)}: add them after the restore"
         )
 
 
 def warn_of_numbers(key: str, value: Any) -> None:
-    """Warn if a value contains the state_dict of an optimizer, which identifies parameters by numbers. Such a state can
-    be restored only if the parameters are in the same order.
-
-    key: key of the value in the state that is saved or restored.
-    """
+    """Warn if a value of the state contains the state_dict of an optimizer, which identifies parameters by numbers.
+    Such a state can be restored only if the parameters are in the same order."""
     for path in _numbered(value, (key,)):
         warn_user(
             f"{'.'.join(map(str, path))!r} of the state is an optimizer's state_dict, which identifies parameters by "
-            "their order only: if the order differs at the restore, each parameter gets the state of another. Put the "
-            "optimizer itself into the state, at the top, beside its module",
+            "their order only. Put the optimizer itself into the state, at the top, beside its module",
         )
 
 
@@ -168,12 +151,9 @@ def _numbered(value: Any, path: Path) -> Iterator[Path]:
 
 
 def check_order(loaded: dict[str, Any], optimizer: torch.optim.Optimizer, names: list[str], order: list[int]) -> None:
-    """Raise CheckpointError if the parameters are in another order than at the save, and the saved state depends on
-    this order. Arguments as for `numbered_state`.
-
-    Two kinds of state depend on the order: tensors with the values of all parameters one after another, as L-BFGS has,
-    and settings of a group that are lists with a value for each parameter.
-    """
+    """Raise CheckpointError if the parameters are in another order than at the save, and the saved state depends on it:
+    tensors with the values of all parameters one after another, as L-BFGS has, and settings of a group that are lists
+    with a value for each parameter. Arguments as for `numbered_state`."""
     before = [name for group in loaded["param_groups"] for name in group["params"]]
     if before == names:
         return
@@ -194,9 +174,6 @@ def check_order(loaded: dict[str, Any], optimizer: torch.optim.Optimizer, names:
 
 
 def _check_settings(saved: dict[str, Any], group: dict[str, Any], own: list[str], before: list[str]) -> None:
-    """Raise CheckpointError if a setting of a parameter group is a list with a value for each parameter. Its values
-    would go to other parameters, because the optimizer's parameters had another order, `before`, at the save. `own`:
-    names of the group's parameters, in their present order."""
     for key, value in saved.items():
         if key in ("params", "param_names") or not isinstance(value, list) or len(value) != len(own):
             continue
@@ -209,21 +186,14 @@ def _check_settings(saved: dict[str, Any], group: dict[str, Any], own: list[str]
 
 def _order_matters(what: str, before: list[str]) -> CheckpointError:
     return CheckpointError(
-        f"the optimizer's parameters are in another order than at the save, and {what}: make the optimizer with its "
-        f"parameters in the saved order: {some(before)}"
+        f"the optimizer's parameters are in another order than at the save, and {what}: take the saved order, "
+        f"{some(before)}"
     )
 
 
 def notes(optimizer: torch.optim.Optimizer, named: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return notes on what the optimizer's `load_state_dict` would change in a saved state, so that a restore can
-    correct it; {} if it would change nothing.
-
-    Args:
-        named: result of `named_state` for the optimizer.
-
-    Returns a dict. "dtypes": paths of tensors in the state that have another dtype than their parameter. "shared":
-    lists of paths that lead to the same tensor.
-    """
+    """Return what the optimizer's `load_state_dict` would change in a saved state. "dtypes": paths of tensors that have
+    another dtype than their parameter. "shared": lists of paths that lead to the same tensor."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     names = [name for group in named["param_groups"] for name in group["params"]]
     own = {name: parameter.dtype for name, parameter in zip(names, parameters, strict=True)}
@@ -238,21 +208,17 @@ def notes(optimizer: torch.optim.Optimizer, named: Mapping[str, Any]) -> dict[st
 
 
 def merged(one: Mapping[str, list[Any]], other: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return the notes of two ranks on one optimizer (see `notes`) as one."""
     return {key: [*one.get(key, []), *other.get(key, [])] for key in {*one, *other}}
 
 
 def load_optimizer(
     optimizer: torch.optim.Optimizer, numbered: dict[str, Any], names: list[str], noted: Mapping[str, list[Any]]
 ) -> None:
-    """Load a saved state into an optimizer, and correct what the optimizer's `load_state_dict` has changed in it.
-
-    If the optimizer's class has its own `load_state_dict`, that method may convert dtypes on purpose, so dtypes are not
-    corrected.
+    """Load a saved state into an optimizer, and correct what its `load_state_dict` has changed. A class with its own
+    `load_state_dict` may convert dtypes on purpose, so its dtypes are not corrected.
 
     Args:
         numbered: result of `numbered_state`.
-        names: names of the parameters, in the optimizer's order.
         noted: results of `notes` at the save, merged over all ranks.
     """
     optimizer.load_state_dict(numbered)
@@ -304,10 +270,8 @@ def _put(value: Any, path: Path, new: Any) -> None:
 
 def regrouped(loaded: Any, order: list[int]) -> Any:
     """Return a scheduler's saved state for an optimizer whose parameter groups are in another order than at the save:
-    lists with one value for each group get the optimizer's order. `order`: result of `group_order`.
-
-    Raises CheckpointError for an unknown list that has as many values as there are groups.
-    """
+    lists with one value for each group get the optimizer's order. Raises CheckpointError for an unknown list of that
+    length."""
     if order == sorted(order):
         return loaded
     if isinstance(loaded, MutableMapping):
@@ -327,7 +291,7 @@ def _regrouped(key: str, value: Any, order: list[int]) -> Any:
         return [value[index] for index in order]
     raise CheckpointError(
         f"the optimizer's param_groups are in another order than at the save, and {key!r} of its scheduler seems to "
-        "have one value per group: make the groups in the saved order"
+        "have one value per group: make them in the saved order"
     )
 
 

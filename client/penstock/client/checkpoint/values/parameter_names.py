@@ -22,16 +22,15 @@ from penstock.proto.tracebacks import warn_user
 __all__ = ["clean_keys", "parameter_names", "unwrapped"]
 
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "_fsdp_wrapped_module"}
-"""Names of the attributes in which wrappers keep the wrapped module: torch.compile, activation checkpointing, Lightning
-Fabric and FSDP1."""
+"""Attributes in which wrappers keep the wrapped module: torch.compile, activation checkpointing, Lightning Fabric and
+FSDP1."""
 
 MemoryKey = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
-"""Address, dtype, shape and strides of a tensor's values in memory. Tensors that share all their values have equal
-keys."""
+"""Address, dtype, shape and strides of a tensor's values in memory."""
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the module inside wrappers such as DDP or torch.compile; return any other value unchanged."""
+    """Return the module inside wrappers such as DDP or torch.compile; any other value unchanged."""
     while True:
         if isinstance(value, DistributedDataParallel | DataParallel):
             value = value.module
@@ -42,8 +41,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def clean_keys(module: nn.Module, keys: list[str]) -> dict[str, str]:
-    """Return a dict from each key of a module's state_dict to this key without the names of wrappers (such as DDP)
-    inside the module."""
+    """Return each key of a module's state_dict without the names of wrappers inside the module."""
     parallel = {
         f"{path}.module" if path else "module"
         for path, inner in module.named_modules(remove_duplicate=False)
@@ -70,9 +68,9 @@ def parameter_names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], 
     """Return the names of an optimizer's parameters, in its order.
 
     The names come from the module, or the dict of tensors, in `state` that contains all parameters. If only several
-    modules together contain all parameters, each name begins with the key of its module in `state`. Parameters outside
-    `state` have the names that were given to the optimizer (`Adam(model.named_parameters())`). Without such names they
-    are named by number and shape, with a warning, because such names do not distinguish parameters of one shape.
+    modules together contain all parameters, each name begins with the key of its module. Parameters outside `state`
+    have the names that were given to the optimizer (`Adam(model.named_parameters())`), or are named by number and
+    shape, with a warning.
 
     Raises InvalidArgumentError if two parameters have one name.
     """
@@ -92,7 +90,7 @@ def parameter_names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], 
 
 
 Held = tuple[dict[int, str], dict[MemoryKey, str]]
-"""Names of the parameters that a value of the state holds: by the id() of the parameter, and by the MemoryKey of its
+"""Names of the parameters that a value of the state holds: by the parameter's id(), and by the MemoryKey of its
 values."""
 
 
@@ -122,8 +120,7 @@ def _from_several(
     if count > 1:
         warn_user(
             f"{key!r} of the state has {count} parameters of shape {list(shape)} without names, which are identified "
-            "by their order only: if the order differs at the restore, each parameter gets the state of another. Save "
-            "and restore the module with its optimizer, or make the optimizer with names: "
+            "by their order only. Save and restore the module with its optimizer, or make the optimizer with names: "
             f"{type(optimizer).__name__}(model.named_parameters())",
         )
     return names

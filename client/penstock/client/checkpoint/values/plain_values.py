@@ -31,23 +31,22 @@ Mapping)` takes a microsecond, and a state has thousands of values."""
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 """Default factories with which a defaultdict can be restored, by name."""
 DEPTH = 60
-"""Largest number of levels of nesting in a value that is encoded with a recipe (how to make the value again from plain
-values). A deeper value is treated as one that has no recipe."""
+"""Largest number of levels of nesting in a value with a recipe."""
 
 
 class EncodedValue(NamedTuple):
     value: Any
     recipe: Any
     opaque: str
-    """Reason why the value was not encoded: the name of the class of a part that has no recipe, "tensors" if only
-    tensors have none, or that the value is nested more than DEPTH levels deep. "": the value was encoded."""
+    """Why the value was not encoded: the class of a part that has no recipe, "tensors" if only tensors have none, or
+    too deep nesting. "": it was encoded."""
 
 
 class _Kind(NamedTuple):
     taken: Callable[[Any], Any]
-    """Function that converts a value of this class to plain values."""
+    """Convert a value of this class to plain values."""
     made: Callable[[Any], Any]
-    """Function that makes the value again from the plain values that `taken` returned."""
+    """Make the value again from what `taken` returned."""
 
 
 def _moment(value: Any) -> Any:
@@ -132,8 +131,8 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def encode(value: Any, depth: int = 0) -> EncodedValue:
-    """Return the encoding of a value: plain values, and the recipe to make the value from them. If a part of the value
-    has no recipe (`opaque`), the encoding has the value itself."""
+    """Return plain values, and the recipe to make the value from them. If a part of the value has no recipe (`opaque`),
+    the encoding has the value itself."""
     kind = type(value)
     if kind in PLAIN:
         return EncodedValue(value, None, "")
@@ -156,8 +155,8 @@ def encode(value: Any, depth: int = 0) -> EncodedValue:
 
 
 def _parts(value: Any) -> tuple[str, Any] | None:
-    """Return the name under which MAKE has the value's class, and the plain values into which the value is taken apart.
-    Return None for a class that MAKE does not have."""
+    """Return the name in MAKE of the value's class, and the plain values into which it is taken apart; None for other
+    classes."""
     kind = type(value)
     if isinstance(value, np.generic | np.ndarray) and (value.dtype.hasobject or value.dtype.fields is not None):
         return None
@@ -195,15 +194,13 @@ def _dict(value: dict[Any, Any], depth: int) -> EncodedValue:
 
 
 def _opaque(inner: list[EncodedValue]) -> str:
-    """Return the name of the first class without a recipe in the encoded values. Without such a class, return "tensors"
-    if the values have tensors (which torch can load), else ""."""
     return next((one.opaque for one in inner if one.opaque not in ("", "tensors")), "") or next(
         (one.opaque for one in inner if one.opaque), ""
     )
 
 
 def decode(value: Any, recipe: Any) -> Any:
-    """Return a value that `encode` has encoded, made again from the plain values `value` and the recipe."""
+    """Return the value that `encode` has encoded."""
     if recipe is None:
         return value
     name, inner = recipe
@@ -216,8 +213,7 @@ def decode(value: Any, recipe: Any) -> Any:
 
 
 def value_digest(value: Any) -> str:
-    """Return a digest of a value. Equal values of the same types have equal digests. The order of keys in dicts makes
-    no difference."""
+    """Return a digest of a value. Equal values of the same types have equal digests, in any order of keys in dicts."""
     hasher = xxhash.xxh3_64()
     _feed(hasher, value, 0)
     return hasher.hexdigest()
@@ -262,8 +258,7 @@ def _feed_tensor(hasher: Any, tensor: torch.Tensor) -> None:
 
 
 def _feed_object(hasher: Any, value: Any, depth: int) -> None:
-    """Add an object of any class to a hash, by the data that pickle would save of it. `depth`: levels of nesting around
-    it."""
+    """Add an object of any class to a hash, by the data that pickle would save of it."""
     if depth > DEPTH:
         return
     try:

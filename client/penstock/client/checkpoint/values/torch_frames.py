@@ -30,11 +30,8 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class TorchFrame:
-    """Frame: the bytes that torch.save writes before and after the values of a tensor."""
-
     before: bytes
     nbytes: int
-    """Number of bytes of the tensor's values."""
     behind: bytes
 
     @property
@@ -43,8 +40,8 @@ class TorchFrame:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor has a frame: what torch.save writes of it depends only on its values, dtype and shape.
-    Other tensors are saved by torch.save itself."""
+    """True if what torch.save writes of a tensor depends only on its values, dtype and shape, so that it has a
+    frame."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -55,8 +52,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 @lru_cache(maxsize=65536)
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchFrame:
-    """Return the frame (bytes before and after the values in torch.save's archive) of contiguous CPU tensors of this
-    dtype and shape."""
+    """Return the frame of contiguous CPU tensors of this dtype and shape."""
     tensor = torch.empty(shape, dtype=dtype, device="cpu")  # uninitialised memory, whose values are never read
     recorder = _Recorder(tensor)
     with without_crc32():
@@ -64,22 +60,20 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchFrame:
     before, behind = recorder.parts
     if len(before) % ALIGNMENT and tensor.nbytes:
         raise CheckpointError(
-            f"this torch ({torch.__version__}) saves tensor values at byte {len(before)}, which is not a multiple of "
-            f"{ALIGNMENT}: use a supported version of torch"
+            f"this torch ({torch.__version__}) saves tensor values at byte {len(before)}: use a supported version"
         )
     return TorchFrame(bytes(before), tensor.nbytes, bytes(behind))
 
 
 def saved_bytes(value: Any) -> bytes:
-    """Return the bytes that torch.save writes for `value`."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 class _Recorder:
-    """File object that records what torch.save writes for `tensor`: `parts` are the bytes before the tensor's values
-    and those after them. The values are not kept."""
+    """File object that records what torch.save writes for `tensor`: `parts` are the bytes before and after its
+    values."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values = (tensor.data_ptr(), tensor.nbytes)

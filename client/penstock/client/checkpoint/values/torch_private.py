@@ -34,8 +34,7 @@ __all__ = [
 
 @contextmanager
 def without_crc32() -> Iterator[None]:
-    """Context manager in which torch.save computes no CRC32. The setting is that of the whole process, so keep the
-    block short."""
+    """Let torch.save compute no CRC32. The setting is that of the whole process, so keep the block short."""
     before = config.save.compute_crc32
     config.save.compute_crc32 = False
     try:
@@ -45,6 +44,5 @@ def without_crc32() -> Iterator[None]:
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
-    """Copy each source tensor to the target tensor with the same index. One call makes all copies, because a model may
-    have thousands of small tensors."""
+    """Copy each source tensor to the target tensor with the same index, in one call for thousands of small tensors."""
     torch._foreach_copy_(targets, sources, non_blocking)

@@ -34,19 +34,17 @@ __all__ = [
 ]
 
 REQUEST_FIELDS = 16_384
-"""Largest number of fields in a request. It allows 1,024 reports of slots, 256 positions, 4,096 ends of epochs, or
-8,192 prefixes in a registration. Counting and parsing so many takes up to 10 ms of the event loop."""
+"""Largest number of fields in a request: 1,024 reports of slots, 256 positions, or 4,096 ends of epochs. Counting and
+parsing so many takes up to 10 ms of the event loop."""
 REPLY_FIELDS = 1 << 20
-"""Largest number of fields in a reply. It allows 524,288 abandoned epochs in the history of a box, or 100,000 workers
-in the reply to Status."""
+"""Largest number of fields in a reply: 524,288 abandoned epochs of a box, or 100,000 workers."""
 LEVELS = 8
-"""Number of levels of nested messages in which fields are counted. Penstock's messages have four levels."""
+"""Levels of nested messages in which fields are counted. Penstock's messages have four."""
 
 SMALL_REQUEST = 64 << 10
-"""Size in bytes up to which a request does not count as large: gRPC itself takes about as much memory for any
-request."""
+"""Bytes up to which a request does not count as large: gRPC itself takes about as much for any request."""
 LARGE_REQUESTS = 128 << 20
-"""Largest size in bytes of all large requests of one token that are being answered at a time."""
+"""Bytes of all large requests of one token that are being answered at a time."""
 
 M = TypeVar("M", bound=Message)
 C = TypeVar("C")
@@ -59,14 +57,12 @@ class _TooMany(Exception):
 
 @cache
 def _holds_repeated(kind: Descriptor) -> bool:
-    """Return whether a message of this type has a repeated field, at any depth."""
     return bool(_levels(kind)) or any(field.is_repeated for field in kind.fields)
 
 
 @cache
 def _levels(kind: Descriptor) -> _Table:
-    """Return field number -> message type, for those fields of a message of type `kind` that hold other messages with
-    repeated fields. `check_fields` counts the fields of these messages too."""
+    """Field number -> message type, for fields that hold messages with repeated fields, which are counted too."""
     inner = {
         field.number: field.message_type
         for field in kind.fields
@@ -78,8 +74,7 @@ def _levels(kind: Descriptor) -> _Table:
 
 
 def check_fields(data: bytes, kind: Descriptor, most: int) -> None:
-    """Raise InvalidArgumentError if the bytes of a message of type `kind` have more than `most` fields. Malformed bytes
-    are accepted here, because the parser refuses them."""
+    """Raise InvalidArgumentError if a message has more than `most` fields. Malformed bytes are left to the parser."""
     if len(data) // 2 <= most:
         return
     try:
@@ -91,9 +86,8 @@ def check_fields(data: bytes, kind: Descriptor, most: int) -> None:
 
 
 def _counted(data: bytes, pos: int, end: int, kind: Descriptor, left: int, levels: int) -> int:
-    """Count the fields in the bytes from `pos` to `end`, a message of type `kind`, and return how many more fields are
-    still allowed. `left`: number of fields that were allowed before; `levels`: number of nested levels to look into.
-    Raises _TooMany if there are more than `left` fields, IndexError for malformed bytes."""
+    """Count the fields of the message from `pos` to `end`. Return how many more are allowed of `left`. Raises _TooMany,
+    and IndexError for malformed bytes."""
     inner = _levels(kind)
     if not levels:
         raise _TooMany
@@ -123,7 +117,7 @@ def _counted(data: bytes, pos: int, end: int, kind: Descriptor, left: int, level
 
 
 def _varint(data: bytes, pos: int) -> tuple[int, int]:
-    """Return the varint (protobuf's integer) at offset `pos`, and the offset after it. Raises IndexError."""
+    """Protobuf's integer at offset `pos`, and the offset after it. Raises IndexError."""
     value = data[pos]
     if value < 128:
         return value, pos + 1
@@ -141,11 +135,8 @@ _METHODS = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].methods_by
 
 
 def parsed_request(method: str, parse: Callable[[bytes], Any], data: bytes) -> Any:
-    """Return the parsed request of a method of any service. `parse`: function that parses its bytes. Raises
-    InvalidArgumentError for a request that Penstock's own programs never send.
-
-    Unknown fields are dropped, because no limit counts them, and a stored request would keep them.
-    """
+    """Return the parsed request of a method. Raises InvalidArgumentError for one that Penstock's own programs never
+    send. Unknown fields are dropped, because no limit counts them, and a stored request would keep them."""
     try:
         if method in _METHODS:
             check_fields(data, _METHODS[method].input_type, REQUEST_FIELDS)
@@ -161,8 +152,8 @@ def parsed_request(method: str, parse: Callable[[bytes], Any], data: bytes) -> A
 async def parsed_parts(
     method: str, parse: Callable[[bytes], Any], parts: AsyncIterator[bytes], first: Callable[[int], None]
 ) -> AsyncIterator[Any]:
-    """Yield the parsed parts of a streamed request. `first`: called with the size in bytes of the first part. The other
-    parts do not count as large requests, because the handler keeps only the first in memory until the call ends."""
+    """Yield the parsed parts of a streamed request. `first`: called with the size of the first part. Others do not
+    count as large requests, because the handler keeps only the first in memory until the call ends."""
     begun = False
     async for part in parts:
         if not begun:
@@ -173,16 +164,15 @@ async def parsed_parts(
 
 class LargeRequests:
     """Counter of the bytes of large requests that are being answered, for each token. A long poll keeps its request in
-    memory while it is held, and there may be thousands of long polls."""
+    memory while it is held."""
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
 
     @contextmanager
     def answering(self, token: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function that counts one request: call it with the request's size in bytes. The request counts until
-        the end of the block, in which it is answered. The function raises OverloadedError if all large requests of the
-        caller's token together exceed LARGE_REQUESTS. `token`: digest of the token."""
+        """Yield a function that counts one request until the end of the block. It raises OverloadedError if all large
+        requests of the caller's token together exceed LARGE_REQUESTS."""
         counted = 0
 
         def count(size: int) -> None:
@@ -206,16 +196,14 @@ class LargeRequests:
 
 
 def owned(message: M) -> M:
-    """Return a copy of a message that is part of another message. The part itself would keep the memory of the whole
-    other message."""
+    """Copy of a message that is part of another one, whose whole memory the part itself would keep."""
     copy = type(message)()
     copy.CopyFrom(message)
     return copy
 
 
 def parsed_reply(method: str, data: bytes) -> Any:
-    """Return the parsed reply of a method, or a parsed part of a streamed reply. Raises ProtocolError for invalid
-    bytes."""
+    """Raises ProtocolError for invalid bytes."""
     kind = _METHODS[method].output_type
     try:
         check_fields(data, kind, REPLY_FIELDS)
@@ -226,10 +214,7 @@ def parsed_reply(method: str, data: bytes) -> Any:
 
 class _BytesChannel:
     """Channel for the generated stub that returns replies as bytes. They are parsed only after the server has proven
-    that it knows the token. Besides, gRPC itself would return None for a reply that cannot be parsed.
-
-    channel: channel that makes the calls.
-    """
+    that it knows the token. Besides, gRPC itself would return None for a reply that cannot be parsed."""
 
     def __init__(self, channel: Any) -> None:
         for kind in ("unary_unary", "unary_stream", "stream_unary"):
@@ -241,5 +226,4 @@ class _BytesChannel:
 
 
 def bytes_channel(channel: C) -> C:
-    """Return a channel for the generated stub, which makes its calls on `channel` and returns replies as bytes."""
     return cast(C, _BytesChannel(channel))

@@ -14,14 +14,12 @@ from typing import Protocol
 __all__ = ["HOLD_S", "MOST", "PollPace", "intervals", "within"]
 
 HOLD_S = 1.0
-"""Default hold of a long poll in seconds, for calls before the coordinator's first reply. (Replies state the hold of
-the next poll, which is at most a third of the lease.)"""
+"""Hold of a long poll in seconds before the coordinator's first reply, which states that of the next poll."""
 LONGEST_S = 3600.0
 """Largest hold or lease that is accepted, in seconds. A correct coordinator sends at most 300."""
 
 MOST = 1e12
-"""Largest value that is accepted for numbers in a reply that are neither hold nor lease, such as seconds since 1970 or
-bytes per second."""
+"""Largest value that is accepted for other numbers in a reply."""
 
 
 class _Reply(Protocol):
@@ -32,23 +30,19 @@ class _Reply(Protocol):
 
 
 def within(value: float, most: float, otherwise: float) -> float:
-    """Return `value`, a number from a reply, if it is above 0 and at most `most`. Return `otherwise` for any other
-    number and for NaN."""
+    """Return `value` if it is above 0 and at most `most`, else, and for NaN, `otherwise`."""
     return value if 0.0 < value <= most else otherwise
 
 
 def intervals(reply: _Reply) -> tuple[float, float]:
-    """Return (hold, lease) from a reply, in seconds: how long the next poll may be held, and the lease. For an invalid
-    number the hold is HOLD_S, and the lease 0, which means unknown."""
+    """Return (hold, lease) from a reply, in seconds. For an invalid number the hold is HOLD_S, and the lease 0:
+    unknown."""
     return within(reply.heartbeat_s, LONGEST_S, HOLD_S), within(reply.lease_s, LONGEST_S, 0.0)
 
 
 class PollPace:
-    """Rate limit for the long polls that this process sends, in case the coordinator answers all of them at once. The
-    first `BURST` polls follow each other without a pause, later ones at most `PER_S` times a second.
-
-    clock: function that returns a monotonic time in seconds.
-    """
+    """Rate limit for the long polls that this process sends, in case the coordinator answers all at once: the first
+    `BURST` follow each other without a pause, later ones at most `PER_S` times a second."""
 
     PER_S = 20.0
     BURST = 100

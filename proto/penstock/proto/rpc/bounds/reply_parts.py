@@ -22,31 +22,27 @@ __all__ = [
 ]
 
 VALUE_MAX = 900_000_000
-"""Largest size in bytes that is accepted for a snapshot, a blob, or all histories of a box together. A coordinator
-stores no larger ones. (A history is the record of a box's stream in one attempt, from which `penstock replay` makes its
-batches again.)"""
+"""Largest size in bytes of a snapshot, a blob, or all histories of a box together. A coordinator stores no larger
+ones."""
 RECORDS_MAX = 16_384
-"""Largest number of records in a received state. A state has one record for each worker, and no run has more
-workers."""
+"""Largest number of records in a received state, one for each worker."""
 SNAPSHOTS_MAX = 65_536
-"""Largest number of snapshots of a slot in one reply: 18 hours of snapshots, if one is taken each second."""
+"""Largest number of snapshots of a slot: 18 hours of them, if one is taken each second."""
 HISTORIES_MAX = 1024
-"""Largest number of histories of a box in one reply: one for each attempt that the coordinator keeps. A coordinator
-keeps far fewer: the open attempt and 16 earlier ones."""
+"""Largest number of histories of a box, one for each attempt that the coordinator keeps: the open one and 16 earlier
+ones."""
 
 _Header = TypeVar("_Header", pb.SnapshotHeader, pb.WorkerRecord)
 
 
 def blob_name(data: bytes) -> str:
-    """Return the name under which the coordinator stores these bytes as a blob: their SHA-256 digest."""
+    """Name of a blob: the SHA-256 of its bytes."""
     return hashlib.sha256(data).hexdigest()
 
 
 class ValueParts:
-    """Receiver of one value that arrives in parts. Raises ProtocolError if the value is larger than VALUE_MAX.
-
-    what: name of the value, for messages. write: called with the bytes of each part as it arrives.
-    """
+    """Receiver of one value that arrives in parts. Raises ProtocolError if it is larger than VALUE_MAX. `what`: name of
+    the value, for messages; `write`: called with each part."""
 
     def __init__(self, what: str, write: Callable[[bytes], Any]) -> None:
         self._what, self._write = what, write
@@ -60,8 +56,6 @@ class ValueParts:
 
 
 class BlobParts(ValueParts):
-    """Receiver of a blob that arrives in parts. The name of a blob is the digest of its bytes."""
-
     def __init__(self, name: str, write: Callable[[bytes], Any]) -> None:
         super().__init__(f"the stored value {name}", write)
         self._name, self._digest = name, hashlib.sha256()
@@ -71,7 +65,7 @@ class BlobParts(ValueParts):
         self._digest.update(part.data)
 
     def check(self) -> None:
-        """Raise StateCorruptError if the digest of the received bytes is not the blob's name."""
+        """Raise StateCorruptError if the received bytes are not the blob's."""
         if self._digest.hexdigest() != self._name:
             raise StateCorruptError(
                 f"the stored value {self._name} arrived damaged: its {self._bytes} bytes have the digest "
@@ -80,8 +74,7 @@ class BlobParts(ValueParts):
 
 
 class Histories:
-    """Receiver of the histories of a box (records of its stream, one for each kept attempt). Each part of the reply has
-    one."""
+    """Receiver of the histories of a box, one in each part of the reply."""
 
     def __init__(self) -> None:
         self.all: list[pb.History] = []
@@ -98,9 +91,8 @@ class Histories:
 
 
 class _Values(Generic[_Header]):
-    """Receiver of several values, each of which is sent as a header and parts of data. Raises ProtocolError if sizes do
-    not match, or if there are more than `most` values. `size_of`: returns the number of bytes that a header
-    declares."""
+    """Receiver of several values, each sent as a header and parts of data. Raises ProtocolError if sizes do not match,
+    or if there are more than `most` values. `size_of`: bytes that a header declares."""
 
     def __init__(self, what: str, most: int, size_of: Callable[[Any], int]) -> None:
         self._what, self._most = what, most
@@ -152,7 +144,6 @@ class StateParts:
     def _begin(self) -> None:
         self._records: _Values[pb.WorkerRecord] = _Values("FetchState", RECORDS_MAX, lambda record: record.state_bytes)
         self.positions: dict[int, records_pb2.BoxPosition] = {}
-        """Box -> position of the box at the state's step."""
 
     def add(self, part: pb.StatePart) -> None:
         for one in part.parts:
@@ -170,8 +161,6 @@ class StateParts:
 
 
 class SnapshotParts:
-    """Receiver of the snapshots of a slot: a header and data for each."""
-
     def __init__(self) -> None:
         self._snapshots: _Values[pb.SnapshotHeader] = _Values("GetSnapshots", SNAPSHOTS_MAX, lambda header: header.size)
 

@@ -39,7 +39,7 @@ METHODS: dict[str, frozenset[Role]] = {
     "ChangeMixture": frozenset(("admin",)),
     "OpenDashboard": frozenset(("admin",)),
 }
-"""Method of coordinator.proto -> roles that may call it. A method that is not listed cannot be called by anyone."""
+"""Method of coordinator.proto -> roles that may call it. Nobody may call another one."""
 
 READ_ONLY: frozenset[str] = frozenset(("FetchState", "FetchHistory", "Status"))
 """Methods that only read. They are answered for any protocol number, and without one. Their messages keep their meaning

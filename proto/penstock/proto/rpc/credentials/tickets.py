@@ -26,29 +26,25 @@ from penstock.proto.errors import AuthenticationError, SupersededError
 __all__ = ["TERM_S", "check_ticket", "expiry", "lane_key", "make_ticket", "term"]
 
 TERM_S = 6 * 3600
-"""Length in seconds of a term, the period in which all tickets get the same expiry. A box that cannot reach the
-coordinator can still reopen its lanes for at least one term."""
+"""Seconds in which all tickets get the same expiry. A box that cannot reach the coordinator can still reopen its lanes
+for at least one term."""
 _DIGITS = 32
-"""Number of hexadecimal digits of the signature in a ticket: 128 bits."""
+"""Hexadecimal digits of a ticket's signature: 128 bits."""
 MAX_TICKET = 64
-"""Number of characters to which a received ticket is cut before it is checked. Valid tickets are shorter."""
+"""Characters to which a received ticket is cut before it is checked."""
 
 
 def term(wall_s: float) -> int:
-    """Return the number of the term that contains this time of the coordinator's clock, in seconds since the Unix
-    epoch."""
     return math.floor(wall_s / TERM_S)
 
 
 def expiry(wall_s: float) -> int:
-    """Return the expiry of tickets made at this time; both are in seconds since the Unix epoch. All tickets of a term
-    have the same expiry."""
+    """Expiry of tickets made at this time; both are Unix times."""
     return (term(wall_s) + 2) * TERM_S
 
 
 def lane_key(secret: bytes, run: str, attempt: int, box: int, slot: int, generation: int) -> bytes:
-    """Return the key by which a worker checks tickets for one generation of a slot. `secret`: the coordinator's secret,
-    from its journal."""
+    """Return the key by which a worker checks tickets for one generation of a slot. `secret`: the coordinator's."""
     what = "\0".join(("lane", run, str(attempt), str(box), str(slot), str(generation)))
     return hmac.new(secret, what.encode(), hashlib.sha256).digest()
 
@@ -62,8 +58,8 @@ def _signature(key: bytes, expires: str) -> str:
 
 
 def check_ticket(ticket: str, key: bytes, wall_s: float, what: str) -> None:
-    """Raise an error unless a ticket allows opening the lane of the slot generation that has this key. `wall_s`:
-    present time of the coordinator's clock, in seconds since the Unix epoch. `what`: the slot, for messages.
+    """Raise an error unless a ticket opens the lane of the slot generation that has this key. `wall_s`: present time of
+    the coordinator's clock.
 
     Raises AuthenticationError if the ticket is for another generation or slot, SupersededError if it has expired; the
     consumer then waits for the coordinator's next view of the slot, which has a new ticket.

@@ -30,13 +30,11 @@ __all__ = ["Tokens", "admin_tokens", "check_token", "read_again", "read_token", 
 _log = logging.getLogger("penstock.tokens")
 
 MAX_FILE = 64 << 10
-"""Largest size of a token file in bytes. A larger file must have been named by mistake."""
 MAX_TOKEN = 4096
-"""Largest number of characters in a token. A header, in which the token may be sent, has at most 64 KiB."""
+"""Largest number of characters in a token, which may be sent in a header of at most 64 KiB."""
 
 
 _logged: dict[str, str] = {}
-"""Token file -> error message that was logged last for it."""
 
 
 class FromFile(str):
@@ -54,11 +52,8 @@ class FromFile(str):
 
 
 def read_again(held: str) -> str:
-    """Return the present content of the file from which `held` was read: a text with tokens if `held` is one, or the
-    token of one role. Return `held` itself if it is not from a file, or if the file is invalid now.
-
-    An invalid file is logged and ignored, because another process may be replacing the file at this moment.
-    """
+    """Return the present content of the file from which `held` was read. Return `held` itself if it is not from a file,
+    or if the file is invalid now: another process may be replacing it at this moment."""
     if not isinstance(held, FromFile):
         return held
     try:
@@ -73,15 +68,12 @@ def read_again(held: str) -> str:
 
 
 class Tokens:
-    """Tokens in a text, with their roles. The text is one bare token, or lines "role:token".
-
-    Raises InvalidArgumentError if the text is invalid, AuthenticationError if it has no token.
-    """
+    """Tokens in a text, with their roles: one bare token, or lines "role:token". Raises InvalidArgumentError if the
+    text is invalid, AuthenticationError if it has no token."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self.roles: dict[bytes, frozenset[Role]] = {}
-        """Token -> the roles for which it is valid."""
         for line in filter(None, map(str.strip, text.splitlines())):
             role, colon, token = line.rpartition(":")
             if colon and role not in ROLES:
@@ -98,7 +90,7 @@ class Tokens:
             )
 
     def renew(self) -> bool:
-        """Read the text from its file again. Return whether it has changed."""
+        """Read the text from its file again. Return True if it has changed."""
         text = read_again(self._text)
         if text == self._text:
             return False
@@ -107,8 +99,7 @@ class Tokens:
         return True
 
     def roles_of(self, shown: str) -> frozenset[Role]:
-        """Return the roles of a token that a caller has sent; an empty set for an unknown token. The time that this
-        takes does not depend on the token."""
+        """Return the roles of a token that a caller has sent. The time that this takes does not depend on the token."""
         found: frozenset[Role] = frozenset()
         for token, roles in self.roles.items():
             if hmac.compare_digest(shown.encode(), token):
@@ -116,14 +107,12 @@ class Tokens:
         return found
 
     def of(self, role: Role) -> str | None:
-        """Return the token to send in the role `role`, preferably a token of this role only; None if no token has the
-        role."""
+        """Return the token to send in a role, preferably one of this role only."""
         fitting = [(len(roles), token) for token, roles in self.roles.items() if role in roles]
         return min(fitting)[1].decode() if fitting else None
 
     @property
     def about(self) -> str:
-        """Text that names the roles for which there are tokens."""
         return _names(frozenset().union(*self.roles.values()))
 
     def __repr__(self) -> str:
@@ -135,8 +124,7 @@ def _names(roles: frozenset[Role]) -> str:
 
 
 def check_token(token: str) -> None:
-    """Raise InvalidArgumentError if a token has characters that a header cannot have, or is too long. (Programs that
-    cannot make the proof send the token itself in a header.)"""
+    """Raise InvalidArgumentError for a token that a header cannot have."""
     if not token or not token.isascii() or not token.isprintable() or " " in token or len(token) > MAX_TOKEN:
         raise InvalidArgumentError(
             f"a token must be one word of 1 to {MAX_TOKEN} printable ASCII characters: make another token"
@@ -144,12 +132,11 @@ def check_token(token: str) -> None:
 
 
 def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str] | None = None) -> str:
-    """Return the token to send as a caller in the role `role`. It is taken from the first of these that is given:
-    `token`, `file`, PENSTOCK_TOKEN, PENSTOCK_TOKEN_FILE, the file that the settings file names (token_file).
+    """Return the token to send as a caller in the role `role`, from the first of these that is given: `token`, `file`,
+    PENSTOCK_TOKEN, PENSTOCK_TOKEN_FILE, the file that the settings file names (token_file).
 
-    Raises AuthenticationError, which names the file, if the file cannot be read, can be read by others, or has no token
-    of the role; InvalidArgumentError for text that is no token. The checks are made here, because a later error could
-    not name these causes.
+    Raises AuthenticationError, which names the file, if it cannot be read, can be read by others, or has no token of
+    the role; InvalidArgumentError for text that is no token.
     """
     text, source = (token, "the token that was given") if token else _text(file)
     tokens = _parsed(text, source)
@@ -162,19 +149,15 @@ def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str
 
 
 def read_tokens(file: str | os.PathLike[str] | None = None) -> str:
-    """Return the text with tokens for a coordinator, from the same sources as `read_token`: `file`, else the
-    environment, else the settings file."""
+    """Return the text with tokens for a coordinator, from the same sources as `read_token`."""
     text, source = _text(file)
     _parsed(text, source)
     return text
 
 
 def admin_tokens(given: str = "", file: str | os.PathLike[str] | None = None) -> str:
-    """Return the text with tokens for web pages that other machines can reach: `given`, else the result of
-    `read_tokens`.
-
-    Raises AuthenticationError if no token has the role admin, without which the pages cannot be read.
-    """
+    """Return the text with tokens for web pages that other machines can reach. Raises AuthenticationError if none has
+    the role admin."""
     text, source = (given, "the token that was given") if given else _text(file)
     tokens = _parsed(text, source)
     if tokens.of("admin") is None:
@@ -193,14 +176,12 @@ def _parsed(text: str, source: str) -> Tokens:
 
 
 def _file(given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
-    """Return the file with tokens: `given`, else that of the environment, else that of the settings; None if none is
-    named."""
     return given if given is not None else os.environ.get("PENSTOCK_TOKEN_FILE") or token_file_of_settings() or None
 
 
 def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
-    """Return the text with tokens, and a name of its source for messages. Raises AuthenticationError if there is none,
-    or if others can read the file."""
+    """Text with tokens, and a name of its source for messages. Raises AuthenticationError if there is none, or if
+    others can read the file."""
     from_environment = os.environ.get("PENSTOCK_TOKEN", "")
     if file is None and from_environment:
         return from_environment, "PENSTOCK_TOKEN"

@@ -1,36 +1,109 @@
 """Copy of live tensors into shared memory: the only part of a save for which the training loop waits.
 
-Each save that is not written yet has one image, shared memory with the bytes of its files (shared_image.py). Each file
-has a region of the image. The regions follow from the plan and stay the same while the plan does, so that each later
-save only copies each tensor once.
+Each save that is not written yet has one image, shared memory with the bytes of its files as they will be on the disk:
+each tensor's values between the bytes that torch.save would write before and after them. Each file has a region of the
+image. The regions follow from the plan and stay the same while the plan does, so that each later save only copies each
+tensor once.
+
+The memory is a memfd: it has no name under /dev/shm, and the kernel frees it when the last process that maps it ends.
+All its pages are allocated at once, because page faults would double the time of the first copy.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import mmap
+import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from penstock.client.checkpoint.saving.planning import Key, LocalItem, RankLayout
-from penstock.client.checkpoint.saving.shared_image import PAGE, SharedImage, pages
 from penstock.client.checkpoint.values.torch_private import copy_all
 from penstock.client.stream.cuda import PageLocks, take_error
+from penstock.proto.errors import CheckpointError
 
-__all__ = ["CudaCopies", "Staged", "StagingBuffer"]
+__all__ = ["CudaCopies", "SharedImage", "Staged", "StagingBuffer"]
 
+PAGE = mmap.PAGESIZE
+_numbers = itertools.count()
 SLACK = 16 * PAGE
 """Smallest number of spare bytes in a file's region of the image. Objects that grow from save to save use the spare
 bytes, so that the regions need not be laid out again. If a file's objects have more bytes than this, the file gets as
 many spare bytes as its objects have. So objects that grow steadily need ever fewer new layouts."""
 
 Staged = tuple[list[tuple[str, int, int, list[int]]], tuple[int, int]]
-"""Contents of the image. First the files, each with its name, its offset and length in the image, and the offsets
-of its archives in the file; then offset and length of the description of torch's `.metadata`. All in bytes."""
+"""Contents of the image: (name, offset and length in the image, offsets of the archives in the file) of each file, then
+offset and length of the description of the index. All in bytes."""
+
+
+def pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+class SharedImage:
+    """Shared memory of `nbytes` bytes, rounded up to whole pages.
+
+    Attributes:
+        number: number of the image, unique in the process that made it.
+        fd: descriptor of the memory, to be sent to the writer process; closed with the image.
+        map: mapping of the memory in this process.
+        address: address of the first byte of the mapping.
+        tensor: the whole memory as uint8, of shape [nbytes].
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.number = next(_numbers)
+        self.nbytes = max(pages(nbytes), PAGE)
+        self.fd = os.memfd_create("penstock-checkpoint", os.MFD_CLOEXEC)
+        try:
+            # Allocate the pages here: if memory runs out later, the process that touches the page gets a SIGBUS.
+            os.posix_fallocate(self.fd, 0, self.nbytes)
+            self._map(getattr(mmap, "MAP_POPULATE", 0))
+        except OSError as error:
+            os.close(self.fd)
+            raise CheckpointError(
+                f"{self.nbytes:,} bytes of shared memory for the state of this rank cannot be allocated: "
+                f"{error.strerror}"
+            ) from error
+
+    @classmethod
+    def received(cls, fd: int, nbytes: int) -> Self:
+        """Map an image that another process made. `fd` belongs to the new object from now on."""
+        image = cls.__new__(cls)
+        image.number, image.nbytes, image.fd = next(_numbers), nbytes, fd
+        image._map(0)
+        return image
+
+    def _map(self, flags: int) -> None:
+        self.map = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED | flags)
+        self.tensor = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
+
+    def put(self, offset: int, data: bytes) -> None:
+        self.map[offset : offset + len(data)] = data
+
+    def view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a contiguous tensor whose values are the image's bytes from `offset` on, a multiple of the dtype's
+        size."""
+        count = math.prod(shape)
+        if not count:
+            # the offset of an empty tensor may lie at the end, or be unaligned
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        values = torch.frombuffer(self.map, dtype=dtype, count=count, offset=offset)
+        return values if len(shape) == 1 else values.view(shape)
+
+    def close(self) -> None:
+        """Close the descriptor of the memory. The mapping stays until the last tensor that uses it is freed."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class StagingBuffer:
-    """Holder of the shared memory for the files of one save at a time. The memory is used again for later saves."""
+    """Holder of the shared memory for the files of one save at a time, used again for later saves."""
 
     def __init__(self) -> None:
         self.image: SharedImage | None = None
@@ -51,12 +124,12 @@ class StagingBuffer:
         method returns, the training loop may change its values again.
 
         Args:
-            objects: bytes of the unframed items, by their keys.
-            metadata: description of torch's `.metadata` for the writer; b"" on ranks that do not write it.
+            objects: bytes of the unframed items.
+            metadata: description of the index for the writer; b"" on ranks that do not write it.
             tensor_of: function that returns the tensor of an item.
         """
         lengths = {key: len(data) for key, data in objects.items()}
-        laid_out = [file.offsets(lengths) for file in layout.files]
+        laid_out = [file.offsets(lengths) for file in layout]
         others = [offsets for offsets, _ in laid_out]
         sizes = [*(size for _, size in laid_out), len(metadata)]
         with torch.inference_mode(False), torch.no_grad():  # a later save may run in another mode
@@ -66,14 +139,14 @@ class StagingBuffer:
                 self._lay_out(layout, sizes)
             image = self.image
             assert image is not None
-            self._copy(image, [tensor_of(one) for file in layout.files for one, _ in file.framed])
-            for file, offsets, start in zip(layout.files, others, self._starts, strict=False):
+            self._copy(image, [tensor_of(one) for file in layout for one, _ in file.framed])
+            for file, offsets, start in zip(layout, others, self._starts, strict=False):
                 for one, offset in zip(file.others, offsets, strict=True):
                     image.put(start + offset, objects[one.key])
             image.put(self._starts[-1], metadata)
             files = [
                 (file.name, start, size, [offset for _, offset in file.framed] + offsets)
-                for file, start, size, offsets in zip(layout.files, self._starts, sizes, others, strict=False)
+                for file, start, size, offsets in zip(layout, self._starts, sizes, others, strict=False)
             ]
             return files, (self._starts[-1], len(metadata))
 
@@ -91,7 +164,7 @@ class StagingBuffer:
     def _lay_out(self, layout: RankLayout, sizes: Sequence[int]) -> None:
         self._layout = None  # until the layout is complete
         # leave space for the metadata, whose numbers may get more digits
-        framed = [*(file.framed_bytes for file in layout.files), sizes[-1]]
+        framed = [*(file.framed_bytes for file in layout), sizes[-1]]
         self._capacities = [
             pages(size + max(SLACK, size - fixed)) if size else 0 for size, fixed in zip(sizes, framed, strict=True)
         ]
@@ -102,7 +175,7 @@ class StagingBuffer:
             self.image = SharedImage(needed)
         image = self.image
         self._targets = []
-        for file, start in zip(layout.files, self._starts, strict=False):
+        for file, start in zip(layout, self._starts, strict=False):
             for one, offset in file.framed:
                 assert one.frame is not None
                 assert one.data is not None
@@ -121,13 +194,8 @@ class StagingBuffer:
 
 
 class CudaCopies:
-    """Copies from a CUDA device into page-locked memory, on a separate CUDA stream.
-
-    The copies run after the kernels that were started before them. The training thread waits for all copies together.
-
-    Args:
-        cuda: torch.cuda, or a test's replacement.
-    """
+    """Copies from a CUDA device into page-locked memory, on a separate CUDA stream, after the kernels that were started
+    before them. `cuda`: torch.cuda, or a test's replacement."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device
@@ -143,8 +211,8 @@ class CudaCopies:
         self._locked: set[int] = set()
 
     def copy(self, image: SharedImage, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy `sources`, tensors on the device, into `targets`, tensors in the image: the first into the first, and so
-        on. Return when all copies are done."""
+        """Copy each of `sources`, tensors on the device, into the tensor of `targets` with the same index. Return when
+        all copies are done."""
         if image.number not in self._locked:
             self._locked.add(image.number)
             with self._cuda.device(self._device):
