@@ -331,10 +331,8 @@ class Producer:
         return self.reserve_current()
 
     def reserve_current(self) -> FreeEntry | None:
-        """Return a free entry of the current ring; None if no entry is free, and before the first batch.
-
-        For a batch that is built in the entry before its size is known. Several entries may be reserved at a time.
-        """
+        """Return a free entry of the current ring; None if there is none, and before the first batch. For a batch that
+        is built in the entry before its size is known. Several entries may be reserved at a time."""
         ring = self._rings.get(self._current)
         if ring is None or not self._free:
             return None
@@ -343,37 +341,33 @@ class Producer:
         return FreeEntry(self._current, entry, ring)
 
     def is_current(self, reserved: FreeEntry) -> bool:
-        """Return whether an entry belongs to the current ring. An entry of an older ring must not be published."""
+        """True if an entry belongs to the current ring. One of an older ring must not be published."""
         return reserved.ring_id == self._current
 
     @property
     def free_entries(self) -> int:
-        """Number of free entries of the current ring."""
         return len(self._free)
 
     @property
     def ring_entries(self) -> int:
-        """Number of entries of the current ring; 0 before the first batch."""
+        """Entries of the current ring; 0 before the first batch."""
         ring = self._rings.get(self._current)
         return 0 if ring is None else ring.entries
 
     @property
     def entry_bytes(self) -> int:
-        """Size in bytes of an entry of the current ring; 0 before the first batch."""
+        """Bytes of an entry of the current ring; 0 before the first batch."""
         ring = self._rings.get(self._current)
         return 0 if ring is None else ring.entry_bytes
 
     def knows_structure(self, structure: int) -> bool:
-        """Return whether the structure with this id is registered, so that a batch may use it at once."""
         return structure in self._structures
 
     def know_structure(self, structure: int, data: bytes) -> None:
-        """Register an encoded structure under an id, before a batch that has this structure is published.
-
-        Call this before each `publish`; it takes almost no time. At 2 * KNOWN_STRUCTURES, or above 2 * KNOWN_BYTES, the
-        oldest structures that no kept batch and no consumer has are dropped until half is left, so that new structures
-        do not fill the memory. Raises ProtocolError if the id already stands for another structure.
-        """
+        """Register an encoded structure under an id, before each `publish` of a batch that has it; it takes almost no
+        time. At 2 * KNOWN_STRUCTURES, or above 2 * KNOWN_BYTES, the oldest structures that no kept batch and no
+        consumer has are dropped until half is left. Raises ProtocolError if the id already stands for another
+        structure."""
         known = self._structures
         if structure not in known and (
             len(known) >= 2 * KNOWN_STRUCTURES or sum(map(len, known.values())) > 2 * KNOWN_BYTES
@@ -411,9 +405,7 @@ class Producer:
         """
         count = len(dims) >> 3
         if count > LONG_SHAPES:
-            if nbytes + len(dims) > reserved.ring.entry_bytes:
-                what = f"the {count} dimensions of a batch of {nbytes} bytes"
-                raise InvalidArgumentError(f"{what} must fit into the reserved entry: pass `dims` to reserve() too")
+            assert nbytes + len(dims) <= reserved.ring.entry_bytes, "reserve() was called without dims"
             start = reserved.offset + nbytes
             reserved.ring.map[start : start + len(dims)] = dims
             dims = b""

@@ -221,10 +221,7 @@ def read_changes(data: bytes) -> Rows:
             if at > len(data):
                 raise ValueError(f"each row must end within their {len(data)} bytes, got one that ends after {at}")
             if max(of_source, of_key) > MOST_NAME or max(row) > MOST:
-                raise ValueError(
-                    f"names must have at most {MOST_NAME} bytes and counts be at most {MOST}, got names of {of_source} "
-                    f"and {of_key} bytes and a count of {max(row)}"
-                )
+                raise ValueError(f"names must have <= {MOST_NAME} bytes, and counts be <= {MOST}, got larger ones")
             found[str(data[begin:middle], "utf-8"), str(data[middle:at], "utf-8")] = row
     except (struct.error, ValueError) as error:
         raise malformed(f"the counts of a batch cannot be decoded: {error}") from error

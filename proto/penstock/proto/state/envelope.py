@@ -100,13 +100,11 @@ def opened(
         raise _damaged(f"the checksum of an encoded state does not match its content{hint}")
     if version > FORMAT_VERSION:
         raise StateVersionError(
-            f"this state is in format {version}, written by a newer Penstock; the Penstock here reads formats up to "
-            f"{FORMAT_VERSION}. Upgrade Penstock on the side that reads."
+            f"this state is in format {version}, which needs a newer Penstock: upgrade it on the side that reads"
         )
     if version != FORMAT_VERSION or flags or announced != size:
         raise _damaged(
-            f"the header of an encoded state is damaged: format {version}, flags {flags:#x}, {announced} bytes "
-            f"announced, {size} found"
+            f"the header of an encoded state is damaged: format {version}, flags {flags:#x}, {announced}/{size} bytes"
         )
     tree_end = HEADER.size + tree_size
     source = source_of(view, tree_end, end)

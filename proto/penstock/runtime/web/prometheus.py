@@ -53,16 +53,8 @@ class MetricReadings:
     def add(self, name: str, value: float | Histogram, **labels: object) -> None:
         """Add the value of a metric of the catalogue, with exactly its labels."""
         metric = BY_NAME[name]
-        if self._process not in metric.processes:
-            raise ValueError(
-                f"{name} must be read in a process of the kind {' or '.join(metric.processes)}, got {self._process}: "
-                "add the process to the metric in the catalogue"
-            )
-        if set(labels) != set(metric.labels):
-            raise ValueError(
-                f"{name} must have the labels {sorted(metric.labels)}, got {sorted(labels)}: pass the labels of the "
-                "catalogue"
-            )
+        assert self._process in metric.processes, f"{name} is of another process"
+        assert set(labels) == set(metric.labels), f"{name} has other labels"
         self._found[name].append(([str(labels[label]) for label in metric.labels], value))
 
     def families(self) -> Iterator[Family]:

@@ -129,11 +129,6 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
                 f"{name!r} of the state to save is a {type(value).__name__} inside a dict or list: move it to the top "
                 "level, or save its state_dict()"
             )
-    for path in _empty(nested, ()):
-        name = ".".join(map(str, path))
-        if name in values:
-            raise InvalidArgumentError(f"the state to save has two values under the name {name}: rename a key")
-        values[name], paths[name] = {}, path
     recipes, opaque = _made_plain(values)
     noted = {
         key: found
@@ -163,8 +158,10 @@ def _flatten(value: Any, path: tuple[Any, ...], values: dict[str, Any], paths: d
 
 def _flatten_into(value: Any, path: tuple[Any, ...], values: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> None:
     if type(value) not in LEAVES and _is_flattened(value):
-        _flatten(value, path, values, paths)
-        return
+        if value:
+            _flatten(value, path, values, paths)
+            return
+        value = {}  # torch would leave an empty dict out
     name = ".".join(map(str, path))
     if name in values:
         raise InvalidArgumentError(f"the state to save has two values under the name {name}: rename a key")
@@ -205,20 +202,6 @@ def _unrestorable(tensor: torch.Tensor) -> str:
     if tensor.is_meta:
         return "is on the meta device, and has no values: call to_empty(device=...) and set the values, or leave it out"
     return ""
-
-
-def _empty(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of each empty dict, because the flat dict of values would not show it."""
-    if isinstance(value, Mapping):
-        if not value and path:
-            yield path
-        for key, inner in value.items():
-            if type(inner) not in LEAVES:
-                yield from _empty(inner, (*path, str(key)))
-    elif isinstance(value, list):
-        for number, inner in enumerate(value):
-            if type(inner) not in LEAVES:
-                yield from _empty(inner, (*path, number))
 
 
 def _containers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
