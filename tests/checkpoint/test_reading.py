@@ -16,7 +16,15 @@ from torch import nn
 from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.client.checkpoint.restoring import reading, restore
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
-from penstock.proto.state.checkpoint_files import METADATA, CheckpointFile, checkpoints, claimed, leftovers, pinned
+from penstock.proto.state.checkpoint_files import (
+    INDEX,
+    METADATA,
+    CheckpointFile,
+    checkpoints,
+    claimed,
+    leftovers,
+    pinned,
+)
 from penstock.runtime.files.part_checksums import PartHasher
 
 
@@ -59,6 +67,14 @@ def test_flipped_bytes_are_found_before_changes(tmp_path: Path) -> None:
             path.write_bytes(data)
         assert checkpointer.restore(state) == 2
         assert seen(state) == seen(state_of(2.0))
+
+
+def test_another_index_is_found(checkpointer: AsyncCheckpointer) -> None:
+    checkpointer.save(1, {"x": torch.ones(3)})
+    path = checkpointer.result() / INDEX
+    path.write_bytes(path.read_bytes().replace(b"float32", b"float16"))
+    with pytest.raises(CheckpointCorruptError, match=r"index index\.json must have the checksum"):
+        checkpointer.restore({"x": torch.zeros(3)})
 
 
 @given(st.lists(st.integers(1, 3000), max_size=8), st.lists(st.integers(1, 4000), min_size=1, max_size=5))
