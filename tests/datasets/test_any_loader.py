@@ -287,6 +287,21 @@ def test_workers_of_unlike_orders_are_refused(make: Make, changed: dict[str, Any
         make().aggregate_state_dict([])
 
 
+@pytest.mark.parametrize("directly", [True, False])
+def test_a_sole_workers_state_fits_any_topology(make: Make, directly: bool) -> None:
+    alone = make()
+    stream = iter(alone)
+    for _ in range(3):
+        next(stream)
+    state, workers = alone.state_dict(), []
+    for slot in range(2):
+        with assigned(Assignment(0, 1, slot, 2, 0, 1)):
+            loader = make()
+            loader.load_state_dict(state if directly else loader.deaggregate_state_dict(state))
+            workers.append(iter(loader))
+    assert [next(workers[step % 2]) for step in range(4)] == [*islice(stream, 4)]
+
+
 def test_one_workers_state_is_not_that_of_all(make: Make) -> None:
     cluster = AllWorkers(make, (1, 2))
     cluster.take(2)

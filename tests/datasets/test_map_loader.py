@@ -376,14 +376,6 @@ def test_workers_of_unlike_orders_are_refused(options: dict[str, Any], says: str
         loader_of(10, batch_size=4).aggregate_state_dict(states)
 
 
-def test_a_sole_workers_state_is_that_of_all() -> None:
-    alone, again = loader_of(40, batch_size=2), loader_of(40, batch_size=2)
-    stream = iter(alone)
-    next(stream)
-    again.load_state_dict(again.deaggregate_state_dict(alone.state_dict()))
-    assert list(again) == list(stream)
-
-
 def ranks_of(length: int, count: int, state: Any = None, **options: Any) -> list[MapLoader]:
     """Return one loader for each rank, each with that state loaded."""
     loaders = [loader_of(length, rank=(rank, count), **options) for rank in range(count)]
