@@ -100,7 +100,7 @@ def opened(
         raise _damaged(f"the checksum of an encoded state does not match its content{hint}")
     if version > FORMAT_VERSION:
         raise StateVersionError(
-            f"this state is in format {version}, which needs a newer Penstock: upgrade it on the side that reads"
+            f"this state is in format {version}, but this Penstock reads formats up to {FORMAT_VERSION}: upgrade it"
         )
     if version != FORMAT_VERSION or flags or announced != size:
         raise _damaged(

@@ -109,7 +109,7 @@ def restore_rng(data: bytes | bytearray | memoryview) -> None:
     _, version, flags, python_gauss, numpy_gauss, position, torch_size = _HEADER.unpack_from(view)
     if version > RNG_FORMAT_VERSION:
         raise StateVersionError(
-            f"this random state is in format {version}, which needs a newer Penstock: upgrade it on the side that reads"
+            f"this random state is in format {version}, but Penstock here reads up to {RNG_FORMAT_VERSION}: upgrade it"
         )
     python = _PYTHON.unpack_from(view, _HEADER.size)
     if (
