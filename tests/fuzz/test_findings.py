@@ -237,8 +237,7 @@ def test_remote_acks_in_the_daemon_are_bounded() -> None:
     far = socket.create_connection(listener.getsockname())
     near, _ = listener.accept()
     listener.close()
-    ended = threading.Event()
-    sender = Sender(near, local, lane_pb2.Hello(), "slot 0", on_end=lambda _: ended.set())
+    sender = Sender(near, local, lane_pb2.Hello(), "slot 0")
     sender.start()
     far.settimeout(DEADLINE_S)
     flood = sealed(Ack(wanted=[1 << 40] * 4000).encode()) * 8
@@ -249,7 +248,8 @@ def test_remote_acks_in_the_daemon_are_bounded() -> None:
             sent += len(flood)
     except (ConnectionResetError, BrokenPipeError):
         pass
-    assert ended.wait(DEADLINE_S)
+    sender.join(DEADLINE_S)
+    assert not sender.is_alive()
     assert "sends acknowledgements faster" in sender.reason
     far.close()
     runner.close()

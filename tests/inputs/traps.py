@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from penstock.proto.lane.producer import Producer
 from penstock.worker import current_assignment
-from penstock.worker.loader.positioned_loader import PositionedLoader
+from penstock.worker.loader.slot_loader import SlotLoader
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.runner.slot_stream import SlotStream
 
@@ -50,20 +50,20 @@ CHECKPOINT = 7
 taken."""
 
 POINTS = {
-    "iter": Point(PositionedLoader, "_iterate"),
+    "iter": Point(SlotLoader, "_iterate"),
     "epoch_start": Point(SlotStream, "keep"),
-    "first next": Point(PositionedLoader, "next", _total(0)),
-    "next": Point(PositionedLoader, "next", _total(3), after=True),
+    "first next": Point(SlotLoader, "next", _total(0)),
+    "next": Point(SlotLoader, "next", _total(3), after=True),
     # The first two batches of a runner are followed by snapshots, whatever they cost; which these are depends on how
     # far the loop was when the runner before died.
-    "state_dict": Point(PositionedLoader, "state", lambda self, args: bool(self.position.total >= 4), after=True),
+    "state_dict": Point(SlotLoader, "state", lambda self, args: bool(self.position.total >= 4), after=True),
     "after the snapshot": Point(ProgressPage, "record", _recorded(CHECKPOINT)),
     "before the send": Point(Producer, "publish", lambda self, args: bool(args[1] == 8)),
     "after the send": Point(Producer, "publish", lambda self, args: bool(args[1] == 9), after=True),
     "last batch": Point(ProgressPage, "record", _recorded(PASS)),
     "end of the epoch": Point(Producer, "end", lambda self, args: bool(args[1] == PASS)),
-    "next epoch": Point(PositionedLoader, "_iterate", _total(PASS)),
-    "second epoch": Point(PositionedLoader, "next", _total(PASS + 4)),
+    "next epoch": Point(SlotLoader, "_iterate", _total(PASS)),
+    "second epoch": Point(SlotLoader, "next", _total(PASS + 4)),
 }
 
 
@@ -122,13 +122,13 @@ def trapped(kind: str, points: list[str], folder: str) -> Any:
 
 def paced(kind: str, seconds: float) -> DataLoader[Any]:
     """A loader of a kind whose batches take time."""
-    inner = PositionedLoader.next
+    inner = SlotLoader.next
 
-    def slower(self: PositionedLoader) -> Any:
+    def slower(self: SlotLoader) -> Any:
         time.sleep(seconds)
         return inner(self)
 
-    PositionedLoader.next = slower  # type: ignore[method-assign]
+    SlotLoader.next = slower  # type: ignore[method-assign]
     return _loader(kind)  # type: ignore[no-any-return]
 
 

@@ -22,7 +22,7 @@ from penstock.proto.lane.frames import BATCH, END, Frame, framed
 from penstock.proto.lane.producer import Producer
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.processes.control_channel import ControlMessage
-from penstock.worker.slots.finished_batches import FinishedBatches
+from penstock.worker.slots.lanes import FinishedBatches
 
 SHARED = 4096
 """Offset of the log in its memory."""

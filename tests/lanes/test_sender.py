@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import socket
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -36,8 +35,7 @@ class Rig:
         self.producer = Producer(1 << 26)
         self.producer.know_structure(1, b"one")
         self.producer.attach(theirs, greeting)
-        self.ended = threading.Event()
-        self.sender = Sender(near, ours, greeting, "slot 0", on_end=lambda _: self.ended.set())
+        self.sender = Sender(near, ours, greeting, "slot 0")
         self.total = 0
         self.compressed: list[int] = []
         """Batches read that came compressed."""
@@ -130,9 +128,10 @@ def test_lost_runners_frames_are_sent_then_end(rig: Rig) -> None:
     rig.producer.detach()
     rig.batches(4)
     assert rig.far.recv(1) == b""
-    assert not rig.ended.is_set(), "it stays for the last acks: closing now could destroy what is on its way"
+    assert rig.sender.is_alive(), "it stays for the last acks: closing now could destroy what is on its way"
     rig.far.close()
-    assert rig.ended.wait(DEADLINE_S)
+    rig.sender.join(DEADLINE_S)
+    assert not rig.sender.is_alive()
     assert "the other end closed the connection" in rig.sender.reason
 
 
@@ -142,7 +141,8 @@ def test_last_acks_of_lost_receiver_reach_runner(rig: Rig, words: dict[str, obje
     if words:
         rig.say(**words)
     rig.far.close()
-    assert rig.ended.wait(DEADLINE_S)
+    rig.sender.join(DEADLINE_S)
+    assert not rig.sender.is_alive()
     while rig.producer.attached:
         rig.acks()
     assert rig.producer.closed is bool(words.get("close"))
@@ -153,7 +153,8 @@ def test_last_acks_of_lost_receiver_reach_runner(rig: Rig, words: dict[str, obje
 def test_bad_receiver_loses_only_its_lane(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     rig.publish(100)
     rig.far.sendall(tcp.sealed(b"\xff\xff"))
-    assert rig.ended.wait(DEADLINE_S)
+    rig.sender.join(DEADLINE_S)
+    assert not rig.sender.is_alive()
     assert rig.sender.reason.startswith("ProtocolError: an acknowledgement must have at least")
     assert "ProtocolError" in caplog.text
     while rig.producer.attached:
@@ -165,7 +166,8 @@ def test_bad_receiver_loses_only_its_lane(rig: Rig, caplog: pytest.LogCaptureFix
 def test_bad_runner_loses_only_its_lane(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     assert rig.producer._sock is not None
     rig.producer._sock.send(framed(a_frame(kind=BATCH, ring=77).encode()))
-    assert rig.ended.wait(DEADLINE_S)
+    rig.sender.join(DEADLINE_S)
+    assert not rig.sender.is_alive()
     assert "must lie within an entry of a known ring" in rig.sender.reason
     assert "entry of a known ring" in caplog.text
     assert rig.far.recv(1) == b""
@@ -176,7 +178,7 @@ def test_stop_leaves_both_sides_at_once() -> None:
     rig.publish(*[16 << 20] * 4)
     assert rig.sender.stop(DEADLINE_S)
     assert rig.sender.stop(DEADLINE_S)
-    assert rig.ended.is_set()
+    assert not rig.sender.is_alive()
     assert rig.sender.reason == "stopped"
     while rig.producer.attached:
         rig.acks()

@@ -17,7 +17,7 @@ from family import memory_of
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
-from penstock.worker.resources.memory_use import held_by
+from penstock.worker.processes.process_use import held_by
 
 MIB = 1 << 20
 LIMIT = 150 * MIB

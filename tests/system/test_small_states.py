@@ -14,8 +14,8 @@ from penstock.data import MDSWriter
 from penstock.proto.state.codec import encode_state
 from penstock.proto.state.generators import capture_rng, seed_rng
 from penstock.proto.v1 import records_pb2
-from penstock.worker.loader.positioned_loader import PositionedLoader
-from penstock.worker.user_loader.shared_process import ProcessGlobals
+from penstock.worker.loader.slot_loader import SlotLoader
+from penstock.worker.runner.in_process_slot import ProcessGlobals
 
 KB = 1000
 STEPS = (3, 25)
@@ -66,11 +66,11 @@ def test_states_of_worker_processes_are_small_and_exact(appliance: Appliance, in
 # ---- which loaders draw
 
 
-def source_of(input_fn: str, **arguments: Any) -> PositionedLoader:
+def source_of(input_fn: str, **arguments: Any) -> SlotLoader:
     loader = records_pb2.LoaderSpec(
         input_fn=f"small:{input_fn}", allow=["small"], arguments=encode_state({"args": (), "kwargs": arguments})
     )
-    source = PositionedLoader(records_pb2.WorkerAssignment(num_boxes=1, num_workers_per_box=1, loader=loader))
+    source = SlotLoader(records_pb2.WorkerAssignment(num_boxes=1, num_workers_per_box=1, loader=loader))
     source.build()
     source.open_epoch()
     return source

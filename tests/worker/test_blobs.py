@@ -13,8 +13,8 @@ from coroutines import in_loop
 
 from penstock.proto.errors import CoordinatorUnavailableError
 from penstock.proto.v1 import records_pb2
-from penstock.worker.helpers.blobs import Blobs
 from penstock.worker.processes.control_channel import ControlMessage, assignment_of, payload_of
+from penstock.worker.slots.blobs import Blobs
 
 VALUE = bytes(range(256)) * 100
 

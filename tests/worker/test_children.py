@@ -21,17 +21,18 @@ from waiting import until
 
 from penstock.proto.errors import InputFnNotFoundError, WorkerLostError
 from penstock.proto.v1 import records_pb2
-from penstock.worker.helpers.replayers import run_task
-from penstock.worker.processes import child_processes, kept_fork_server
-from penstock.worker.processes.child_processes import Child, ForkServer
+from penstock.runtime.telemetry.logs import SubjectLogger
+from penstock.worker.processes import fork_servers
+from penstock.worker.processes.child_processes import Child
 from penstock.worker.processes.control_channel import ControlChannel
+from penstock.worker.processes.fork_servers import ForkServer, KeptForkServer, TemporaryFolders
 from penstock.worker.processes.interpreters import start_fork_server
-from penstock.worker.processes.kept_fork_server import KeptForkServer
 from penstock.worker.processes.orphans import own_children
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.runner_user import RunnerUser
-from penstock.worker.processes.temporary_folders import TemporaryFolders
-from penstock.worker.resources.turn_queue import TurnQueue
+from penstock.worker.processes.turn_queue import TurnQueue
+from penstock.worker.slots.helper_tasks import run_task
+from penstock.worker.slots.slot_record import SlotRecord
 
 
 def test_stopped_child_with_full_socket_is_killed() -> None:
@@ -60,12 +61,11 @@ def test_stopped_child_with_full_socket_is_killed() -> None:
 
 STARTED = """
 import asyncio
-from penstock.worker.processes import child_processes as children
-from penstock.worker.processes.temporary_folders import TemporaryFolders
+from penstock.worker.processes import fork_servers
 
 async def main():
-    ending = asyncio.ensure_future(children.end_orphans(1.0))
-    fork_server = children.ForkServer(TemporaryFolders())
+    ending = asyncio.ensure_future(fork_servers.end_orphans(1.0))
+    fork_server = fork_servers.ForkServer(fork_servers.TemporaryFolders())
     await fork_server.start()
     await ending
     print("up", fork_server.dead)
@@ -128,7 +128,7 @@ def test_kept_fork_server_is_replaced_and_retired(monkeypatch: pytest.MonkeyPatc
         await kept.close()
         folders.close()
 
-    monkeypatch.setattr(kept_fork_server, "IDLE_S", 0.05)
+    monkeypatch.setattr(fork_servers, "IDLE_S", 0.05)
     asyncio.run(asyncio.wait_for(body(), 100))
 
 
@@ -137,18 +137,16 @@ async def test_a_task_is_done_by_the_next_fork_server() -> None:
     folders = TemporaryFolders()
     kept = KeptForkServer(folders, TurnQueue(1), 60.0, sandboxed=True)
 
-    async def get(_: records_pb2.WorkerAssignment) -> ForkServer:
-        return await kept.get()
-
     fork_server = await kept.get()
     os.kill(fork_server.pid, signal.SIGKILL)
     until(lambda: not alive([fork_server.pid]))  # the event loop, and so the daemon, does not see it meanwhile
-    host: Any = SimpleNamespace(helper_turns=TurnQueue(1), fork_server=get, blobs=None)
+    host: Any = SimpleNamespace(helper_turns=TurnQueue(1), fork_server=kept, blobs=None)
     page = ProgressPage.create()
     assignment = records_pb2.WorkerAssignment(run="job/0", num_boxes=1, num_workers_per_box=1)
     assignment.loader.input_fn = "no_such_module:loader"
+    slot = SlotRecord(assignment, "slot 0", SubjectLogger(logging.getLogger()), page)
     with pytest.raises(InputFnNotFoundError, match="no_such_module"):  # so a helper process has tried it
-        await run_task(host, assignment, "slot 0", page, [], "state")
+        await run_task(host, slot, [], "state", 60.0)
     assert await kept.get() is not fork_server
     await kept.close()
     page.close()
@@ -171,8 +169,8 @@ def test_close_gives_up_on_a_fork_server_that_cannot_be_killed(monkeypatch: pyte
         await fork_server.wait()
         folders.close()
 
-    monkeypatch.setattr(child_processes, "END_S", 0.1)
-    monkeypatch.setattr(kept_fork_server, "CLOSE_S", 0.3)
+    monkeypatch.setattr(fork_servers, "END_S", 0.1)
+    monkeypatch.setattr(fork_servers, "CLOSE_S", 0.3)
     asyncio.run(asyncio.wait_for(body(), 100))
 
 

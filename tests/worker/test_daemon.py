@@ -16,9 +16,9 @@ from penstock.proto.errors import SupersededError
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.worker.daemon.daemon import Daemon
 from penstock.worker.daemon.worker_settings import DaemonSettings
-from penstock.worker.resources.processor_time import cores
+from penstock.worker.processes.process_use import cores
 from penstock.worker.slots.slot import Slot
-from penstock.worker.slots.slot_interfaces import DaemonCounters
+from penstock.worker.slots.slot_record import DaemonCounters
 
 
 def reply(version: int, *generations: int) -> coordinator_pb2.HeartbeatReply:
@@ -49,7 +49,7 @@ async def test_overtaken_reply_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     daemon._not_answered("a request")  # asks for everything again, and a late reply is late all the same
     for message in (reply(4, 1), reply(6)):
         daemon._take(message)
-    await daemon.coordinator.close()
+    await daemon.host.coordinator.close()
     assert done == [("start", 1), ("start", 2), ("stop", 1), ("stop", 2)]
 
 
@@ -62,10 +62,10 @@ async def test_cores_are_told_at_registration(monkeypatch: pytest.MonkeyPatch) -
         return coordinator_pb2.RegisterWorkerReply(lease_s=10.0, heartbeat_s=1.0)
 
     daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 2, ["*"]))
-    monkeypatch.setattr(daemon.coordinator, "register", register)
-    monkeypatch.setattr(daemon, "_listeners", Mock(local_address="@w", tcp_address="w:1"))
+    monkeypatch.setattr(daemon.host.coordinator, "register", register)
+    monkeypatch.setattr(daemon, "listeners", Mock(local_address="@w", tcp_address="w:1"))
     await daemon._register()
-    await daemon.coordinator.close()
+    await daemon.host.coordinator.close()
     assert told == [cores()]
     assert told[0] >= 1
 
@@ -76,7 +76,7 @@ async def test_slot_that_cannot_start_is_reported_lost(monkeypatch: pytest.Monke
 
     class Begun:
         def __init__(self, host: Any, assignment: records_pb2.WorkerAssignment) -> None:
-            self.generation, self.assignment, self.name, self.log = assignment.generation, assignment, "", Mock()
+            self.generation, self.record = assignment.generation, Mock(assignment=assignment)
             if assignment.generation == 1:
                 raise OSError(24, "Too many open files")
 
@@ -100,7 +100,7 @@ async def test_slot_that_cannot_start_is_reported_lost(monkeypatch: pytest.Monke
     assert "all 2 slots of worker" in told[4].error.message
     daemon._take(reply(2, 2, 5))  # its places are free again
     assert sorted(slot.generation for slot in daemon._heartbeat(0.0).slots) == [2, 5]
-    await daemon.coordinator.close()
+    await daemon.host.coordinator.close()
 
 
 @in_loop
@@ -125,13 +125,13 @@ async def test_one_lane_at_a_time_waits_for_its_runner() -> None:
     runner = Busy()
     host: Any = SimpleNamespace(name="w", counters=DaemonCounters())
     slot = Slot(host, records_pb2.WorkerAssignment(run="job/0"))
-    slot._child = runner  # type: ignore[assignment]
-    slot.ready.set()
+    slot.record.child = runner  # type: ignore[assignment]
+    slot.record.ready.set()
     lanes, ends = [], []
     for number in range(20):
         ours, theirs = socket.socketpair()
         ends += [ours, theirs]
-        lanes.append(asyncio.ensure_future(slot.attach(ours, lane_pb2.Hello(run=str(number)), 30.0)))
+        lanes.append(asyncio.ensure_future(slot.lanes.attach(ours, lane_pb2.Hello(run=str(number)), 30.0)))
         await asyncio.sleep(0)
         await lanes[-1]
         await asyncio.sleep(0)
@@ -152,14 +152,14 @@ async def test_lane_is_refused_when_its_slot_ends(end: str) -> None:
     host.embedded, host.slot_changed = False, lambda: None
     slot = Slot(host, records_pb2.WorkerAssignment(run="job/0"))
     ours, theirs = socket.socketpair()
-    waiting = asyncio.ensure_future(slot.attach(ours, lane_pb2.Hello(), 60.0))
+    waiting = asyncio.ensure_future(slot.lanes.attach(ours, lane_pb2.Hello(), 60.0))
     await asyncio.sleep(0)
     assert not waiting.done()
     if end == "fail":
         slot.fail(records_pb2.ErrorDetail(name="InputFnError", message="no"), lost=False)
     else:
         await slot.stop()
-    for attaching in (waiting, slot.attach(ours, lane_pb2.Hello(), 60.0)):
+    for attaching in (waiting, slot.lanes.attach(ours, lane_pb2.Hello(), 60.0)):
         with pytest.raises(SupersededError, match="the slot's runner has ended"):
             await attaching
     ours.close()

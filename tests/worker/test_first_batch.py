@@ -1,4 +1,4 @@
-"""penstock.worker.user_loader.synthetic: one batch in place of a loader's stream."""
+"""penstock.worker.loader.user_loaders: one batch in place of a loader's stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import lengths
 import pytest
 from torch.utils.data import DataLoader
 
-from penstock.worker.user_loader.synthetic import FirstBatch
+from penstock.worker.loader.user_loaders import FirstBatch
 
 
 def test_as_many_as_the_loader_has_in_every_pass() -> None:

@@ -20,7 +20,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.worker.daemon.daemon import Daemon
 from penstock.worker.daemon.heartbeats import HANGS_S, LATE, REPORTS_MAX, Heartbeats, fitted
 from penstock.worker.daemon.worker_settings import DaemonSettings
-from penstock.worker.slots.slot_interfaces import SnapshotQuota
+from penstock.worker.slots.slot_record import SnapshotQuota
 
 # ---- replies
 
@@ -35,7 +35,7 @@ def with_daemon(body: Any) -> None:
             if isinstance(result, Coroutine):
                 await result
         finally:
-            await daemon.coordinator.close()
+            await daemon.host.coordinator.close()
 
     asyncio.run(run())
 
@@ -50,7 +50,7 @@ def test_heartbeat_hold_is_that_of_the_last_reply() -> None:
         daemon._take(reply(7, snapshot_every_s=25, snapshot_bytes_per_s=3000))
         request = daemon._heartbeat(daemon._hold_s)
         assert (request.hold_s, request.lease_s, request.seen_version) == (5, 15, 7)
-        assert daemon.snapshot_quota == SnapshotQuota(25, 3000)
+        assert daemon.host.snapshot_quota == SnapshotQuota(25, 3000)
 
     with_daemon(body)
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from penstock.proto.errors import StateMismatchError
-from penstock.worker.user_loader.loader_generators import LoaderGenerators, process_generators, set_epoch
+from penstock.worker.loader.loader_generators import LoaderGenerators, process_generators, set_epoch
 
 
 class Images:

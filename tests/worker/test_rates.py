@@ -11,8 +11,8 @@ from unittest.mock import Mock
 from coroutines import in_loop
 
 from penstock.proto.v1 import records_pb2
-from penstock.worker.resources.processor_time import ProcessorUse, used_by
-from penstock.worker.resources.rates import BatchRates
+from penstock.worker.processes.process_use import ProcessorUse, used_by
+from penstock.worker.slots.runner_watch import BatchRates
 from penstock.worker.slots.slot import Slot
 
 
@@ -66,13 +66,13 @@ def test_processor_wait_is_at_most_the_batch() -> None:
 async def test_report_of_a_slot_tells_processor_time() -> None:
     host: Any = SimpleNamespace(name="w")
     slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
-    slot._child = Mock(pid=os.getpid())  # which has had a tick of a processor at least
-    slot.progress_page.record(1, 0, 0, 1, 0)
-    slot.progress_page.worked_s = 1000.0
-    slot.progress_page._write_head()
+    slot.record.child = Mock(pid=os.getpid())  # which has had a tick of a processor at least
+    slot.record.progress_page.record(1, 0, 0, 1, 0)
+    slot.record.progress_page.worked_s = 1000.0
+    slot.record.progress_page._write_head()
     slot._rates.since -= 2.0
     report = slot.report()
     assert report.batch_s == 1000.0
     assert report.batch_cpu_s > 0.0
     assert 0.0 <= report.batch_delay_s <= used_by(os.getpid()).delay_s
-    slot.progress_page.close()
+    slot.record.progress_page.close()

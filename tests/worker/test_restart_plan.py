@@ -66,7 +66,7 @@ def test_a_way_astray_gives_way_to_the_next(history: History, kind: type[Excepti
         return
     wrong = [id(history.points[number]) for number in history.astray if number < len(history.points)]
     tried: list[RestartPoint] = []
-    told: list[RestartPoint] = []
+    told: list[Exception] = []
 
     def take(way: RestartPoint) -> None:
         tried.append(way)
@@ -75,12 +75,12 @@ def test_a_way_astray_gives_way_to_the_next(history: History, kind: type[Excepti
 
     right = [way for way in plan if id(way) not in wrong]
     if right:
-        assert first_fit(plan, take, UNFIT, lambda error, way: told.append(way)) is right[0]
+        assert first_fit(plan, take, UNFIT, told.append) is right[0]
     else:
         with pytest.raises(kind, match=r"not from"):
-            first_fit(plan, take, UNFIT, lambda error, way: told.append(way))
+            first_fit(plan, take, UNFIT, told.append)
     assert [*map(id, tried)] == [*map(id, plan[: len(tried)])]
-    assert [*map(id, told)] == [*map(id, tried[1:])]
+    assert len(told) == len(tried) - 1
 
 
 def test_another_error_ends_the_search_at_once() -> None:
@@ -91,7 +91,7 @@ def test_another_error_ends_the_search_at_once() -> None:
         raise OSError
 
     with pytest.raises(OSError):  # noqa: PT011
-        first_fit([1, 2], take, UNFIT, lambda error, way: None)
+        first_fit([1, 2], take, UNFIT, lambda error: None)
     assert tried == [1]
     assert (ReplayMismatchError, InputFnError) == UNFIT
 

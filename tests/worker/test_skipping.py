@@ -10,7 +10,7 @@ import streams
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from penstock.worker.user_loader.skip_batch import CannotSkipError, skip_batch
+from penstock.worker.loader.user_loaders import CannotSkipError, skip_batch
 
 
 class Counted(Dataset[Any]):

@@ -20,7 +20,7 @@ from penstock.worker.loader.restart_points import END, StreamPosition
 from penstock.worker.processes.control_channel import ControlChannel
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.runner.slot_stream import SlotStream
-from penstock.worker.slots.finished_batches import FinishedBatches
+from penstock.worker.slots.lanes import FinishedBatches
 
 
 class GatedLoader:

@@ -13,9 +13,9 @@ from coroutines import in_loop
 from penstock.proto.errors import LaneLostError, OverloadedError, PenstockError, SupersededError, UnknownRunError
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.worker.slots import memory_watch
+from penstock.worker.slots import runner_watch
 from penstock.worker.slots.slot import Slot
-from penstock.worker.slots.slot_interfaces import DaemonCounters
+from penstock.worker.slots.slot_record import DaemonCounters
 from penstock.worker.slots.snapshots import StoredSnapshot
 
 
@@ -60,12 +60,12 @@ async def test_target_worker_gets_the_newest_when_ready() -> None:
         changed.clear()
         slot.assigned(records_pb2.WorkerAssignment(prepare_migration=prepare_migration))
 
-    slot.store.add(StoredSnapshot(0, 1, 1, 1, False, 1, b"state"), 0)
+    slot.record.store.add(StoredSnapshot(0, 1, 1, 1, False, 1, b"state"), 0)
     told(prepare_migration=True)
     await asyncio.wait_for(coordinator.asked.wait(), DEADLINE_S)
     assert not slot.report().migrated
     told(prepare_migration=False)  # it was dismissed, while its snapshot was on its way
-    slot.store.add(StoredSnapshot(0, 2, 2, 2, False, 2, b"state"), 0)
+    slot.record.store.add(StoredSnapshot(0, 2, 2, 2, False, 2, b"state"), 0)
     coordinator.may.set()
     while coordinator.kept != [1]:
         await asyncio.sleep(0)
@@ -83,7 +83,7 @@ async def test_target_worker_gets_the_newest_when_ready() -> None:
 
     told(prepare_migration=False)
     assert not slot.report().migrated
-    slot.progress_page.close()
+    slot.record.progress_page.close()
 
 
 @in_loop
@@ -106,7 +106,7 @@ async def test_snapshot_of_an_ended_run_is_dropped(caplog: pytest.LogCaptureFixt
     assert all(point.durable for point in points)
     why = "a snapshot could not be sent to the coordinator, so a recovery replays from an older one: lost"
     assert [record.getMessage() for record in caplog.records] == [f"job/0 box 0 slot 0: {why}"]
-    slot.progress_page.close()
+    slot.record.progress_page.close()
 
 
 class Failing(Keeping):
@@ -133,24 +133,24 @@ async def test_overloaded_coordinator_gets_it_later() -> None:
     busy.retry_after_s = 0.01
     coordinator = Failing(busy, busy)
     slot = slot_of(coordinator)
-    slot.store.add(first_point(), 0)
+    slot.record.store.add(first_point(), 0)
     await asyncio.wait_for(slot._become_ready(), DEADLINE_S)
     assert coordinator.kept == [0]
-    assert slot.phase == pb.READY
-    slot.progress_page.close()
+    assert slot.record.phase == pb.READY
+    slot.record.progress_page.close()
 
 
 @in_loop
 async def test_first_snapshot_that_cannot_be_sent_fails() -> None:
     """Without it the slot could not be recovered, so no batch may be delivered."""
     slot = slot_of(Failing(LaneLostError("the call was cut off")))
-    slot.store.add(first_point(), 0)
+    slot.record.store.add(first_point(), 0)
     await asyncio.wait_for(slot._become_ready(), DEADLINE_S)
-    assert slot.phase == pb.FAILED
-    assert slot.error is not None
-    assert "first snapshot" in slot.error.message
-    assert "the call was cut off" in slot.error.message
-    slot.progress_page.close()
+    assert slot.record.phase == pb.FAILED
+    assert slot.record.error is not None
+    assert "first snapshot" in slot.record.error.message
+    assert "the call was cut off" in slot.record.error.message
+    slot.record.progress_page.close()
 
 
 # ---- memory
@@ -176,10 +176,10 @@ def watched(coordinator: Away) -> Slot:
     """A slot whose runner is ready and has begun, with one snapshot that is not durable."""
     slot = slot_of(coordinator)
     child: Any = SimpleNamespace(pid=1, kill=lambda: None)
-    slot._child = child
-    slot.store.add(StoredSnapshot(0, 1, 1, 1, True, 1, b"state"), 0)
-    slot.ready.set()
-    slot.begun.set()
+    slot.record.child = child
+    slot.record.store.add(StoredSnapshot(0, 1, 1, 1, True, 1, b"state"), 0)
+    slot.record.ready.set()
+    slot.record.begun.set()
     return slot
 
 
@@ -197,22 +197,24 @@ def test_runner_is_watched_while_snapshot_waits(grows: bool, monkeypatch: pytest
             return (LIMIT + (looks - 1) * 50 if grows else LIMIT + looks), 0.0
 
         loop = asyncio.get_running_loop()
-        monkeypatch.setattr(memory_watch, "MEMORY_S", 0.01)
-        monkeypatch.setattr(memory_watch, "_looked_at", looked_at)
+        monkeypatch.setattr(runner_watch, "MEMORY_S", 0.01)
+        monkeypatch.setattr(runner_watch, "_looked_at", looked_at)
         slot = watched(coordinator)
-        await asyncio.wait_for(memory_watch.MemoryWatch(slot, slot.durable).run(1, LIMIT), DEADLINE_S)
+        await asyncio.wait_for(
+            runner_watch.MemoryWatch(slot.record, slot.durable, slot.lose, slot._spawn).run(1, LIMIT), DEADLINE_S
+        )
         assert coordinator.puts == 1
-        assert slot.phase == pb.FAILED
-        assert slot.error is not None
+        assert slot.record.phase == pb.FAILED
+        assert slot.record.error is not None
         if grows:
-            assert "was killed after batch" in slot.error.message
-            assert not slot.recycle
+            assert "was killed after batch" in slot.record.error.message
+            assert not slot.record.recycle
         else:
-            assert "was replaced after batch" in slot.error.message
-            assert slot.recycle
-            assert slot.outgrown  # so it was with the first look
+            assert "was replaced after batch" in slot.record.error.message
+            assert slot.record.recycle
+            assert slot.record.outgrown  # so it was with the first look
         for task in slot._tasks:
             task.cancel()
-        slot.progress_page.close()
+        slot.record.progress_page.close()
 
     asyncio.run(body())

@@ -102,3 +102,10 @@ def test_room_is_bounded_and_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> 
     kept = totals(store)
     assert kept[0] == 0
     assert kept[-1] == 499
+
+
+def test_a_restart_point_replaces_one_at_its_position() -> None:
+    store = SlotSnapshots()
+    for data in (b"old", b"new"):
+        store.add(StoredSnapshot(0, 3, 3, 3, False, 0, data), 0)
+    assert [point.data for point in store] == [b"new"]

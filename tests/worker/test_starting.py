@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from penstock.proto.errors import ReplayMismatchError
+from penstock.proto.state.assignment import assigned, current_assignment
 from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import records_pb2
-from penstock.worker.loader.positioned_loader import PositionedLoader
 from penstock.worker.loader.restart_points import END
+from penstock.worker.loader.slot_loader import SlotLoader
 from penstock.worker.loader.travel import catch_up, leave
 
 
-def source_of(empty: int) -> PositionedLoader:
+@pytest.fixture(autouse=True)
+def undisturbed() -> Iterator[None]:
+    with assigned(current_assignment()):
+        yield
+
+
+def source_of(empty: int) -> SlotLoader:
     arguments = encode_state({"args": (empty,), "kwargs": {}})
     loader = records_pb2.LoaderSpec(input_fn="gappy:gappy", allow=["gappy"], arguments=arguments)
-    source = PositionedLoader(records_pb2.WorkerAssignment(num_boxes=1, num_workers_per_box=1, loader=loader))
+    source = SlotLoader(records_pb2.WorkerAssignment(num_boxes=1, num_workers_per_box=1, loader=loader))
     source.build()
     return source
 
 
-def first_of_next_pass(source: PositionedLoader) -> tuple[int, list[int]]:
+def first_of_next_pass(source: SlotLoader) -> tuple[int, list[int]]:
     source.open_epoch()
     batch = source.next()
     assert isinstance(batch, torch.Tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,18 +19,20 @@ from penstock.proto.state.assignment import assigned, current_assignment
 from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.worker.loader.positioned_loader import PositionedLoader
+from penstock.runtime.telemetry.logs import SubjectLogger
 from penstock.worker.loader.restart_plan import Target
 from penstock.worker.loader.restart_points import END, RestartPoint
+from penstock.worker.loader.slot_loader import SlotLoader
 from penstock.worker.loader.travel import catch_up, leave, travel
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.runner.replayer import state_at
 from penstock.worker.slots.slot import Slot
-from penstock.worker.slots.slot_interfaces import SlotHost
+from penstock.worker.slots.slot_record import SlotHost, SlotRecord
 from penstock.worker.slots.slot_states import POLL_S, SlotStates
 from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
 
 DEADLINE_S = 60.0
+_log = logging.getLogger("penstock.worker")
 
 
 @pytest.fixture
@@ -39,12 +42,17 @@ def progress_page() -> Iterator[ProgressPage]:
     made.close()
 
 
-def states_of(progress_page: ProgressPage, **fields: Any) -> SlotStates:
-    fields = {"assignment": records_pb2.WorkerAssignment(), "attached": True, "phase": pb.READY} | fields
-    fields |= {"is_savable": True}
-    fields = {"progress_page": progress_page, "name": "box 0 slot 1", "drain": lambda: None, "broken": None, **fields}
-    slot = cast(Slot, SimpleNamespace(**fields))
-    return SlotStates(slot)
+def states_of(progress_page: ProgressPage, **given: Any) -> SlotStates:
+    helper = given.pop("helper", None)
+    fields: dict[str, Any] = {
+        "assignment": records_pb2.WorkerAssignment(),
+        "attached": True,
+        "phase": pb.READY,
+        **given,
+    }
+    fields["assignment"].loader.options.replay_without_state = True
+    slot = SlotRecord(name="box 0 slot 1", log=SubjectLogger(_log), progress_page=progress_page, **fields)
+    return SlotStates(slot, cast(SlotHost, SimpleNamespace(name="w")), helper)
 
 
 def request(epoch: int, delivered: int, total: int) -> pb.StateRequest:
@@ -82,7 +90,7 @@ async def test_runner_ahead_may_not_know_the_break_yet(progress_page: ProgressPa
 @in_loop
 async def test_late_answer_says_what_was_asked(progress_page: ProgressPage, fields: Any, message: str) -> None:
     known = records_pb2.LoaderCapabilities()
-    states = states_of(progress_page, ready=asyncio.Event(), host=SimpleNamespace(name="w"), capabilities=known)
+    states = states_of(progress_page, ready=asyncio.Event(), capabilities=known)
     asked = pb.StateRequest(step=3, position=records_pb2.SlotPosition(delivered=2, total=2), deadline_s=0.01, **fields)
     answered = await states.answer(asked)
     assert answered is not None
@@ -106,13 +114,13 @@ async def test_begun_epoch_decides_where_it_began(progress_page: ProgressPage, b
 
 
 @pytest.fixture
-def lazy() -> Iterator[tuple[PositionedLoader, list[RestartPoint]]]:
+def lazy() -> Iterator[tuple[SlotLoader, list[RestartPoint]]]:
     """A loader in its third epoch of 8 batches, after two of them; and how each epoch was opened."""
     assignment = records_pb2.WorkerAssignment(run="job/0", attempt=1, num_boxes=1, num_workers_per_box=1, seed=5)
     assignment.loader.input_fn = "streams:fresh"
     assignment.loader.allow.append("streams")
     with assigned(current_assignment()):
-        source = PositionedLoader(assignment)
+        source = SlotLoader(assignment)
         source.build()
         epoch_starts = []
         for batches in (9, 9, 2):
@@ -122,13 +130,13 @@ def lazy() -> Iterator[tuple[PositionedLoader, list[RestartPoint]]]:
         yield source, epoch_starts
 
 
-def saying(source: PositionedLoader, point: RestartPoint, **fields: Any) -> SimpleNamespace:
+def saying(source: SlotLoader, point: RestartPoint, **fields: Any) -> SimpleNamespace:
     fields = {"step": 0, "digests": {}, "left": {}, "abandoned_from": 0} | fields
     told, payload = state_at(source, point, fields, ReplayDigest())
     return SimpleNamespace(payload=payload, fields=told)
 
 
-def helper(source: PositionedLoader, point: RestartPoint, total: int, *, epoch: int = 2, delivered: int = 4) -> Any:
+def helper(source: SlotLoader, point: RestartPoint, total: int, *, epoch: int = 2, delivered: int = 4) -> Any:
     return saying(source, point, epoch=epoch, delivered=delivered, total=total).fields
 
 
@@ -138,7 +146,7 @@ def helper(source: PositionedLoader, point: RestartPoint, total: int, *, epoch: 
     ids=["into the epoch that was left", "at its end", "beyond it", "the epoch before was left"],
 )
 def test_no_state_behind_an_unknown_break(
-    lazy: tuple[PositionedLoader, list[RestartPoint]], epoch: int, delivered: int, total: int
+    lazy: tuple[SlotLoader, list[RestartPoint]], epoch: int, delivered: int, total: int
 ) -> None:
     """Passes of 8 batches, of which one was left after 3 or 2 of this worker: who resumed from what a replay without
     that comes to would get other batches, or find that the epoch goes on."""
@@ -164,17 +172,17 @@ def test_replay_follows_the_known_way_of_the_loop(loader: str, place: tuple[int,
     epoch, delivered, total = place
     left = {"0": 3, "1": 5}
 
-    def built() -> PositionedLoader:
+    def built() -> SlotLoader:
         assignment = records_pb2.WorkerAssignment(run="job/0", attempt=1, num_boxes=1, num_workers_per_box=1, seed=5)
         assignment.loader.input_fn = f"streams:{loader}"
         size = 4 if loader == "fresh" else 16
         assignment.loader.arguments = encode_state({"args": (size,), "kwargs": {}})
         assignment.loader.allow.append("streams")
-        source = PositionedLoader(assignment)
+        source = SlotLoader(assignment)
         source.build()
         return source
 
-    def goes_on(source: PositionedLoader, batches: int = 4) -> list[str]:
+    def goes_on(source: SlotLoader, batches: int = 4) -> list[str]:
         got: list[str] = []
         while len(got) < batches:
             if not source.is_open:
@@ -233,7 +241,6 @@ async def test_state_behind_break_waits_for_next_epoch(progress_page: ProgressPa
         "store": store,
         "capabilities": capabilities,
         "helper": elsewhere,
-        "unsaved": None,
         "ready": ready,
     }
     states = states_of(progress_page, **kept)
@@ -259,7 +266,7 @@ async def test_state_behind_break_waits_for_next_epoch(progress_page: ProgressPa
 async def test_state_at_the_end_of_a_loop_waits_for_the_slots_end(progress_page: ProgressPage, at_end: bool) -> None:
     progress_page.set_position(3, 0, 3)
     capabilities = records_pb2.LoaderCapabilities()
-    states = states_of(progress_page, capabilities=capabilities, abandoned={})
+    states = states_of(progress_page, capabilities=capabilities)
     asked, answer = request(0, 3, 3), pb.StateAnswer()
     asked.at_end = at_end
     asking = asyncio.ensure_future(states._note_next(asked, answer, 1e12))
@@ -285,7 +292,7 @@ async def test_the_beginning_of_a_pure_epoch_needs_no_state(progress_page: Progr
     assignment.loader.options.replay_without_state = True
     store = SlotSnapshots()
     store.add(StoredSnapshot(0, 0, 0, 0, True, 0, b"epoch_start", inherited=True), 0)
-    kept: dict[str, Any] = {"store": store, "helper": replayed, "unsaved": None, "ready": ready}
+    kept: dict[str, Any] = {"store": store, "helper": replayed, "ready": ready}
     kept |= {"assignment": assignment, "attached": False, "capabilities": records_pb2.LoaderCapabilities()}
     states = states_of(progress_page, **kept)
     asked = request(1, 0, 3)
@@ -309,7 +316,7 @@ class TakenOver:
         self.assignment.loader.options.replay_without_state = True
         self.progress_page, self.store, self.digests = progress_page, SlotSnapshots(), list[int]()
         self.capabilities = records_pb2.LoaderCapabilities(state_methods=methods)
-        source, replay_digest = PositionedLoader(self.assignment), ReplayDigest()
+        source, replay_digest = SlotLoader(self.assignment), ReplayDigest()
         source.build()
         epoch_start = source.open_epoch()
         self._keep(epoch_start if methods else replace(epoch_start, state=None), epoch_start=True)
@@ -338,9 +345,7 @@ class TakenOver:
             ready=ready,
             store=self.store,
             capabilities=self.capabilities,
-            unsaved=None,
             helper=self._child,
-            host=SimpleNamespace(name="w"),
         )
         answered = asyncio.run(states.answer(asked))
         assert answered is not None
@@ -349,7 +354,7 @@ class TakenOver:
         return answer, RestartPoint.decode(data)
 
     async def _child(self, points: list[bytes], task: str, deadline_s: float, **fields: Any) -> Any:
-        source = PositionedLoader(self.assignment)
+        source = SlotLoader(self.assignment)
         source.build()
         source.capabilities.state_methods = self.capabilities.state_methods
         told, payload = state_at(source, RestartPoint.decode(points[0]), fields, ReplayDigest())
@@ -383,8 +388,8 @@ async def test_an_answer_that_waits_ends_with_its_slot() -> None:
     """Its batch is never made, for the slot moves to another worker."""
     host = cast(SlotHost, SimpleNamespace(name="w"))
     slot = Slot(host, records_pb2.WorkerAssignment())
-    slot.capabilities.state_methods = 2
-    slot.ready.set()
+    slot.record.capabilities.state_methods = 2
+    slot.record.ready.set()
     wanted = request(0, 5, 5)
     wanted.deadline_s = 60
     asking = asyncio.ensure_future(slot.answer(wanted))
@@ -400,14 +405,14 @@ async def test_what_a_successor_needs() -> None:
         cast(SlotHost, SimpleNamespace(name="w")),
         records_pb2.WorkerAssignment(),
     )
-    slot.capabilities.state_methods = 2
+    slot.record.capabilities.state_methods = 2
     first = StoredSnapshot(0, 0, 0, 0, True, 0, b"")
     inside, last = (
         StoredSnapshot(0, 3, 3, 0, False, 0, b""),
         StoredSnapshot(0, 5, 5, 0, False, 0, b""),
     )
     for point in (first, inside, last):
-        slot.store.add(point, 0)
+        slot.record.store.add(point, 0)
     assert slot.durable.newest() == [last]
     assert slot.durable.newest(below=5) == [inside]
     assert slot.durable.newest(below=3) == [first]

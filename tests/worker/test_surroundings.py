@@ -18,7 +18,7 @@ import pytest
 from forked import join_all
 
 from penstock.proto.state import assignment as assignments
-from penstock.worker.runner.runner import _Surroundings
+from penstock.worker.runner.surroundings import Surroundings
 
 KEPT: list[Any] = []
 
@@ -106,7 +106,7 @@ def what_ended() -> None:
 
 
 def found(leave: Callable[[], None]) -> str:
-    before = _Surroundings()
+    before = Surroundings()
     leave()
     return before.left()
 

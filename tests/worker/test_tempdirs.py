@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.worker.processes.temporary_folders import TemporaryFolders
+from penstock.worker.processes.fork_servers import TemporaryFolders
 
 DAEMON = """
 import sys
-from penstock.worker.processes.temporary_folders import TemporaryFolders
+from penstock.worker.processes.fork_servers import TemporaryFolders
 dirs = TemporaryFolders()
 print(dirs.make(), flush=True)
 sys.stdin.read()

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from coroutines import in_loop
 
-from penstock.worker.resources.processor_time import NOTHING, cores, used_by, wait_while_active
-from penstock.worker.resources.turn_queue import TurnQueue
+from penstock.worker.processes.process_use import NOTHING, cores, used_by, wait_while_active
+from penstock.worker.processes.turn_queue import TurnQueue
 
 
 @contextmanager

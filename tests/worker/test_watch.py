@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.worker.processes.progress_page import ProgressPage
-from penstock.worker.slots.stall_watch import HANG_S, Stall, hang_s
+from penstock.worker.slots.runner_watch import HANG_S, Stall, hang_s
 
 
 def test_new_batch_is_progress_in_same_activity() -> None:

@@ -53,7 +53,7 @@ def serve(given: dict[str, Any], fork_server: StartedForkServer) -> int:
     from penstock.runtime.process.memory_secrecy import keep_memory_private
     from penstock.runtime.process.titles import name_process
     from penstock.runtime.telemetry.logs import log_lines
-    from penstock.worker.daemon.daemon import serve as serve_worker
+    from penstock.worker.daemon.serving import serve as serve_worker
     from penstock.worker.daemon.worker_settings import DaemonSettings
 
     async def run() -> None:

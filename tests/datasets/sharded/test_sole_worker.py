@@ -14,7 +14,7 @@ from penstock.data import LogicalShards, MapLoader, Savable, ShardLoader
 from penstock.data.sharded.protocol import ShardedSource
 from penstock.proto.state.assignment import Assignment, assigned, current_assignment, process_assignment
 from penstock.proto.v1 import records_pb2
-from penstock.worker.user_loader.worker_info import exchange, offer_worker_info
+from penstock.worker.loader.worker_info import exchange, offer_worker_info
 
 
 def ours(shard: int) -> MapLoader:

@@ -97,11 +97,11 @@ def _offer(module: str, function: Callable[..., Any]) -> Callable[[], None]:
     return lambda: setattr(importlib.import_module(module), function.__name__, function)
 
 
-GENERATORS = "penstock.worker.user_loader.loader_generators"
+GENERATORS = "penstock.worker.loader.loader_generators"
 GOAL = "penstock.worker.loader.epoch_goal"
 RUNNER = "penstock.worker.runner.epoch_runner"
 STREAM = "penstock.worker.runner.slot_stream"
-WORKER_INFO = "penstock.worker.user_loader.worker_info"
+WORKER_INFO = "penstock.worker.loader.worker_info"
 _CHAINS = "if goal.chain and source.chain and source.chain != goal.chain:"
 _MADE = "if known is not None and"
 MUTATIONS = {

@@ -16,9 +16,9 @@ from penstock.proto.rpc.channel import load_tls, read_token
 from penstock.runtime.process.memory_secrecy import keep_memory_private
 from penstock.runtime.process.titles import name_process
 from penstock.runtime.telemetry.logs import log_lines
-from penstock.worker.daemon.daemon import serve
+from penstock.worker.daemon.serving import serve
 from penstock.worker.daemon.worker_settings import DaemonSettings
-from penstock.worker.processes.child_processes import START_DEADLINE_S
+from penstock.worker.processes.fork_servers import START_DEADLINE_S
 
 UNSAFE_BIND = 16
 """Exit status if the daemon refused to listen beyond this machine without TLS; equals UNSAFE_BIND in
@@ -26,7 +26,6 @@ penstock.deploy.console.exit_codes."""
 
 
 def main() -> int:
-    """Parse the arguments and run the daemon. Print a Penstock error as one line, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m penstock.worker")
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--slots", type=int, required=True)

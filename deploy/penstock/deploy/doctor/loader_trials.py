@@ -1,7 +1,7 @@
 """Child processes of `penstock doctor`, in which the user's loader is run by the same code as in workers
-(worker/loader/positioned_loader.py).
+(worker/loader/slot_loader.py).
 
-Each task gets a process that has seen no user code:
+Each task gets a process that has seen no user code (loader_processes.py). Tasks:
 
     stream     build the loader; stream N batches, over several epochs; with a snapshot after each batch
     check      restore a snapshot; compare the next batches with those of the stream; if asked for, take a snapshot
@@ -21,19 +21,24 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-import torch
-
-from penstock.deploy.forking_interpreter import serve, take_task
+from penstock.deploy.loader_processes import take_task
 from penstock.proto.batch.digest import DigestCover
 from penstock.proto.batch.replay_digest import ReplayDigest
-from penstock.proto.errors import EmptyInputError, InvalidArgumentError, UnsupportedLeafError, UnsupportedStateError
+from penstock.proto.errors import (
+    EmptyInputError,
+    InvalidArgumentError,
+    UnsupportedLeafError,
+    UnsupportedStateError,
+)
 from penstock.proto.state import assignment as place_of
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
-from penstock.worker.tools.loader_children import ControlChannel, load_input_fn, plain_detail
-from penstock.worker.tools.user_loaders import END, Launch, PositionedLoader, RestartPoint
+from penstock.worker.loader.restart_points import END, Launch, RestartPoint
+from penstock.worker.loader.slot_loader import SlotLoader
+from penstock.worker.processes.control_channel import ControlChannel, plain_detail
+from penstock.worker.processes.user_code import load_input_fn
 
-__all__ = ["main"]
+__all__ = ["run_child"]
 
 Event = list[Any]
 
@@ -44,15 +49,10 @@ SETTLE_S = 0.05
 a training step. Without the pause, a wrong snapshot might be right by chance."""
 
 
-def main() -> None:
-    """Run the interpreter that forks a child process for each task; the module's entry point."""
-    torch.set_num_threads(1)
-    serve(_do_task)
-
-
-def _do_task(channel: ControlChannel) -> None:
+def run_child(channel: ControlChannel) -> None:
+    """Do one task; the program of a child process."""
     task = take_task(channel)
-    source = PositionedLoader(_assignment(task.fields), load=lambda spec: _callable(spec, task.fields))
+    source = SlotLoader(_assignment(task.fields), load=lambda spec: _callable(spec, task.fields))
     try:
         _TASKS[task.kind](source, channel, task.fields, task.parts)
     except Exception as error:
@@ -101,13 +101,13 @@ def _assignment(fields: Mapping[str, Any]) -> records_pb2.WorkerAssignment:
 # ---- stream
 
 
-def _stream(source: PositionedLoader, channel: ControlChannel, fields: Mapping[str, Any], _: Sequence[bytes]) -> None:
+def _stream(source: SlotLoader, channel: ControlChannel, fields: Mapping[str, Any], _: Sequence[bytes]) -> None:
     source.build()
     _Stream(source, channel, fields).run()
 
 
 class _Stream:
-    def __init__(self, source: PositionedLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
+    def __init__(self, source: SlotLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
         self._source = source
         self._channel = channel
         self._batches: int = fields["batches"]
@@ -210,7 +210,7 @@ class _Stream:
             self._channel.send("point", data, name=self._keep[total], total=total, epoch_start=False)
 
 
-def _take(source: PositionedLoader, replay_digest: ReplayDigest, batch: Any) -> None:
+def _take(source: SlotLoader, replay_digest: ReplayDigest, batch: Any) -> None:
     try:
         source.digest, samples = replay_digest.take(batch)
     except UnsupportedLeafError as error:
@@ -227,17 +227,13 @@ def _ms(times_s: list[float]) -> dict[str, float] | None:
 # ---- check, aggregate, resume
 
 
-def _check(
-    source: PositionedLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]
-) -> None:
+def _check(source: SlotLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]) -> None:
     source.build()
     source.restore(RestartPoint.decode(parts[0]))
     _compare(source, channel, fields)
 
 
-def _resume(
-    source: PositionedLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]
-) -> None:
+def _resume(source: SlotLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]) -> None:
     """Resume as a runner does on the same number of boxes and workers. `parts`: encoded state of this worker, and
     encoded result of aggregate_state_dict."""
     point = RestartPoint.taken(parts[0])
@@ -252,7 +248,7 @@ def _resume(
     _compare(source, channel, fields)
 
 
-def _compare(source: PositionedLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
+def _compare(source: SlotLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
     """Compare the loader's next events with the expected ones, and send the first one that differs, if any. If the
     field `then` is a pair (batches, step), also send a snapshot for the next restore, taken once the worker has made
     that many batches, which the box delivers at that step."""
@@ -282,7 +278,7 @@ def _compare(source: PositionedLoader, channel: ControlChannel, fields: Mapping[
     channel.send("done", same=True)
 
 
-def _aggregate(_: PositionedLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]) -> None:
+def _aggregate(_: SlotLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]) -> None:
     """Call aggregate_state_dict as a training process does: on a loader that belongs to no worker."""
     input_fn = load_input_fn(records_pb2.LoaderSpec(input_fn=fields["input_fn"]))
     with place_of.assigned(place_of.NEUTRAL):

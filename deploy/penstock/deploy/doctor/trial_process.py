@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.deploy.forking_interpreter import ForkingInterpreter, Task
+from penstock.deploy.loader_processes import LoaderForkServer, Task
 from penstock.proto.errors import DeadlineError, LaneLostError, WorkerLostError, error_named
-from penstock.worker.tools.loader_children import ControlMessage
+from penstock.worker.processes.control_channel import ControlMessage
 
 __all__ = ["TrialAnswer", "TrialProcesses"]
 
@@ -22,8 +22,8 @@ class TrialAnswer(list[ControlMessage]):
         return self[-1]
 
 
-class TrialProcesses(ForkingInterpreter):
-    """Interpreter that forks a fresh child process for each task. `deadline_s`: longest time of a task, in seconds."""
+class TrialProcesses(LoaderForkServer):
+    """Fork server that forks a fresh child process for each task. `deadline_s`: longest time of a task, in seconds."""
 
     def __init__(self, deadline_s: float) -> None:
         super().__init__("penstock.deploy.doctor.loader_trials")

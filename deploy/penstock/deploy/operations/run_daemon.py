@@ -91,7 +91,7 @@ def run_worker(
     parent_pid: int | None = None,
 ) -> None:
     """Run a worker until SIGTERM or SIGINT, or until the process `parent_pid` ends."""
-    from penstock.worker.daemon.daemon import serve
+    from penstock.worker.daemon.serving import serve
     from penstock.worker.daemon.worker_settings import DaemonSettings, own_name
 
     settings = resolve(WorkerSettings, **flags)

@@ -37,7 +37,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.telemetry.progress import Progress
 from penstock.runtime.telemetry.units import seconds
-from penstock.worker.tools.loader_children import MAIN
+from penstock.worker.processes.user_code import MAIN
 
 if TYPE_CHECKING:
     from penstock.client.states.saved_state import SavedState

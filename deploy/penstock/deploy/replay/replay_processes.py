@@ -6,9 +6,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 
-from penstock.deploy.forking_interpreter import ForkedChild, ForkingInterpreter, Task, wait_for_messages
+from penstock.deploy.loader_processes import LoaderForkServer, LoaderProcess, Task, wait_for_messages
 from penstock.proto.errors import DeadlineError, LaneLostError, WorkerLostError, error_named
-from penstock.worker.tools.loader_children import ControlMessage
+from penstock.worker.processes.control_channel import ControlMessage
 
 __all__ = ["ReplayForker", "ReplayProcesses", "Task", "digests_of"]
 
@@ -19,8 +19,8 @@ def digests_of(answer: ControlMessage) -> list[int]:
     return list(struct.unpack(f"<{len(answer.payload) // 8}Q", answer.payload))
 
 
-class ReplayForker(ForkingInterpreter):
-    """Interpreter that forks the child processes of a replay."""
+class ReplayForker(LoaderForkServer):
+    """Fork server of the child processes of a replay."""
 
     def __init__(self) -> None:
         super().__init__("penstock.deploy.replay.slot_replay")
@@ -30,7 +30,7 @@ class ReplayProcesses:
     """Child processes of a replay, one for each of the box's `count` workers.
 
     Args:
-        forker: interpreter that forks them.
+        forker: fork server that forks them.
         count: number of workers of the box.
         until: deadline of all tasks, by the monotonic clock, in seconds.
         report_progress: called with (slot, number of batches) when a child reports its progress.
@@ -41,7 +41,7 @@ class ReplayProcesses:
     ) -> None:
         self._until, self._report_progress = until, report_progress
         self._at = [0] * count
-        self._children: list[ForkedChild] = []
+        self._children: list[LoaderProcess] = []
         for _ in range(count):
             self._children.append(forker.fork())
 

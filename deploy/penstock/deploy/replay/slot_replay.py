@@ -1,7 +1,7 @@
 """Child process of `penstock replay`: one for each worker of the box, which runs the user's loader as the worker did.
 
-A fresh interpreter imports torch and forks the children, like a worker's fork server. A child is told where to start,
-and then how far to go. It reports the digest of each batch on the way, and can show the newest batch. Its tasks:
+A child (loader_processes.py) is told where to start, and then how far to go. It reports the digest of each batch on the
+way, and can show the newest batch. Its tasks:
 
     start      build the loader; go to the start of an attempt, a saved state or a snapshot, and on to a position
     go         advance to batch `total` of epoch `epoch`, or to the end of that epoch
@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy.random  # noqa: F401  # needed by every child, loaded once
-import torch
 
 from penstock.deploy.console.count_tables import counts_as_dict
-from penstock.deploy.forking_interpreter import serve, take_task
+from penstock.deploy.loader_processes import take_task
 from penstock.deploy.operations import batch_tables
 from penstock.proto.batch.digest import cover_of
 from penstock.proto.batch.replay_digest import ReplayDigest
@@ -32,31 +31,21 @@ from penstock.proto.errors import LaneLostError, ReplayMismatchError
 from penstock.proto.state.codec import decode_state
 from penstock.proto.state.counts import merged_rows
 from penstock.proto.v1 import records_pb2
-from penstock.worker.tools.loader_children import ControlChannel, plain_detail
-from penstock.worker.tools.user_loaders import (
-    Leg,
-    PositionedLoader,
-    RestartPoint,
-    Target,
-    catch_up,
-    leave,
-    start,
-    travel,
-)
+from penstock.worker.loader.restart_plan import Leg, Target
+from penstock.worker.loader.restart_points import RestartPoint
+from penstock.worker.loader.slot_loader import SlotLoader
+from penstock.worker.loader.start import start
+from penstock.worker.loader.travel import catch_up, leave, travel
+from penstock.worker.processes.control_channel import ControlChannel, plain_detail
 
-__all__ = ["main"]
+__all__ = ["run_child"]
 
 PROGRESS_S = 0.5
 """Seconds between two progress reports of a child process."""
 
 
-def main() -> None:
-    """Run the interpreter that forks the child processes, one for each worker of the box; the module's entry point."""
-    torch.set_num_threads(1)
-    serve(_serve)
-
-
-def _serve(channel: ControlChannel) -> None:
+def run_child(channel: ControlChannel) -> None:
+    """Do the tasks of one worker of the box; the program of a child process."""
     worker: _SlotReplay | None = None
     while True:
         task = take_task(channel)
@@ -76,7 +65,7 @@ def _serve(channel: ControlChannel) -> None:
 class _SlotReplay:
     def __init__(self, channel: ControlChannel, assignment: records_pb2.WorkerAssignment) -> None:
         self._channel = channel
-        self._source = PositionedLoader(assignment)
+        self._source = SlotLoader(assignment)
         self._replay_digest = ReplayDigest(cover=cover_of(assignment.loader.options))
         self._batch: Any = None
         self._digests: list[int] = []

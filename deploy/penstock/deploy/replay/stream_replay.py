@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from penstock.deploy.replay.replay_processes import Task, digests_of
 from penstock.proto.errors import StateUnavailableError
 from penstock.proto.state.position import Position, advance, chain_at
-from penstock.worker.tools.loader_children import ControlMessage
+from penstock.worker.processes.control_channel import ControlMessage
 
 __all__ = ["StreamReplay"]
 

@@ -1,9 +1,8 @@
 """`collate` and `empty`, with which users build a batch directly in the memory that it is sent from.
 
-Usually a batch is made in ordinary memory and copied into the ring, the shared memory through which batches are sent.
-Stacking samples is a copy, too: if the stack is written straight into the ring, the second copy is saved.
-entry_lease.py describes when that is safe. Otherwise, and outside a runner (the process that runs a user's loader),
-both functions do the same as torch's, so both can be used anywhere.
+Stacking samples is a copy: if the stack is written straight into the ring, the copy into the ring is saved.
+entry_lease.py describes when that is safe. Otherwise, and outside a runner, both functions do the same as torch's, so
+both can be used anywhere.
 
 torch is imported on first use, because the daemon imports this package and must not import torch. Code that needs torch
 and a ring is in stacking.py.
@@ -24,13 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["collate", "empty", "lend"]
 
 _builder: Builder | None = None
-"""Object that builds this process's batches in the ring, the shared memory from which batches are sent; None unless
-this process is a runner (the process of a slot that runs the user's loader)."""
+"""Object that builds this process's batches in the ring; None unless this process is a runner."""
 
 
 def lend(builder: Builder | None) -> None:
-    """Let `collate` and `empty` of this process build batches with `builder` from now on. With None they build in
-    ordinary memory, as they do at first in every process, also in a forked one."""
+    """Let `collate` and `empty` of this process build batches with `builder` from now on; None: in ordinary memory, as
+    at first in every process, also in a forked one."""
     global _builder
     _builder = builder
 

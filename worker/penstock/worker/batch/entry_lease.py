@@ -35,18 +35,15 @@ from penstock.proto.batch.flatten import ALIGN, FlatBatch
 from penstock.proto.lane.producer import FreeEntry, Producer
 from penstock.proto.lane.ring import MIN_ENTRIES
 
-__all__ = ["NOWHERE", "VAIN_LIMIT", "WORTH_FROM", "EntryArena", "EntryLease"]
-
 NOWHERE = 1 << 62
-"""Value of `EntryLease.cursor`, an offset beyond any ring entry. It is set after a value of unknown size, so that no
-later tensor or array of the same batch is placed in the entry."""
+"""Value of `EntryLease.cursor` beyond any ring entry, set after a value of unknown size, so that no later tensor or
+array of the same batch is placed in the entry."""
 WORTH_FROM = 512 << 10
 """Size of the smallest ring entry that is leased, in bytes: copying half a MiB takes 9 us, the same as a lease (see
 benchmarks/collate.md)."""
 VAIN_LIMIT = 8
-"""Number of consecutive batches that were built in a ring entry and had to be copied nevertheless. After that many, the
-rest of the epoch is built in ordinary memory: the loader keeps or changes its batches, and will probably continue to do
-so."""
+"""Number of consecutive batches that were built in a ring entry and had to be copied nevertheless, after which the rest
+of the epoch is built in ordinary memory: the loader keeps or changes its batches."""
 
 
 class EntryArena(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -68,7 +65,6 @@ class EntryLease:
 
     def __init__(self, producer: Producer, wait: Callable[[], bool]) -> None:
         self.offered = False
-        """True while user code is making a batch that will be streamed."""
         self.cursor = 0
         """Offset in the ring entry, in bytes, at which the batch's next tensor or array is placed."""
         self.built = 0
@@ -88,11 +84,8 @@ class EntryLease:
         ] = []  # (start, size) where the tensors of the last misplaced batch belonged
 
     def begin(self) -> EntryArena | None:
-        """Return the arena, an array over all bytes of the leased ring entry, in which user code builds the batch.
-        Return None if the batch must be built in ordinary memory.
-
-        The caller must keep a reference to the arena for as long as it uses `cursor`.
-        """
+        """Return the arena in which user code builds the batch; None if the batch must be built in ordinary memory. The
+        caller must keep a reference to the arena for as long as it uses `cursor`."""
         if not self.offered or threading.get_ident() != self._thread:
             return None
         arena = self._arena()
@@ -116,32 +109,28 @@ class EntryLease:
         return arena
 
     def place(self, arena: EntryArena, nbytes: int, *, guess: bool = False) -> int | None:
-        """Return the offset in bytes at which a tensor or array of `nbytes` bytes is to be built in the arena (the
-        memory of the leased ring entry), and move the cursor behind it. Return None if it must be built in ordinary
-        memory.
+        """Return the offset in bytes at which a tensor or array of `nbytes` bytes is to be built in the arena, and move
+        the cursor behind it. Return None if it must be built in ordinary memory.
 
         guess: True if the caller builds only some tensors of the batch in the arena, and does not know the sizes of
-        those in between, so that the cursor may be wrong. The offset is then guessed: batches often have one layout. It
-        is taken from the right layout of the last batch that had to be copied because its offsets were wrong.
+        those in between. The offset is then taken from the right layout of the last batch that had to be copied because
+        its offsets were wrong: batches often have one layout.
         """
-        at = self._guess(nbytes) if guess and self._leaf_ranges else self.cursor
-        if at is None or at + nbytes > len(arena):
+        offset = self._guess(nbytes) if guess and self._leaf_ranges else self.cursor
+        if offset is None or offset + nbytes > len(arena):
             return None
-        self.skip(at - self.cursor + nbytes)
-        return at
+        self.skip(offset - self.cursor + nbytes)
+        return offset
 
     def skip(self, nbytes: int) -> None:
-        """Move the cursor over the space of a tensor or array of `nbytes` bytes, which was built in ordinary memory and
-        is copied into the entry later."""
         self.cursor += (nbytes + ALIGN - 1) & -ALIGN
 
     def take(self, flat: FlatBatch, need: int) -> FreeEntry | None:
-        """Return the leased ring entry if the batch `flat` may be published there: all of its tensors and arrays in the
-        entry lie at their final offsets, and no other code holds one of them. Otherwise return None: the caller must
-        reserve another entry and copy `flat` there.
+        """Return the leased ring entry if the batch `flat` may be published there: all of its leaves in the entry lie
+        at their final offsets, and no other code holds one of them. Otherwise return None: the caller must copy `flat`
+        to another entry.
 
-        The caller must hold no other reference to the batch.
-        need: smallest size in bytes that the entry must have.
+        The caller must hold no other reference to the batch. need: smallest size of the entry in bytes.
         """
         reserved, arena = self._reserved, self._arena()
         if reserved is None:
@@ -166,15 +155,13 @@ class EntryLease:
         return None
 
     def release(self) -> None:
-        """Return the leased ring entry to the ring at the end of an epoch, unless user code still holds a tensor or
-        array in it, or a forked child may hold one."""
         self._vain = 0
         if self._reserved is not None and self._arena() is None and not self._forked:
             self._return()
 
     def forking(self) -> None:
-        """Record that this process is about to be forked. If user code holds tensors or arrays in the leased ring
-        entry, the child gets views of the entry, so the entry is not used again while its ring is in use."""
+        """Record that this process is about to be forked: the child gets views of the entry if user code holds a part
+        of it, so the entry is not used again while its ring is in use."""
         if self._arena() is not None:
             self._forked = True
 
@@ -194,8 +181,6 @@ class EntryLease:
         self._forked = False
 
     def _guess(self, nbytes: int) -> int | None:
-        """Return the offset in bytes that a tensor of `nbytes` bytes had in the right layout of the last batch that was
-        built at wrong offsets. Return None if that layout has no tensor of this size at the cursor or behind it."""
         for start, size in self._leaf_ranges:
             if size == nbytes and start >= self.cursor:
                 return start

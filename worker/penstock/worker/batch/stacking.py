@@ -19,14 +19,11 @@ from torch.utils.data._utils import collate as torchs
 from penstock.proto.batch.assemble import CARRIERS
 from penstock.worker.batch.entry_lease import NOWHERE, EntryArena, EntryLease
 
-__all__ = ["Builder"]
-
 _dtype_of = attrgetter("dtype")
 
 
 class Builder:
-    """Builder of a runner's batches in ring entries (cells of the shared memory from which batches are sent). It
-    implements `collate` and `empty` of building.py."""
+    """Builder of a runner's batches in ring entries. It implements `collate` and `empty` of building.py."""
 
     def __init__(self, lease: EntryLease) -> None:
         self.lease = lease
@@ -36,7 +33,6 @@ class Builder:
         self._table: dict[Any, Any] = {}
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None) -> torch.Tensor | None:
-        """Return a tensor in the leased ring entry. Return None if the caller must allocate it in ordinary memory."""
         arena = self.lease.begin()
         if arena is None:
             return None
@@ -44,7 +40,6 @@ class Builder:
         return self._cut(arena, dims, torch.get_default_dtype() if dtype is None else dtype, guess=True)
 
     def collate(self, samples: list[Any]) -> Any:
-        """Run torch's default_collate, and build the tensors of its result in the leased ring entry where possible."""
         arena = self.lease.begin()
         if arena is None:
             return torchs.default_collate(samples)  # type: ignore[no-untyped-call]
@@ -59,8 +54,8 @@ class Builder:
             del arena  # keeps the lease's cursor valid until here
 
     def _stack(self, samples: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
-        """Stack tensors into the leased ring entry with torch.stack. Call torch's own collate function for inputs that
-        torch.stack refuses or treats differently."""
+        """Stack tensors into the leased ring entry. torch's own function does what torch.stack refuses or treats
+        differently."""
         lease = self.lease
         dtype = samples[0].dtype
         if (
@@ -79,8 +74,8 @@ class Builder:
         return self._leaf(torchs.collate_tensor_fn, samples, collate_fn_map=collate_fn_map)
 
     def _leaf(self, plain: Callable[..., Any], samples: Any, *, collate_fn_map: Any = None) -> Any:
-        """Call torch's collate function `plain` for the samples' values at one place of their structure, and return the
-        result. Move the lease's cursor by the size of the result, unless a nested call has moved the cursor."""
+        """Call torch's collate function `plain`, and move the lease's cursor by the size of the result, unless a nested
+        call has moved it."""
         cursor = self.lease.cursor
         made = plain(samples, collate_fn_map=collate_fn_map)
         if self.lease.cursor == cursor:
@@ -96,23 +91,21 @@ class Builder:
         elif kind is bytes:
             self.lease.skip(len(made))
         elif kind is list or kind is tuple:
-            for one in made:
-                self._skip(one)
+            for part in made:
+                self._skip(part)
         else:
             self.lease.cursor = NOWHERE  # of unknown size: later leaves are built elsewhere
 
     def _cut(
         self, arena: EntryArena, dims: tuple[int, ...], dtype: torch.dtype, *, guess: bool = False
     ) -> torch.Tensor | None:
-        """Return a tensor of shape `dims` whose memory is in the arena (the bytes of the leased ring entry); None if
-        the tensor does not fit there, is empty, or has a dtype that a batch cannot hold."""
         known = CARRIERS.get(dtype)
         count = prod(dims)
         if known is None or count <= 0 or min(dims, default=1) < 0:
             return None
         carrier, view = known
-        at = self.lease.place(arena, count * carrier.itemsize, guess=guess)
-        if at is None:
+        offset = self.lease.place(arena, count * carrier.itemsize, guess=guess)
+        if offset is None:
             return None
-        made = torch.from_numpy(np.ndarray(dims, carrier, arena, at))
+        made = torch.from_numpy(np.ndarray(dims, carrier, arena, offset))
         return made if view is None else made.view(view)

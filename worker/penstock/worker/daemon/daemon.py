@@ -1,7 +1,5 @@
-"""The worker daemon: registers with the coordinator, asks which slots to run, starts and stops them.
-
-A slot is a logical worker of a training run, comparable to one worker process of a torch DataLoader. A child process,
-the runner, runs the slot's loader (docs/concepts.md). The daemon itself never runs user code.
+"""The worker daemon: registers with the coordinator, asks which slots to run, starts and stops them. It never runs user
+code.
 
 Each heartbeat's reply holds the whole set of slots that this worker should run. The daemon starts slots that are
 missing and stops slots that are not in the set, so a lost, late or repeated message does no harm.
@@ -15,7 +13,6 @@ import logging
 import os
 import random
 import secrets
-import signal
 import socket
 import time
 from collections import Counter
@@ -29,81 +26,86 @@ from penstock.proto.rpc.channel import VERSION, detail_of, host_id
 from penstock.proto.rpc.credentials.tickets import check_ticket
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.runtime.process.liveness_file import LivenessWriter
-from penstock.runtime.process.watch import Process, become_subreaper
 from penstock.worker.daemon.heartbeats import Heartbeats, fitted
 from penstock.worker.daemon.listeners import LaneListeners, slot_of
 from penstock.worker.daemon.worker_settings import DaemonSettings, own_name, user_of_runners
-from penstock.worker.helpers.blobs import Blobs
-from penstock.worker.processes.child_output import unblocked_logging
-from penstock.worker.processes.child_processes import ForkServer, end_orphans
+from penstock.worker.processes.child_processes import about_slot
+from penstock.worker.processes.fork_servers import KeptForkServer, TemporaryFolders, end_orphans
 from penstock.worker.processes.interpreters import StartedForkServer, missing_packages, working_directory
-from penstock.worker.processes.kept_fork_server import KeptForkServer
-from penstock.worker.processes.temporary_folders import TemporaryFolders
+from penstock.worker.processes.process_use import cores
+from penstock.worker.processes.turn_queue import TurnQueue
 from penstock.worker.processes.user_code import BY_VALUE, MAIN, check_allowed, check_plain
-from penstock.worker.resources.processor_time import cores
-from penstock.worker.resources.turn_queue import TurnQueue
+from penstock.worker.slots.blobs import Blobs
 from penstock.worker.slots.slot import Slot
-from penstock.worker.slots.slot_interfaces import COORDINATOR_ERRORS, DaemonCounters, SlotKey, SnapshotQuota, key_of
-
-__all__ = ["Daemon", "serve"]
+from penstock.worker.slots.slot_record import (
+    COORDINATOR_ERRORS,
+    DaemonCounters,
+    SlotHost,
+    SlotKey,
+    SnapshotQuota,
+    key_of,
+)
 
 _log = logging.getLogger("penstock.worker")
 
 RETRY_S = 0.3
-"""Seconds between a failed call to the coordinator and the next try."""
 UNAVAILABLE_AGAIN_S = 60.0
 """Seconds between two log lines that say that the coordinator cannot be reached."""
 ATTACH_DEADLINE_S = 30.0
 """Largest number of seconds that a runner may take to accept a connection from a training job."""
 HELPERS_AT_ONCE = 2
-"""Smallest limit on helper processes that work at the same time; with more than two cores the limit is one per core."""
+"""Smallest limit on helper processes that work at the same time; with more than two cores it is one per core."""
 ASSIGNED = 2
-"""Largest number of assignments read from a coordinator's reply, as a multiple of the worker's number of slots. With 8
-slots: 16 are read, 8 slots are started, and the other 8 are reported lost."""
+"""Largest number of assignments read from a coordinator's reply, as a multiple of the worker's number of slots. Those
+beyond the number of slots are reported lost."""
 ANSWERS_AT_ONCE = 1024
-"""Largest number of requests for slots' states that are answered at the same time. The coordinator sends no more."""
+"""Largest number of state requests that are answered at the same time. The coordinator sends no more."""
 TURN_S = 0.5
 """Seconds between two reports of the event loop to the heartbeat thread that it still makes progress."""
 
 
 class Daemon:
-    """Worker daemon: runs each slot that the coordinator assigns in a child process. `run()` returns after `stop()`."""
+    """Worker daemon: runs each slot that the coordinator assigns in a child process. `run()` returns after `stop()`.
+
+    fork_server: process, already started for this daemon, from which runners are forked. None: one is started for the
+    first slot.
+    """
 
     def __init__(self, settings: DaemonSettings, fork_server: StartedForkServer | None = None) -> None:
-        """Store the settings; `run()` registers and serves.
-
-        fork_server: process, already started for this daemon, from which runners are forked. None: one is started for
-        the first slot.
-        """
         self.settings = settings
-        self.name = settings.name or own_name()
-        self.coordinator = AsyncCoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
-        self.helper_turns = TurnQueue(max(HELPERS_AT_ONCE, cores()))
-        self.blobs = Blobs(self._connect)
-        self.runner_memory = settings.runner_memory
-        self.starts = TurnQueue(settings.starts or cores())
-        self.embedded = settings.embedded
-        user = user_of_runners(settings)
+        user, starts = user_of_runners(settings), TurnQueue(settings.starts or cores())
         self._tempdirs = TemporaryFolders(user)
-        self._fork_server = KeptForkServer(
-            self._tempdirs,
-            self.starts,
-            settings.start_timeout_s,
-            sandboxed=not settings.no_sandbox,
-            user=user,
-            started=fork_server,
+        self.host = SlotHost(
+            settings.name or own_name(),
+            AsyncCoordinatorClient(settings.coordinator, settings.token, tls=settings.tls),
+            Blobs(self._connect),
+            KeptForkServer(
+                self._tempdirs,
+                starts,
+                settings.start_timeout_s,
+                sandboxed=not settings.no_sandbox,
+                user=user,
+                started=fork_server,
+            ),
+            starts,
+            TurnQueue(max(HELPERS_AT_ONCE, cores())),
+            SnapshotQuota(every_s=1.0, bytes_per_s=4 << 20),
+            DaemonCounters(),
+            lambda: self._dirty.set(),
+            settings.runner_memory,
+            settings.embedded,
         )
         self._heart = Heartbeats(
             self._connect,
             lambda: self._heartbeat(0.0, bare=True),
-            lambda: self._lease_s,
+            lambda: self.lease_s,
         )
         self._session = secrets.token_hex(8)
         self._liveness = LivenessWriter(settings.liveness_file)
-        self._hold_s, self._lease_s = HOLD_S, 0.0
+        self._hold_s = HOLD_S
+        self.lease_s = 0.0
+        """Seconds without a heartbeat after which the coordinator counts this worker as dead; 0 before the first."""
         self._pace = PollPace()
-        self.snapshot_quota = SnapshotQuota(every_s=1.0, bytes_per_s=4 << 20)
-        self.counters = DaemonCounters()
         self.state_answers: Counter[str] = Counter()
         """Number of answers to state requests by result: "ok", "error" or "dropped" (not sent)."""
         self.started_at = time.monotonic()
@@ -111,34 +113,27 @@ class Daemon:
         """Monotonic time of the coordinator's last answer, seconds; None before the first."""
         self._slots: dict[SlotKey, Slot] = {}
         self._unstarted: dict[SlotKey, coordinator_pb2.SlotReport] = {}
-        """Reports of assigned slots that could not be started on this worker."""
         self._answered: set[str] = set()
         self._answering = 0
-        """Number of requests for slots' states, from the coordinator, that are being answered now."""
         self._unanswered = False
-        """True if ANSWERS_AT_ONCE requests for slots' states were being answered when another one arrived."""
         self._made = self._seen = 0
-        """Version numbers of the coordinator's replies. Each new reply has a higher one. `_made`: version of the last
-        reply that was applied. `_seen`: version that heartbeats report as known; with 0 the coordinator sends its whole
-        reply again."""
-        self._listeners = LaneListeners(self._attach, settings.tls, insecure=settings.insecure)
+        """Version numbers of the coordinator's replies, which rise. `_made`: the last one that was applied. `_seen`:
+        the one that heartbeats report as known; with 0 the coordinator sends its whole reply again."""
+        self.listeners = LaneListeners(self._attach, settings.tls, insecure=settings.insecure)
         self._clock_offset = 0.0
         """Coordinator's Unix time minus this worker's monotonic clock at the last reply, in seconds."""
         self._dirty = asyncio.Event()
         self._assigned = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
-        """Tasks that stop slots. These tasks are never cancelled, so that the slots' runners are reaped."""
+        """Tasks that stop slots. They are never cancelled, so that the slots' runners are reaped."""
         self._draining = self._leaving = False
-        """Reasons why this worker gets no new slots. `_draining`: the coordinator drains the worker. `_leaving`: the
-        worker is about to end."""
+        """Reasons why this worker gets no new slots: the coordinator drains it, or it is about to end."""
         self._stuck = 0
-        """Number of this worker's slots for which no other worker has free capacity, as the coordinator reports during
-        a drain."""
+        """Number of this worker's slots for which no other worker has free capacity, during a drain."""
         self._commit_mark = b""
-        """Number of the newest journal commit that the coordinator reported, with the coordinator's signature; b""
-        before the first report. Each heartbeat carries it, so that a coordinator that restarts with an older journal
-        detects the missing commits."""
+        """Number of the newest journal commit that the coordinator reported, with its signature. Each heartbeat carries
+        it, so that a coordinator that restarts with an older journal detects the missing commits."""
         self._replied = asyncio.Event()
         self.stopping = asyncio.Event()
         self._at_once = asyncio.Event()
@@ -153,7 +148,7 @@ class Daemon:
 
     async def run(self, ready: Callable[[str], None] | None = None) -> None:
         """Register, call `ready` with the worker's name, serve until `stop()`, migrate the slots, end all processes."""
-        self._listeners.open(self.settings.listen)
+        self.listeners.open(self.settings.listen)
         stop = asyncio.ensure_future(self.stopping.wait())
         try:
             registering = asyncio.ensure_future(self._register(first=True))
@@ -171,11 +166,14 @@ class Daemon:
                 _log.warning(
                     "allow=%s: this worker cannot import the module, so each input_fn in it will fail. Install the "
                     "module, add its folder to PYTHONPATH, or start the worker in its folder (now: %s)",
-                    *(prefix, working_directory()),
+                    prefix,
+                    working_directory(),
                 )
-            _log.info("worker %s: %d slots, batches at %s", self.name, self.settings.slots, self._listeners.tcp_address)
+            _log.info(
+                "worker %s: %d slots, batches at %s", self.host.name, self.settings.slots, self.listeners.tcp_address
+            )
             if ready is not None:
-                ready(self.name)
+                ready(self.host.name)
             self._heart.start()
             loops = [asyncio.ensure_future(work) for work in (self._heartbeats(), self._report_changes(), self._turn())]
             migrating = asyncio.ensure_future(self._migrate_slots())
@@ -199,7 +197,7 @@ class Daemon:
             if self._draining and self._stuck >= len(self._slots):
                 _log.info(
                     "worker %s: no other worker has free capacity for its %d slots, so it ends without moving them",
-                    self.name,
+                    self.host.name,
                     len(self._slots),
                 )
                 break
@@ -210,12 +208,10 @@ class Daemon:
         at_once.cancel()
 
     def _connect(self) -> CoordinatorClient:
-        """Return a new client of the coordinator, to be used by one thread only."""
         settings = self.settings
         return CoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
 
     async def _turn(self) -> None:
-        """Report to the heartbeat thread every TURN_S seconds that the event loop makes progress."""
         while True:
             self._heart.turned()
             await asyncio.sleep(TURN_S)
@@ -223,38 +219,38 @@ class Daemon:
     async def _leave(self) -> None:
         self._heart.stop()
         with contextlib.suppress(PenstockError, TimeoutError):
-            request = coordinator_pb2.DeregisterWorkerRequest(worker=self.name, session=self._session)
-            await asyncio.wait_for(self.coordinator.deregister(request), 2.0)
-        self._listeners.close()
+            request = coordinator_pb2.DeregisterWorkerRequest(worker=self.host.name, session=self._session)
+            await asyncio.wait_for(self.host.coordinator.deregister(request), 2.0)
+        self.listeners.close()
         for task in self._tasks:
             task.cancel()
         for key in list(self._slots):
             self._stop_slot(key)
         await asyncio.gather(*self._tasks, *self._ending, return_exceptions=True)
-        await self._fork_server.close()
-        self.blobs.close()
+        await self.host.fork_server.close()
+        self.host.blobs.close()
         await end_orphans()
         self._tempdirs.close()
-        await self.coordinator.close()
+        await self.host.coordinator.close()
 
     async def _register(self, first: bool = False) -> None:
         request = coordinator_pb2.RegisterWorkerRequest(
             version=VERSION,
-            worker=self.name,
+            worker=self.host.name,
             session=self._session,
             host_id=host_id(),
             slots=self.settings.slots,
             cores=cores(),
-            local_address=self._listeners.local_address,
-            tcp_address=self._listeners.tcp_address,
+            local_address=self.listeners.local_address,
+            tcp_address=self.listeners.tcp_address,
             allow=self.settings.allow,
             draining=self._draining,
             commit_mark=self._commit_mark,
         )
         while True:
             try:
-                reply = await self.coordinator.register(request)
-                self._hold_s, self._lease_s = intervals(reply)
+                reply = await self.host.coordinator.register(request)
+                self._hold_s, self.lease_s = intervals(reply)
                 self._note_answer()
                 # a coordinator that does not know this worker may be a new one, whose version numbers start again
                 self._made = self._seen = 0
@@ -276,7 +272,7 @@ class Daemon:
         while True:
             await asyncio.sleep(self._pace.delay_s())
             try:
-                reply = await self.coordinator.heartbeat(self._heartbeat(self._hold_s))
+                reply = await self.host.coordinator.heartbeat(self._heartbeat(self._hold_s))
                 self._note_answer()
             except COORDINATOR_ERRORS as error:
                 self._liveness.turned()
@@ -303,7 +299,7 @@ class Daemon:
             await self._dirty.wait()
             self._dirty.clear()
             try:
-                reply = await self.coordinator.heartbeat(self._heartbeat(0.0))
+                reply = await self.host.coordinator.heartbeat(self._heartbeat(0.0))
             except COORDINATOR_ERRORS:
                 await asyncio.sleep(RETRY_S)
                 self._dirty.set()
@@ -313,23 +309,21 @@ class Daemon:
                 self._take(reply)
 
     def _note_answer(self) -> None:
-        """Record that the coordinator has answered a call."""
         self.answered_at = time.monotonic()
         self._heart.note_answer()
         self._liveness.note_answer()
 
     def _take(self, reply: coordinator_pb2.HeartbeatReply) -> None:
-        self._hold_s, self._lease_s = intervals(reply)
+        self._hold_s, self.lease_s = intervals(reply)
         self._clock_offset = within(reply.wall_s, MOST, 0.0) - time.monotonic()
         if reply.draining != self._draining:
             drains = "drains: its slots move to other workers"
-            _log.info("worker %s: %s", self.name, drains if reply.draining else "takes slots again")
+            _log.info("worker %s: %s", self.host.name, drains if reply.draining else "takes slots again")
         self._draining, self._stuck = reply.draining, reply.stuck
         self._commit_mark = reply.commit_mark
-        self.snapshot_quota = SnapshotQuota(
-            within(reply.snapshot_every_s, MOST, self.snapshot_quota.every_s),
-            within(reply.snapshot_bytes_per_s, MOST, self.snapshot_quota.bytes_per_s),
-        )
+        quota = self.host.snapshot_quota
+        quota.every_s = within(reply.snapshot_every_s, MOST, quota.every_s)
+        quota.bytes_per_s = within(reply.snapshot_bytes_per_s, MOST, quota.bytes_per_s)
         # a reply with a lower version was overtaken by the reply to a later heartbeat
         if not reply.unchanged and reply.version >= self._made:
             self._made = self._seen = reply.version
@@ -337,17 +331,13 @@ class Daemon:
         self._replied.set()
 
     def _heartbeat(self, hold_s: float, bare: bool = False) -> coordinator_pb2.HeartbeatRequest:
-        """Build a heartbeat request.
-
-        hold_s: seconds that the coordinator may delay its reply until something changes. bare: True leaves out the
-        slots' reports, which only the event loop may read.
-        """
+        """Build a heartbeat request. bare: True leaves out the slots' reports, which only the event loop may read."""
         return coordinator_pb2.HeartbeatRequest(
-            worker=self.name,
+            worker=self.host.name,
             session=self._session,
             seen_version=self._seen,
             hold_s=hold_s,
-            lease_s=self._lease_s,
+            lease_s=self.lease_s,
             leaving=self._leaving,
             slots=[]
             if bare
@@ -361,13 +351,18 @@ class Daemon:
         if len(reply.assignments) > most:
             _log.warning(
                 "worker %s has %d slots, but the coordinator assigned %d; assignments after the first %d are ignored",
-                *(self.name, self.settings.slots, len(reply.assignments), most),
+                self.host.name,
+                self.settings.slots,
+                len(reply.assignments),
+                most,
             )
         wanted = {key_of(assignment): assignment for assignment in reply.assignments[:most]}
         why = {key_of(taken): taken.why for taken in reply.taken}
         for key in [key for key in self._slots if key not in wanted]:
             slot = self._slots[key]
-            slot.log.info("%s: removed from worker %s: %s", slot.name, self.name, why.get(key, "no reason given"))
+            slot.record.log.info(
+                "%s: removed from worker %s: %s", slot.record.name, self.host.name, why.get(key, "no reason given")
+            )
             self._stop_slot(key)
         self._unstarted = {key: report for key, report in self._unstarted.items() if key in wanted}
         for key, assignment in wanted.items():
@@ -393,22 +388,16 @@ class Daemon:
             self._spawn(self._answer_one(request))
 
     def _start_slot(self, key: SlotKey, assignment: records_pb2.WorkerAssignment) -> None:
-        """Start a slot. If it cannot be started, report the slot lost, so that the daemon's other slots continue."""
         try:
             if len(self._slots) >= self.settings.slots:
                 raise OverloadedError(
-                    f"all {self.settings.slots} slots of worker {self.name} are in use; another worker gets this slot"
+                    f"all {self.settings.slots} slots of worker {self.host.name} are in use; another one gets this slot"
                 )
             self._begin_slot(key, assignment)
         except (PenstockError, OSError) as error:  # for example no memory or no descriptors
             _log.warning("run %s box %d slot %d cannot be started: %s", *key[:1], *key[2:4], error)
-            run, attempt, box, slot, generation = key
             self._unstarted[key] = coordinator_pb2.SlotReport(
-                run=run,
-                attempt=attempt,
-                box=box,
-                slot=slot,
-                generation=generation,
+                **about_slot(assignment),
                 phase=coordinator_pb2.FAILED,
                 error=detail_of(error),
                 lost=True,
@@ -419,7 +408,7 @@ class Daemon:
         loader = assignment.loader
         loader.ClearField("allow")
         loader.allow.extend(self.settings.allow)
-        slot = self._slots[key] = Slot(self, assignment)
+        slot = self._slots[key] = Slot(self.host, assignment)
         try:
             if not self.settings.embedded:
                 check_plain(loader)
@@ -431,17 +420,17 @@ class Daemon:
         slot.start()
 
     def _stop_slot(self, key: SlotKey) -> None:
-        self._listeners.drop(key)
+        self.listeners.drop(key)
         task = asyncio.ensure_future(self._slots.pop(key).stop())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
     def _drop_unused(self) -> None:
-        """Release large values (blobs) that were kept for runs that have no slot on this worker any more. If no slot is
-        left, let the fork server end after a delay, in case another run starts soon."""
-        needed = [slot.assignment for slot in self._slots.values()]
-        self.blobs.keep({name for each in needed for name in (each.loader.arguments_blob, each.resume.blob)})
-        self._fork_server.keep(needed=bool(self._slots))
+        """Release values that were kept for runs that have no slot here any more. If no slot is left, let the fork
+        server end after a delay, in case another run starts soon."""
+        needed = [slot.record.assignment for slot in self._slots.values()]
+        self.host.blobs.keep({name for each in needed for name in (each.loader.arguments_blob, each.resume.blob)})
+        self.host.fork_server.keep(needed=bool(self._slots))
 
     async def _answer_one(self, request: coordinator_pb2.StateRequest) -> None:
         request.deadline_s = within(request.deadline_s, MOST, 0.0)
@@ -463,27 +452,20 @@ class Daemon:
         answer, data = answered
         answer.session = self._session
         try:
-            await self.coordinator.put_state(answer, data)
+            await self.host.coordinator.put_state(answer, data)
             self.state_answers["error" if answer.HasField("error") else "ok"] += 1
         except PenstockError as error:
             self.state_answers["dropped"] += 1
-            slot.log.warning("%s: the slot's state could not be sent to the coordinator: %s", slot.name, error.message)
+            record = slot.record
+            record.log.warning(
+                "%s: the slot's state could not be sent to the coordinator: %s", record.name, error.message
+            )
             self._not_answered(request.request)
 
     def _not_answered(self, request: str) -> None:
-        """Forget that the request for a slot's state with the id `request` was received. The next heartbeat makes the
-        coordinator send its whole reply, which contains the request again if it is still open."""
+        """Let the coordinator send its whole reply again, which repeats the request if it is still open."""
         self._answered.discard(request)
         self._seen = 0
-
-    # ---- SlotHost
-
-    async def fork_server(self, assignment: records_pb2.WorkerAssignment) -> ForkServer:
-        """Return the daemon's fork server, from which all child processes are forked. Start one if none runs."""
-        return await self._fork_server.get(main_script=bool(assignment.loader.main_path))
-
-    def slot_changed(self) -> None:
-        self._dirty.set()
 
     # ---- lanes
 
@@ -491,62 +473,19 @@ class Daemon:
         slot = self._slots.get(slot_of(hello))
         if slot is None:
             raise SupersededError(
-                f"worker {self.name} no longer has box {hello.box} slot {hello.slot} of run {hello.run} (attempt "
+                f"worker {self.host.name} no longer has box {hello.box} slot {hello.slot} of run {hello.run} (attempt "
                 f"{hello.attempt}, generation {hello.generation}): the slot has moved to another worker, or its run is "
                 "over. A job that still runs connects to the slot's new worker by itself"
             )
         now = self._clock_offset + time.monotonic()
-        check_ticket(hello.ticket, slot.assignment.lane_key, now, slot.name)
-        await slot.attach(sock, hello, ATTACH_DEADLINE_S)
-
-    # ---- for worker_metrics.py
+        check_ticket(hello.ticket, slot.record.assignment.lane_key, now, slot.record.name)
+        await slot.lanes.attach(sock, hello, ATTACH_DEADLINE_S)
 
     @property
     def slots(self) -> list[Slot]:
-        """Slots on this worker now."""
         return list(self._slots.values())
-
-    @property
-    def listeners(self) -> LaneListeners:
-        """Listeners for this worker's lanes."""
-        return self._listeners
-
-    @property
-    def lease_s(self) -> float:
-        """Seconds without a heartbeat after which the coordinator counts this worker as dead; 0 before the first
-        reply."""
-        return self._lease_s
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-async def serve(
-    settings: DaemonSettings,
-    ready: Callable[[str], None] | None = None,
-    fork_server: StartedForkServer | None = None,
-) -> None:
-    """Run a daemon until SIGTERM or SIGINT, or until a process in `settings.parent_pids` ends.
-
-    ready: called with the worker's name once the worker is registered. fork_server: see `Daemon`.
-    """
-    daemon = Daemon(settings, fork_server)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, daemon.stop)
-    for pid in settings.parent_pids:
-        try:
-            Process(pid).on_end(daemon.stopping.set)
-        except ProcessLookupError:
-            return
-    become_subreaper()  # adopts the children of a fork server that dies
-    with unblocked_logging(), contextlib.ExitStack() as closing:
-        if settings.http:
-            from penstock.worker.daemon.worker_metrics import open_web
-
-            web = open_web(daemon, loop)
-            closing.callback(web.close)
-            _log.info("metrics at %s/metrics", web.url)
-        await daemon.run(ready)

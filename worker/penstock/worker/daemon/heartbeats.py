@@ -1,14 +1,13 @@
 """Heartbeats that do not wait for the daemon's event loop.
 
-The event loop sends a heartbeat with the reports of the worker's slots, and gets its assignments in the reply. While
-the loop is busy with something else, such as hundreds of states at once, it sends no heartbeats. After the time called
-*lease* the coordinator would take the worker for dead, and move all of its slots. So a thread watches the time since
-the coordinator's last answer. If that time is too long, the thread sends a bare heartbeat (one without slot reports)
-over a connection of its own, and ignores the answer. The thread closes this connection once the event loop gets answers
-again. Otherwise each worker would hold two connections to the coordinator after an outage.
+While the loop is busy, such as with hundreds of states at once, it sends no heartbeats, and after the *lease* the
+coordinator would take the worker for dead, and move all of its slots. So a thread watches the time since the
+coordinator's last answer. If that is too long, the thread sends a bare heartbeat (one without slot reports) over a
+connection of its own, and ignores the answer. It closes this connection once the event loop gets answers again.
+Otherwise each worker would hold two connections to the coordinator after an outage.
 
-A thread is used and not a process, because heartbeats must stop when the daemon is stopped or killed. The heartbeats
-also stop `HANGS_S` seconds after the event loop has stopped making progress. Other workers then get the slots.
+A thread is used and not a process, because heartbeats must stop when the daemon is stopped or killed. They also stop
+`HANGS_S` seconds after the event loop has stopped making progress. Other workers then get the slots.
 """
 
 from __future__ import annotations
@@ -22,18 +21,14 @@ from penstock.proto.errors import PenstockError
 from penstock.proto.rpc.wire_errors import cut
 from penstock.proto.v1 import coordinator_pb2
 
-__all__ = ["Heartbeats", "fitted"]
-
 REPORTS_MAX = 3 << 20
 """Largest total size of the slots' reports in one heartbeat, in bytes. The coordinator accepts messages of 4 MiB."""
 BARE = 300
 """Bytes reserved in a shortened slot report for all fields except its texts and the run's name."""
 
 LATE = 0.5
-"""Share of the lease that may pass without an answer of the coordinator before the thread sends a heartbeat. The lease
-is the time without heartbeats after which the coordinator takes a worker for dead."""
+"""Share of the lease that may pass without an answer of the coordinator before the thread sends a heartbeat."""
 LOOKS = 8
-"""Number of times per lease that the thread checks whether a heartbeat is due."""
 HANGS_S = 60.0
 """Seconds without progress of the event loop after which it counts as hanging, not busy."""
 SOON_S = 0.5
@@ -41,8 +36,8 @@ SOON_S = 0.5
 
 
 def fitted(reports: list[coordinator_pb2.SlotReport]) -> list[coordinator_pb2.SlotReport]:
-    """Return the slots' reports, shortened if necessary, so that together they fit into one heartbeat (REPORTS_MAX
-    bytes). Of 8 reports that are too large together, those above an eighth of REPORTS_MAX are cut."""
+    """Return the slots' reports, so shortened that together they fit into one heartbeat (REPORTS_MAX bytes). Of 8
+    reports that are too large together, those above an eighth of REPORTS_MAX are cut."""
     if sum(report.ByteSize() for report in reports) <= REPORTS_MAX:
         return reports
     share = REPORTS_MAX // len(reports)
@@ -70,10 +65,8 @@ class _Client(Protocol):
 class Heartbeats:
     """Thread that sends heartbeats while the daemon's event loop is too busy to send them.
 
-    Args:
-        connect: returns the client with which the thread calls the coordinator.
-        bare: returns a heartbeat without slot reports, which only renews the lease.
-        lease_s: returns the last lease from the coordinator, in seconds; 0 before the first.
+    connect: returns the client with which the thread calls the coordinator. bare: returns a heartbeat without slot
+    reports. lease_s: returns the last lease from the coordinator, in seconds; 0 before the first.
     """
 
     def __init__(
@@ -85,34 +78,28 @@ class Heartbeats:
         self._connect, self._bare, self._lease_s = connect, bare, lease_s
         self._answered = self._turned = time.monotonic()
         self._loop_is_answered = True
-        """False from the thread's first heartbeat until the coordinator answers a heartbeat of the event loop again."""
+        """False from the thread's first heartbeat until the coordinator answers one of the event loop again."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-heart", daemon=True)
         self.heartbeats = 0
-        """Number of the thread's heartbeats, sent because the event loop was late, that the coordinator has
-        answered."""
+        """Number of the thread's heartbeats that the coordinator has answered."""
 
     def start(self) -> None:
-        """Start the thread, which sends heartbeats when they are due until `stop` is called."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Let the thread end and send no more heartbeats, because the worker is about to end. Return without waiting
-        for the thread."""
         self._stopped.set()
 
     def note_answer(self) -> None:
-        """Record that the coordinator has answered the event loop."""
         self._answered = self._turned = time.monotonic()
         self._loop_is_answered = True
 
     def turned(self) -> None:
-        """Record that the event loop makes progress. The event loop calls this every half second."""
         self._turned = time.monotonic()
 
     def is_due(self, now: float, lease_s: float) -> bool:
-        """Return True if the thread must send a heartbeat at monotonic time `now` (seconds): the coordinator's last
-        answer is too old, and the event loop still makes progress."""
+        """Return True if the thread must send a heartbeat at monotonic time `now`: the coordinator's last answer is too
+        old, and the event loop still makes progress."""
         return lease_s > 0 and now - self._answered > LATE * lease_s and now - self._turned < HANGS_S
 
     def _run(self) -> None:

@@ -1,14 +1,13 @@
 """Listeners for lanes, the connections through which training jobs (consumers) read a slot's batches: an abstract Unix
 socket for consumers on this host, a TCP port for others.
 
-A consumer sends a Hello message. If the Hello has a valid ticket for the slot, the daemon passes the connection to the
-runner and takes no further part. For a consumer on another host the daemon starts a sender in between, which the runner
-treats as any other consumer.
+If a consumer's Hello has a valid ticket for the slot, the daemon passes the connection to the runner and takes no
+further part. For a consumer on another host it starts a sender in between, which the runner treats as any other
+consumer.
 
-A peer that has not sent a Hello must cost little: the peer gets no thread, may send only the bytes of a handshake and a
+A peer that has not sent a Hello must cost little: it gets no thread, may send only the bytes of a handshake and a
 Hello, and has one deadline for both. The number of such peers is limited. At the limit, the daemon closes the oldest
-such connection of the address that has the most of them. So a peer that opens many silent connections loses its own;
-other peers send their Hello within milliseconds, and are not affected.
+such connection of the address that has the most of them. So a peer that opens many silent connections loses its own.
 
 Every user of this host can connect to an abstract Unix socket (except from another network namespace), so the daemon
 checks the peer's user, which the kernel reports. With TLS, the certificate of a consumer on another host is checked
@@ -46,33 +45,24 @@ from penstock.proto.rpc.tls import Renewing, dns_names, no_tls_here
 from penstock.proto.v1 import lane_pb2
 from penstock.runtime.telemetry.logs import RepeatedWarnings
 from penstock.worker.daemon.sender import Sender
-from penstock.worker.slots.slot_interfaces import SlotKey
-
-__all__ = ["LaneListeners", "slot_of"]
+from penstock.worker.slots.slot_record import SlotKey
 
 _log = logging.getLogger("penstock.worker")
 HELLO_DEADLINE_S = 10.0
 """Largest number of seconds that a peer may take for the TLS handshake and the Hello together."""
 WAITING = 256
-"""Largest number of open connections that have not sent a Hello."""
 SHOWN = 200
-"""Largest number of characters of a peer's own text that an error quotes."""
 PAUSE_S = 0.1
-"""Seconds to wait after an incoming connection could not be accepted, for example because no file descriptor was free.
-"""
+"""Seconds to wait after a connection could not be accepted, for example because no descriptor was free."""
 
 Attach = Callable[[socket.socket, lane_pb2.Hello], Awaitable[None]]
 
 
 def slot_of(hello: lane_pb2.Hello) -> SlotKey:
-    """Return the key of the generation of a slot from whose runner a training job wants batches. The job names it in
-    its Hello, the first message on a lane."""
     return hello.run, hello.attempt, hello.box, hello.slot, hello.generation
 
 
 def check_hello(hello: lane_pb2.Hello) -> None:
-    """Raise VersionSkewError unless the training job that sent this Hello uses this worker's version of the lane
-    protocol."""
     if hello.protocol != LANE_PROTOCOL:
         raise VersionSkewError(
             f"the training job uses version {hello.protocol} of the protocol for batches, this worker uses "
@@ -81,11 +71,11 @@ def check_hello(hello: lane_pb2.Hello) -> None:
 
 
 class LaneListeners:
-    """Listeners for lanes (connections over which training jobs read batches), on an abstract Unix socket and on TCP.
+    """Listeners for lanes, on an abstract Unix socket and on TCP.
 
-    attach: called with each connection and its Hello (first message); checks the ticket and passes the connection to
-    the runner. tls: this worker's TLS files; None = no TLS. If the files include a CA, training jobs on other hosts
-    must show a certificate too. insecure: True allows an address that other machines can reach without TLS.
+    attach: called with each connection and its Hello; checks the ticket and passes the connection to the runner. tls:
+    this worker's TLS files; None = no TLS. If they include a CA, training jobs on other hosts must show a certificate
+    too. insecure: True allows an address that other machines can reach without TLS.
     """
 
     def __init__(self, attach: Attach, tls: Tls | None = None, *, insecure: bool = False) -> None:
@@ -104,7 +94,6 @@ class LaneListeners:
         """Tasks of connections that have not sent a Hello, oldest first, with the peer's address."""
         self._senders: dict[Sender, SlotKey] = {}
         self._sent_bytes = 0
-        """Bytes sent by sender threads that have ended."""
         self.local_address = ""
         self.tcp_address = ""
 
@@ -146,7 +135,6 @@ class LaneListeners:
             self._spawn(self._accept(listener, greet))
 
     def close(self) -> None:
-        """Stop listening, and end all senders."""
         for task in self._tasks:
             task.cancel()
         for listener in self._sockets:
@@ -155,8 +143,7 @@ class LaneListeners:
             sender.stop()
 
     def drop(self, slot: SlotKey) -> None:
-        """End the sender threads of this slot (they send its batches to other hosts), because the slot's runner ends or
-        has a newer lane.
+        """End the sender threads of this slot, because its runner ends or has a newer lane.
 
         Otherwise a training job whose host has vanished would keep the sender, the connection and the ring's memory
         until TCP times out, which may take minutes. And a job that opens lanes again and again could have any number of
@@ -177,12 +164,10 @@ class LaneListeners:
 
     @property
     def sent_bytes(self) -> int:
-        """Number of bytes of batches and headers that were sent to training jobs on other hosts."""
         return self._sent_bytes + sum(sender.sent_bytes for sender in self._senders)
 
     @property
     def remote(self) -> int:
-        """Number of open lanes to training jobs on other hosts."""
         return sum(sender.is_alive() for sender in self._senders)
 
     async def _accept(self, listener: socket.socket, greet: Callable[[socket.socket], Awaitable[None]]) -> None:
@@ -203,7 +188,6 @@ class LaneListeners:
             task.add_done_callback(self._forget_waiting)
 
     def _close_oldest(self) -> None:
-        """Close one connection that has not sent a Hello: the oldest of the address with the most such connections."""
         (busiest, count), *_ = Counter(self._waiting.values()).most_common(1)
         oldest = next(task for task, address in self._waiting.items() if address == busiest)
         why = f"{count} connections from {busiest} sent no request to read batches after connecting: closing the oldest"
@@ -287,8 +271,7 @@ class LaneListeners:
         self._senders[sender] = slot_of(hello)
 
     async def _under_tls(self, connection: socket.socket) -> socket.socket:
-        """Return `connection` itself, or a TlsSocket around it if this worker has a certificate. Raise TlsError if only
-        one of the two ends uses TLS."""
+        """Return `connection` itself, or a TlsSocket around it if this worker has a certificate."""
         under_tls = looks_like_tls(await _first_bytes(connection))
         if self._files is None or self._context is None:
             if under_tls:
@@ -317,8 +300,8 @@ class LaneListeners:
 
 
 def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
-    """Raise TlsError unless the certificate at the other end is for a role that may read batches: "client" for training
-    jobs, or "admin" for `penstock doctor`."""
+    """Check that the certificate is for a role that may read batches: "client" for training jobs, or "admin" for
+    `penstock doctor`."""
     names = dns_names(lane.getpeercert() or {})
     if tls.ca and not tls.roles_named(names, ("client", "admin")):
         shown = ascii(", ".join(names)[:SHOWN])
@@ -329,8 +312,7 @@ def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
 
 
 async def _first_bytes(connection: socket.socket) -> bytes:
-    """Return the peer's first PEEKED bytes, which show whether the peer uses TLS. The bytes stay in the socket, so that
-    the next reader gets them too."""
+    """Return the peer's first PEEKED bytes, which show whether the peer uses TLS. They stay in the socket."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, PEEKED)
     await when_readable(connection)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
@@ -344,7 +326,7 @@ async def _first_bytes(connection: socket.socket) -> bytes:
 
 
 async def _read_hello(lane: socket.socket) -> lane_pb2.Hello:
-    """Read a Hello from a new connection. Leave all later bytes in the socket, because the sender reads them."""
+    """Read a Hello. Leave all later bytes in the socket, because the sender reads them."""
     reading = tcp.HelloReader()
     while reading.missing:
         try:
@@ -355,8 +337,7 @@ async def _read_hello(lane: socket.socket) -> lane_pb2.Hello:
 
 
 def _send_last(lane: socket.socket, frame: bytes) -> None:
-    """Send a last frame before the connection is closed. Do not wait: the send buffer is empty, so the frame fits
-    unless the peer is gone."""
+    """Send a last frame without waiting: the send buffer is empty, so it fits unless the peer is gone."""
     try:
         lane.setblocking(False)
         lane.send(frame)
@@ -372,8 +353,7 @@ def _parse(data: bytes) -> lane_pb2.Hello:
 
 
 def _refusal(error: PenstockError) -> bytes:
-    """Return the frame that refuses a training job's connection: CLOSE if the connection is out of date
-    (SupersededError: the slot has moved or ended, or a newer connection has arrived), otherwise ERROR with the
-    cause."""
+    """Return the frame that refuses a connection: CLOSE if the connection is out of date (the slot has moved or ended,
+    or a newer connection has arrived), otherwise ERROR with the cause."""
     kind = CLOSE if isinstance(error, SupersededError) else ERROR
     return Frame(kind, rest=detail_of(error).SerializeToString()).encode()

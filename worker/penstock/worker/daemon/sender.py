@@ -27,7 +27,7 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 from xxhash import xxh3_64
@@ -39,24 +39,21 @@ from penstock.proto.lane.consumer import Consumer
 from penstock.proto.lane.frames import BATCH, Ack, Frame, read_ack
 from penstock.proto.v1 import lane_pb2
 
-__all__ = ["Sender"]
-
 _log = logging.getLogger(__name__)
 
 BUFFERS_A_CALL = 128
-"""Largest number of buffers given to one sendmsg call; a batch has two or three. The kernel takes up to 1,024."""
+"""Largest number of buffers given to one sendmsg call; a batch has two or three. The kernel takes 1,024."""
 FRAMES_A_TURN = 64
-"""Largest number of frames (each announces one batch or is a rare other message) read from the runner before data is
-sent over TCP again. A ring has fewer entries."""
+"""Largest number of frames read from the runner before data is sent over TCP again. A ring has fewer entries."""
 PACKED_A_TURN = 1 << 20
-"""Number of bytes of batches that are compressed before data is sent over TCP again; compressing 1 MiB takes 2 ms."""
+"""Number of bytes that are compressed before data is sent over TCP again; 1 MiB takes 2 ms."""
 MAX_BACKLOG = 1 << 16
 """Largest number of acknowledgements that may wait until the runner reads them (`Consumer.backlog`). A training job
 that causes more breaks the protocol, and its lane is closed."""
 AT_ONCE = 512 << 10
-"""Size of the pieces in which data is sent, in bytes: sendmsg gets about this many bytes a call, and a payload's
-checksum is computed over one piece before that piece is sent. The value is the size of the send buffer of a connection
-to a nearby peer. With half or twice the size, sending batches of 1 and 8 MiB takes a tenth longer."""
+"""Size of the pieces in which data is sent, in bytes: about what one sendmsg gets, and what a payload's checksum is
+computed over before it is sent. It is the size of the send buffer of a connection to a nearby peer. With half or twice
+the size, sending batches of 1 and 8 MiB takes a tenth longer."""
 MAX_OUT = 512
 """Largest number of buffers waiting to be sent; at the limit the sender reads no more from the runner. The batches of a
 full ring need fewer than 100 buffers, so only a runner that sends too many other frames reaches the limit."""
@@ -72,8 +69,6 @@ class _Payload:
         self._hasher = xxh3_64()
 
     def next(self) -> tuple[bytes | memoryview, bool]:
-        """Return the next bytes to send, and a flag: False for a piece of the batch, True for the checksum, which comes
-        last."""
         left = self._left
         if not left:
             return tcp.check_of(self._hasher), True
@@ -96,17 +91,9 @@ class Sender(threading.Thread):
         local: the daemon's end of a SEQPACKET socket pair. The runner has the other end, and was given the same Hello.
         hello: the training job's Hello.
         name: text for messages, which names the run, box and slot.
-        on_end: called in the sender's thread when it ends; None = not called.
     """
 
-    def __init__(
-        self,
-        tcp_socket: socket.socket,
-        local: socket.socket,
-        hello: lane_pb2.Hello,
-        name: str,
-        on_end: Callable[[Sender], None] | None = None,
-    ) -> None:
+    def __init__(self, tcp_socket: socket.socket, local: socket.socket, hello: lane_pb2.Hello, name: str) -> None:
         super().__init__(name=f"penstock-sender {name}", daemon=True)
         self.reason = ""
         """Reason why the sender ended, or will end because the runner has ended; "" before."""
@@ -117,7 +104,6 @@ class Sender(threading.Thread):
         self._runner = Consumer(local, f"the runner of {name}")
         self._runner.abandons = hello.abandons
         self._packer = _packer(tuple(hello.codecs))
-        self._on_end = on_end
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()  # prevents writes to _wake after it is closed
         self._stopped = False
@@ -157,8 +143,6 @@ class Sender(threading.Thread):
             _log.warning("%s: %s", self.name, reason)
         finally:
             self._leave(reason)
-            if self._on_end is not None:
-                self._on_end(self)
 
     # ---- inside
 
@@ -200,11 +184,8 @@ class Sender(threading.Thread):
         return "stopped"
 
     def _take_frames(self) -> bool:
-        """Move frames (messages, such as a batch) from the runner to `_out`, the queue of outgoing data. Payloads are
-        not copied unless they are compressed.
-
-        Return True if more frames may be there; False if no other has arrived, or the runner's connection has ended.
-        """
+        """Move frames from the runner to `_out`. Return True if more may be there; False if no other has arrived, or
+        the runner's connection has ended."""
         runner, out = self._runner, self._out
         to_pack = PACKED_A_TURN
         try:
@@ -225,8 +206,7 @@ class Sender(threading.Thread):
             return False
 
     def _take_batch(self, frame: Frame) -> int:
-        """Append a batch to `_out`, the queue of outgoing data. Return the number of bytes that were compressed for it,
-        which count towards PACKED_A_TURN; 0 = the batch is sent uncompressed."""
+        """Append a batch to `_out`. Return how many bytes were compressed, which count towards PACKED_A_TURN."""
         runner, out, packer = self._runner, self._out, self._packer
         ring = runner.rings[frame.ring]
         size = frame.nbytes + 8 * frame.size
@@ -247,7 +227,6 @@ class Sender(threading.Thread):
         return size
 
     def _make_ready(self) -> None:
-        """Move buffers from `_out` (all outgoing data) to `_ready`, as many as one sendmsg call may send."""
         out, ready = self._out, self._ready
         size = sum(map(len, ready))
         while out and size < AT_ONCE and len(ready) < BUFFERS_A_CALL:
@@ -262,7 +241,6 @@ class Sender(threading.Thread):
             size += len(first)
 
     def _send(self) -> None:
-        """Send as much of the outgoing data (`_out`) as the TCP socket accepts without waiting."""
         ready = self._ready
         while True:
             self._make_ready()
@@ -289,8 +267,6 @@ class Sender(threading.Thread):
                 self._tcp.shutdown(socket.SHUT_WR)
 
     def _take_acks(self) -> bool:
-        """Forward the acknowledgements of the remote training job to the runner. Return False if the job's connection
-        has ended."""
         inbox = self._inbox
         try:
             size = self._tcp.recv_into(inbox.room(1 << 16))
@@ -342,8 +318,6 @@ class Sender(threading.Thread):
 
 
 def _packer(codecs: Sequence[int]) -> Packer | None:
-    """Return a compressor for a codec that the training job accepts and this worker has; None if batches are sent
-    uncompressed."""
     codec = first_of(codecs)
     if codecs and codec is None:
         _warn_missing_codec(codecs)

@@ -9,149 +9,66 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from penstock.proto.errors import PenstockError
 from penstock.proto.rpc.addresses import is_local
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.proto.v1 import records_pb2
 from penstock.runtime.web.http_server import Page, WebServer
 from penstock.runtime.web.prometheus import Collector, MetricReadings, cpu_seconds, in_loop, metrics_route
-from penstock.worker.daemon.listeners import LaneListeners
-from penstock.worker.daemon.worker_settings import DaemonSettings
-from penstock.worker.processes.progress_page import ProgressPage
-from penstock.worker.resources.memory_use import family, held_by
-from penstock.worker.slots.slot_interfaces import DaemonCounters
-
-__all__ = ["health", "open_web"]
+from penstock.worker.daemon.daemon import Daemon
+from penstock.worker.processes.process_use import family, held_by
 
 MANY = 1 << 62
-"""Argument for `held_by`, in bytes, larger than the memory of any runner. It makes `held_by` add up the memory of a
-runner's processes, which is fast, and not divide shared memory among them, which the kernel computes slowly."""
+"""Argument for `held_by` that makes it add up the memory of a runner's processes, which is fast, and not divide shared
+memory among them, which the kernel computes slowly."""
 _PLAIN = "text/plain; charset=utf-8"
 
 
-class MeasuredSlot(Protocol):
-    """Attributes of a slot that metrics read."""
-
-    assignment: records_pb2.WorkerAssignment
-    phase: pb.SlotPhase.ValueType
-    progress_page: ProgressPage
-
-    @property
-    def runner(self) -> int:
-        """Process id of the slot's runner, 0 if it has none."""
-
-
-class MeasuredDaemon(Protocol):
-    """Attributes of a daemon that metrics read. `name`, `settings` and `started_at` may be read in any thread, the
-    others only on the daemon's event loop."""
-
-    name: str
-    settings: DaemonSettings
-    started_at: float
-    counters: DaemonCounters
-    state_answers: Counter[str]
-    answered_at: float | None
-    stopping: asyncio.Event
-
-    @property
-    def slots(self) -> Sequence[MeasuredSlot]: ...
-    @property
-    def listeners(self) -> LaneListeners: ...
-    @property
-    def lease_s(self) -> float: ...
-
-
-@dataclass(frozen=True)
-class _SlotNow:
-    labels: dict[str, str | int]
-    produced: int
-    delivered: int
-    replayed: int
-    queue: int
-    busy_s: float
-    runner: int
-
-
-@dataclass(frozen=True)
-class _Now:
-    slots: list[_SlotNow]
-    phases: Counter[str]
-    answers: Counter[str]
-    counters: DaemonCounters
-    sent_bytes: int
-    lanes: int
-    answered_at: float | None
-    lease_s: float
-    certificate_expires_at: float
-
-
-def _look(daemon: MeasuredDaemon) -> _Now:
-    """Copy the figures of a daemon for the pages. Must run on the daemon's event loop."""
-    slots, phases = [], Counter[str]()
-    for slot in daemon.slots:
-        slot.progress_page.refresh()
-        produced, delivered, replayed = slot.progress_page.counts()
-        a = slot.assignment
-        slots.append(
-            _SlotNow(
-                {"run": a.run, "box": a.box, "slot": a.slot},
-                produced,
-                delivered,
-                replayed,
-                max(0, slot.progress_page.total - slot.progress_page.delivered),
-                slot.progress_page.working_s,
-                slot.runner,
-            )
-        )
-        phases[pb.SlotPhase.Name(slot.phase).lower()] += 1
-    return _Now(
-        slots,
-        phases,
-        Counter(daemon.state_answers),
-        daemon.counters,
-        daemon.listeners.sent_bytes,
-        daemon.listeners.remote,
-        daemon.answered_at,
-        daemon.lease_s,
-        daemon.listeners.certificate_expires_at,
-    )
-
-
-def _readings(daemon: MeasuredDaemon, loop: asyncio.AbstractEventLoop) -> MetricReadings:
-    at = in_loop(loop, lambda: _look(daemon))
-    now, found = time.monotonic(), MetricReadings("worker")
-    found.add("penstock_worker_info", 1, worker=daemon.name)
-    found.add("penstock_worker_uptime_seconds", now - daemon.started_at)
-    found.add("penstock_worker_certificate_expires_timestamp_seconds", at.certificate_expires_at)
-    found.add("penstock_worker_capacity", daemon.settings.slots)
+def _look(daemon: Daemon) -> tuple[MetricReadings, list[tuple[int, dict[str, str | int]]]]:
+    """Return the daemon's figures, and its runners with their labels. Must run on the daemon's event loop."""
+    readings, now = MetricReadings("worker"), time.monotonic()
+    counters, listeners, answered_at = daemon.host.counters, daemon.listeners, daemon.answered_at
+    readings.add("penstock_worker_info", 1, worker=daemon.host.name)
+    readings.add("penstock_worker_uptime_seconds", now - daemon.started_at)
+    readings.add("penstock_worker_certificate_expires_timestamp_seconds", listeners.certificate_expires_at)
+    readings.add("penstock_worker_capacity", daemon.settings.slots)
+    phases = Counter(pb.SlotPhase.Name(slot.record.phase).lower() for slot in daemon.slots)
     for phase in ("starting", "ready", "failed"):
-        found.add("penstock_worker_slots", at.phases[phase], phase=phase)
-    found.add("penstock_worker_heartbeat_age_seconds", -1 if at.answered_at is None else now - at.answered_at)
-    found.add("penstock_worker_lease_seconds", at.lease_s)
-    found.add("penstock_worker_sent_bytes_total", at.sent_bytes, lane="tcp")
-    found.add("penstock_worker_lanes", at.lanes, lane="tcp")
-    found.add("penstock_worker_snapshots_total", at.counters.snapshots)
-    found.add("penstock_worker_snapshots_sent_total", at.counters.snapshots_sent)
-    found.add("penstock_worker_snapshots_refused_total", at.counters.snapshots_refused)
-    found.add("penstock_worker_snapshot_sent_bytes_total", at.counters.snapshot_sent_bytes)
-    found.add("penstock_worker_recoveries_total", at.counters.recoveries)
-    found.add("penstock_worker_losses_total", at.counters.losses)
+        readings.add("penstock_worker_slots", phases[phase], phase=phase)
+    readings.add("penstock_worker_heartbeat_age_seconds", -1 if answered_at is None else now - answered_at)
+    readings.add("penstock_worker_lease_seconds", daemon.lease_s)
+    readings.add("penstock_worker_sent_bytes_total", listeners.sent_bytes, lane="tcp")
+    readings.add("penstock_worker_lanes", listeners.remote, lane="tcp")
+    readings.add("penstock_worker_snapshots_total", counters.snapshots)
+    readings.add("penstock_worker_snapshots_sent_total", counters.snapshots_sent)
+    readings.add("penstock_worker_snapshots_refused_total", counters.snapshots_refused)
+    readings.add("penstock_worker_snapshot_sent_bytes_total", counters.snapshot_sent_bytes)
+    readings.add("penstock_worker_recoveries_total", counters.recoveries)
+    readings.add("penstock_worker_losses_total", counters.losses)
     for status in ("ok", "error", "dropped"):
-        found.add("penstock_worker_state_answers_total", at.answers[status], status=status)
-    for slot in at.slots:
-        found.add("penstock_slot_produced_batches_total", slot.produced, **slot.labels)
-        found.add("penstock_slot_delivered_batches_total", slot.delivered, **slot.labels)
-        found.add("penstock_slot_replayed_batches_total", slot.replayed, **slot.labels)
-        found.add("penstock_slot_queue_batches", slot.queue, **slot.labels)
-        found.add("penstock_slot_busy_seconds_total", slot.busy_s, **slot.labels)
+        readings.add("penstock_worker_state_answers_total", daemon.state_answers[status], status=status)
+    runners = []
+    for slot in daemon.slots:
+        a, page = slot.record.assignment, slot.record.progress_page
+        labels: dict[str, str | int] = {"run": a.run, "box": a.box, "slot": a.slot}
+        page.refresh()
+        produced, delivered, replayed = page.counts()
+        readings.add("penstock_slot_produced_batches_total", produced, **labels)
+        readings.add("penstock_slot_delivered_batches_total", delivered, **labels)
+        readings.add("penstock_slot_replayed_batches_total", replayed, **labels)
+        readings.add("penstock_slot_queue_batches", max(0, page.total - page.delivered), **labels)
+        readings.add("penstock_slot_busy_seconds_total", page.working_s, **labels)
         if slot.runner:
-            found.add("penstock_runner_cpu_seconds_total", cpu_seconds(family(slot.runner)), **slot.labels)
-            found.add("penstock_runner_memory_bytes", held_by(slot.runner, MANY), **slot.labels)
-    return found
+            runners.append((slot.runner, labels))
+    return readings, runners
+
+
+def _readings(daemon: Daemon, loop: asyncio.AbstractEventLoop) -> MetricReadings:
+    readings, runners = in_loop(loop, lambda: _look(daemon))
+    for pid, labels in runners:
+        readings.add("penstock_runner_cpu_seconds_total", cpu_seconds(family(pid)), **labels)
+        readings.add("penstock_runner_memory_bytes", held_by(pid, MANY), **labels)
+    return readings
 
 
 def health(answered_at: float | None, lease_s: float, stopping: bool, now: float) -> tuple[int, str]:
@@ -169,7 +86,7 @@ def health(answered_at: float | None, lease_s: float, stopping: bool, now: float
     return 200, "ok"
 
 
-def open_web(daemon: MeasuredDaemon, loop: asyncio.AbstractEventLoop) -> WebServer:
+def open_web(daemon: Daemon, loop: asyncio.AbstractEventLoop) -> WebServer:
     """Start the web server of a daemon that runs in `loop`, listening at `settings.http`.
 
     Raises InvalidArgumentError if prometheus-client is missing, and any error that `WebServer` raises.
@@ -177,10 +94,10 @@ def open_web(daemon: MeasuredDaemon, loop: asyncio.AbstractEventLoop) -> WebServ
 
     def well() -> Page:
         try:
-            found = in_loop(loop, lambda: (daemon.answered_at, daemon.lease_s, daemon.stopping.is_set()))
+            known = in_loop(loop, lambda: (daemon.answered_at, daemon.lease_s, daemon.stopping.is_set()))
         except PenstockError as error:
             return Page(_PLAIN, f"{error.message}\n".encode(), 503)
-        status, why = health(*found, time.monotonic())
+        status, why = health(*known, time.monotonic())
         return Page(_PLAIN, f"{why}\n".encode(), status)
 
     settings = daemon.settings

@@ -12,24 +12,17 @@ from penstock.proto.errors import (
     InvalidArgumentError,
 )
 from penstock.proto.rpc.channel import Tls
-from penstock.worker.processes.child_processes import START_DEADLINE_S
+from penstock.worker.processes.fork_servers import START_DEADLINE_S
 from penstock.worker.processes.runner_user import RunnerUser, find_user, sees_shared_memory
-
-__all__ = ["DaemonSettings", "own_name", "user_of_runners"]
 
 _log = logging.getLogger("penstock.worker")
 
 
 @dataclass(frozen=True)
 class DaemonSettings:
-    """Settings of a worker daemon, the process that runs users' loaders in child processes (runners)."""
-
     coordinator: str
-    """Address of the coordinator, as host:port."""
     token: str = field(repr=False)
-    """Secret with which the worker registers at the coordinator."""
     slots: int
-    """Number of runners, and so of loaders, that may run at the same time."""
     allow: Sequence[str]
     """Names of the modules and packages from which an input_fn may be run."""
     listen: str = "127.0.0.1:0"
@@ -37,47 +30,42 @@ class DaemonSettings:
     name: str = ""
     """Name of the worker, unique in the cluster; "" = `own_name()`."""
     parent_pids: Sequence[int] = ()
-    """Process ids; the daemon ends when one of these processes ends. In embedded mode: the training job."""
+    """The daemon ends when one of these processes ends. In embedded mode: the training job."""
     embedded: bool = False
-    """Flag that a training job started this daemon on its own machine, for that job alone."""
+    """True if a training job started this daemon on its own machine, for that job alone."""
     runner_memory: int = 0
     """Largest number of bytes of memory that one runner and its descendants may hold; 0 = no limit."""
     starts: int = 0
     """Largest number of runners that may be starting at the same time; 0 = the number of processors."""
     start_timeout_s: float = START_DEADLINE_S
-    """Largest number of seconds that the fork server, the process from which runners are forked, may take to start."""
+    """Largest number of seconds that the fork server may take to start."""
     runner_user: str = ""
     """User that user code runs as, by name or number; "" = the daemon's own user. See runner_user.py."""
     runner_processes: int = 0
     """Largest number of processes and threads of all runners together; 0 = no limit. Needs runner_user."""
     no_sandbox: bool = False
-    """Flag that turns off the sandbox for runners (see sandbox.py). The sandbox hides other processes of the same user.
-    """
+    """True turns off the sandbox for runners (sandbox.py), which hides other processes of the same user."""
     tls: Tls | None = None
-    """TLS files for connections to the coordinator, and for lanes from other hosts."""
     insecure: bool = False
-    """Flag that allows listening for lanes and metrics beyond this machine without TLS."""
+    """True allows listening for lanes and metrics beyond this machine without TLS."""
     drain_s: float = 0.0
-    """Seconds that the daemon continues after a stop request, while its slots move to other workers; 0 = it ends at
-    once."""
+    """Seconds that the daemon continues after a stop request, while its slots move to other workers; 0 = none."""
     liveness_file: str = ""
-    """Path of a file for health probes (penstock.runtime.process.liveness_file), into which the daemon writes the times
-    of its last heartbeat round and of the coordinator's last answer; "" = no file."""
+    """Path of a file for health probes (liveness_file.py), into which the daemon writes the times of its last heartbeat
+    round and of the coordinator's last answer; "" = no file."""
     http: str = ""
-    """Address of the pages for metrics and health (worker_metrics.py), as host:port; "" = no pages."""
+    """Address of the pages for metrics and health, as host:port; "" = no pages."""
     http_tokens: str = field(default="", repr=False)
-    """Tokens with which other machines may read the metrics, in the syntax of penstock.proto.rpc.credentials.tokens."""
+    """Tokens with which other machines may read the metrics, in the syntax of rpc/credentials/tokens.py."""
 
 
 def own_name() -> str:
-    """Return the default name of a worker, made of the host's name and the process id."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def user_of_runners(settings: DaemonSettings) -> RunnerUser | None:
-    """Return the user that user code runs as; None for the daemon's own user. Log a warning if memory that several
-    processes of a runner share would be counted several times, once for each process, against `runner_memory`. Raise
-    InvalidArgumentError if `runner_processes` cannot be enforced."""
+    """Return the user that user code runs as; None for the daemon's own user. Raise InvalidArgumentError if
+    `runner_processes` cannot be enforced."""
     if settings.runner_user:
         if settings.runner_memory and not sees_shared_memory():
             _log.warning(

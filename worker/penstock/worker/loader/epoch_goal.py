@@ -1,5 +1,5 @@
-"""Position within an epoch that a pure loader must reach before its first new batch: at a resume, and when its runner
-is replaced.
+"""Plan for a pure loader: the position within an epoch that it must reach before its first new batch, at a resume and
+when its runner is replaced. travel.py carries it out.
 
 Each way leads through one epoch only: from a snapshot of that epoch, or from its beginning, which needs no data. What
 is made again is compared with what was delivered. A way that leads to other batches is given up for the next one; the
@@ -9,19 +9,13 @@ beginning is the last, so if it is wrong too, the loader is not deterministic.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.proto.batch.digest import cover_of
-from penstock.proto.batch.replay_digest import ReplayDigest
-from penstock.proto.errors import ReplayMismatchError
 from penstock.proto.v1 import records_pb2
-from penstock.worker.loader.positioned_loader import PositionedLoader
-from penstock.worker.loader.restart_plan import REPLAY_S, Leg, worth_restoring
-from penstock.worker.loader.restart_points import END, RestartPoint, StreamPosition
-
-__all__ = ["EpochGoal", "begin", "finish", "reach"]
+from penstock.worker.loader.restart_plan import REPLAY_S, worth_restoring
+from penstock.worker.loader.restart_points import RestartPoint, StreamPosition
 
 
 @dataclass(frozen=True)
@@ -38,10 +32,9 @@ class EpochGoal:
     next_digest: int = 0
     """Digest that the next batch of the epoch must have; 0 = any."""
     ends: bool = False
-    """True if the epoch ends at this position."""
     prepares: bool = False
-    """True if the position is one that the training loop has passed or is about to pass, while another runner serves
-    it. The loop's Hello then names the position to go on to."""
+    """True if another runner serves this position, which the training loop has passed or is about to pass. The loop's
+    Hello then names the position to go on to."""
     seeds: tuple[int, ...] = ()
     """Hashes of the states in which input_fn must leave the generators that the loader holds; none = any."""
 
@@ -105,7 +98,6 @@ class EpochGoal:
 
     @classmethod
     def saved(cls, assignment: records_pb2.WorkerAssignment, part: dict[str, Any]) -> EpochGoal:
-        """Return the position of a saved state. `part`: the slot's part of the decoded state."""
         start, slot = assignment.start, assignment.start.slots[assignment.slot]
         point, over = RestartPoint.of(part), assignment.slot not in start.live
         origin = point.epoch == start.epoch and not point.is_epoch_start
@@ -119,58 +111,3 @@ class EpochGoal:
         if began < point.total == slot.total and not point.is_epoch_start:  # the next batch shows whether it is right
             goal = replace(goal, ways=(point, *goal.ways))
         return replace(goal, next_digest=0 if ends else part.get("next_digest", 0), ends=ends)
-
-
-def reach(source: PositionedLoader, goal: EpochGoal, way: RestartPoint, go: Callable[[Leg], object]) -> None:
-    """Bring the loader to the goal by one of its ways.
-
-    go: replays one leg (restart_plan.py).
-
-    Raises ReplayMismatchError if the way leads to other batches.
-    """
-    begin(source, goal, way)
-    finish(source, goal, way, go)
-
-
-def begin(source: PositionedLoader, goal: EpochGoal, way: RestartPoint) -> None:
-    """Bring the loader to the restart point with which one of the goal's ways begins."""
-    source.restore(way)
-    source.require_seeds(goal.seeds)
-
-
-def finish(source: PositionedLoader, goal: EpochGoal, way: RestartPoint, go: Callable[[Leg], object]) -> None:
-    """Bring the loader from anywhere on one of the goal's ways to the goal; see `reach`."""
-    go(Leg(goal.epoch, goal.total))
-    if goal.chain and source.chain and source.chain != goal.chain:
-        raise ReplayMismatchError(
-            f"{source.name}: {_taken(way)}, the loader has not made the batches up to number {goal.total} of the slot "
-            f"that were delivered. {_cause(way)}: run penstock doctor"
-        )
-    if goal.ends or goal.next_digest:
-        _compare_next(source, goal, way)
-
-
-def _compare_next(source: PositionedLoader, goal: EpochGoal, way: RestartPoint) -> None:
-    batch = source.peek()
-    link_of = ReplayDigest(cover=cover_of(source.assignment.loader.options)).link_of
-    if batch is END if goal.ends else batch is not END and link_of(batch) == goal.next_digest:
-        return
-    how = (
-        "ends its epoch instead of yielding the batch"
-        if batch is END
-        else f"yields another batch than {'the end of the epoch' if goal.ends else 'the batch'}"
-    )
-    raise ReplayMismatchError(
-        f"{source.name}: {_taken(way)}, the loader {how} that followed batch {goal.total} of the slot when the state "
-        f"was saved. {_cause(way)}: run penstock doctor. If you changed data or code on purpose, start a new run"
-    )
-
-
-def _taken(way: RestartPoint) -> str:
-    return "made again from the beginning of its epoch" if way.is_epoch_start else "restored from its state"
-
-
-def _cause(way: RestartPoint) -> str:
-    if way.is_epoch_start:
-        return "The data or the code has changed, or the loader is not deterministic"
-    return "Its state_dict() must describe the position after the last batch that it has yielded"

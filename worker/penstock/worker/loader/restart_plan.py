@@ -2,10 +2,8 @@
 order these are tried, and which *legs* are replayed from each. A leg is the part of a replay up to the next position at
 which the training loop abandoned an epoch, or up to the end of the replay. It may run through several epochs.
 
-The functions are pure: no loader, no socket, no torch. A plan says "restore this restart point, replay these legs,
-compare the last batch with this digest; on a mismatch take the next restart point". A runner (runner.py), a helper
-process (replayer.py) or a resume (start.py) carries the plan out. The daemon uses the same functions to choose among
-the restart points that it keeps (snapshots.py).
+The functions are pure: no loader, no socket, no torch. A runner, a helper process (replayer.py) or a resume (start.py)
+carries a plan out. The daemon uses the same functions to choose among the restart points that it keeps (snapshots.py).
 """
 
 from __future__ import annotations
@@ -16,20 +14,6 @@ from typing import Final, Protocol, TypeVar
 
 from penstock.proto.v1 import records_pb2
 
-__all__ = [
-    "NEAR",
-    "Leg",
-    "RestartPoint",
-    "Target",
-    "first_fit",
-    "is_compared",
-    "plan_recovery",
-    "replay_s",
-    "route",
-    "usable",
-    "worth_restoring",
-]
-
 NEAR: Final = 64
 """Number of batches by which a snapshot lies far enough before a position. See `worth_restoring`."""
 REPLAY_S: Final = 2.0
@@ -37,22 +21,19 @@ REPLAY_S: Final = 2.0
 
 
 class RestartPoint(Protocol):
-    """Attributes of a restart point (a loader's state with its position in the slot's stream) that plans need."""
+    """What plans need of a restart point: the loader's (restart_points.py), or the one that a daemon keeps
+    (snapshots.py)."""
 
     @property
     def epoch(self) -> int: ...
     @property
-    def total(self) -> int:
-        """Number of batches that the slot had made in the run, over all epochs, at this restart point."""
-
+    def total(self) -> int: ...
     @property
-    def began(self) -> int:
-        """Number of batches that the slot had made in the run, over all epochs, when the restart point's epoch
-        began."""
-
+    def began(self) -> int: ...
     @property
-    def is_epoch_start(self) -> bool:
-        """True if the restart point was taken at the beginning of an epoch, False if it was taken after a batch."""
+    def is_epoch_start(self) -> bool: ...
+    @property
+    def spent_s(self) -> float: ...
 
 
 Point = TypeVar("Point", bound=RestartPoint)
@@ -61,16 +42,13 @@ W = TypeVar("W")
 
 @dataclass(frozen=True)
 class Leg:
-    """Part of a replay, which may run through several epochs. It ends in epoch `epoch`, after the slot's batch number
-    `total`, counted over all epochs."""
+    """Part of a replay. It ends in epoch `epoch`, after the slot's batch number `total`, counted over all epochs."""
 
     epoch: int
     total: int
     abandons: bool = False
-    """True if the training loop abandoned epoch `epoch` after batch `total`, so that the replay must abandon it
-    too."""
+    """True if the training loop abandoned the epoch there, so that the replay must abandon it too."""
     digest: int = 0
-    """Digest that batch `total` must have; 0 = any."""
 
 
 @dataclass(frozen=True)
@@ -81,23 +59,18 @@ class Target:
     epoch: int
     total: int
     abandoned: Mapping[int, int] = field(default_factory=dict)
-    """Epochs that the training loop abandoned, as a dict: number of the epoch -> number of the slot's last batch in it,
-    counted over all epochs."""
+    """Epochs that the training loop abandoned: number of the epoch -> number of the slot's last batch in it."""
     digest: int = 0
     """Digest that batch `total` must have; 0 = any."""
     chain: int = 0
     """Hash that the epoch's batches up to `total` must have (proto/state/position.py, `linked`); 0 = any."""
 
     def with_abandoned(self, epochs: Iterable[tuple[int, int]]) -> Target:
-        """Return a copy of the target that also names the abandoned `epochs` of a restart point's history, which
-        are listed as (epoch, number of the slot's last batch in it)."""
+        """Return a copy of the target that also names the abandoned `epochs` of a restart point's history."""
         return replace(self, abandoned=dict(epochs) | dict(self.abandoned))
 
 
 def route(from_epoch: int, target: Target) -> list[Leg]:
-    """Return the legs of a replay from a position in epoch `from_epoch` to the target: one for each abandoned epoch
-    before the target's, up to the batch after which the training loop abandoned it, and the last one up to the
-    target."""
     abandoned = target.abandoned
     legs = [
         Leg(epoch, abandoned[epoch], abandons=True) for epoch in sorted(abandoned) if from_epoch <= epoch < target.epoch
@@ -122,21 +95,18 @@ def usable(points: Iterable[Point], target: Target) -> list[Point]:
     usable: a loader that was restored there, and has yielded nothing since, may continue the abandoned epoch when the
     next one is opened.
     """
-    found = [point for point in points if _is_on_the_way(point, target)]
+    on_the_way = [point for point in points if _is_on_the_way(point, target)]
     return [
-        point for point in found if point.is_epoch_start or point.total != target.abandoned.get(point.epoch)
-    ] or found
+        point for point in on_the_way if point.is_epoch_start or point.total != target.abandoned.get(point.epoch)
+    ] or on_the_way
 
 
 def plan_recovery(points: Iterable[Point], target: Target) -> list[Point]:
-    """Return the restart points from which a slot's new runner may bring its loader to the position `target`, the best
-    first.
-
-    The best one is the nearest, if possible one before the last delivered batch, so that this batch is made again and
-    compared. Earlier restart points follow.
-    """
-    found = usable(points, target)
-    before = [point for point in found if point.total < target.total] or found
+    """Return the restart points from which a slot's new runner may bring its loader to the target, the best first: the
+    nearest one, if possible one before the last delivered batch, so that this batch is made again and compared. Earlier
+    restart points follow."""
+    candidates = usable(points, target)
+    before = [point for point in candidates if point.total < target.total] or candidates
     return sorted(before, key=lambda point: (point.epoch, point.total), reverse=True)
 
 
@@ -145,28 +115,16 @@ def replay_s(options: records_pb2.Options) -> float:
     return options.replay_s if options.HasField("replay_s") else REPLAY_S
 
 
-class _Timed(RestartPoint, Protocol):
-    @property
-    def spent_s(self) -> float: ...
-
-
-TimedPoint = TypeVar("TimedPoint", bound=_Timed)
-
-
-def worth_restoring(
-    points: Iterable[TimedPoint], total: int, spent_s: float | None, replay_s: float
-) -> TimedPoint | None:
+def worth_restoring(points: Iterable[Point], total: int, spent_s: float | None, replay_s: float) -> Point | None:
     """Return the snapshot of a pure loader to restore for a position in its epoch; None if the epoch is made again from
     its beginning, because that is quick, or because no snapshot lies far enough back.
 
     A snapshot is compared by the batches after it, so it must lie some way before the position: at least NEAR batches,
     or `replay_s` seconds of the loader's work, and one batch.
 
-    Args:
-        points: restart points of the position's epoch.
-        total: number of the slot's batches up to the position.
-        spent_s: seconds that the loader has spent on the epoch up to the position; None = not known.
-        replay_s: seconds of work up to which the epoch is made again.
+    points: restart points of the position's epoch. total: number of the slot's batches up to the position. spent_s:
+    seconds that the loader has spent on the epoch up to the position; None = not known. replay_s: seconds of work up to
+    which the epoch is made again.
     """
     snapshots = [point for point in points if not point.is_epoch_start and point.total < total]
     spent = max([point.spent_s for point in snapshots], default=0.0) if spent_s is None else spent_s
@@ -174,7 +132,7 @@ def worth_restoring(
     return max(far, key=lambda point: point.total, default=None)
 
 
-def is_compared(point: _Timed, total: int, spent_s: float, replay_s: float) -> bool:
+def is_compared(point: RestartPoint, total: int, spent_s: float, replay_s: float) -> bool:
     """Return whether the batches from a snapshot up to the slot's batch `total` are enough to compare it by. The
     arguments are those of `worth_restoring`."""
     return spent_s >= replay_s and (total - point.total >= NEAR or spent_s - point.spent_s >= replay_s)
@@ -182,26 +140,22 @@ def is_compared(point: _Timed, total: int, spent_s: float, replay_s: float) -> b
 
 def first_fit(
     ways: Sequence[W],
-    take: Callable[[W], object],
+    reach: Callable[[W], object],
     unfit: tuple[type[Exception], ...],
-    on_mismatch: Callable[[Exception, W], None],
+    on_mismatch: Callable[[Exception], None],
 ) -> W:
     """Try ways to a position, in order, and return the first way that leads there.
 
-    Args:
-        ways: the ways to try, at least one.
-        take: tries a way; raises one of `unfit` if the way does not lead to the position.
-        unfit: errors after which the next way is tried.
-        on_mismatch: called with the error and with the way that is tried next.
+    reach: tries a way; raises one of `unfit` if the way does not lead to the position. on_mismatch: called with such an
+    error, unless it is the last way's.
 
     Raises the error of the last way if all fail, and at once any error that is not one of `unfit`.
     """
-    for number, way in enumerate(ways, 1):
+    for way in ways[:-1]:
         try:
-            take(way)
+            reach(way)
             return way
         except unfit as error:
-            if number == len(ways):
-                raise
-            on_mismatch(error, ways[number])
-    raise ValueError("ways must hold at least one restart point, got an empty sequence")
+            on_mismatch(error)
+    reach(ways[-1])
+    return ways[-1]

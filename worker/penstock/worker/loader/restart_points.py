@@ -20,21 +20,17 @@ from penstock.proto.batch.digest import MASK
 from penstock.proto.errors import InputFnError, ReplayMismatchError, StateCorruptError
 from penstock.proto.state.codec import decode_state, encode_state
 
-__all__ = ["END", "UNFIT", "Launch", "RestartPoint", "StreamHistory", "StreamPosition"]
-
 UNFIT = (ReplayMismatchError, InputFnError)
 """Errors that show that a restart point does not lead to the delivered batches: the restored loader made another batch,
-or raised. The next way to the position is then tried. If all ways fail, the user gets the error of the last one."""
+or raised. If all ways to a position fail, the user gets the error of the last one."""
 MOST_ABANDONED = 1024
-"""Largest number of abandoned epochs that a restart point records, the newest ones."""
 
 
-class _End:
-    """Type of END, the object that stands for the end of an epoch."""
+class _End: ...
 
 
 END = _End()
-"""Object that `PositionedLoader.next` returns at the end of an epoch, instead of a batch."""
+"""What `SlotLoader.next` returns at the end of an epoch, instead of a batch."""
 
 
 @dataclass
@@ -42,8 +38,8 @@ class StreamPosition:
     """Position in a slot's stream of batches. The counts begin at the run's first batch, or at the last resume on other
     numbers of boxes or workers; only the epoch's number continues there.
 
-    epoch: number of the epoch, from 0. delivered: number of batches that the slot has made in this epoch. total: number
-    of batches that the slot has made in all epochs. samples: number of samples in all these batches.
+    delivered: number of batches that the slot has made in this epoch. total, samples: numbers of its batches and
+    samples in all epochs.
     """
 
     epoch: int
@@ -66,23 +62,19 @@ class StreamPosition:
 @dataclass(frozen=True)
 class Launch:
     """Position at which a launch (one start of the training job) began. A loader that resumed there counts its own
-    steps, batches and samples from there. A loader that is replayed from the beginning of the run counts from the
-    beginning."""
+    steps, batches and samples from there."""
 
     step: int = 0
-    """Number of training steps of the box (data-parallel rank) before the launch."""
+    """Number of training steps of the box before the launch."""
     batches: int = 0
-    """Number of the slot's batches in all earlier launches, counted as in StreamPosition."""
     samples: int = 0
     worker: int | None = None
     """Worker number in the box that input_fn was given, for a loader that resumes by its own methods
-    (deaggregate_state_dict, then load_state_dict); None for any other loader. The number may differ from the slot's.
-    Some loaders yield the next batch of the whole box from worker 0 after a resume, so the slot whose turn it is
-    becomes worker 0."""
+    (deaggregate_state_dict, then load_state_dict); None for any other loader. Some loaders yield the next batch of the
+    whole box from worker 0 after a resume, so the slot whose turn it is becomes worker 0."""
     enters: int | None = None
     """Number of an epoch, for a loader that was resumed at the end of the epoch before and then yielded batches of this
-    epoch at once, without a StopIteration. Penstock then ends the epochs before it by itself. None for a loader that
-    raised StopIteration first."""
+    epoch at once, without a StopIteration: Penstock then ends the epochs before it by itself. None for any other."""
 
     def encode(self) -> list[Any]:
         return [self.step, self.batches, self.samples, self.worker, self.enters]
@@ -101,19 +93,14 @@ class StreamHistory:
     batch is the same."""
 
     def leaving(self, epoch: int, total: int) -> StreamHistory:
-        """Return the history with one more abandoned epoch: the training loop abandoned `epoch` after the slot's batch
-        `total`."""
+        """Return the history with one more abandoned epoch, left after the slot's batch `total`."""
         abandoned = (*(known for known in self.abandoned if known[0] < epoch), (epoch, total))
         return replace(self, abandoned=abandoned[-MOST_ABANDONED:])
 
     def of(self, launch: Launch) -> StreamHistory:
-        """Return the same history with another launch. The loader counts its steps, batches and samples from the
-        launch's beginning."""
         return replace(self, launch=launch)
 
     def before(self, epoch: int) -> StreamHistory:
-        """Return the history as it was at the beginning of epoch `epoch`: this epoch and later ones are removed from
-        `abandoned`."""
         return replace(self, abandoned=tuple(known for known in self.abandoned if known[0] < epoch))
 
     def encode(self) -> dict[str, Any]:
@@ -137,20 +124,15 @@ class RestartPoint:
 
     position: StreamPosition
     state: Any
-    """Result of the loader's state_dict(); None if no state was taken."""
     rng: bytes
-    """States of the random generators at the position."""
     rng_before: bytes | None = None
     """States of the random generators before the epoch began, that is before iter(); None for a snapshot."""
     digest: int = 0
-    """Digest of the last batch before this position; 0 = not known."""
     spent_s: float = 0.0
     """Seconds that the loader has spent on the batches of this epoch up to this position."""
     chain: int = 0
-    """Hash over the slot's batches of this epoch up to this position."""
     step: int = 0
-    """Training step of the box (data-parallel rank) that `get_worker_state()` reported to the loader's state_dict(); 0
-    if state_dict() did not ask for it."""
+    """Training step of the box that `get_worker_state()` reported to the loader's state_dict(); 0 if it did not ask."""
     skips: tuple[tuple[int, int, int], ...] = ()
     """Quarantined batches known when the restart point was taken, as (epoch, total, count): `count` batches are skipped
     after the slot's batch `total` in this epoch."""
@@ -158,8 +140,7 @@ class RestartPoint:
     seeds: tuple[int, ...] = ()
     """Of a pure loader: hashes of the states in which input_fn left the generators that the loader holds."""
     replayed_from: RestartPoint | None = None
-    """Earlier restart point from which this position is reached by a replay; None if the loader can be restored at this
-    position without a replay."""
+    """Earlier restart point from which a replay reaches this position; None if the loader can be restored here."""
 
     @property
     def epoch(self) -> int:
@@ -171,12 +152,10 @@ class RestartPoint:
 
     @property
     def began(self) -> int:
-        """Number of batches that the slot had made, over all epochs, when the restart point's epoch began."""
         return self.position.began
 
     @property
     def is_epoch_start(self) -> bool:
-        """True if the restart point was taken at the beginning of an epoch, False if it was taken after a batch."""
         return self.rng_before is not None
 
     def encode(self) -> bytes:
@@ -212,16 +191,15 @@ class RestartPoint:
         return cls.of(cast(dict[str, Any], decode_state(data)))
 
     def _as_start(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"at": self.position.as_list(), "state": self.state}
+        start: dict[str, Any] = {"at": self.position.as_list(), "state": self.state}
         known = {"rng": self.rng, "digest": self.digest, "spent_s": self.spent_s, "chain": self.chain}
         if self.rng_before is not None:
-            found["rng_before"] = self.rng_before
-        return found | {name: value for name, value in known.items() if value}
+            start["rng_before"] = self.rng_before
+        return start | {name: value for name, value in known.items() if value}
 
     @classmethod
     def taken(cls, data: bytes) -> RestartPoint:
-        """Return the position that was encoded, with its state, even if the loader can get there only by a replay.
-        (`of` returns the restart point from which that replay starts.)"""
+        """Return the position that was encoded, with its state, even if the loader can get there only by a replay."""
         value = cast(dict[str, Any], decode_state(data))
         restart = value["restart"]
         return cls(StreamPosition(*restart["at"]), value["user"], restart.get("rng", b""), digest=restart["digest"])
@@ -229,10 +207,8 @@ class RestartPoint:
     @classmethod
     def of(cls, value: dict[str, Any]) -> RestartPoint:
         """Return the restart point that a decoded value describes. If its position can be reached only by a replay,
-        return the restart point from which the replay starts.
-
-        Raises StateCorruptError if `encode` did not write the value.
-        """
+        return the restart point from which the replay starts. Raise StateCorruptError if `encode` did not write the
+        value."""
         try:
             return cls._of(value)
         except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -249,19 +225,28 @@ class RestartPoint:
         before = None if epoch_start is None else epoch_start.get("rng_before")
         nested = epoch_start is not None and "state" in epoch_start
         taken, state = (epoch_start, epoch_start["state"]) if nested else (restart, value["user"])
-        at, rng, digest = taken["at"], taken.get("rng", b""), taken.get("digest", 0)
+        position, rng, digest = taken["at"], taken.get("rng", b""), taken.get("digest", 0)
         if not isinstance(rng, bytes) or not isinstance(before, bytes | None):
             raise TypeError(
                 f"rng must be bytes and rng_before bytes or None, got {type(rng).__name__} and {type(before).__name__}"
             )
-        if any(type(count) is not int or not 0 <= count <= MASK for count in (*at, digest, *chain(*skips))):
+        if any(type(count) is not int or not 0 <= count <= MASK for count in (*position, digest, *chain(*skips))):
             raise ValueError(
                 f"position, digest and skipped batches of a restart point must be integers from 0 to {MASK}, got "
-                f"{at!r:.80}, {digest!r:.80} and {skips!r:.80}"
+                f"{position!r:.80}, {digest!r:.80} and {skips!r:.80}"
             )
         spent_s = float(taken.get("spent_s", 0.0))
         hashed = int(taken.get("chain", 0))
         seeds = tuple(int(seed) for seed in restart.get("seeds", ()))
         return cls(
-            StreamPosition(*at), state, rng, before, digest, spent_s, hashed, skips=skips, history=history, seeds=seeds
+            StreamPosition(*position),
+            state,
+            rng,
+            before,
+            digest,
+            spent_s,
+            hashed,
+            skips=skips,
+            history=history,
+            seeds=seeds,
         )

@@ -1,13 +1,32 @@
-"""A user's loader, made by input_fn for a slot.
+"""A user's loader in its slot: making it, reading it, saving and restoring it. All calls of the user's loader are here.
 
-All calls of the user's loader are in this module. Before a call, Penstock sets what user code may read: the assignment,
-the random generators and torch's worker information. An exception of user code is raised as InputFnError with its
-traceback.
+There are three kinds of loaders:
+
+    pure           An epoch is a function of (code, arguments, data, seed, topology, number of the epoch). Each epoch is
+                   made by a loader that has made no other, so nothing that one epoch leaves behind reaches the next.
+    vouched        `exact_states = True`: one object, kept over epochs. Any of its states is a restart point.
+    four methods   The protocol of Cerebras: one object for a launch. It is restored only by its
+                   deaggregate_state_dict, so it starts from the beginning, or from the state of the launch.
+
+A pure loader begins epoch e so: the generators of the process are seeded by (seed, box, slot, e), those that the loader
+and its modules hold are seeded anew, set_epoch(e) is called where there is one, then `iter(loader)`
+(loader_generators.py). A snapshot of it is `state_dict()` and all generators after a batch, encoded before the next
+`next()`. To restore it: begin the epoch without `iter`, load the state, `iter`, set the generators. Set at any other
+moment they give other batches. No state is taken after StopIteration.
+
+The other two kinds are opened by `iter()` alone (RNG: the states of all random generators):
+
+    open an epoch         take RNG R0, `iter(loader)`, take `state_dict()`, take RNG R1           -> an epoch start
+    from an epoch start   load its state, set R0, `iter`, set R1, then replay n batches
+
+The runner that streams and the helper processes run the same code. A loader that makes a second epoch in one process
+(in a helper process, or in the training process) is made again by input_fn first, if it is pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import getattr_static
@@ -16,12 +35,21 @@ from typing import Any, Self
 import torch.utils.data
 
 from penstock.proto.batch.classes import MAX_NAME
-from penstock.proto.errors import InputFnError, NotRestartableError, PenstockError, ReplayMismatchError
+from penstock.proto.batch.digest import cover_of
+from penstock.proto.batch.replay_digest import ReplayDigest
+from penstock.proto.errors import (
+    InputFnError,
+    NotRestartableError,
+    PenstockError,
+    ReplayMismatchError,
+    StateMismatchError,
+)
 from penstock.proto.state import assignment as assignments
 from penstock.proto.state.counts import Group, Tally
 from penstock.proto.state.epoch_labels import label_of, labels_in
 from penstock.proto.state.found_generators import plain_numbers
 from penstock.proto.state.generators import derive_seed, seed_rng
+from penstock.proto.state.position import linked
 from penstock.proto.state.restartable import (
     DataLoaderCheckpoint,
     by_own_methods,
@@ -35,26 +63,27 @@ from penstock.proto.tracebacks import format_remote
 from penstock.proto.v1 import coordinator_pb2, records_pb2
 from penstock.runtime.process import forks
 from penstock.runtime.telemetry.logs import plain
-from penstock.worker.loader.restart_points import Launch, StreamHistory, StreamPosition
+from penstock.worker.loader.changed_mixture import apply_changes, plan_change
+from penstock.worker.loader.loader_generators import LoaderGenerators, parts_of, process_generators, set_epoch
+from penstock.worker.loader.restart_points import END, Launch, RestartPoint, StreamHistory, StreamPosition
+from penstock.worker.loader.user_loaders import (
+    NOT_SAVED,
+    CannotSkipError,
+    FirstBatch,
+    refuse_separate_barriers,
+    skip_batch,
+)
+from penstock.worker.loader.worker_info import as_main_process, offer_worker_info, uncounted
 from penstock.worker.processes.control_channel import describe
 from penstock.worker.processes.user_code import load_input_fn, unpacked
-from penstock.worker.user_loader.changed_mixture import apply_changes, plan_change
-from penstock.worker.user_loader.foreign_barriers import refuse_separate_barriers
-from penstock.worker.user_loader.loader_generators import LoaderGenerators, parts_of, process_generators, set_epoch
-from penstock.worker.user_loader.skip_batch import CannotSkipError, skip_batch
-from penstock.worker.user_loader.synthetic import NOT_SAVED, FirstBatch
-from penstock.worker.user_loader.worker_info import as_main_process, offer_worker_info, uncounted
 
-__all__ = ["SlotLoader"]
+_log = logging.getLogger("penstock.worker")
 
 MOST_SHOWN = 500
-"""Largest number of characters of an exception's text that a loader's capabilities contain."""
 MOST_NAMED = 8
-"""Largest number of random generators that an error names."""
 
 
 def _vouches(loader: Any) -> bool:
-    """Return True if the loader, or its dataset, declares that each of its states is exact (`exact_states`)."""
     return any(getattr(holder, "exact_states", False) is True for holder in (loader, getattr(loader, "dataset", None)))
 
 
@@ -72,14 +101,17 @@ def _keeps_place(loader: Any) -> bool:
     return state_methods(held) > 0 and not callable(getattr(held, "set_epoch", None))
 
 
-def draws_nothing(loader: Any) -> bool:
-    """Return True if a loader declares that its batches do not depend on the process's random generators. An attribute
-    that a wrapper only forwards does not count, because the wrapper may draw."""
-    return getattr_static(loader, "draws_nothing", False) is True
-
-
 class SlotLoader:
-    """Loader that input_fn made for one slot, and the position up to which the loader was read."""
+    """Loader that input_fn made for one slot, with its position. To *open* an epoch means to call iter() on the loader.
+    Exceptions of user code are raised as InputFnError.
+
+    Args:
+        assignment: the slot, and the loader to make for it.
+        doing: called before user code is called, with one of the names in progress_page.ACTIVITIES.
+        skipped: called before each batch if the slot has quarantined batches, with the epoch and the number of batches
+            that were skipped right before that batch, often 0.
+        load: imports and returns input_fn; its argument is the loader's part of the assignment.
+    """
 
     def __init__(
         self,
@@ -88,45 +120,57 @@ class SlotLoader:
         skipped: Callable[[int, int], None] = lambda epoch, count: None,
         load: Callable[[records_pb2.LoaderSpec], Callable[..., Any]] = load_input_fn,
     ) -> None:
-        """Store the settings, without calling user code.
-
-        Args:
-            assignment: the slot, and the loader to make for it.
-            doing: called before user code is called, with one of the names in progress_page.ACTIVITIES.
-            skipped: called before each batch if the slot has quarantined batches, with the epoch and the number of
-                batches that were skipped right before that batch, often 0.
-            load: imports and returns input_fn; its argument is the loader's part of the assignment.
-        """
         self.assignment = assignment
         self.position = StreamPosition(0, 0, 0, 0)
         self.capabilities = records_pb2.LoaderCapabilities(length=-1)
         point, slot = assignment.start, assignment.slot
         began = point.slots[slot].total if len(point.slots) > slot else 0
         self.history = StreamHistory(Launch(point.step, began))
-        self._doing = doing
-        self._skipped = skipped
-        self._load_fn = load
         self.labels = labels_in(point.labels)
         """Labels of epochs: what user code of a pure loader sees as their numbers."""
+        self.digest = 0
+        """Digest (hash) of the last batch, which the caller of `next` computes and sets; 0 = not known."""
+        self.chain = 0
+        """Hash over the batches of the open epoch (proto/state/position.py, `linked`), which the caller of `next`
+        extends. It is complete for a pure loader."""
+        self.spent_s = 0.0
+        """Seconds that the loader has spent on the batches of the open epoch, which the caller of `next` adds up."""
+        self.unsaved: Exception | None = None
+        """Error that state_dict() raised at an epoch start, which therefore has no state; None if it raised none."""
+        self.resume: dict[str, Any] | None = None
+        """Decoded state from which the launch resumed; None if it began without a state. A loader that resumes by its
+        own methods (deaggregate_state_dict, then load_state_dict) loads this state again when it is restored."""
+        self.awaited: dict[tuple[int, int], int] = {}
+        """Digests of the first batches of epochs that an earlier runner or launch has made, by (epoch, number of the
+        slot's batches before it)."""
+        self._doing, self._skipped, self._load_fn = doing, skipped, load
         self._skips = {(skip.epoch, skip.total): skip.count for skip in assignment.skips}
+        self._fn: Callable[..., Any] | None = None
         self._loader: Any = None
         self._iterator: Iterator[Any] | None = None
+        self._generators: LoaderGenerators | None = None
+        self._rng_before_call = self._rng_at_peek = b""
         self._taken_for = slot
-        """Worker number in the box (data-parallel rank) with which the present loader was made."""
+        """Worker number in the box with which the present loader was made."""
         self._counts = False
         """True if the loader counts its samples, for example per source, in an attribute `tally`."""
         self._unused = False
-        """True if the present loader has not begun to iterate."""
         self._loaded = False
         """True if the loader has loaded a state since input_fn made it."""
-        self._generators: LoaderGenerators | None = None
-        self._rng_before_call = b""
-        self._strict = False
-        self._fn: Callable[..., Any] | None = None
+        self._has_first = not assignment.start.step and assignment.box == assignment.slot == 0
+        self._ahead: list[Any] = []
+        """Batch that `peek` has taken and `next` has not returned yet, as a list of at most one."""
+        self._held: tuple[Iterator[Any], list[Any], RestartPoint | None] | None = None
+        """Next epoch, if the loader has begun it before `next` has returned END for the present one: the iterator, the
+        batch taken by `peek`, and the epoch start. None otherwise."""
+        self._start: RestartPoint | None = None
+        """Restart point at the start of the launch, for a loader that resumes by its own methods: it can be restored
+        only there. None for any other loader."""
+
+    # ---- what it is
 
     @property
     def name(self) -> str:
-        """Name of the loader in messages, such as "data:train (box 0, slot 1)": its input_fn, box and slot."""
         a = self.assignment
         return f"{a.loader.input_fn} (box {a.box}, slot {a.slot})"
 
@@ -138,7 +182,6 @@ class SlotLoader:
 
     @property
     def saves_state(self) -> bool:
-        """True if the loader's state_dict() can be called and used."""
         return self.capabilities.state_methods > 0 and not self.capabilities.not_restartable
 
     @property
@@ -149,12 +192,10 @@ class SlotLoader:
 
     @property
     def is_vouched(self) -> bool:
-        """True if any state that the loader returned is a restart point, because it vouches for its states."""
         return is_vouched(self.capabilities)
 
     @property
     def is_pure(self) -> bool:
-        """True if each epoch of the loader is made by itself, as a function of its number (positioned_loader.py)."""
         return is_pure(self.capabilities)
 
     @property
@@ -162,54 +203,116 @@ class SlotLoader:
         """True if the user's code gives samples or batches in an order of its own, and not by their numbers."""
         return self._loader is not None and _iterable(self._loader) is not None
 
+    @property
+    def is_open(self) -> bool:
+        return self._iterator is not None
+
+    @property
+    def is_ahead(self) -> bool:
+        return bool(self._ahead)
+
+    @property
+    def key_field(self) -> str | None:
+        """Name of the field of a batch that holds its restore keys (they say where each sample can be read again), from
+        the loader's attribute `key_field`; None if the loader has no such attribute."""
+        name = getattr(self._loader, "key_field", None)
+        return name if isinstance(name, str) else None
+
+    @property
+    def suspects(self) -> str:
+        """Part of a sentence about a loader that makes other batches than before: its class, that of its dataset, and
+        the random generators that they hold."""
+        loader, generators = self._loader, self._generators
+        dataset = getattr(loader, "dataset", None)
+        over = "" if dataset is None else f" over {type(dataset).__qualname__}"
+        names = ", ".join(generators.names[:MOST_NAMED]) if generators is not None else ""
+        holds = f"which holds the random generators {names}" if names else "in which no random generator was found"
+        return f"{type(loader).__qualname__}{over}, {holds}"
+
     def numbers(self) -> dict[str, float]:
-        """Return the numbers that dataset, samplers and collate_fn hold as attributes, by name."""
-        own = int(isinstance(self._loader, torch.utils.data.DataLoader))  # what torch's loader counts is not the user's
-        return plain_numbers(parts_of(self._loader)[own:])
+        first_own = int(
+            isinstance(self._loader, torch.utils.data.DataLoader)
+        )  # what torch's loader counts is not the user's
+        return plain_numbers(parts_of(self._loader)[first_own:])
 
     def another(self, assignment: records_pb2.WorkerAssignment) -> Self:
-        """Return a new object of this class, for the loader of another assignment. Its input_fn is imported by the same
-        function `load`."""
         return type(self)(assignment, load=self._load_fn)
+
+    # ---- what it is told
+
+    def learn_resume(self, resume: dict[str, Any] | None) -> None:
+        """Record the state from which the launch resumed; None = it began without a state. If the state was saved at an
+        epoch's end, record in `awaited` also the digest of the batch that followed."""
+        self.resume, a = resume, self.assignment
+        part = resume["slots"].get(a.slot) if resume is not None and a.resume.same_topology else None
+        known = part is not None and part.get("next_epoch") and part["next_digest"] and not self.by_own_methods
+        if part is not None and known and self.trusts_history(part):
+            self.awaited[a.start.epoch + 1, a.start.slots[a.slot].total] = part["next_digest"]
+
+    def learn_firsts(self, firsts: Iterable[Sequence[int]]) -> None:
+        """Record first batches of epochs that earlier runners have made, each as three numbers: its epoch, the slot's
+        batches before it, its digest."""
+        self.awaited.update({(epoch, began): digest for epoch, began, digest in firsts})
+
+    def learn_labels(self, labels: dict[int, int]) -> None:
+        """Record labels of epochs that the training loop has given. First batches that are awaited under other labels
+        are forgotten: the loop wants another epoch than the one that a launch before had begun."""
+        later = self.labels | labels
+        for epoch, total in list(self.awaited):
+            if label_of(later, epoch) != label_of(self.labels, epoch):
+                del self.awaited[epoch, total]
+        self.labels = later
+
+    def learn_skips(self, point: RestartPoint) -> None:
+        for epoch, total, count in point.skips:
+            self._skips[epoch, total] = max(count, self._skips.get((epoch, total), 0))
+
+    def trusts_history(self, part: dict[str, Any]) -> bool:
+        """Return True if the history (launch and abandoned epochs) in a slot's part of a saved state can be used.
+        Return False if an older release wrote the part, if the user edited it, or if the user loads it with
+        strict=False. Then only the loader's own state is used, and its batches are not compared."""
+        strict = self.resume is None or self.resume["strict"]
+        return bool("history" in part["restart"] and strict and not part.get("changed"))
 
     # ---- making it
 
     def build(self) -> None:
         """Make the loader: set the seeds and the assignment that user code reads, call input_fn, and check the result.
         Set `capabilities`."""
-        a = self.assignment
         self._seed()
-        self._introduce(a.start.step + 1)
+        self._introduce(self.assignment.start.step + 1)
         self._doing("input_fn")  # the import of its module runs user code too
         with self._user("the import of its module"):
-            self._fn = self._load_fn(a.loader)
+            self._fn = self._load_fn(self.assignment.loader)
         self._call()
-        loader, capabilities = self._loader, self.capabilities
         with self._user("reading the loader's methods"):
-            refuse_separate_barriers(loader, self.name)
-            capabilities.state_methods = state_methods(loader)
-            capabilities.takes_strict = self._strict = takes_strict(loader)
-            capabilities.is_iterator = hasattr(type(loader), "__next__")
-            capabilities.loads_own_state = getattr(loader, "loads_own_state", False) is True
-            capabilities.exact_states = capabilities.state_methods > 0 and _vouches(loader)
-            name = f"{type(loader).__module__}:{type(loader).__qualname__}"
-            if callable(getattr(loader, "advance_state", None)) and len(name) <= MAX_NAME:
-                capabilities.advances_state = name
-            capabilities.keeps_place = self.is_pure and self.is_iterable and _keeps_place(loader)
-            capabilities.own_workers = int(getattr(loader, "num_workers", 0) or 0)
-            try:
-                capabilities.length = len(loader)
-            except Exception as error:
-                capabilities.length = -1
-                if hasattr(type(loader), "__len__"):
-                    capabilities.no_length = plain(describe(error), MOST_SHOWN)
-        if a.loader.options.synthetic:
-            capabilities.not_restartable = NOT_SAVED
+            self._examine(self._loader)
+        if self.assignment.loader.options.synthetic:
+            self.capabilities.not_restartable = NOT_SAVED
         if self.by_own_methods and self.history.launch.worker is None:
-            self.history = self.history.of(replace(self.history.launch, worker=a.slot))
+            self.history = self.history.of(replace(self.history.launch, worker=self.assignment.slot))
+
+    def _examine(self, loader: Any) -> None:
+        refuse_separate_barriers(loader, self.name)
+        capabilities = self.capabilities
+        capabilities.state_methods = state_methods(loader)
+        capabilities.takes_strict = takes_strict(loader)
+        capabilities.is_iterator = hasattr(type(loader), "__next__")
+        capabilities.loads_own_state = getattr(loader, "loads_own_state", False) is True
+        capabilities.exact_states = capabilities.state_methods > 0 and _vouches(loader)
+        name = f"{type(loader).__module__}:{type(loader).__qualname__}"
+        if callable(getattr(loader, "advance_state", None)) and len(name) <= MAX_NAME:
+            capabilities.advances_state = name
+        capabilities.keeps_place = self.is_pure and self.is_iterable and _keeps_place(loader)
+        capabilities.own_workers = int(getattr(loader, "num_workers", 0) or 0)
+        try:
+            capabilities.length = len(loader)
+        except Exception as error:
+            capabilities.length = -1
+            if hasattr(type(loader), "__len__"):
+                capabilities.no_length = plain(describe(error), MOST_SHOWN)
 
     def _introduce(self, step: int) -> None:
-        """Set the assignment that user code reads, for a launch that begins with training step `step` of the box."""
         a, worker = self.assignment, self.worker
         self._taken_for = worker
         offer_worker_info(a)
@@ -218,8 +321,8 @@ class SlotLoader:
         )
 
     def _seed(self) -> None:
-        """Seed the random generators before input_fn is called. All launches and runners of the slot use the same seed,
-        so that input_fn makes the same loader, for example the same random_split."""
+        """Seed the random generators alike in all launches and runners of the slot, so that input_fn makes the same
+        loader, for example the same random_split."""
         a = self.assignment
         seed_rng(derive_seed(a.seed, "slot", a.box, a.slot))
 
@@ -232,12 +335,12 @@ class SlotLoader:
 
     def _call(self) -> None:
         assert self._fn is not None
+        a = self.assignment
         with self._user("unpacking its arguments"):
-            fn, args, kwargs = unpacked(self._fn, self.assignment.loader)
+            fn, args, kwargs = unpacked(self._fn, a.loader)
         self._rng_before_call = process_generators()
-        self._loader = self._generators = (
-            None  # the old loader may hold an exclusive resource, such as an open database
-        )
+        # the old loader may hold an exclusive resource, such as an open database
+        self._loader = self._generators = None
         with self._user("input_fn", activity="input_fn"):
             loader = fn(*args, **kwargs)
         if loader is None or not (hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")):
@@ -246,12 +349,11 @@ class SlotLoader:
                 f"{self.name} returned {what}. It must return a torch DataLoader or another iterable of batches"
             )
         if self._moved:
-            a = self.assignment
             seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, a.start.step))
         with self._user("change_mixture()"):
-            apply_changes(loader, self.assignment)
+            apply_changes(loader, a)
         self._counts = isinstance(getattr(loader, "tally", None), Tally)
-        self._loader = FirstBatch(loader) if self.assignment.loader.options.synthetic else loader
+        self._loader = FirstBatch(loader) if a.loader.options.synthetic else loader
         self._unused, self._loaded = True, False
         self._generators = LoaderGenerators(loader, self._fn)
 
@@ -260,9 +362,55 @@ class SlotLoader:
         self._seed()
         self._call()
 
+    def begin(self) -> None:
+        """Bring the loader to the beginning of the slot's stream: call input_fn again, without loading a state or
+        opening an epoch."""
+        self.abort()
+        launch = Launch(worker=self.assignment.slot if self.by_own_methods else None)
+        self.history = replace(self.history.of(launch), abandoned=())
+        self._make_again(1)
+        self.position, self.digest, self._start = StreamPosition(0, 0, 0, 0), 0, None
+
+    def make_as(self, worker: int) -> None:
+        """Let user code see `worker` as its worker number in the box from now on. Call input_fn again, unless the
+        present loader is unused and was made with this number."""
+        self.abort()
+        self.history = self.history.of(replace(self.history.launch, worker=worker))
+        self._start = None
+        if self._taken_for != worker or not self._unused or self._loader is None:
+            self._make_again(self.history.launch.step + 1)
+
+    def drop(self) -> None:
+        """Release the loader, because it may hold an exclusive resource, such as a lock or an open database."""
+        self.abort()
+        self._loader = None
+
+    # ---- epochs
+
+    def open_epoch(self, *, step: int = 0) -> RestartPoint:
+        """Open epoch `position.epoch`. Return the epoch start: a restart point, with the loader's state unless the
+        loader is pure.
+
+        step: training step of the box that `get_worker_state()` reports to the loader's state_dict().
+        """
+        if self._held is not None:
+            return self._open_held(step)
+        return self._open_pure(step) if self.is_pure else self.open(step=step)
+
+    def _open_pure(self, step: int) -> RestartPoint:
+        self._begin_epoch(self.position.epoch)
+        self._iterate()
+        self.compare_first()
+        if self._loaded:  # a state on another topology: without it nothing leads to this position
+            return self.snapshot(step)
+        self.spent_s, self.chain = 0.0, 0
+        return self.marked(RestartPoint(self.position.copy(), None, b"", b"", self.digest))
+
     def _begin_epoch(self, epoch: int) -> None:
-        """Set all that an epoch of a pure loader depends on, before `iter()`: the random generators, and the epoch's
-        label, for set_epoch() and current_assignment().epoch."""
+        """Set all that an epoch of a pure loader depends on, before `iter()`: a loader that has made no other epoch,
+        the random generators, and the epoch's label, for set_epoch() and current_assignment().epoch."""
+        if not self._unused:
+            self._make_again(self.history.launch.step + 1)
         a = self.assignment
         assert self._generators is not None
         label = label_of(self.labels, epoch)
@@ -272,42 +420,122 @@ class SlotLoader:
         with self._user("set_epoch()"):
             set_epoch(self._loader, label)
 
-    # ---- batches
+    def open(self, *, step: int = 0, rng_after: bytes | None = None) -> RestartPoint:
+        """Open the next epoch with the present loader, in whatever state the loader is, and return the epoch start.
 
-    def changed_counts(self) -> bytes:
-        """Return the counts of samples (for example per source) that have changed since the last call of this method,
-        encoded as in a BATCH frame; b"" if the loader does not count its samples."""
-        tally = self._tally
-        return b"" if tally is None else tally.take()
+        step: as in `open_epoch`. rng_after: states of the random generators to set once the epoch is open; None = leave
+        them. Set on a resume.
+        """
+        before = self._begin()
+        if rng_after is not None:
+            self._restore_rng(rng_after)
+        epoch_start = self._epoch_start(step, before)
+        if self.by_own_methods and self._start is None:
+            self._start = replace(epoch_start, state=None)
+        self.compare_first()
+        return self._reached_from_start(epoch_start)
 
-    @property
-    def key_field(self) -> str | None:
-        """Name of the field of a batch that holds its restore keys (they say where each sample can be read again), from
-        the loader's attribute `key_field`; None if the loader has no such attribute."""
-        name = getattr(self._loader, "key_field", None)
-        return name if isinstance(name, str) else None
-
-    def last_batch(self) -> tuple[list[range] | None, Mapping[Group, Sequence[int]] | None]:
-        """Return two facts about the batch that the loader yielded last. The first is the sample numbers of the global
-        batch (the batches of all boxes together), in the form that the loader's method `skip` accepts. The second is
-        the counts of its samples. Each is None if the loader does not know it."""
-        numbers, tally = getattr(self._loader, "last_samples", None), self._tally
-        with self._user("last_samples()"):
-            return (numbers() if callable(numbers) else None), (None if tally is None else tally.last)
-
-    @property
-    def _tally(self) -> Tally | None:
-        """Object in which the loader counts its samples: the attribute `tally` of the loaders of penstock.data and of
-        wrappers that forward it; None if the loader has no such attribute."""
-        if not self._counts:
-            return None
-        tally = self._loader.tally
-        return tally if isinstance(tally, Tally) else None
+    def _begin(self) -> bytes:
+        """Start to iterate over the loader. If the loader is its own iterator, and its iteration has begun before, call
+        input_fn for a new one first. Return the states of the random generators that a replay must set before this
+        step."""
+        if not self.capabilities.is_iterator:
+            before = self.rng()
+        else:
+            if not self._unused:
+                self._call()
+            before = self._rng_before_call
+        self._iterate()
+        return before
 
     def _iterate(self) -> None:
         self._unused = False
         with self._user("iter()", activity="iter"):
             self._iterator = iter(self._loader)
+
+    def _epoch_start(self, step: int, before: bytes) -> RestartPoint:
+        state, asked = None, False
+        if self.saves_state:
+            try:
+                state, asked = self.state(step)
+            except PenstockError as error:
+                self.unsaved = error  # the stream continues; the next save reports the error
+        return self._point_here(state, step if asked else 0, before)
+
+    def end_previous_epoch_first(
+        self, position: StreamPosition, epoch: int, epoch_start: RestartPoint | None = None
+    ) -> None:
+        """Let `next` return END for the previous epoch first, although epoch number `epoch` is open already; then the
+        batches of this epoch.
+
+        position: the slot's position, which is still in the previous epoch. epoch_start: epoch start of the open epoch;
+        None if none of its batches was made yet.
+        """
+        assert self._iterator is not None
+        self._held = self._iterator, self._ahead, epoch_start
+        self._iterator, self._ahead = iter(()), []
+        self.position = replace(
+            position, epoch=epoch - 1, delivered=position.delivered if epoch - 1 == position.epoch else 0
+        )
+
+    def _open_held(self, step: int) -> RestartPoint:
+        assert self._held is not None
+        self._iterator, self._ahead, epoch_start = self._held
+        self._held = None
+        return self._reached_from_start(self._epoch_start(step, self.rng()) if epoch_start is None else epoch_start)
+
+    def enter(self, epoch: int) -> None:
+        """Record that the loader was resumed at the end of an epoch, and then yielded batches of epoch number `epoch`
+        at once, without a StopIteration for the old epoch."""
+        self.history = self.history.of(replace(self.history.launch, enters=epoch))
+        assert self._start is not None
+        self._start = replace(self._start, history=self._start.history.of(self.history.launch))
+
+    def abort(self) -> None:
+        self._iterator, self._ahead, self._held = None, [], None
+
+    def leave_epoch(self) -> None:
+        self._iterator, self._ahead, self.chain = None, [], 0
+        self.position.epoch += 1
+        self.position.delivered = 0
+
+    def abandon_epoch(self, total: int) -> None:
+        if self._ahead and not self.is_pure:
+            self._restore_rng(self._rng_at_peek)
+        self.history = self.history.leaving(self.position.epoch, total)
+        self.leave_epoch()
+
+    def reach_end(self) -> None:
+        if self.is_open and self.next() is not END:
+            raise ReplayMismatchError(
+                f"{self.name}: epoch {self.position.epoch} has more batches than before. The data have changed, or the "
+                "loader is not deterministic: run penstock doctor"
+            )
+
+    # ---- batches
+
+    def next(self) -> Any:
+        """Return the next batch and advance the position by it, or return END at the end of the epoch. The caller must
+        add the batch's samples to `position.samples`."""
+        assert self._iterator is not None
+        if self._has_first and self.position.total in (1, 2):
+            self._note_first()
+        try:
+            if self._ahead:
+                batch = self._ahead.pop()
+                if batch is END:
+                    raise StopIteration
+            else:
+                batch = self._fetch()
+        except StopIteration:
+            self.leave_epoch()
+            return END
+        # BaseException, because sys.exit() in user code must not look like a crash of the runner
+        except BaseException as error:
+            raise self.failed(f"batch {self.position.total + 1}", error) from error
+        self.position.delivered += 1
+        self.position.total += 1
+        return batch
 
     def _fetch(self) -> Any:
         assert self._iterator is not None
@@ -320,8 +548,6 @@ class SlotLoader:
                 forks.leave()
 
     def _skip_quarantined(self) -> None:
-        """Skip the batches at the present position that are quarantined: batches that killed their runner several
-        times."""
         position = self.position
         count = self._skips.get((position.epoch, position.total), 0)
         try:
@@ -334,12 +560,91 @@ class SlotLoader:
             ) from None
         self._skipped(position.epoch, count)
 
+    def peek(self) -> Any:
+        """Return the next batch, or END at the end of the epoch, without advancing the position: `next` then returns
+        the same batch. The loader itself is one batch ahead meanwhile, so `peek` is only for comparing digests."""
+        position, iterator, self._rng_at_peek = self.position.copy(), self._iterator, self.rng()
+        self._ahead = [self.next()]
+        self.position, self._iterator = position, iterator
+        return self._ahead[0]
+
+    def peek_link(self) -> int | None:
+        """Return what the chain of the epoch links for the next batch; None at the end of the epoch."""
+        batch = self._ahead[0] if self._ahead else self.peek()
+        return None if batch is END else ReplayDigest(cover=cover_of(self.assignment.loader.options)).link_of(batch)
+
+    def compare_first(self) -> None:
+        """Raise ReplayMismatchError if the loader is at the beginning of an epoch whose first batch is known, and it
+        makes another one."""
+        position = self.position
+        expected = None if position.delivered else self.awaited.get((position.epoch, position.total))
+        if expected is not None and self.peek_link() != expected:
+            raise ReplayMismatchError(
+                f"{self.name}: epoch {self.position.epoch} does not begin with the batch with which it began before: a "
+                f"{self.suspects}. The data or the code has changed, or the loader is not deterministic: run "
+                "penstock doctor"
+            )
+
+    def count_replayed(self, batch: Any, replay_digest: ReplayDigest) -> None:
+        self.digest, samples = replay_digest.take(batch)
+        self.chain = linked(self.chain, replay_digest.link)
+        self.position.samples += samples
+
+    def seek(
+        self, total: int, epoch: int, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
+    ) -> bool:
+        """Replay until the slot has made `total` batches in the run. Return True then. Stop at the end of epoch number
+        `epoch`, and return False if the slot has made fewer batches by then.
+
+        seen: called with each batch. open_epoch: opens each epoch on the way; None: `self.open_epoch`.
+        """
+        self._doing("replay")
+        while self.position.total < total:
+            if not self.is_open:
+                (open_epoch or self.open_epoch)()
+            present_epoch = self.position.epoch
+            batch = self.next()
+            if batch is not END:
+                seen(batch)
+            elif present_epoch >= epoch:
+                return False
+        return True
+
+    def _note_first(self) -> None:
+        """Record the digest of the run's first batch, unless its second batch is the same: a later launch that begins
+        with it has lost its position."""
+        if self.by_own_methods and self.position.total == 1:
+            self.history = replace(self.history, first=self.digest)
+        elif self.position.total == 2 and self.history.first == self.digest:
+            self.history = replace(self.history, first=0)
+
+    def changed_counts(self) -> bytes:
+        """Return the counts of samples (for example per source) that have changed since the last call of this method,
+        encoded as in a BATCH frame; b"" if the loader does not count its samples."""
+        tally = self._tally
+        return b"" if tally is None else tally.take()
+
+    def last_batch(self) -> tuple[list[range] | None, Mapping[Group, Sequence[int]] | None]:
+        """Return two facts about the batch that the loader yielded last. The first is the sample numbers of the global
+        batch (the batches of all boxes together), in the form that the loader's method `skip` accepts. The second is
+        the counts of its samples. Each is None if the loader does not know it."""
+        numbers, tally = getattr(self._loader, "last_samples", None), self._tally
+        with self._user("last_samples()"):
+            return (numbers() if callable(numbers) else None), (None if tally is None else tally.last)
+
+    @property
+    def _tally(self) -> Tally | None:
+        if not self._counts:
+            return None
+        tally = self._loader.tally
+        return tally if isinstance(tally, Tally) else None
+
     # ---- states
 
     def state(self, step: int) -> tuple[Any, bool]:
         """Return the loader's state_dict(), and True if state_dict() called get_worker_state().
 
-        step: training step of the box (data-parallel rank) that `get_worker_state()` reports to state_dict().
+        step: training step of the box that `get_worker_state()` reports.
         """
         a, position, launch = self.assignment, self.position, self.history.launch
         checkpoint = DataLoaderCheckpoint(
@@ -362,22 +667,61 @@ class SlotLoader:
         with self._user("state_dict()", activity="state_dict"):
             return as_main_process(save)
 
-    def resume_by_own_methods(self, aggregated: Any, strict: bool) -> None:
-        """Load the loader's part of an aggregated state by its deaggregate_state_dict and load_state_dict. The caller
-        must open the epoch afterwards."""
-        self._load(self.deaggregate(aggregated, strict), strict)
+    def snapshot(self, step: int) -> RestartPoint:
+        """Return a snapshot (the loader's state and position). The caller must encode the snapshot before the next call
+        of `next`, because the state may share objects with the loader. step: as in `state`."""
+        state, asked = self.state(step)
+        return self._reached_from_start(self._point_here(state, step if asked else 0, None))
 
-    def deaggregate(self, aggregated: Any, strict: bool) -> Any:
-        """Return the loader's part of an aggregated state, made by its deaggregate_state_dict."""
-        arguments = {"strict": strict} if self._strict else {}
-        with self._user("deaggregate_state_dict()", activity="load_state_dict"), uncounted():
-            return self._loader.deaggregate_state_dict(aggregated, **arguments)
+    def _point_here(self, state: Any, step: int, rng_before: bytes | None) -> RestartPoint:
+        return self.marked(
+            RestartPoint(
+                self.position.copy(), state, self.rng(), rng_before, self.digest, self.spent_s, self.chain, step
+            )
+        )
+
+    def marked(self, point: RestartPoint, *, whole_history: bool = False) -> RestartPoint:
+        """Return a copy of the restart point with the loader's present history (launch, abandoned epochs) and its
+        list of quarantined batches.
+
+        whole_history: False keeps in the history only abandoned epochs before the point's own epoch. True keeps all of
+        them.
+        """
+        if self._has_first and self.position.total in (1, 2):
+            self._note_first()
+        skips = tuple((epoch, total, count) for (epoch, total), count in self._skips.items())
+        history = self.history if whole_history else self.history.before(point.position.epoch)
+        seeds = self.seeds if self.is_pure else ()
+        return replace(point, skips=skips, history=history, seeds=seeds)
+
+    def _reached_from_start(self, point: RestartPoint) -> RestartPoint:
+        """Return `point`; for a loader that can be restored only to the start of its launch, a copy that says that a
+        replay from there reaches the point's position (`replayed_from`)."""
+        start = self._start
+        return point if start is None or point.position == start.position else replace(point, replayed_from=start)
+
+    def require_state(self) -> None:
+        if self.capabilities.not_restartable:
+            raise NotRestartableError(f"{self.name} cannot be saved: {self.capabilities.not_restartable}")
 
     def aggregate(self, states: list[Any]) -> Any:
-        """Return one state made of all workers' states by the loader's aggregate_state_dict. `states` is in order of
-        global_worker_id."""
         with self._user("aggregate_state_dict()"), uncounted():
             return self._loader.aggregate_state_dict(states)
+
+    def deaggregate(self, aggregated: Any, strict: bool) -> Any:
+        with self._user("deaggregate_state_dict()", activity="load_state_dict"), uncounted():
+            return self._loader.deaggregate_state_dict(aggregated, **self._if_taken(strict))
+
+    def resume_by_own_methods(self, aggregated: Any, strict: bool) -> None:
+        self._load(self.deaggregate(aggregated, strict), strict)
+
+    def _load(self, state: Any, strict: bool) -> None:
+        with self._user("load_state_dict()", activity="load_state_dict"):
+            as_main_process(lambda: self._loader.load_state_dict(state, **self._if_taken(strict)))
+        self._loaded = True
+
+    def _if_taken(self, strict: bool) -> dict[str, bool]:
+        return {"strict": strict} if self.capabilities.takes_strict else {}
 
     def plan_change(self, trial: coordinator_pb2.MixtureTrial, resume: Mapping[str, Any] | None) -> bytes:
         """Try a change of the weights of the data sources that this loader mixes, and return the result as bytes; see
@@ -385,11 +729,70 @@ class SlotLoader:
         with self._user("plan_change()"):
             return plan_change(self._loader, trial, resume)
 
-    def _load(self, state: Any, strict: bool) -> None:
-        arguments = {"strict": strict} if self._strict else {}
-        with self._user("load_state_dict()", activity="load_state_dict"):
-            as_main_process(lambda: self._loader.load_state_dict(state, **arguments))
-        self._loaded = True
+    # ---- restoring it
+
+    def restore(self, point: RestartPoint) -> None:
+        """Bring the loader to the position of a restart point. May be called at any time.
+
+        A loader with four methods is made anew, and loads the state from which its launch resumed, if any.
+        """
+        self.abort()
+        self.learn_skips(point)
+        if self.is_pure:
+            self._restore_pure(point)
+            return
+        self.history = point.history.before(point.position.epoch)
+        kept = self.capabilities.is_iterator or (self.capabilities.exact_states and point.state is not None)
+        if (not self._unused and not kept) or self._taken_for != self.worker:
+            self._make_again(self.history.launch.step + 1)
+        if point.rng_before is not None:
+            self._restore_rng(point.rng_before)
+        if self.capabilities.is_iterator:
+            self._call()
+        self._load_restart_point(point)
+        # A snapshot has no RNG from before its epoch. Worker processes of the loader are seeded from the RNG here, so
+        # it must be the same at each restore; any value is right.
+        if point.rng_before is None or not self.capabilities.is_iterator:
+            self._restore_rng(point.rng if point.rng_before is None else point.rng_before)
+        self._iterate()
+        self.position, self.digest = point.position.copy(), point.digest
+        self._restore_rng(point.rng)
+        if self.by_own_methods:
+            self._start = replace(point, state=None)
+            launch, position = self.history.launch, point.position
+            if launch.enters is not None and position.total == launch.batches:
+                self.end_previous_epoch_first(position, launch.enters)
+
+    def _restore_pure(self, point: RestartPoint) -> None:
+        self.position, self.digest = point.position.copy(), point.digest
+        self.spent_s, self.chain = point.spent_s, point.chain
+        if point.is_epoch_start:
+            self.open_epoch()
+            return
+        self._begin_epoch(point.epoch)
+        self._load_restart_point(point)
+        self._iterate()
+        self._restore_rng(point.rng)
+
+    def _load_restart_point(self, point: RestartPoint) -> None:
+        if self.by_own_methods:
+            if self.resume is not None:
+                self.resume_by_own_methods(self.resume["aggregated"], self.resume["strict"])
+            elif self.history.launch.step:
+                raise StateMismatchError(
+                    f"{self.name}: the loader now has all four state methods without loads_own_state, so it cannot "
+                    "load a state that its state_dict returned. Resume from a state of DataLoader.state_dict() instead"
+                )
+        elif point.state is not None:
+            if self.capabilities.state_methods == 0:
+                raise StateMismatchError(
+                    f"{self.name}: the loader must have state_dict and load_state_dict to load this state, which was "
+                    "saved by a loader with both methods. Add the methods"
+                )
+            self._load(point.state, True)
+
+    def log_unfit(self, error: Exception) -> None:
+        _log.warning("%s; an earlier state of the loader is tried instead", getattr(error, "message", error))
 
     # ---- randomness
 
@@ -414,7 +817,9 @@ class SlotLoader:
         """Return the states of the process's random generators, and of the generators given to the loader
         and its modules; b"" for a loader of penstock.data whose batches depend on none of them."""
         assert self._generators is not None
-        return b"" if draws_nothing(self._loader) else self._generators.capture()
+        # an attribute that a wrapper only forwards does not count, because the wrapper may draw
+        draws_nothing = getattr_static(self._loader, "draws_nothing", False) is True
+        return b"" if draws_nothing else self._generators.capture()
 
     def _restore_rng(self, data: bytes) -> None:
         """Set the random generators to the states `data`. Without states, seed them by the loader's position: whatever
@@ -445,26 +850,7 @@ class SlotLoader:
 
     def failed(self, what: str, error: BaseException) -> PenstockError:
         """Return the error to raise for an exception of user code: a PenstockError unchanged, any other exception as
-        InputFnError.
-
-        what: name of the call that raised the exception, for the message.
-        """
+        InputFnError. what: name of the call that raised the exception."""
         if isinstance(error, PenstockError):
             return error
         return InputFnError(f"{self.name}: {what} raised {describe(error)}", remote_traceback=format_remote(error))
-
-    @property
-    def suspects(self) -> str:
-        """Part of a sentence about a loader that makes other batches than before: its class, that of its dataset, and
-        the random generators that they hold."""
-        loader, generators = self._loader, self._generators
-        dataset = getattr(loader, "dataset", None)
-        over = "" if dataset is None else f" over {type(dataset).__qualname__}"
-        names = ", ".join(generators.names[:MOST_NAMED]) if generators is not None else ""
-        holds = f"which holds the random generators {names}" if names else "in which no random generator was found"
-        return f"{type(loader).__qualname__}{over}, {holds}"
-
-    def require_state(self) -> None:
-        """Raise NotRestartableError, with the reason, if the loader cannot be saved."""
-        if self.capabilities.not_restartable:
-            raise NotRestartableError(f"{self.name} cannot be saved: {self.capabilities.not_restartable}")

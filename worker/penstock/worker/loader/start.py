@@ -1,8 +1,19 @@
 """The start of a slot: steps that bring a new loader to the slot's start position, before its first batch. A replay of
-the stream repeats the same steps in the same order."""
+the stream repeats the same steps in the same order.
+
+A loader that vouches for its states is restored from a restart point that lies before the last delivered batch, and the
+batches up to the position are made again. The last one must be the delivered one, so other data, other code and a
+generator whose state the loader does not save are found, however slow the loader is. A loader with four methods then
+loads its part of the aggregated state. A difference is an error: there is no second way, because the loader's word is
+that its states are right.
+
+On other numbers of boxes and workers the record's own box and slot are made once more, with the record's numbers: each
+slot compares one of them, before it makes its own loader (`compare_record`).
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -10,22 +21,19 @@ from typing import Any, cast
 from penstock.proto.batch.digest import cover_of
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import ReplayMismatchError, StateMismatchError
-from penstock.proto.state.position import linked
 from penstock.proto.v1 import records_pb2
-from penstock.worker.loader.epoch_goal import EpochGoal, reach
-from penstock.worker.loader.positioned_loader import PositionedLoader
-from penstock.worker.loader.restart_plan import Leg, first_fit
+from penstock.worker.loader.epoch_goal import EpochGoal
+from penstock.worker.loader.restart_plan import Leg, Target, first_fit
 from penstock.worker.loader.restart_points import END, UNFIT, RestartPoint, StreamHistory, StreamPosition
-from penstock.worker.loader.travel import catch_up, replay
-from penstock.worker.loader.vouched_resume import record_of, resume_vouched
+from penstock.worker.loader.slot_loader import SlotLoader
+from penstock.worker.loader.travel import Go, catch_up, cause_of, reach_any, replay, travel
 
-__all__ = ["compare_record", "saved_goal", "start"]
+_log = logging.getLogger("penstock.worker")
 
 Keep = Callable[[RestartPoint, bool], None]
-Go = Callable[[Leg], object]
 
 
-def start(source: PositionedLoader, resume: dict[str, Any] | None, keep: Keep, go: Go) -> None:
+def start(source: SlotLoader, resume: dict[str, Any] | None, keep: Keep, go: Go) -> None:
     """Bring a newly built loader to the start position that its assignment names.
 
     Args:
@@ -37,8 +45,8 @@ def start(source: PositionedLoader, resume: dict[str, Any] | None, keep: Keep, g
     """
     a = source.assignment
     point, slots = a.start, a.start.slots
-    own = slots[a.slot] if len(slots) > a.slot else records_pb2.SlotPosition()
-    source.position = StreamPosition(point.epoch, own.delivered, own.total, 0)
+    slot_position = slots[a.slot] if len(slots) > a.slot else records_pb2.SlotPosition()
+    source.position = StreamPosition(point.epoch, slot_position.delivered, slot_position.total, 0)
     resume = None if a.resume.anew else resume  # it has only what `compare_record` needs
     source.learn_resume(resume)
     if resume is None:
@@ -46,33 +54,35 @@ def start(source: PositionedLoader, resume: dict[str, Any] | None, keep: Keep, g
         return
     part = resume["slots"].get(a.slot) if a.resume.same_topology else None
     if part is None:
-        if source.capabilities.state_methods != 4:
-            raise StateMismatchError(
-                f"{source.name}: the state was saved with another number of boxes or workers. To load such a state, "
-                f"the loader must have all four state methods, got {source.capabilities.state_methods or 'none'}. Use "
-                "the numbers of boxes and workers with which the state was saved, or add aggregate_state_dict and "
-                "deaggregate_state_dict to the loader"
-            )
-        source.resume_by_own_methods(resume["aggregated"], resume["strict"])
-        source.history = replace(source.history, first=resume.get("first", 0))
-        keep(source.open_epoch(step=point.step), True)
-        if source.by_own_methods and a.box == a.slot == 0:
-            _refuse_beginning(source)
-        return
-    if source.is_pure:
-        goal = saved_goal(source, resume)
-        way = first_fit(goal.ways, lambda point: reach(source, goal, point, go), UNFIT, source.log_unfit)
-        keep(source.marked(way), True)
-        return
-    # The next epoch, if this slot had ended its epoch when the state was saved.
-    epoch = point.epoch if a.slot in point.live else point.epoch + 1
-    if source.is_vouched:
-        resume_vouched(source, part, epoch, keep, go)
-        return
-    _Resume(source, part, own.total, point.epoch, epoch, keep).run()
+        _resume_on_other_topology(source, resume, keep)
+    elif source.is_pure:
+        keep(source.marked(reach_any(source, saved_goal(source, resume), go)), True)
+    else:
+        # The next epoch, if this slot had ended its epoch when the state was saved.
+        epoch = point.epoch if a.slot in point.live else point.epoch + 1
+        if source.is_vouched:
+            _resume_vouched(source, part, epoch, keep, go)
+        else:
+            _FourMethodResume(source, part, slot_position.total, point.epoch, epoch, keep).run()
 
 
-def _refuse_beginning(source: PositionedLoader) -> None:
+def _resume_on_other_topology(source: SlotLoader, resume: dict[str, Any], keep: Keep) -> None:
+    if source.capabilities.state_methods != 4:
+        raise StateMismatchError(
+            f"{source.name}: the state was saved with another number of boxes or workers. To load such a state, "
+            f"the loader must have all four state methods, got {source.capabilities.state_methods or 'none'}. Use "
+            "the numbers of boxes and workers with which the state was saved, or add aggregate_state_dict and "
+            "deaggregate_state_dict to the loader"
+        )
+    a = source.assignment
+    source.resume_by_own_methods(resume["aggregated"], resume["strict"])
+    source.history = replace(source.history, first=resume.get("first", 0))
+    keep(source.open_epoch(step=a.start.step), True)
+    if source.by_own_methods and a.box == a.slot == 0:
+        _refuse_beginning(source)
+
+
+def _refuse_beginning(source: SlotLoader) -> None:
     """Raise ReplayMismatchError if a loader that was resumed on another topology begins with the run's first batch,
     although another one was due: its methods have lost its position."""
     step, first = source.assignment.start.step, source.history.first
@@ -88,49 +98,7 @@ def _refuse_beginning(source: PositionedLoader) -> None:
         )
 
 
-def compare_record(source: PositionedLoader, resume: dict[str, Any] | None) -> None:
-    """If the numbers of boxes and workers have changed, make the last delivered batch of one slot of the saved run
-    again, as that slot; at the end of a pure loader's epoch the next one's first batch, if it was made. Call this
-    before `source.build`, in a process in which the loader is not built later, if the loader may be pure.
-
-    Raises ReplayMismatchError if it is another batch.
-    """
-    found = record_of(source.assignment, resume)
-    if found is None:
-        return
-    there, state = found
-    beside = source.another(there)
-    replay_digest = ReplayDigest(cover=cover_of(there.loader.options))
-
-    def seen(batch: Any) -> None:
-        beside.digest, samples = replay_digest.take(batch)
-        beside.chain = linked(beside.chain, replay_digest.link)
-        beside.position.samples += samples
-
-    def go(leg: Leg) -> None:
-        replay(beside, leg, seen)
-
-    try:
-        beside.build()
-        if beside.is_pure:
-            beside.learn_resume(state)
-            goal = _next_beginning(beside, saved_goal(beside, state))
-            first_fit(goal.ways, lambda way: reach(beside, goal, way, go), UNFIT, beside.log_unfit)
-            return
-        start(beside, state, lambda point, begins: None, go)
-    finally:
-        beside.drop()
-
-
-def _next_beginning(source: PositionedLoader, goal: EpochGoal) -> EpochGoal:
-    """Return the beginning of the next epoch, if the goal is the end of one and the first batch after it is known, so
-    that this one batch is compared and not the epoch made again."""
-    if not (goal.ends and (goal.epoch + 1, goal.total) in source.awaited):
-        return goal
-    return replace(EpochGoal.beginning(goal.epoch + 1, goal.total, 0), seeds=goal.seeds)
-
-
-def saved_goal(source: PositionedLoader, resume: dict[str, Any]) -> EpochGoal:
+def saved_goal(source: SlotLoader, resume: dict[str, Any]) -> EpochGoal:
     """Return the position at which a pure loader resumes on the topology on which the state was saved."""
     a = source.assignment
     part = resume["slots"][a.slot]
@@ -140,62 +108,155 @@ def saved_goal(source: PositionedLoader, resume: dict[str, Any]) -> EpochGoal:
     return goal if source.trusts_history(part) else replace(goal, chain=0, next_digest=0, ends=False, seeds=())
 
 
-def _leads_on(beside: PositionedLoader, slot: int, worker: int, resume: dict[str, Any]) -> bool:
-    """Return True if another slot of the box (data-parallel rank) would also continue with its right batch. To find
-    out, make that slot's loader and resume it by its own methods, as worker number `worker`. The right batch is the one
-    that followed in that slot when the state was saved. Return True also if its digest is not known.
+def _require_next(source: SlotLoader, digest: int, cause: str) -> None:
+    link = source.peek_link()
+    if link != digest:
+        how = "ends its epoch instead of yielding" if link is None else "yields another batch than"
+        total = source.assignment.start.slots[source.assignment.slot].total
+        raise ReplayMismatchError(
+            f"{source.name}: resumed from its state after batch {total} of the slot, the loader {how} the batch that "
+            f"followed when the state was saved. {cause}"
+        )
 
-    beside: loader of the slot that resumes. slot: number of the other slot.
-    """
-    a, part = beside.assignment, resume["slots"].get(slot)
-    if part is None or not part["next_digest"]:
-        return True
-    assignment = records_pb2.WorkerAssignment()
-    assignment.CopyFrom(a)
-    assignment.slot = slot
-    source, step = beside.another(assignment), a.start.step
+
+# ---- loaders that vouch for their states
+
+
+def _resume_vouched(source: SlotLoader, part: dict[str, Any], then: int, keep: Keep, go: Go) -> None:
+    """Bring the loader to the position of a saved state, on the saved numbers of boxes and workers. then: number of the
+    epoch that follows: the next one, if this slot had ended its epoch."""
+    a = source.assignment
+    compares, point = source.trusts_history(part), RestartPoint.of(part)
+    launch = replace(source.history.launch, samples=part.get("samples", 0))
+    history = point.history.of(launch) if compares else StreamHistory(launch)
+    digest = part["digest"] if compares else 0
+    target = Target(a.start.epoch, a.start.slots[a.slot].total, dict(history.abandoned), digest)
+    if source.capabilities.state_methods == 4:
+        if compares and point.state is not None:
+            _make_again(source, replace(point, history=history), target, go)
+        _load_aggregated(source, part, history, keep)
+    else:
+        source.restore(replace(point, history=history))
+        keep(source.marked(point), True)
+    travel(source, target, go)
+    catch_up(source, then)
+    if not (compares and part.get("next_digest")):
+        return
+    if not source.is_open:
+        keep(source.open_epoch(step=a.start.step), False)
+    if not (part.get("next_epoch") and source.peek_link() is None):  # else compared when the next epoch is opened
+        _require_next(source, part["next_digest"], cause_of(source))
+
+
+def _make_again(source: SlotLoader, point: RestartPoint, target: Target, go: Go) -> None:
     try:
-        source.build()
-        source.make_as(worker)
-        source.resume_by_own_methods(resume["aggregated"], resume["strict"])
-        source.position = StreamPosition(*part["restart"]["at"])
-        source.open(step=step, rng_after=part["restart"].get("rng", b""))
-        if source.peek() is END:
-            source.next()
-            source.open(step=step)
-        batch = source.peek()
-        link_of = ReplayDigest(cover=cover_of(a.loader.options)).link_of
-        return batch is not END and link_of(batch) == part["next_digest"]
-    except UNFIT:
-        return False
+        source.restore(point)
+    except StateMismatchError as error:  # such as other ranges to skip, which only an aggregated state may have
+        _log.info("%s: the last delivered batch is not compared: %s", source.name, error.message)
+        return
+    travel(source, target, go)
 
 
-class _Resume:
+def _load_aggregated(source: SlotLoader, part: dict[str, Any], history: StreamHistory, keep: Keep) -> None:
+    if source.capabilities.is_iterator:
+        source.begin()
+    source.abort()
+    source.learn_skips(RestartPoint.of(part))
+    source.history = history
+    _open_by_own_methods(source, part, keep)
+
+
+def _open_by_own_methods(source: SlotLoader, part: dict[str, Any], keep: Keep) -> None:
+    resume, restart = source.resume, part["restart"]
+    assert resume is not None
+    source.resume_by_own_methods(resume["aggregated"], resume["strict"])
+    source.position, source.digest = StreamPosition(*restart["at"]), restart["digest"]
+    keep(source.open(step=source.assignment.start.step, rng_after=restart.get("rng", b"")), True)
+
+
+# ---- other numbers of boxes and workers
+
+
+def record_of(
+    assignment: records_pb2.WorkerAssignment, resume: dict[str, Any] | None
+) -> tuple[records_pb2.WorkerAssignment, dict[str, Any]] | None:
+    """Return what a slot compares before it resumes on other numbers of boxes and workers than the saved ones: the
+    assignment of one slot of the saved run, and the state from which that slot would resume. None: it compares nothing.
+    """
+    changed = not assignment.resume.same_topology
+    record = resume.get("records", {}).get(assignment.slot) if resume is not None and changed else None
+    if resume is None or record is None:
+        return None
+    if RestartPoint.of(record["part"]).history.launch.worker is not None:
+        return None  # the loader resumes by its own four methods only
+    there = records_pb2.WorkerAssignment()
+    there.CopyFrom(assignment)
+    there.box, there.slot, there.num_boxes, there.num_workers_per_box = record["place"]
+    there.start.ParseFromString(record["position"])
+    there.resume.same_topology, there.resume.anew = True, False
+    return there, {**resume, "slots": {there.slot: record["part"]}}
+
+
+def compare_record(source: SlotLoader, resume: dict[str, Any] | None) -> None:
+    """If the numbers of boxes and workers have changed, make the last delivered batch of one slot of the saved run
+    again, as that slot; at the end of a pure loader's epoch the next one's first batch, if it was made. Call this
+    before `source.build`, in a process in which the loader is not built later, if the loader may be pure.
+
+    Raises ReplayMismatchError if it is another batch.
+    """
+    record = record_of(source.assignment, resume)
+    if record is None:
+        return
+    there, state = record
+    beside = source.another(there)
+    replay_digest = ReplayDigest(cover=cover_of(there.loader.options))
+
+    def go(leg: Leg) -> None:
+        replay(beside, leg, lambda batch: beside.count_replayed(batch, replay_digest))
+
+    try:
+        beside.build()
+        if beside.is_pure:
+            beside.learn_resume(state)
+            reach_any(beside, _next_beginning(beside, saved_goal(beside, state)), go)
+        else:
+            start(beside, state, lambda point, begins: None, go)
+    finally:
+        beside.drop()
+
+
+def _next_beginning(source: SlotLoader, goal: EpochGoal) -> EpochGoal:
+    """Return the beginning of the next epoch, if the goal is the end of one and the first batch after it is known, so
+    that this one batch is compared and not the epoch made again."""
+    if not (goal.ends and (goal.epoch + 1, goal.total) in source.awaited):
+        return goal
+    return replace(EpochGoal.beginning(goal.epoch + 1, goal.total, 0), seeds=goal.seeds)
+
+
+# ---- four methods
+
+
+class _FourMethodResume:
     """Resume of a slot with four methods on the saved numbers of boxes and workers, from the saved state alone. The
     next batch must be the one that followed when the state was saved."""
 
-    def __init__(
-        self, source: PositionedLoader, part: dict[str, Any], total: int, epoch: int, then: int, keep: Keep
-    ) -> None:
+    def __init__(self, source: SlotLoader, part: dict[str, Any], total: int, epoch: int, then: int, keep: Keep) -> None:
         self._source, self._part = source, part
         self._keep_for_good = keep
         self._kept: list[tuple[RestartPoint, bool]] = []
         """Restart points reached by the way that is being tried; dropped if the way is wrong."""
         self._total, self._epoch, self._then = total, epoch, then
         self._point = RestartPoint.of(part)
+        """The saved restart point, which may lie far before the saved position."""
         launch = replace(source.history.launch, samples=part.get("samples", 0))
-        self._history = self._point.history.of(launch)
-        """History of the stream up to the saved position. `_point` is the restart point, which may lie far before that
-        position."""
         self._as_saved = source.trusts_history(part)
-        if not self._as_saved:
-            self._history = StreamHistory(launch)
+        self._history = self._point.history.of(launch) if self._as_saved else StreamHistory(launch)
 
     def run(self) -> None:
         turns = self._turns()
         first_fit(turns, lambda first: self._in_turn(first, doubted=len(turns) > 1), UNFIT, self._source.log_unfit)
-        for point, start in self._kept:
-            self._keep_for_good(point, start)
+        for point, begins in self._kept:
+            self._keep_for_good(point, begins)
 
     def _turns(self) -> list[int]:
         """Return the slots of the box that may become worker 0 for user code, in the order in which they are tried.
@@ -214,43 +275,30 @@ class _Resume:
         other slots of the box continue with their right batches, because a single slot may be right by chance."""
         self._kept.clear()
         source = self._source
-        a, resume = source.assignment, source.resume
+        a = source.assignment
         slots = len(a.start.slots)
-        others = sorted({0, 1, slots - 1} - {a.slot}) if doubted else []
-        for slot in others:
+        for slot in sorted({0, 1, slots - 1} - {a.slot}) if doubted else []:
             source.drop()
-            if not _leads_on(source, slot, (slot - first) % slots, cast(dict[str, Any], resume)):
+            if not _leads_on(source, slot, (slot - first) % slots, cast(dict[str, Any], source.resume)):
                 raise ReplayMismatchError(
                     f"{source.name}: resumed from the state after batch {self._total} of this slot, worker slot {slot} "
                     "of the box would continue with another batch than when the state was saved. Run penstock doctor "
                     "to find why"
                 )
-        self._by_own_methods((a.slot - first) % slots)
-        self._arrive()
-
-    def _keep(self, point: RestartPoint, *, start: bool = True) -> None:
-        self._kept.append((point, start))
-
-    def _by_own_methods(self, worker: int) -> None:
-        source, resume, restart = self._source, self._source.resume, self._part["restart"]
-        assert resume is not None
         source.learn_skips(self._point)
         source.history = self._history
-        source.make_as(worker)
-        source.resume_by_own_methods(resume["aggregated"], resume["strict"])
-        source.position, source.digest = StreamPosition(*restart["at"]), restart["digest"]
-        self._keep(source.open(step=source.assignment.start.step, rng_after=restart.get("rng", b"")))
-        if self._at_an_end:
+        source.make_as((a.slot - first) % slots)
+        _open_by_own_methods(source, self._part, self._keep)
+        if self._next_epoch > self._part["restart"]["at"][0]:
             self._cross_saved_end()
+        elif self._part.get("next_digest", 0) and self._as_saved:
+            self._arrive()
 
-    @property
-    def _at_an_end(self) -> bool:
-        """True if the slot had reached the end of an epoch when the state was saved."""
-        return bool(self._next_epoch > self._part["restart"]["at"][0])
+    def _keep(self, point: RestartPoint, begins: bool) -> None:
+        self._kept.append((point, begins))
 
     @property
     def _next_epoch(self) -> int:
-        """Epoch of the batch after the saved position."""
         return self._epoch + 1 if self._as_saved and self._part.get("next_epoch") else self._then
 
     def _cross_saved_end(self) -> None:
@@ -267,33 +315,51 @@ class _Resume:
             self._kept[-1] = replace(first, history=source.history.before(position.epoch)), True
             epoch_start = replace(first, position=replace(position, epoch=to, delivered=0), history=source.history)
         if known:
-            self._compare_next()
+            self._require_next()
         if source.peek() is not END:
             source.end_previous_epoch_first(position, to, epoch_start)
         catch_up(source, self._then)
 
     def _arrive(self) -> None:
-        """Compare the loader's next batch with the one that followed when the state was saved. Do nothing if the digest
-        of that batch was not saved."""
         source = self._source
-        if not (self._part.get("next_digest", 0) and self._as_saved) or self._at_an_end:
-            return
         if not source.is_open:
-            self._keep(source.open_epoch(step=source.assignment.start.step), start=False)
-        if source.peek() is END and self._part.get("next_epoch"):
+            self._keep(source.open_epoch(step=source.assignment.start.step), False)
+        if source.peek_link() is None and self._part.get("next_epoch"):
             return  # compared when that epoch is opened
-        self._compare_next()
+        self._require_next()
 
-    def _compare_next(self) -> None:
-        """Raise ReplayMismatchError unless the next batch is the one that followed when the state was saved."""
-        source = self._source
-        batch = source.peek()
-        link_of = ReplayDigest(cover=cover_of(source.assignment.loader.options)).link_of
-        if batch is END or link_of(batch) != self._part["next_digest"]:
-            cause = "Its state_dict() must describe the position after the last batch that it has yielded"
-            raise ReplayMismatchError(
-                f"{source.name}: resumed from its state after batch {self._total} of the slot, the loader "
-                f"{'ends its epoch instead of yielding' if batch is END else 'yields another batch than'} the batch "
-                f"that followed when the state was saved. {cause}: run penstock doctor. If you changed the data or the "
-                "code on purpose, use load_state_dict(state, strict=False)"
-            )
+    def _require_next(self) -> None:
+        _require_next(
+            self._source,
+            self._part["next_digest"],
+            "Its state_dict() must describe the position after the last batch that it has yielded: run penstock "
+            "doctor. If you changed the data or the code on purpose, use load_state_dict(state, strict=False)",
+        )
+
+
+def _leads_on(beside: SlotLoader, slot: int, worker: int, resume: dict[str, Any]) -> bool:
+    """Return True if another slot of the box would also continue with its right batch: the one that followed in that
+    slot when the state was saved. To find out, make that slot's loader and resume it by its own methods, as worker
+    number `worker`. Return True also if the batch's digest is not known.
+
+    beside: loader of the slot that resumes.
+    """
+    a, part = beside.assignment, resume["slots"].get(slot)
+    if part is None or not part["next_digest"]:
+        return True
+    assignment = records_pb2.WorkerAssignment()
+    assignment.CopyFrom(a)
+    assignment.slot = slot
+    source, step = beside.another(assignment), a.start.step
+    try:
+        source.build()
+        source.make_as(worker)
+        source.resume_by_own_methods(resume["aggregated"], resume["strict"])
+        source.position = StreamPosition(*part["restart"]["at"])
+        source.open(step=step, rng_after=part["restart"].get("rng", b""))
+        if source.peek() is END:
+            source.next()
+            source.open(step=step)
+        return bool(source.peek_link() == part["next_digest"])
+    except UNFIT:
+        return False

@@ -1,10 +1,5 @@
-"""Output of child processes in the daemon's log, in bounded amounts, because user code may print without end.
-
-`OutputLines` cuts a child's output into lines, returns a bounded number of lines, and counts and reports the lines that
-are left out. The amount that is read is bounded too, so a flood of output slows the child and not the daemon.
-`unblocked_logging` writes the log outside the event loop: if standard error is a pipe that is not read, log lines are
-lost, but heartbeats continue.
-"""
+"""Output of child processes in the daemon's log, in bounded amounts, because user code may print without end. The
+amount that is read is bounded too, so a flood of output slows the child and not the daemon."""
 
 from __future__ import annotations
 
@@ -15,33 +10,25 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["PAUSE_S", "READ_BYTES", "OutputLines", "unblocked_logging"]
-
 LONGEST_LINE = 8192
-"""Largest number of bytes of a line that are logged."""
 LINES_PER_S = 200.0
-"""Largest number of lines per second that are logged from one child on average. A person cannot read more."""
+"""Largest number of lines per second that are logged from one child on average."""
 BURST = 1000
-"""Number of lines of one child that are logged even if they come faster than LINES_PER_S, for example a long traceback
-or a table of settings."""
+"""Number of lines of one child that are logged even if they come faster, for example a long traceback."""
 BYTES_PER_S = 16 << 20
-"""Bytes per second that the daemon reads from one child. A child that writes faster blocks until its pipe has free
-space."""
+"""Bytes per second that the daemon reads from one child. A child that writes faster blocks."""
 READ_BYTES = 1 << 16
-"""Largest number of bytes that one read of a child's output returns."""
 PAUSE_S = 0.01
 """Seconds for which the daemon reads no output of a child that writes too fast."""
 REPORT_S = 1.0
-"""Smallest number of seconds between two log lines that say how many lines of a child's output were left out. At the
-end of the output such a line comes at once."""
+"""Smallest number of seconds between two log lines that say how many lines were left out. At the end of the output such
+a line comes at once."""
 QUEUED = 10_000
-"""Largest number of log records that wait to be written while standard error is slow."""
 _CLOSE_S = 1.0
 
 
 class OutputLines:
-    """Splitter of one child's output into the lines to log. Bytes and times are arguments; the class reads no clock and
-    no file."""
+    """Splitter of one child's output into the lines to log. It reads no clock and no file."""
 
     def __init__(self, now: float) -> None:
         self._part = b""
@@ -51,14 +38,10 @@ class OutputLines:
         self._at = now
         self._reported_at = now
         self.left_out = 0
-        """Number of lines that were left out and not reported yet."""
 
     def feed(self, data: bytes, now: float) -> list[str]:
-        """Add output of the child, and return the lines to log.
-
-        data: bytes that were read; b"" = end of the output, which ends an unfinished last line. now: monotonic time in
-        seconds.
-        """
+        """Add output of the child, and return the lines to log. data: b"" = end of the output, which ends an unfinished
+        last line. now: monotonic time in seconds."""
         passed, self._at = max(0.0, now - self._at), now
         self._credit = min(BURST, self._credit + passed * LINES_PER_S)
         self._bytes_credit = min(BYTES_PER_S, self._bytes_credit + passed * BYTES_PER_S) - len(data)
@@ -82,7 +65,6 @@ class OutputLines:
 
     @property
     def too_fast(self) -> bool:
-        """True if the child writes faster than BYTES_PER_S. The caller must then pause reading."""
         return self._bytes_credit < 0
 
 
@@ -92,8 +74,8 @@ def _text(line: bytes) -> str:
 
 
 class _Dropping(logging.handlers.QueueHandler):
-    """Logging handler that puts log records into a queue and never waits. A record is dropped and counted if the queue
-    is full."""
+    """Handler that puts log records into a queue and never waits: a record is dropped and counted if the queue is
+    full."""
 
     def __init__(self, records: queue.Queue[logging.LogRecord]) -> None:
         super().__init__(records)
@@ -114,8 +96,8 @@ class _Dropping(logging.handlers.QueueHandler):
 
 @contextmanager
 def unblocked_logging() -> Iterator[None]:
-    """Write log records in a thread of their own while the `with` block runs, so that a slow standard error blocks no
-    other thread."""
+    """Write log records in a thread of their own while the `with` block runs: if standard error is a pipe that is not
+    read, log lines are lost, but heartbeats continue."""
     root = logging.getLogger()
     handlers = list(root.handlers)
     records: queue.Queue[logging.LogRecord | None] = queue.Queue(QUEUED)

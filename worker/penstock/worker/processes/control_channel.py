@@ -27,30 +27,12 @@ from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.forks import silence
 from penstock.runtime.process.titles import title_process
 
-__all__ = [
-    "DESCRIPTORS_CLOSED",
-    "MAX_FDS",
-    "ControlChannel",
-    "ControlMessage",
-    "DescriptorsClosedError",
-    "MessageInbox",
-    "assignment_of",
-    "begin_slot",
-    "counts",
-    "describe",
-    "invalid_message",
-    "payload_of",
-    "plain_detail",
-]
-
 _CAUGHT_BY_TORCH = re.compile(r"Caught \S+ in (?P<where>[^\n]+)\.\nOriginal Traceback ")
-"""Beginning of the text of an exception from one of torch's worker processes, as torch raises it again in the
-parent."""
+"""Beginning of the text of an exception from one of torch's worker processes, as torch raises it again."""
 _HEAD = struct.Struct("<IQB")  # bytes of JSON, bytes of payload, number of file descriptors
 MAX_JSON = 1 << 20
 MAX_PAYLOAD = 1 << 30
-"""Largest payload of a message, in bytes. The payload is usually a loader's state, which the coordinator limits to
-900,000,000 bytes."""
+"""Usually a loader's state, which the coordinator limits to 900,000,000 bytes."""
 MAX_FDS = 16
 """Largest number of file descriptors in one message, and of descriptors that may arrive before their message."""
 DESCRIPTORS_CLOSED = 77
@@ -58,15 +40,12 @@ DESCRIPTORS_CLOSED = 77
 
 
 class DescriptorsClosedError(Exception):
-    """Error of a control socket that user code in this process has closed."""
+    """User code in this process has closed the control socket."""
 
 
 @dataclass
 class ControlMessage:
-    """Message between a daemon and a child.
-
-    kind: name of the message. fields: values that JSON can hold. payload: bytes. fds: file descriptors.
-    """
+    """Message between a daemon and a child. fields: values that JSON can hold."""
 
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
@@ -75,15 +54,13 @@ class ControlMessage:
 
 
 def invalid_message(what: str) -> ProtocolError:
-    """Return the error for a control message that breaks the protocol, and so comes from user code. what: sentence
-    about the message, without a full stop."""
+    """Return the error for a control message that breaks the protocol, and so comes from user code."""
     return ProtocolError(
         f"{what}. User code may have written to Penstock's control socket: let it write only to files that it opened"
     )
 
 
 def encode_head(message: ControlMessage) -> bytes:
-    """Return the bytes of a message before its payload: the three sizes, and the kind and fields as JSON."""
     text = json.dumps({"kind": message.kind, **message.fields}).encode()
     return _HEAD.pack(len(text), len(message.payload), len(message.fds)) + text
 
@@ -96,8 +73,7 @@ class MessageInbox:
         self._fds: list[int] = []
 
     def feed(self, data: bytes, fds: list[int]) -> None:
-        """Add received bytes and descriptors. If more than MAX_FDS descriptors have arrived, close all descriptors and
-        raise ProtocolError."""
+        """Add received bytes and descriptors. Raise ProtocolError if more than MAX_FDS descriptors have arrived."""
         self._buffer += data
         self._fds += fds
         if len(self._fds) > MAX_FDS:
@@ -106,17 +82,15 @@ class MessageInbox:
             raise invalid_message(f"a control message must have at most {MAX_FDS} file descriptors, got {count}")
 
     def close(self) -> None:
-        """Close the file descriptors that arrived with messages which were not taken."""
         while self._fds:
             os.close(self._fds.pop())
 
     def unfinished(self) -> tuple[bytes, list[int]]:
-        """Return what has arrived of a message that is not complete: its bytes and descriptors."""
         return bytes(self._buffer), list(self._fds)
 
     def take(self) -> ControlMessage | None:
-        """Return the next message, None if it has not arrived completely. Raise ProtocolError if the message is invalid
-        or too large."""
+        """Return the next message; None if it has not arrived completely. Raise ProtocolError if it is invalid or too
+        large."""
         buffer = self._buffer
         if len(buffer) < _HEAD.size:
             return None
@@ -162,13 +136,11 @@ class ControlChannel:
         return self.sock.fileno()
 
     def forked(self) -> None:
-        """Disconnect the socket in a process that user code has forked, so that this process cannot send messages as
-        the runner; see penstock.runtime.process.forks."""
+        """Disconnect the socket in a process that user code has forked, which must not send messages as the runner."""
         if self._is_own(self.sock.fileno()):
             silence(self.sock.fileno())
 
     def _check_own(self) -> None:
-        """Raise DescriptorsClosedError if other code in this process has closed this socket."""
         fd = self.sock.fileno()
         if fd >= 0 and not self._is_own(fd):
             raise DescriptorsClosedError(f"user code closed file descriptor {fd}, which belongs to Penstock")
@@ -214,7 +186,6 @@ class ControlChannel:
         return int.from_bytes(size, sys.byteorder)
 
     def close(self) -> None:
-        """Close the socket, and the file descriptors of messages that `receive` has not returned."""
         self.sock.close()
         self.inbox.close()
 
@@ -253,8 +224,7 @@ class ControlChannel:
 
 
 def payload_of(message: ControlMessage) -> bytes:
-    """Return the payload of a received message. If the payload is in a memfd, whose descriptor came with the message,
-    read the memfd and close the descriptor."""
+    """Return the payload of a received message, also if it is in a memfd, whose descriptor came with the message."""
     if not message.fds:
         return message.payload
     (fd,) = message.fds
@@ -267,8 +237,7 @@ def payload_of(message: ControlMessage) -> bytes:
 
 
 def assignment_of(message: ControlMessage) -> records_pb2.WorkerAssignment:
-    """Return the assignment (which slot of which run to serve, with which loader) in a received message. Large
-    arguments of the loader are read from the descriptor that came with the message."""
+    """Return the assignment in a received message. Large arguments are in the memfd that came with it."""
     assignment = records_pb2.WorkerAssignment.FromString(message.payload)
     if message.fds:
         assignment.loader.arguments = payload_of(message)
@@ -276,10 +245,6 @@ def assignment_of(message: ControlMessage) -> records_pb2.WorkerAssignment:
 
 
 def begin_slot(message: ControlMessage, role: str) -> records_pb2.WorkerAssignment:
-    """Return the assignment in the first message to a forked child, and show its slot in the process's title.
-
-    role: role of the process for the title, such as "runner".
-    """
     assignment = assignment_of(message)
     title_process(f"penstock {role} {assignment.run} box {assignment.box} slot {assignment.slot}")
     return assignment
@@ -287,13 +252,13 @@ def begin_slot(message: ControlMessage, role: str) -> records_pb2.WorkerAssignme
 
 def counts(message: ControlMessage, *names: str) -> list[int]:
     """Return the fields `names` of a message. Raise ProtocolError unless each is an integer from 0 to 2**64 - 1."""
-    found = [message.fields.get(name) for name in names]
-    if not all(type(value) is int and 0 <= value < 1 << 64 for value in found):
+    values = [message.fields.get(name) for name in names]
+    if not all(type(value) is int and 0 <= value < 1 << 64 for value in values):
         raise invalid_message(
             f"fields of the control message {message.kind[:40]!r} must be integers from 0 to 2**64 - 1, got "
-            f"{dict(zip(names, found, strict=True))!r:.200}"
+            f"{dict(zip(names, values, strict=True))!r:.200}"
         )
-    return found  # type: ignore[return-value]
+    return values  # type: ignore[return-value]
 
 
 def _receive(sock: socket.socket, flags: int) -> tuple[bytes, list[int]]:
@@ -307,8 +272,6 @@ def _receive(sock: socket.socket, flags: int) -> tuple[bytes, list[int]]:
 
 
 def plain_detail(error: Exception) -> dict[str, str]:
-    """Return an error as a dict with the fields of an ErrorDetail message: name, message and remote_traceback. Long
-    texts are shortened."""
     if isinstance(error, PenstockError):
         name, message, remote = type(error).__name__, error.message, error.remote_traceback
     else:
@@ -317,9 +280,9 @@ def plain_detail(error: Exception) -> dict[str, str]:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception as "Type: text", also if the exception's __str__ raises. For an exception from one of torch's
-    worker processes, return the last line of its text, and where it was raised. For an exception of breakpoint(), the
-    text says what to do instead."""
+    """Return an exception as "Type: text", also if its __str__ raises. For an exception from one of torch's worker
+    processes, return the last line of its text, and where it was raised. For one of breakpoint(), say what to do
+    instead."""
     try:
         text = str(error)
     except Exception:
@@ -336,7 +299,6 @@ def describe(error: BaseException) -> str:
 
 
 def _bounded(text: str, keep: int) -> str:
-    """Return `text`, without its middle if it is longer than `keep` characters."""
     text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) <= keep:
         return text

@@ -24,27 +24,13 @@ from importlib.machinery import PathFinder
 from penstock.runtime.files.plain_files import is_ours
 from penstock.runtime.process.spawn import TORCHRUN, Spawned, environment, spawn
 
-__all__ = [
-    "StartedForkServer",
-    "add_working_directory",
-    "child_environment",
-    "interpreter",
-    "missing_packages",
-    "start_fork_server",
-    "why_not_searched",
-    "working_directory",
-]
-
 HASH_SEED = "0"
 """Value of PYTHONHASHSEED for all processes that run user code; 0 is the usual choice to fix the order of sets."""
 
 
 def child_environment() -> dict[str, str]:
     """Return the environment variables of runners: those of this process, without torchrun's variables and Penstock's
-    tokens. CUDA devices are hidden, numeric libraries get one thread each, and PYTHONHASHSEED is fixed.
-
-    The hash seed fixes the order in which sets are iterated over. Seeds of random generators do not.
-    """
+    tokens. CUDA devices are hidden, numeric libraries get one thread each, and PYTHONHASHSEED is fixed."""
     return environment("PENSTOCK_TOKEN*", *TORCHRUN) | {
         "PYTHONHASHSEED": HASH_SEED,
         "CUDA_VISIBLE_DEVICES": "",
@@ -57,20 +43,13 @@ def child_environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class StartedForkServer:
-    """Process of a fork server that was started and may not be ready yet."""
-
     process: Spawned
     control: socket.socket
-    """End of the fork server's control socket that belongs to the process that started it."""
 
 
 def start_fork_server(*, sandboxed: bool = True, user: str = "") -> StartedForkServer:
-    """Start a fork server (see runner/fork_server.py), and return without waiting until it is ready.
-
-    Args:
-        sandboxed: True to sandbox the fork server's children; see sandbox.py.
-        user: encoded user of these children; "" = this process's own user. See runner_user.py.
-    """
+    """Start a fork server, and return without waiting until it is ready. sandboxed: True to sandbox its children. user:
+    encoded user of these children; "" = this process's own."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     given = {"sandboxed": sandboxed, f"user={user}": bool(user)}
     what = (str(theirs.fileno()), str(os.getpid()), *(name for name, holds in given.items() if holds))
@@ -99,7 +78,6 @@ def add_working_directory() -> None:
 
 
 def why_not_searched() -> str:
-    """Return the reason why modules in the working directory cannot be imported; "" if they can."""
     try:
         folder = os.getcwd()
         if is_ours(os.stat(folder)):
@@ -113,13 +91,11 @@ def why_not_searched() -> str:
 
 
 def working_directory() -> str:
-    """Return the working directory, or the reason why modules there cannot be imported."""
     return why_not_searched() or os.getcwd()
 
 
 def missing_packages(prefixes: Iterable[str]) -> list[str]:
-    """Return those of the module prefixes whose top-level package a fresh interpreter would not find. Nothing is
-    imported."""
+    """Return those of the module prefixes whose top-level package a fresh interpreter would not find."""
     searched = [] if why_not_searched() else [os.getcwd()]
     return [prefix for prefix in prefixes if prefix != "*" and not _found(prefix.partition(".")[0], searched)]
 

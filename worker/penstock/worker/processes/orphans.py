@@ -2,9 +2,9 @@
 
 A runner is a subreaper: a process that its user code starts stays a descendant of the runner, even after a double fork
 or in a session of its own. When the runner dies, the process becomes a child of the fork server; when the fork server
-dies, a child of the daemon. So a child of the fork server or the daemon that Penstock did not start is an orphan, and
-is killed. Two kinds of orphans clean up and end by themselves once their users have ended, so these get a few seconds:
-multiprocessing's resource tracker and torch's manager of shared memory.
+dies, a child of the daemon. So a child of theirs that Penstock did not start is an orphan, and is killed. Two kinds of
+orphans clean up and end by themselves once their users have ended, so these get a few seconds: multiprocessing's
+resource tracker and torch's manager of shared memory.
 
 Only a process's own children are examined, so a process id that the kernel has reused is never killed.
 """
@@ -20,17 +20,15 @@ from pathlib import Path
 from penstock.runtime.process.end import kill_child, reap_orphan
 from penstock.runtime.process.watch import stat_of
 
-__all__ = ["Orphans", "forget_shared_memory", "own_children"]
-
 GRACE_S = 3.5
-"""Seconds that orphans which clean up (multiprocessing's resource tracker, torch's manager of shared memory) get before
-they are killed; other orphans are killed at once. torch's manager waits for 2 s after its last user has ended."""
+"""Seconds that orphans which clean up get before they are killed. torch's manager waits for 2 s after its last user has
+ended."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 def forget_shared_memory(pids: Collection[int]) -> None:
-    """Remove files in /dev/shm that torch created in the dead processes `pids`. torch unlinks such a file right after
-    creating it, so the file stays only if the process is killed in between."""
+    """Remove files in /dev/shm that torch created in the dead processes. torch unlinks such a file right after creating
+    it, so it stays only if the process is killed in between."""
     if not pids:
         return
     owners = {str(pid) for pid in pids}
@@ -43,17 +41,14 @@ def forget_shared_memory(pids: Collection[int]) -> None:
 
 
 class Orphans:
-    """Children that this process did not start: each became a child of this process when its own parent died."""
-
     def __init__(self) -> None:
         self._spared: dict[int, float] = {}  # pid -> time at which the orphan is killed, monotonic seconds
 
     def end(self, own_pids: Collection[int]) -> bool:
-        """Kill the orphans (children that this process did not start), and reap dead ones. Return True if some still
-        live; the caller must then call again soon.
+        """Kill the orphans, and reap dead ones. Return True if some still live; the caller must then call again soon.
 
-        own_pids: process ids of the children that this process started. Children in this process's own process group do
-        not count as orphans either.
+        own_pids: children that this process started. Those in this process's own process group do not count as orphans
+        either.
         """
         living, dead = [], set()
         for pid in _orphans_of(own_pids):
@@ -74,8 +69,7 @@ class Orphans:
         return bool(living)
 
     def spares(self, own_pids: Collection[int]) -> bool:
-        """Return True if one of the orphans is of a kind that gets time to clean up. `own_pids`: process ids of the
-        children that this process started."""
+        """Return True if one of the orphans is of a kind that gets time to clean up."""
         return any(map(_cleans_up, _orphans_of(own_pids)))
 
 
@@ -85,11 +79,8 @@ def _orphans_of(own_pids: Collection[int]) -> list[int]:
 
 
 def own_children() -> list[int]:
-    """Return the process ids of this process's children. A child that ends during the call may be missing.
-
-    The kernel keeps a list of children for each thread of this process, so the call takes no longer on a machine with
-    many processes.
-    """
+    """Return the process ids of this process's children. A child that ends during the call may be missing. The kernel
+    keeps a list of them, so the call takes no longer on a machine with many processes."""
     children: list[int] = []
     try:
         for thread in os.listdir("/proc/self/task"):
@@ -102,7 +93,6 @@ def own_children() -> list[int]:
 
 
 def _group_of(pid: int) -> int | None:
-    """Return the id of a process's process group; None if the process is gone."""
     try:
         return os.getpgid(pid)
     except ProcessLookupError:

@@ -1,8 +1,8 @@
 """Progress page of a runner: shared memory in which the runner records each batch, for the daemon to read at any time.
 
-The runner has no Penstock thread, and may be in user code for minutes, or dead. The page still shows which batches the
-runner has produced, and its current or last activity with the start time. The page has one writer and any number of
-readers. The record of a batch or of an epoch's end is written before the page's head, which counts it.
+The runner has no Penstock thread, and may be in user code for minutes, or dead. The page still shows which batches it
+has produced, and its current or last activity. The page has one writer and any number of readers. The record of a batch
+or of an epoch's end is written before the page's head, which counts it.
 
 User code in the runner can write anything into the page, so readers check every number. The memory is sealed at its
 size, because a reader of memory that was made smaller dies of SIGBUS.
@@ -21,12 +21,9 @@ from penstock.proto.lane.frame_log import LOG_BYTES, FrameLog
 from penstock.proto.state.assignment import WorkerInfoAnswer
 from penstock.runtime.process.forks import silence, unshare
 
-__all__ = ["ENTRIES", "BatchRecord", "ProgressPage"]
-
 ENTRIES = 4096
-"""Number of newest batches whose digests (hashes of their content) are kept."""
+"""Number of newest batches whose digests are kept."""
 ENDS = 1024
-"""Number of newest epoch ends that the page holds."""
 _HEAD = struct.Struct("<QQQQQQdQd")  # total, epoch, delivered, ends, activity, looked, since, samples, worked_s
 _ENTRY = struct.Struct("<QQQQdQ")  # total, epoch, digest, samples, spent_s, chain
 _END = struct.Struct("<QQ")  # epoch, total
@@ -42,19 +39,17 @@ _LOG_AT = _ENTRIES_AT + ENTRIES * _ENTRY.size
 _SIZE = _LOG_AT + LOG_BYTES
 
 IDLE = ("starting", "waiting", "sending")
-"""Activities in which the runner does not work on a batch: the slot starts, waits for the training loop, or waits for a
-free ring entry."""
+"""Activities in which the runner does not work on a batch."""
 ACTIVITIES = ("starting", "input_fn", "iter", "next", "state_dict", "load_state_dict", "waiting", "sending", "replay")
-"""Names of all activities. The page stores an activity as its index in this tuple."""
+"""The page stores an activity as its index in this tuple."""
 
 
 @dataclass(frozen=True)
 class BatchRecord:
     """Record of one batch of a runner.
 
-    total: number of the batch in its slot, counted from 1 over all epochs. epoch: the batch's epoch, from 0. digest:
-    hash of the batch's content, 64 bits. samples: number of samples in all batches of the slot up to this batch,
-    inclusive.
+    total: number of the batch in its slot, counted from 1 over all epochs. digest: hash of its content, 64 bits.
+    samples: number of samples in all batches of the slot up to this one, inclusive.
     """
 
     total: int
@@ -62,9 +57,7 @@ class BatchRecord:
     digest: int
     samples: int
     spent_s: float = 0.0
-    """Seconds that the loader has spent on the batches of the epoch up to this one."""
     chain: int = 0
-    """Hash over the slot's batches of the epoch up to this one."""
 
     def chain_in(self, epoch: int) -> int:
         """Return the hash over the slot's batches of epoch `epoch` up to this one: 0 if this batch is of an earlier
@@ -73,39 +66,34 @@ class BatchRecord:
 
 
 class ProgressPage:
-    """Progress page of one runner: counters and digests in shared memory. The daemon makes the page
-    (`ProgressPage.create`), and the runner opens the inherited descriptor."""
+    """Progress page of one runner. The daemon makes it, and the runner opens the inherited descriptor."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._map = mmap.mmap(fd, _SIZE)
         self.frame_log = FrameLog(self._map, _LOG_AT)
-        """Log of the frames that the runner's producer sends."""
         self.total = self.epoch = self.delivered = self._ends = self._activity = self._reads = self.samples = 0
         self._since = 0.0
         self.worked_s = 0.0
-        """Seconds that the runner has spent in finished activities that are not IDLE: on batches, but also on input_fn,
-        states and replays. The present activity is not counted."""
+        """Seconds that the runner has spent in finished activities that are not IDLE."""
         self._first: int | None = None
         self._last = self._made = self._replayed = 0
         self._counted = 0, 0, 0
 
     @classmethod
     def create(cls) -> ProgressPage:
-        """Make an empty page in new shared memory."""
         fd = os.memfd_create("penstock-progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, _SIZE)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return cls(fd)
 
     def forked(self) -> None:
-        """Detach the page in a process that user code has forked, so that it cannot write into the runner's page; see
-        penstock.runtime.process.forks."""
+        """Detach the page in a process that user code has forked, which must not write into it; see
+        runtime/process/forks.py."""
         unshare(self._map, self.fd)
         silence(self.fd)
 
     def close(self) -> None:
-        """Unmap the page's memory and close its descriptor."""
         self.frame_log.close()
         self._map.close()
         os.close(self.fd)
@@ -123,11 +111,10 @@ class ProgressPage:
         self._put(_PROCESS_AT, _PROCESS.pack(pid))
 
     def set_position(self, total: int, epoch: int, samples: int) -> None:
-        """Record the position at which the runner starts, or to which it returns after an epoch that the loop abandoned
-        by `break`. Batches before this position may have no record in the page.
+        """Record the position at which the runner starts, or to which it returns after an epoch that the loop
+        abandoned. Batches before it may have no record in the page.
 
-        total: number of batches that the slot has made over all epochs. epoch: number of the epoch. samples: number of
-        samples in these batches.
+        total, samples: numbers of the slot's batches and samples over all epochs.
         """
         if self._first is None:
             self._first = self._last = total
@@ -139,7 +126,6 @@ class ProgressPage:
         self._write_head()
 
     def replayed(self) -> None:
-        """Record that a replay has made one more batch."""
         self._replayed += 1
         self._write_counts()
 
@@ -152,8 +138,8 @@ class ProgressPage:
     ) -> None:
         """Record a batch that is sent to the training loop, and set the runner's position to this batch.
 
-        total: number of the batch in its slot, from 1. samples: number of samples in the slot's batches up to this one.
-        delivered: number of the slot's batches that the training loop has taken so far.
+        The arguments are the fields of a BatchRecord; delivered: number of the slot's batches that the loop has taken
+        so far.
         """
         self.note(total, epoch, digest, samples, spent_s, chain)
         self.total, self.epoch, self.samples, self.delivered = total, epoch, samples, delivered
@@ -171,8 +157,8 @@ class ProgressPage:
         self._write_head()
 
     def cut(self, epoch: int, total: int, samples: int) -> None:
-        """Return to the batch number `total`, counted over all epochs, after which the training loop abandoned epoch
-        `epoch` (by `break`). Drop the recorded ends of later epochs."""
+        """Return to the slot's batch `total`, after which the training loop abandoned epoch `epoch`. Drop the recorded
+        ends of later epochs."""
         self.here(epoch, 0)
         self.set_position(total, epoch, samples)  # first: where the ends say so, no batch after them may still count
         kept = [(e, t) for e, t in self.ends().items() if e < epoch]
@@ -191,13 +177,10 @@ class ProgressPage:
         self._write_head()
 
     def here(self, epoch: int, skipped: int) -> None:
-        """Record the epoch of the batch that the runner makes next, and the number of quarantined batches skipped right
-        before that batch."""
+        """Record the epoch of the next batch, and the number of quarantined batches skipped right before it."""
         self._put(_HERE_AT, _HERE.pack(epoch, skipped))
 
     def note_reads(self, *, looked: bool, answer: WorkerInfoAnswer) -> None:
-        """Record what user code has read about its worker: whether it looked at its assignment, and what
-        get_worker_info() answers it."""
         self._reads = looked | answer << 1
         self._write_head()
 
@@ -216,25 +199,23 @@ class ProgressPage:
         self._put(0, head)
 
     def _put(self, at: int, data: bytes) -> None:
-        """Write bytes into the page at offset `at`. `Struct.pack_into` must not be used: it fills the place with zeros
-        first, and the daemon, which reads at any time, would see zeros in 2 of 5 reads if the runner writes without a
-        pause."""
+        """Write bytes at an offset. `Struct.pack_into` must not be used: it fills the place with zeros first, and the
+        daemon would see them in 2 of 5 reads if the runner writes without a pause."""
         self._map[at : at + len(data)] = data
 
     # ---- the daemon reads
 
     def counts(self) -> tuple[int, int, int]:
-        """Return three numbers of batches as of the last `refresh`: made by this runner, delivered to the training
-        loop, and replayed. None of them falls when the runner returns to an earlier position."""
+        """Return three numbers of batches as of the last `refresh`: made by this runner, delivered, and replayed. None
+        of them falls when the runner returns to an earlier position."""
         first, last, made, replayed = _COUNTS.unpack_from(self._map, _COUNTS_AT)
         # Until the runner has set its position, `delivered` counts batches of the slot's previous runner.
-        found = (made + self.total - last, self.delivered - (first - 1), replayed) if first else (0, 0, replayed)
-        produced, delivered, replayed = map(max, found, self._counted)
+        latest = (made + self.total - last, self.delivered - (first - 1), replayed) if first else (0, 0, replayed)
+        produced, delivered, replayed = map(max, latest, self._counted)
         self._counted = produced, delivered, replayed
         return self._counted
 
     def refresh(self) -> None:
-        """Read the runner's present position, counts and activity from the page into the attributes of this object."""
         (
             self.total,
             self.epoch,
@@ -255,7 +236,6 @@ class ProgressPage:
 
     @property
     def looked(self) -> bool:
-        """True if user code has looked at its assignment. Known after the first batch."""
         return bool(self._reads & 1)
 
     @property
@@ -270,15 +250,14 @@ class ProgressPage:
 
     @property
     def working_s(self) -> float:
-        """Seconds that the runner has spent in activities that are not IDLE (see `worked_s`) up to now, including its
-        present activity."""
+        """`worked_s` with the present activity."""
         activity, for_s = self.activity
         return self.worked_s + (0.0 if activity in IDLE else for_s)
 
     @property
     def making(self) -> tuple[int, int] | None:
         """Epoch of the batch that the runner is making, and the number of quarantined batches skipped right before it;
-        None while the runner makes no batch."""
+        None while it makes no batch."""
         if ACTIVITIES[self._activity % len(ACTIVITIES)] != "next":
             return None
         epoch, skipped = _HERE.unpack_from(self._map, _HERE_AT)
@@ -286,12 +265,11 @@ class ProgressPage:
 
     @property
     def begun(self) -> int:
-        """Number of the newest epoch that the runner has begun, from 0."""
         return int(_HERE.unpack_from(self._map, _HERE_AT)[0])
 
     def entry(self, total: int) -> BatchRecord | None:
-        """Return the record of the slot's batch number `total`, counted over all epochs; None if the page does not hold
-        it, because the batch is not made yet, too old, or was made before this runner's start."""
+        """Return the record of the slot's batch number `total`; None if the page does not hold it, because the batch is
+        not made yet, too old, or was made before this runner's start."""
         entry = BatchRecord(*_ENTRY.unpack_from(self._map, _ENTRIES_AT + total % ENTRIES * _ENTRY.size))
         return entry if entry.total == total and total else None
 
@@ -299,22 +277,22 @@ class ProgressPage:
         """Return the first batches of epochs that the page holds, from the first batch on that is not known to be
         delivered: the epoch's number, the slot's batches before it, the epoch's chain after the batch; oldest first.
         The runner's own first batch is among them, also if it began within an epoch."""
-        found: list[tuple[int, int, int]] = []
+        first_batches: list[tuple[int, int, int]] = []
         oldest = max(self.delivered, self.total - ENTRIES + 1, 0)
         before = self.entry(oldest)
         for total in range(oldest + 1, self.total + 1):
             entry = self.entry(total)
             if entry is not None and (before is None or before.epoch != entry.epoch):
-                found.append((entry.epoch, total - 1, entry.chain))
+                first_batches.append((entry.epoch, total - 1, entry.chain))
             before = entry
-        return found
+        return first_batches
 
     def ends(self) -> dict[int, int]:
-        """Return the newest epoch ends as a dict: number of the epoch -> number of the slot's last batch in it, counted
-        over all epochs."""
+        """Return the newest epoch ends: number of the epoch -> number of the slot's last batch in it, over all
+        epochs."""
         count = self._ends
-        found = [
+        newest_ends = [
             _END.unpack_from(self._map, _ENDS_AT + index % ENDS * _END.size)
             for index in range(max(0, count - ENDS), count)
         ]
-        return dict(found)
+        return dict(newest_ends)

@@ -21,8 +21,6 @@ from pathlib import Path
 
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["RunnerUser", "find_user", "sees_shared_memory"]
-
 _PR_SET_DUMPABLE = 4
 _CAPABILITIES_VERSION = 0x20080522
 _NEEDED = {"CAP_CHOWN": 0, "CAP_DAC_OVERRIDE": 1, "CAP_KILL": 5, "CAP_SETGID": 6, "CAP_SETUID": 7}
@@ -33,13 +31,12 @@ _CAP_SYS_PTRACE = 1 << 19
 _NO_USER = (1 << 32) - 1
 """User number that the kernel takes for "leave the user unchanged"."""
 PROBE_S = 60.0
-"""Largest number of seconds that an interpreter may take to start as the runners' user."""
 
 
 @dataclass(frozen=True)
 class RunnerUser:
-    """User other than root that runners run as. A user given by a number that is not in the system's user database gets
-    a group of the same number."""
+    """User other than root that runners run as. One that is not in the system's user database gets a group of the same
+    number."""
 
     name: str
     uid: int
@@ -47,25 +44,21 @@ class RunnerUser:
     groups: Sequence[int]
     home: str
     processes: int = 0
-    """Limit on the processes and threads of this user on the whole machine, set in each runner; 0 = leave the present
-    limit."""
+    """Limit on the processes and threads of this user on the whole machine; 0 = leave the present limit."""
 
     def encode(self) -> str:
-        """Return this user as text for a command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> RunnerUser:
-        """Return the user whose text `encode` returned."""
         return cls(**json.loads(text))
 
     def own(self, path: str) -> None:
-        """Make the user the owner of a folder that Penstock made."""
         os.chown(path, self.uid, self.gid)
 
     def become(self) -> None:
-        """Change the user of this process, and so of all processes that it starts later. The change cannot be undone.
-        Raise OSError on failure."""
+        """Change the user of this process for good, and so of all processes that it starts later. Raise OSError on
+        failure."""
         if self.processes:
             hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
             most = self.processes if hard == resource.RLIM_INFINITY else min(self.processes, hard)
@@ -86,11 +79,9 @@ class RunnerUser:
 
 def find_user(wanted: str, processes: int = 0) -> RunnerUser:
     """Return the user with the name or number `wanted`. A number may be missing in the system's user database.
-    `processes`: see RunnerUser.
 
-    Raises:
-        InvalidArgumentError: the name does not exist, the user is root, this process may not become the user or kill
-            the user's processes, or the user cannot read the files from which Python is imported.
+    Raises InvalidArgumentError if the name does not exist, the user is root, this process may not become the user or
+    kill the user's processes, or the user cannot read the files from which Python is imported.
     """
     user = replace(_looked_up(wanted), processes=processes)
     if user.uid == 0:
@@ -113,21 +104,20 @@ def find_user(wanted: str, processes: int = 0) -> RunnerUser:
 
 
 def sees_shared_memory() -> bool:
-    """Return True if this process may see how much memory another user's process shares."""
     return bool(_capabilities() & _CAP_SYS_PTRACE)
 
 
 def _looked_up(wanted: str) -> RunnerUser:
     try:
-        found = pwd.getpwuid(int(wanted)) if wanted.isdecimal() else pwd.getpwnam(wanted)
+        entry = pwd.getpwuid(int(wanted)) if wanted.isdecimal() else pwd.getpwnam(wanted)
     except KeyError:
         if wanted.isdecimal() and int(wanted) < _NO_USER:
             number = int(wanted)
             return RunnerUser(wanted, number, number, [number], "/")
         why = f"runner_user must be a user of this machine, got {wanted!r}. Run `getent passwd` to list all users"
         raise InvalidArgumentError(why) from None
-    groups = os.getgrouplist(found.pw_name, found.pw_gid)
-    return RunnerUser(found.pw_name, found.pw_uid, found.pw_gid, groups, found.pw_dir)
+    groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
+    return RunnerUser(entry.pw_name, entry.pw_uid, entry.pw_gid, groups, entry.pw_dir)
 
 
 def _capabilities() -> int:
@@ -136,8 +126,6 @@ def _capabilities() -> int:
 
 
 def _try_to_import(user: RunnerUser) -> None:
-    """Raise InvalidArgumentError if this process cannot become the user, or if the user cannot import Penstock. Both
-    are tried in a new process."""
     command = [sys.executable, "-P", "-c", "import penstock.proto"]
     try:
         done = subprocess.run(

@@ -20,25 +20,20 @@ from pathlib import Path
 from penstock.proto.tracebacks import fold_stack
 from penstock.runtime.process.watch import Process, stat_of
 
-__all__ = ["SIGNAL", "StackFile", "state_of", "write_stacks_to"]
-
 SIGNAL = signal.SIGRTMAX - 2
 """Signal at which a child writes its stacks. It is a real-time signal, because libraries and users rarely use those."""
 SIZE = 32 << 10
-"""Size of the file in memory that holds a child's stacks, in bytes."""
 SHOWN = 8 << 10
-"""Largest number of characters of a child's stacks in an error. The end is cut: there are the oldest frames, or, if the
-child has several threads, those that it started first."""
+"""Largest number of characters of a child's stacks in an error. The end is cut: there are the oldest frames, or the
+oldest threads."""
 WAIT_S = 1.0
-"""Seconds to wait until a child has written its stacks. Its signal handler runs as soon as the kernel schedules it."""
 _LOOK_S = 0.02
 _HIGH_FD = 768  # below 1024, the usual soft limit
 
 
 def write_stacks_to(fd: int) -> None:
-    """Make this process write the Python stacks of its threads to the file `fd` at each SIGNAL and at a crash. The
-    function closes `fd`, and uses a duplicate with a high number. If that number is above the process's limit, the
-    function uses `fd` itself."""
+    """Make this process write the Python stacks of its threads to the file `fd` at each SIGNAL and at a crash, through
+    a duplicate of `fd` with a high number, if the process's limit allows one."""
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)
         os.close(fd)
@@ -49,12 +44,11 @@ def write_stacks_to(fd: int) -> None:
 
 
 def state_of(pid: int) -> str:
-    """Return the state letter of a process as in /proc/PID/stat (R, S, D, T, Z ...); "" if the process is gone."""
     return next(iter(stat_of(pid)), "")
 
 
 class StackFile:
-    """File in memory that holds the stacks of one child. The daemon makes the file, and the child inherits it."""
+    """File in memory that holds the stacks of one child, which inherits it."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("penstock-stack", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -66,7 +60,7 @@ class StackFile:
         self.fd = -1
 
     def read(self) -> str:
-        """Return the stacks that the child has written since the last `clear`, as text; "" without any."""
+        """Return the stacks that the child has written since the last `clear`; "" without any."""
         if self.fd < 0:
             return ""
         text = os.pread(self.fd, SIZE, 0).split(b"\0", 1)[0].decode(errors="replace")
@@ -107,8 +101,7 @@ class StackFile:
 
 
 def _handles(pid: int) -> bool:
-    """Return True if the process has a handler for SIGNAL and does not block SIGNAL. Without a handler the signal would
-    kill the process."""
+    """Return True if the process handles SIGNAL. Otherwise the signal would kill it."""
     masks = {}
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():

@@ -22,12 +22,10 @@ from penstock.proto.v1 import records_pb2
 from penstock.worker.processes.control_channel import describe
 from penstock.worker.processes.interpreters import working_directory
 
-__all__ = ["BY_VALUE", "MAIN", "check_allowed", "check_plain", "load_class", "load_input_fn", "unpacked"]
-
 MAIN = "penstock_main"
 BY_VALUE = "penstock_by_value"
-"""Module name in `input_fn` that marks a function or class that cannot be imported by name. It is sent by value (as a
-pickle) with its arguments."""
+"""Module name in `input_fn` of a callable that cannot be imported by name, and is sent as a pickle with its
+arguments."""
 ANOTHER_VERSION = "Install the same version of the module on the worker as in the training job"
 UNDER_GUARD = (
     'Define it above `if __name__ == "__main__":`, because workers import the script without the code under that line'
@@ -36,7 +34,7 @@ UNDER_GUARD = (
 
 def check_allowed(name: str, allow: Sequence[str]) -> None:
     """Raise InputFnNotAllowedError unless the module in `name` ("module:qualname") is in `allow`, or below a package in
-    `allow`."""
+    it."""
     _check_module(f"input_fn {name!r} is in", module_of(name), allow)
 
 
@@ -51,9 +49,8 @@ def _check_module(what: str, module: str, allow: Sequence[str]) -> None:
 
 
 def check_plain(spec: records_pb2.LoaderSpec) -> None:
-    """Raise InputFnNotAllowedError if the description of a loader holds a search path or a script from which code would
-    be imported. Only embedded mode allows them, because there training process and worker belong to one user. Elsewhere
-    they would bypass the list of allowed modules."""
+    """Raise InputFnNotAllowedError if a loader's description holds a search path or a script from which code would be
+    imported. Outside embedded mode they would bypass the list of allowed modules."""
     if spec.main_path or spec.sys_path:
         raise InputFnNotAllowedError(
             f"input_fn {spec.input_fn!r} was sent with a search path or a script of the training job, which only an "
@@ -62,15 +59,15 @@ def check_plain(spec: records_pb2.LoaderSpec) -> None:
 
 
 def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
-    """Import and return the function that `spec.input_fn` names ("module:qualname"). If input_fn is sent by value
-    (BY_VALUE), return a stand-in, which `unpacked` replaces.
+    """Import and return the function that `spec.input_fn` names ("module:qualname"); if it is sent by value, a
+    stand-in, which `unpacked` replaces.
 
-    Raises:
-        InputFnNotFoundError: this worker cannot find the module, the module lacks the name, or the name is not of a
-            callable.
-        InputFnNotAllowedError: the callable is defined in a module that is not allowed, although the named module is.
-            Without this check, anything that an allowed module imports could be called, for example `os.system`.
-        InputFnError: the module raised while it was imported.
+    Raises: InputFnNotFoundError: this worker cannot find the module, or it has no callable of that name.
+
+    InputFnNotAllowedError: the callable is defined in a module that is not allowed, although the named module is.
+    Without this check, anything that an allowed module imports could be called, for example `os.system`.
+
+    InputFnError: the module raised while it was imported.
     """
     module_name, _, qualname = spec.input_fn.partition(":")
     if module_name == BY_VALUE:
@@ -116,14 +113,11 @@ def _comes_with_arguments(*args: Any, **kwargs: Any) -> Any:
 def unpacked(
     fn: Callable[..., Any], spec: records_pb2.LoaderSpec
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return input_fn, its positional arguments and its keyword arguments.
+    """Return input_fn, its positional arguments and its keyword arguments. If the spec holds input_fn or arguments by
+    value, the values are unpickled, and the pickled input_fn replaces `fn`.
 
-    Arguments are decoded from the spec. If the spec holds input_fn or arguments by value, the values are unpickled, and
-    the pickled input_fn replaces `fn`.
-
-    Raises:
-        InputFnNotAllowedError: a value is a pickle, and was not sent by the training process that embeds this worker.
-            (Only specs of that process have a search path: `check_plain` refuses search paths from other processes.)
+    Raises InputFnNotAllowedError if a value is a pickle, and was not sent by the training process that embeds this
+    worker. (Only specs of that process have a search path: `check_plain` refuses those of others.)
     """
     from penstock.proto.state.codec import decode_state  # imports torch, which the daemon must not import
 
@@ -145,18 +139,14 @@ def unpacked(
 
 
 def load_class(name: str, spec: records_pb2.LoaderSpec) -> Any:
-    """Return the class called `name` ("module:qualname"): the class of a loader that the spec's input_fn returned on
-    this worker, or a class of Penstock.
-
-    Raises the errors of load_input_fn. A module that is not allowed is refused even if input_fn has imported it.
-    """
+    """Return the class called `name` ("module:qualname"): that of a loader which the spec's input_fn returned on this
+    worker, or one of Penstock. Raise the errors of load_input_fn, also for a module that input_fn has imported."""
     if not module_of(name).startswith("penstock.") and spec.allow:
         check_allowed(name, spec.allow)
     return load_input_fn(records_pb2.LoaderSpec(input_fn=name, main_path=spec.main_path, sys_path=spec.sys_path))
 
 
 def _defined_in(target: Any) -> str:
-    """Return the name of the module in which a callable was defined."""
     while isinstance(target, functools.partial):
         target = target.func
     owner = target if hasattr(target, "__qualname__") else type(target)
@@ -171,8 +161,7 @@ def _import_failed(spec: records_pb2.LoaderSpec, error: BaseException) -> InputF
 
 
 def _load_main(path: str) -> types.ModuleType:
-    """Import the training script under the module name `penstock_main`, so that code under
-    `if __name__ == "__main__":` does not run."""
+    """Import the training script under another name than `__main__`, so that code under its guard does not run."""
     if MAIN in sys.modules:
         return sys.modules[MAIN]
     module = types.ModuleType(MAIN)

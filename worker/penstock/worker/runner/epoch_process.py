@@ -33,11 +33,9 @@ from penstock.runtime.process.watch import Process, become_subreaper, wait_for_a
 from penstock.worker.processes.control_channel import DESCRIPTORS_CLOSED, DescriptorsClosedError
 from penstock.worker.processes.orphans import Orphans, forget_shared_memory
 
-__all__ = ["LEAVE_S", "Outcome", "die_like", "run_epoch"]
-
 LEAVE_S = 0.5
 """Seconds that a child gets to leave the user's next() after the loop has abandoned its epoch, and, after its record,
-to close the user's iterator and to end. Then it is killed."""
+to close the user's iterator and to end."""
 _ORPHANS_S = 0.01
 _MOST_FDS = 250
 """Most descriptors in one message; the kernel allows 253."""
@@ -48,8 +46,6 @@ _DESCRIPTORS, _RECORD, _LANE = b"d", b"r", b"l"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a child has handed over."""
-
     record: dict[str, Any]
     fds: list[int]
 
@@ -67,8 +63,8 @@ def run_epoch(
     nothing for another reason, end this process as the child did.
 
     title: what `ps` shows of the child. work: gets a function to which it must pass the descriptor of each new
-    connection of the lane. started: called in this process with the child's process id. lane: keeps a
-    descriptor of the connection. unread: returns True if the child has not read that the loop has abandoned an epoch.
+    connection of the lane. started: called in this process with the child's process id. lane: keeps a descriptor of the
+    connection. unread: returns True if the child has not read that the loop has abandoned an epoch.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = fork(partial(_child, ours, theirs, title, work, leave))
@@ -116,7 +112,7 @@ def _show_lane(theirs: socket.socket, fd: int) -> None:
 
 
 def _hand_over(outcome: Outcome, theirs: socket.socket) -> None:
-    """Send the descriptors, and then the record, so that what arrived is complete when the record has arrived."""
+    """Send the descriptors before the record: what arrived is complete when the record has arrived."""
     memory = os.memfd_create("penstock-handover", os.MFD_CLOEXEC)
     with open(memory, "wb") as file:
         file.write(encode_state(outcome.record))
@@ -127,8 +123,8 @@ def _hand_over(outcome: Outcome, theirs: socket.socket) -> None:
 
 
 def _received(ours: socket.socket, child: Process, lane: Producer, unread: Callable[[], bool]) -> Outcome | None:
-    """Wait for what the child hands over, and return it; None if the child ends before it has sent all of it, or if it
-    has not read for LEAVE_S that the loop has abandoned an epoch: then it is in user code."""
+    """Wait for what the child hands over; None if it ends before it has sent all of it, or if it has not read for
+    LEAVE_S that the loop has abandoned an epoch: then it is in user code."""
     fds: list[int] = []
     until = 0.0
     """Time at which a break that was seen must have been read; 0 if none was seen."""
@@ -141,23 +137,22 @@ def _received(ours: socket.socket, child: Process, lane: Producer, unread: Calla
             elif time.monotonic() > until:
                 return None
             continue
-        data, found = _receive(ours)
+        data, received_fds = _receive(ours)
         if data == _LANE:
-            lane.keep_watching(socket.socket(fileno=found[0]))
+            lane.keep_watching(socket.socket(fileno=received_fds[0]))
             continue
         if data == _RECORD:
-            with open(found[0], "rb") as file:
+            with open(received_fds[0], "rb") as file:
                 file.seek(0)
                 return Outcome(cast(dict[str, Any], decode_state(file.read())), fds)
         if not data:
             for fd in fds:
                 os.close(fd)
             return None
-        fds += found
+        fds += received_fds
 
 
 def _receive(ours: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive one message with its descriptors; b"" if the child has ended without one."""
     fds = array.array("i")
     try:
         space = socket.CMSG_SPACE(_MOST_FDS * fds.itemsize)
@@ -170,7 +165,6 @@ def _receive(ours: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _end_orphans() -> None:
-    """Kill what the child's user code has left: its processes are children of this process now."""
     orphans, until = Orphans(), time.monotonic() + LEAVE_S
     while orphans.end(()) and time.monotonic() < until:
         time.sleep(_ORPHANS_S)
@@ -190,6 +184,5 @@ def die_like(status: int) -> NoReturn:
 
 
 def end_child(pid: int) -> None:
-    """Kill a child of this process, and reap it."""
     kill_child(pid)
     reap(pid)

@@ -27,22 +27,20 @@ from typing import Any, cast
 
 from penstock.proto.errors import LaneLostError, PenstockError
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.loader.epoch_goal import EpochGoal, begin, finish, reach
+from penstock.worker.loader.epoch_goal import EpochGoal
 from penstock.worker.loader.restart_plan import is_compared, replay_s
 from penstock.worker.loader.restart_points import UNFIT, RestartPoint
 from penstock.worker.loader.start import saved_goal, start
+from penstock.worker.loader.travel import begin, finish, reach
 from penstock.worker.processes.control_channel import DescriptorsClosedError, plain_detail
 from penstock.worker.runner.epoch_process import Outcome, run_epoch
-from penstock.worker.runner.slot_stream import SlotStream, StopError
-from penstock.worker.runner.start_data import StartData
-
-__all__ = ["EpochRunner"]
+from penstock.worker.runner.slot_stream import SlotStream, StartData, StopError
 
 _log = logging.getLogger("penstock.worker")
 
 
 class _AsideError(Exception):
-    """Exception of a migration's target whose child is not on the way to the position that the loop's Hello names."""
+    """A migration's target is not on the way to the position that the loop's Hello names."""
 
 
 class EpochRunner:
@@ -56,18 +54,16 @@ class EpochRunner:
         self._replay_s = replay_s(stream.assignment.loader.options)
         self._ready = False
         self._way = 0
-        """Number of the way to the goal that the next child takes."""
         self._seeds: tuple[int, ...] = ()
         """Hashes of the states in which input_fn has left the loader's generators, in this process or another one."""
         self._last_chain = (-1, 0)
-        """The last epoch that has ended, and its chain."""
         self._told_equal = False
         self._to_prepare: tuple[int, bool] | None = None
         """What the daemon has said of a migration to this runner: see SlotStream.on_prepare."""
         self._files = {} if build is not None else _offsets()
 
     def run(self) -> None:
-        """Stream one epoch after the other, as soon as the training job allows each, until the daemon ends the slot."""
+        """Stream one epoch after the other, as the training job allows, until the daemon ends the slot."""
         self._stream.source.learn_resume(self._sent.resume)
         self._stream.on_prepare = self._note_prepare
         goal = self._first_goal()
@@ -88,8 +84,12 @@ class EpochRunner:
         title = f"penstock epoch {a.run} box {a.box} slot {a.slot}"
         epoch = goal.epoch if goal is not None and goal.prepares else None
         outcome = run_epoch(
-            *(title, lambda show: self._child(goal, show), stream.source.drop),
-            *(stream.page.made_by, stream.producer, lambda: stream.has_unread_break(epoch)),
+            title,
+            lambda show: self._child(goal, show),
+            stream.source.drop,
+            stream.page.made_by,
+            stream.producer,
+            lambda: stream.has_unread_break(epoch),
         )
         stream.page.take_over()
         stream.page.made_by(0)
@@ -131,7 +131,6 @@ class EpochRunner:
         self._to_prepare = total, loop_waits
 
     def _goal_of_hello(self) -> EpochGoal:
-        """Return the position that the training loop's Hello names; wait for a Hello."""
         stream = self._stream
         while (hello := stream.hello) is None:
             stream.serve(None)
@@ -163,7 +162,6 @@ class EpochRunner:
         return self._beginning(epoch, total, samples)
 
     def _left_goal(self, goal: EpochGoal | None) -> EpochGoal:
-        """Return the goal after a child that was killed because it did not leave an abandoned epoch."""
         self._ready, self._way = True, 0
         stream = self._stream
         if goal is not None and goal.prepares:
@@ -182,8 +180,7 @@ class EpochRunner:
         return replace(EpochGoal.beginning(epoch, total, samples), seeds=self._seeds)
 
     def _await_epoch(self, goal: EpochGoal | None) -> EpochGoal | None:
-        """Wait until the training job allows the epoch of the goal. Return another goal if it abandons an epoch
-        meanwhile."""
+        """Wait until the training job allows the epoch of the goal, or abandons one: then return another goal."""
         stream = self._stream
         if goal is None or not self._ready or goal.prepares:
             return goal
@@ -196,10 +193,8 @@ class EpochRunner:
             stream.serve(None)
 
     def _after_abandoned(self, samples: int) -> EpochGoal:
-        """Return the beginning of the epoch after the last one that the training loop has abandoned.
-
-        samples: number of samples up to the last delivered batch, if the progress page does not know it.
-        """
+        """Return the beginning of the epoch after the last one that the training loop has abandoned. samples: those up
+        to the last delivered batch, if the progress page does not know it."""
         stream = self._stream
         producer, page = stream.producer, stream.page
         while producer.abandoned:
@@ -261,7 +256,6 @@ class EpochRunner:
             )
 
     def _tell_equal(self, epoch: int, total: int) -> None:
-        """Log once if an iterable's last two epochs have had equal batches."""
         page = self._stream.page
         last = page.entry(total)
         if last is None or last.epoch != epoch - 1 or page.ends().get(epoch - 1) != total:
@@ -283,7 +277,7 @@ class EpochRunner:
 
     def _arrive(self, goal: EpochGoal | None) -> bool:
         """Bring the loader to its first position, and report that the slot is ready. Return False if this child's way
-        leads to other batches and there is another one. An error is reported to the daemon, which ends the slot."""
+        leads to other batches and there is another one. An error ends the slot."""
         stream = self._stream
         try:
             if self._build is not None:
@@ -299,12 +293,13 @@ class EpochRunner:
             raise StopError from error
 
     def _go(self, goal: EpochGoal | None) -> bool:
-        """Bring the loader to its first position. Return True if that failed and another way is left."""
         stream = self._stream
         source, sent, assignment = stream.source, self._sent, stream.assignment
         if goal is None:
-            own = sent.resume["slots"].get(assignment.slot) if sent.resume and assignment.resume.same_topology else None
-            if own is None:
+            part = (
+                sent.resume["slots"].get(assignment.slot) if sent.resume and assignment.resume.same_topology else None
+            )
+            if part is None:
                 self._start_anew()
                 return False
             goal = saved_goal(source, cast(dict[str, Any], sent.resume))
@@ -320,7 +315,7 @@ class EpochRunner:
                     self._await_hello_at(0)
                     raise _AsideError from error
                 raise
-            source.log_unfit(error, way)
+            source.log_unfit(error)
             stream.channel.send("unfit", what=f"{getattr(error, 'message', error)}. The epoch was made again instead")
             return True
         self._arrived(way, goal.ways[-1])
@@ -390,7 +385,7 @@ class EpochRunner:
                         "or save by replay: Appliance(replay=True)"
                     )
 
-    def _outcome(self, why: str, **fields: Any) -> Outcome:
+    def _outcome(self, why: str) -> Outcome:
         stream = self._stream
         stream.release_lease()
         position = stream.source.position
@@ -408,7 +403,6 @@ class EpochRunner:
                 "hello": b"" if stream.hello is None else stream.hello.SerializeToString(),
                 "points": [point.encode() for point in stream.points] if why in ("aside", "unfit") else [],
                 "firsts": [[*key, digest] for key, digest in stream.source.awaited.items()],
-                **fields,
             },
             fds + unread,
         )
@@ -416,10 +410,10 @@ class EpochRunner:
 
 def _offsets() -> dict[int, int]:
     """Return the offsets of the regular files that this process has open, by descriptor. A child shares them."""
-    found = {}
+    offsets = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError, ValueError):
             fd = int(name)
             if fd > sys.stderr.fileno() and stat.S_ISREG(os.fstat(fd).st_mode):
-                found[fd] = os.lseek(fd, 0, os.SEEK_CUR)
-    return found
+                offsets[fd] = os.lseek(fd, 0, os.SEEK_CUR)
+    return offsets

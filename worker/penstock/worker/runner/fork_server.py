@@ -6,8 +6,9 @@ interpreter that imports the modules that runners need, has no threads, no gRPC 
 One fork server serves all runs of the daemon. A child leads a process group of its own and is a subreaper (see
 orphans.py). So every process that user code starts can be killed with the child, and dies with its fork server.
 
-Some modules are needed only if a training job's main script defines input_fn. The daemon announces such a runner before
-it is forked, and the fork server then imports these modules.
+Some modules are needed by few runners: a training job's main script that defines input_fn imports pydantic, for 0.1 s
+of processor time. The fork server imports them when it is told to, before such a runner is forked. `penstock doctor`
+and `penstock replay` run loaders in children of a fork server, too, by programs of their own.
 
 The daemon gets a pidfd of each child with the answer to its request. The pidfd shows the child's end, also while the
 fork server is stopped. Only the fork server, as the parent, gets the exit status, and reports it to the daemon.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import multiprocessing
 import os
 import select
@@ -33,7 +35,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from penstock.proto.errors import LaneLostError
-from penstock.runtime.process import sandbox
+from penstock.runtime.process import forks, sandbox
 from penstock.runtime.process.end import has_ended, kill_child, reap
 from penstock.runtime.process.spawn import fork
 from penstock.runtime.process.titles import name_process
@@ -48,17 +50,15 @@ from penstock.worker.processes.orphans import Orphans, forget_shared_memory
 from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.stack_dump import write_stacks_to
 
-__all__ = ["main"]
-
 ORPHANS_S = 0.05
-"""Seconds between two checks for orphans that have not ended yet."""
+_NAMES = {"runner": "runner", "task": "replay"}
+"""What `ps` shows of the programs of this package. A command names the module of its own program instead."""
 LAST_LOOKS = 90
-"""Largest number of checks for orphans while the fork server ends. After these checks the fork server ends even if
-orphans still live, for example those of a fork bomb."""
+"""Largest number of checks for orphans while the fork server ends. Then it ends even if some still live, for example
+those of a fork bomb."""
 
 
 def main() -> None:
-    """Serve fork requests on the inherited control socket until it closes."""
     channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]), signal.SIGCONT)
     become_subreaper()
@@ -94,8 +94,9 @@ def main() -> None:
                     left = True
                     continue
                 while (message := channel.receive(wait=False)) is not None:
-                    if message.kind == "main":
-                        _load_for_main_script()
+                    if message.kind == "import":
+                        with _collected_once():
+                            importlib.import_module(message.fields["module"])
                         continue
                     number = message.fields["id"]
                     pid = _fork(message, channel, (deaths, wake))
@@ -112,28 +113,18 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _collected_once() -> Iterator[None]:
-    """Turn the garbage collector off while modules are imported in the `with` block. Exempt the objects that exist then
-    from all later collections.
-
-    The collector would scan all objects again and again, for a fifth of the time that importing torch takes. The
-    imports leave 1 MiB of garbage, which is kept, because finding it would take 0.1 s.
-    """
+    """Turn the garbage collector off in the `with` block, and exempt what exists then from all later collections. The
+    collector would scan all objects again and again, for a fifth of the time that importing torch takes. The imports
+    leave 1 MiB of garbage, which is kept, because finding it would take 0.1 s."""
     gc.disable()
     yield
     gc.freeze()
     gc.enable()
 
 
-def _load_for_main_script() -> None:
-    """Import pydantic before runners are forked that load a training job's main script. That script imports
-    penstock.client, which needs pydantic; each runner would otherwise spend 0.1 s of processor time on it."""
-    with _collected_once():
-        import pydantic_settings  # noqa: F401
-
-
 def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -> None:
     """Reap dead children, and report their exit status to the daemon. A child's process group is killed first, while
-    the child's process id cannot yet be reused; but not while an orphan needs time to clean up (orphans.py)."""
+    its process id cannot yet be reused; but not while an orphan needs time to clean up."""
     for pid in list(children):
         if not has_ended(pid):
             continue
@@ -143,7 +134,6 @@ def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -
 
 
 def _end(children: Iterable[int], orphans: Orphans) -> None:
-    """Kill all descendants of this process: first its children, then the orphans that become its children."""
     for pid in children:
         kill_child(pid)
         reap(pid, group=False)
@@ -155,10 +145,7 @@ def _end(children: Iterable[int], orphans: Orphans) -> None:
 
 
 def _fork(message: ControlMessage, channel: ControlChannel, own: Iterable[int]) -> int:
-    """Fork a child as the daemon's message requests, and return the child's process id.
-
-    own: descriptors of the fork server that the child must close.
-    """
+    """Fork a child as the daemon's message requests. own: descriptors of the fork server that the child must close."""
     pid = fork(partial(_child, os.getpid(), message, channel, own))
     for fd in message.fds:
         os.close(fd)
@@ -166,11 +153,8 @@ def _fork(message: ControlMessage, channel: ControlChannel, own: Iterable[int]) 
 
 
 def _drop_privileges(tempdir: str) -> None:
-    """Drop the privileges of a forked child that user code must not have: change the user and enter the sandbox, as the
-    fork server's command line says.
-
-    tempdir: directory for the sockets of multiprocessing, used only if the new user may write to it.
-    """
+    """Change the user and enter the sandbox, as the fork server's command line says. tempdir: directory for the sockets
+    of multiprocessing, used only if the new user may write to it."""
     for trait in sys.argv[3:]:
         if trait.startswith("user="):
             RunnerUser.decode(trait.removeprefix("user=")).become()
@@ -182,14 +166,14 @@ def _drop_privileges(tempdir: str) -> None:
 
 def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel, own: Iterable[int]) -> int:
     """Run the program of a forked child, and return its exit status. Errors of user code are handled inside. An
-    exception that this function raises is a bug of Penstock, or comes from the machine, for example if the child cannot
-    become the runners' user."""
+    exception here is a bug of Penstock, or comes from the machine, for example if the child cannot become the runners'
+    user."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parents_channel.sock.close()
     for fd in own:
         os.close(fd)
-    control, output, progress_page, stacks = message.fds
+    control, output, stacks, *progress_page = message.fds
     become_subreaper()
     write_stacks_to(stacks)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer; the daemon stops this process
@@ -203,12 +187,16 @@ def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel
     from penstock.worker.runner import replayer, runner
 
     channel, role = ControlChannel(socket.socket(fileno=control)), message.fields["role"]
-    name_process("penstock replay" if role == "task" else f"penstock {role}")
+    name_process(f"penstock {_NAMES.get(role, 'loader')}")
     try:
         if role == "runner":
-            runner.run_slot(channel, ProgressPage(progress_page))
+            runner.run_slot(channel, ProgressPage(*progress_page))
         else:
-            replayer.run_task(channel)
+            forks.host_user_code()
+            forks.keep(channel)
+            program = replayer.run_task if role == "task" else importlib.import_module(role).run_child
+            with contextlib.suppress(LaneLostError):
+                program(channel)
     except DescriptorsClosedError:
         return DESCRIPTORS_CLOSED
     finally:

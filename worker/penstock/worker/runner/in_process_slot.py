@@ -1,5 +1,4 @@
-"""A slot (a logical worker with its loader) without a worker process: the loader runs in the training process, in the
-thread that takes its batches.
+"""A slot without a worker process: the loader runs in the training process, in the thread that takes its batches.
 
 The code that starts the loader, returns to an earlier position and recovers is that of a runner (worker/loader). A
 state is made as in a helper process (replayer.py). A batch is made only when it is requested, so the loader is never
@@ -33,41 +32,38 @@ from penstock.proto.errors import (
     UnsupportedStateError,
 )
 from penstock.proto.lane.producer import check_size
+from penstock.proto.state import assignment as assignments
 from penstock.proto.state.codec import decode_state
 from penstock.proto.state.envelope import with_bytes
+from penstock.proto.state.generators import capture_rng, restore_rng
 from penstock.proto.state.position import linked
 from penstock.proto.v1 import records_pb2
-from penstock.worker.loader.epoch_goal import EpochGoal, reach
-from penstock.worker.loader.positioned_loader import PositionedLoader
-from penstock.worker.loader.restart_plan import Leg, Target, first_fit, plan_recovery
-from penstock.worker.loader.restart_points import END, UNFIT, RestartPoint, StreamPosition
+from penstock.worker.loader import worker_info
+from penstock.worker.loader.epoch_goal import EpochGoal
+from penstock.worker.loader.restart_plan import Leg, Target, plan_recovery
+from penstock.worker.loader.restart_points import END, RestartPoint, StreamPosition
+from penstock.worker.loader.slot_loader import SlotLoader
 from penstock.worker.loader.start import compare_record, start
-from penstock.worker.loader.travel import catch_up, leave, recover, replay
+from penstock.worker.loader.travel import catch_up, leave, reach_any, recover, replay
+from penstock.worker.loader.worker_info import describe_reads
 from penstock.worker.processes.progress_page import BatchRecord
 from penstock.worker.runner.replayer import state_at
-from penstock.worker.user_loader.shared_process import ProcessGlobals
-from penstock.worker.user_loader.worker_info import describe_reads
-
-__all__ = ["InProcessSlot", "MadeBatch", "SlotState"]
 
 _KEPT_SNAPSHOTS = 16
 _SNAPSHOT_EVERY = 16
-"""Number of batches of an epoch from one snapshot to the next."""
 
 
 @dataclass(frozen=True)
 class MadeBatch:
-    """Batch as one region of memory, in the form in which a runner writes it into its ring, but in ordinary memory."""
+    """Batch as one region of memory, in the form in which a runner writes it into its ring."""
 
     structure: Structure
     shapes: list[int]
     memory: np.ndarray[Any, np.dtype[np.uint8]]
     offset: int
-    """Offset of the batch in `memory`, in bytes."""
     nbytes: int
     digest: int
     link: int
-    """What the chain of the epoch's batches links (`linked`)."""
     samples: int
     counts: bytes
     """Counts (of samples per source) that this batch has changed, encoded as in a BATCH frame."""
@@ -75,32 +71,25 @@ class MadeBatch:
 
 @dataclass(frozen=True)
 class SlotState:
-    """State of one slot's loader at a position. It becomes the slot's part of a saved state."""
+    """A slot's part of a saved state."""
 
     data: bytes
-    """Encoded restart point: a state of the loader and its position, as in a daemon's answer to a state request."""
+    """Encoded restart point, as in a daemon's answer to a state request."""
     samples: int
-    """Number of samples in all the slot's batches up to the position."""
     digest: int
-    """Digest (hash) of the batch before the position."""
     next_digest: int = 0
-    """Digest (hash) of the batch after the position; 0 = not known."""
     next_epoch: bool = False
-    """True if the batch after the position belongs to the next epoch."""
     chain: int = 0
-    """Hash over the slot's batches of the epoch up to the position."""
 
 
 @dataclass(frozen=True)
 class _BatchRecord(BatchRecord):
     link: int = 0
-    """What the chain of the epoch's batches links for this batch (`linked`)."""
 
 
 @contextmanager
 def _reraise_interrupts() -> Iterator[None]:
-    """Replace an InputFnError from the `with` block by its cause if the cause is KeyboardInterrupt (Ctrl-C) or BdbQuit
-    (the user quit a debugger)."""
+    """Raise Ctrl-C, and quitting a debugger, instead of the InputFnError that they have caused."""
     try:
         yield
     except InputFnError as error:
@@ -109,14 +98,39 @@ def _reraise_interrupts() -> Iterator[None]:
         raise
 
 
-class InProcessSlot:
-    """Slot (a logical worker with its loader) that runs in this process.
+class ProcessGlobals:
+    """Global state of one of the workers that share a process: the random generators, the assignment, and the answers
+    of torch's get_worker_info(). They still share PYTHONHASHSEED, environment variables, the working directory, and
+    globals of the user's modules."""
 
-    Args:
-        assignment: assignment as for a daemon; `assignment.loader` has a name and options, and no arguments.
-        make: calls input_fn with its arguments.
-        resume: encoded state from which this launch of the job resumes; b"" to start fresh.
-        noted: number of newest batches of the slot whose digests are kept.
+    def __init__(self) -> None:
+        self._generators: bytes | None = None
+        self._seat: assignments.Seat | None = None
+        self._answers: worker_info.Answers | None = None
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Use this worker's global state while the `with` block runs. The exchange takes 0.2 ms."""
+        generators = capture_rng()
+        if self._generators is not None:
+            restore_rng(self._generators)
+        seat = assignments.exchange(self._seat)
+        answers = worker_info.exchange(self._answers)
+        try:
+            yield
+        finally:
+            self._answers = worker_info.exchange(answers)
+            self._seat = assignments.exchange(seat)
+            self._generators = capture_rng()
+            restore_rng(generators)
+
+
+class InProcessSlot:
+    """Slot that runs in this process.
+
+    assignment: as for a daemon; `assignment.loader` has a name and options, and no arguments. make: calls input_fn with
+    its arguments. resume: encoded state from which this launch of the job resumes; b"" to start fresh. noted: number of
+    newest batches of the slot whose digests are kept.
     """
 
     def __init__(
@@ -139,16 +153,16 @@ class InProcessSlot:
         self._abandoned: dict[int, int] = {}
         self._log: OrderedDict[int, _BatchRecord] = OrderedDict()
         self._noted = noted
-        self._source: PositionedLoader | None = None
+        self._source: SlotLoader | None = None
         self._lost = False
-        """True if the loader is gone, and must be made again and brought to its position before the next use."""
+        """True if the loader must be made again and brought to its position before the next use."""
         self.capabilities = records_pb2.LoaderCapabilities(length=-1)
 
     # ---- the stream
 
     def prepare(self) -> None:
-        """Make the loader and bring it to the slot's start position, unless that was done already. Raise the errors
-        that a runner would report."""
+        """Make the loader and bring it to the slot's start position, once. Raise the errors that a runner would
+        report."""
         if self._source is not None:
             return
         with self._globals.in_place(), _reraise_interrupts():
@@ -167,9 +181,9 @@ class InProcessSlot:
         epoch, total: the position before the batch: number of the epoch, and number of the slot's batches over all
         epochs. If the loader is at another position, it is brought there first.
 
-        Ctrl-C in the user's code, and quitting a debugger there, are raised unchanged and not as an InputFnError,
-        because both are meant for the whole process. The loader is then dropped, with a batch that was made and not
-        delivered. The next call makes the loader again.
+        Ctrl-C in the user's code, and quitting a debugger there, are raised unchanged, because both are meant for the
+        whole process. The loader is then dropped, with a batch that was made and not delivered, and made again by the
+        next call.
         """
         source = self._ready()
         if source.position.total != total:
@@ -192,7 +206,7 @@ class InProcessSlot:
             self._note(source, made.link)
         return made
 
-    def _take_snapshot(self, source: PositionedLoader, step: int) -> None:
+    def _take_snapshot(self, source: SlotLoader, step: int) -> None:
         """Keep a snapshot before the next batch, if one is due: by the number of batches, because replicas of a state
         that several processes make must be equal. A failure shows at the next save."""
         if source.is_vouched and not source.is_ahead and source.position.delivered % _SNAPSHOT_EVERY == 0:
@@ -201,9 +215,8 @@ class InProcessSlot:
                 self._snapshots.append((point.position, point.encode()))
 
     def _earlier(self, epoch: int, total: int) -> bytes | None:
-        """Return the newest snapshot of an epoch before its batch `total`."""
-        found = [data for at, data in self._snapshots if at.epoch == epoch and at.total < total]
-        return found[-1] if found else None
+        earlier = [data for position, data in self._snapshots if position.epoch == epoch and position.total < total]
+        return earlier[-1] if earlier else None
 
     def leave(self, epoch: int, total: int) -> None:
         """Abandon epoch `epoch`, because the loop ended by `break` after the slot's batch `total`. The loader may
@@ -223,52 +236,45 @@ class InProcessSlot:
         self._abandoned[epoch] = total
 
     def label_epoch(self, epoch: int, label: int) -> None:
-        """Give a label to an epoch: what user code of a pure loader sees as its number."""
         self._assignment.start.labels.add(epoch=epoch, label=label)
         if self._source is not None:
             self._source.learn_labels({epoch: label})
 
     def lose(self) -> None:
-        """Treat the loader as lost, as if its worker had died. The next call makes the loader again and restores its
-        position."""
+        """Treat the loader as lost, as if its worker had died: the next call makes it again at its position."""
         self._lost = True
 
     def failure(self, error: BaseException) -> PenstockError:
-        """Return the error that a runner would report for the exception `error`, raised while it made the next
-        batch."""
+        """Return the error that a runner would report for an exception raised while it made the next batch."""
         source = self._ready()
         return source.failed(f"batch {source.position.total + 1}", error)
 
     def drop(self) -> None:
-        """Release the loader and its torch worker processes."""
         source, self._source = self._source, None
         if source is not None:
             source.drop()
 
     def aggregate(self, states: list[Any]) -> Any:
-        """Return one state made of all workers' states by the loader's aggregate_state_dict."""
         source = self._ready()
         with self._globals.in_place():
             return source.aggregate(states)
 
-    def _unbuilt(self) -> PositionedLoader:
-        return PositionedLoader(self._assignment, load=lambda spec: self._make)
+    def _unbuilt(self) -> SlotLoader:
+        return SlotLoader(self._assignment, load=lambda spec: self._make)
 
-    def _built(self) -> PositionedLoader:
+    def _built(self) -> SlotLoader:
         source = self._unbuilt()
         source.build()
         return source
 
-    def _ready(self) -> PositionedLoader:
+    def _ready(self) -> SlotLoader:
         if self._source is None:
             self.prepare()
         assert self._source is not None
         position = self._source.position
         return self._rebuilt(position.epoch, position.total) if self._lost else self._source
 
-    def _rebuilt(self, epoch: int, total: int) -> PositionedLoader:
-        """Replace the loader by a new one at the position after the slot's batch `total` in epoch `epoch`, as a
-        replacement runner would. Return the new loader."""
+    def _rebuilt(self, epoch: int, total: int) -> SlotLoader:
         if self._source is not None:
             self._source.drop()
         self._globals = ProcessGlobals()
@@ -280,13 +286,9 @@ class InProcessSlot:
         self._source, self.capabilities, self._lost = source, source.capabilities, False
         return source
 
-    def _recover(self, source: PositionedLoader, target: Target) -> None:
-        """Bring the loader to the position `target` by a replay from the start of the stream, or of the epoch."""
+    def _recover(self, source: SlotLoader, target: Target) -> None:
         if source.is_pure:
-            goal = self._goal(target)
-            first_fit(
-                goal.ways, lambda way: reach(source, goal, way, partial(self._go, source)), UNFIT, source.log_unfit
-            )
+            reach_any(source, self._goal(target), partial(self._go, source))
             return
         plan = [] if self._start_data is None else plan_recovery([RestartPoint.decode(self._start_data)], target)
         if not plan:
@@ -306,7 +308,6 @@ class InProcessSlot:
         return Target(epoch, total, self._abandoned, digest, chain)
 
     def _goal(self, target: Target) -> EpochGoal:
-        """Return the position `target` of a pure loader, with the ways that lead there."""
         start, epoch = self._epoch_start, target.epoch
         if start.epoch != epoch:  # nothing of this epoch was made
             return EpochGoal.beginning(epoch, target.total, start.samples)
@@ -316,9 +317,8 @@ class InProcessSlot:
         goal = EpochGoal.within(epoch, target.total, start.began, points, target.chain, replay_s=0.0)
         return replace(goal, seeds=())  # in one process input_fn may return a dataset that has drawn before
 
-    def _keep(self, source: PositionedLoader, point: RestartPoint, begins: bool) -> None:
-        """Keep the restart point if this launch of the job begins there (`begins`). Ignore any later restart point,
-        which only a runner in a process of its own needs."""
+    def _keep(self, source: SlotLoader, point: RestartPoint, begins: bool) -> None:
+        """Keep the restart point if this launch of the job begins there. Only a runner needs any later one."""
         if not begins:
             return
         self._unsaved = source.unsaved
@@ -328,11 +328,9 @@ class InProcessSlot:
             except UnsupportedStateError as error:
                 self._unsaved = error
 
-    def _go(self, source: PositionedLoader, leg: Leg) -> None:
+    def _go(self, source: SlotLoader, leg: Leg) -> None:
         def seen(batch: Any) -> None:
-            source.digest, samples = self._replay_digest.take(batch)
-            source.chain = linked(source.chain, self._replay_digest.link)
-            source.position.samples += samples
+            source.count_replayed(batch, self._replay_digest)
             self._note(source, self._replay_digest.link)
 
         replay(source, leg, seen)
@@ -351,10 +349,10 @@ class InProcessSlot:
             digest = link = batch_digest(structure, memory, offset, nbytes, shapes, self._cover == DigestCover.FULL)
         return MadeBatch(structure, shapes, memory, offset, nbytes, digest, link, rows_in(structure, shapes), counts)
 
-    def _note(self, source: PositionedLoader, link: int) -> None:
+    def _note(self, source: SlotLoader, link: int) -> None:
         position, log = source.position, self._log
         log[position.total] = _BatchRecord(
-            *(position.total, position.epoch, source.digest, position.samples, source.spent_s, source.chain, link)
+            position.total, position.epoch, source.digest, position.samples, source.spent_s, source.chain, link
         )
         if len(log) > self._noted:
             log.popitem(last=False)
@@ -364,8 +362,8 @@ class InProcessSlot:
     def state(self, epoch: int, delivered: int, total: int, step: int) -> SlotState:
         """Return the slot's part of a state at a position that the loader has reached.
 
-        epoch: number of the position's epoch. delivered: number of the slot's batches in this epoch up to the position.
-        total: number of its batches in all epochs. step: training step of the box (data-parallel rank) at the position.
+        delivered, total: numbers of the slot's batches up to the position, in its epoch and in all. step: training step
+        of the box.
         """
         source = self._ready()
         if self._unsaved is not None and self.capabilities.state_methods:
@@ -399,17 +397,18 @@ class InProcessSlot:
         )
 
     def _answer(self, data: bytes, epoch: int, total: int) -> SlotState:
-        at, following = self._log.get(total), self._log.get(total + 1)
-        if at is None:  # no batch was made since the start of the launch
+        record, following = self._log.get(total), self._log.get(total + 1)
+        if record is None:  # no batch was made since the start of the launch
             position = RestartPoint.taken(data)
-            at = _BatchRecord(total, epoch, position.digest, position.position.samples)
+            record = _BatchRecord(total, epoch, position.digest, position.position.samples)
         if following is None:
-            return SlotState(data, at.samples, at.digest, chain=at.chain_in(epoch))
-        return SlotState(data, at.samples, at.digest, following.link, following.epoch > epoch, at.chain_in(epoch))
+            return SlotState(data, record.samples, record.digest, chain=record.chain_in(epoch))
+        return SlotState(
+            data, record.samples, record.digest, following.link, following.epoch > epoch, record.chain_in(epoch)
+        )
 
     def _replayed(self, epoch: int, delivered: int, total: int, step: int) -> SlotState:
-        """Return the slot's part of a state, taken from a second loader that replays the batches up to the position, as
-        in a helper process."""
+        """Return the slot's part of a state, taken from a second loader that replays, as in a helper process."""
         assert self._start_data is not None
         point = RestartPoint.decode(self._earlier(epoch, total) or self._start_data)
         if self._ready().is_pure:

@@ -17,13 +17,9 @@ from penstock.worker.loader.restart_points import UNFIT, RestartPoint, StreamPos
 from penstock.worker.loader.start import start
 from penstock.worker.loader.travel import catch_up, recover, restore
 from penstock.worker.processes.control_channel import ControlMessage, DescriptorsClosedError, payload_of
-from penstock.worker.runner.slot_stream import SlotStream, StopError
-from penstock.worker.runner.start_data import StartData
-
-__all__ = ["KeptRunner"]
+from penstock.worker.runner.slot_stream import SlotStream, StartData, StopError
 
 KEPT_ABANDONED = 64
-"""Number of newest abandoned epochs that a runner remembers."""
 KEPT_POINTS = 16
 """Number of newest snapshots that a runner keeps, to return to where the loop abandons an epoch."""
 
@@ -34,7 +30,6 @@ class KeptRunner:
     def __init__(self, stream: SlotStream) -> None:
         self._stream = stream
         self._abandoned: dict[int, int] = {}
-        """Abandoned epochs: number of the epoch -> number of the slot's last batch in it, counted over all epochs."""
         self._points: deque[tuple[StreamPosition, bytes]] = deque(maxlen=KEPT_POINTS)
         self._epoch_starts: deque[tuple[StreamPosition, bytes]] = deque(maxlen=KEPT_POINTS + EPOCHS_AHEAD)
         stream.on_point = self._keep_own
@@ -63,15 +58,14 @@ class KeptRunner:
             if assignment.resume.blob and source.by_own_methods and not begins:
                 source.learn_resume(self._await_resume())
             made = (*self._epoch_starts, *self._points) if begins else ()
-            own = [RestartPoint.decode(data) for _, data in made]
-            self._recover(own + points)
+            own_points = [RestartPoint.decode(data) for _, data in made]
+            self._recover(own_points + points)
 
     def _keep_start(self, point: RestartPoint, start: bool) -> None:
         self._stream.keep(point, start, epoch_start=point.is_epoch_start, begins=True)
 
     def _recover(self, points: list[RestartPoint]) -> None:
-        """Bring the loader to the position after the last batch that the slot's previous runner delivered. Replayed
-        batches are compared with the delivered ones."""
+        """Bring the loader to the position after the last batch that the slot's previous runner delivered."""
         stream = self._stream
         stream.doing("waiting")
         while stream.hello is None:
@@ -90,7 +84,8 @@ class KeptRunner:
             source.compare_first()
 
     def _await_resume(self) -> dict[str, Any]:
-        """Request and return the state from which the launch resumed, which the daemon sends only on request."""
+        """Request the state from which the launch resumed, which the daemon sends a recovering runner only on
+        request."""
         stream = self._stream
         stream.channel.send("wants_resume")
         while (message := cast(ControlMessage, stream.channel.receive())).kind != "resume":
@@ -100,7 +95,6 @@ class KeptRunner:
     # ---- streaming
 
     def run(self) -> None:
-        """Stream one epoch after the other, as soon as the training job allows each, until the daemon ends the slot."""
         stream = self._stream
         source, producer = stream.source, stream.producer
         try:
@@ -152,13 +146,14 @@ class KeptRunner:
         stream.left(epoch, delivered, source.position.samples)
 
     def _return_to(self, epoch: int, total: int) -> None:
-        """Restore the loader to an earlier position: after the slot's batch `total` in epoch `epoch`."""
         stream = self._stream
         source = stream.source
         delivered = stream.page.entry(total)
         target = Target(epoch, total, self._abandoned, delivered.digest if delivered is not None else 0)
-        own = (*self._epoch_starts, *self._points)
-        near = [(at, data) for at, data in own if at.epoch == epoch and at.total <= total]
+        kept_points = (*self._epoch_starts, *self._points)
+        near = [
+            (position, data) for position, data in kept_points if position.epoch == epoch and position.total <= total
+        ]
         ways = [data for _, data in sorted(near, key=lambda kept: -kept[0].total)]
         if not ways:
             raise StateMismatchError(
@@ -166,7 +161,7 @@ class KeptRunner:
                 "earlier state of the loader is kept. Start the job again from a saved state"
             )
 
-        def take(data: bytes) -> None:
+        def try_point(data: bytes) -> None:
             restore(source, RestartPoint.decode(data), target, stream.seek)
 
-        first_fit(ways, take, UNFIT, lambda mismatch, instead: None)
+        first_fit(ways, try_point, UNFIT, lambda mismatch: None)

@@ -12,7 +12,6 @@ The helper has memory of its own, so user code that fails or hangs there does no
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from dataclasses import replace
 from typing import Any, cast
@@ -21,67 +20,57 @@ from penstock.proto.batch.digest import cover_of
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import LaneLostError, ReplayMismatchError
 from penstock.proto.state.codec import decode_state, encode_state
-from penstock.proto.state.position import linked
 from penstock.proto.v1 import coordinator_pb2, records_pb2
-from penstock.runtime.process import forks
 from penstock.worker.loader.epoch_goal import EpochGoal
-from penstock.worker.loader.positioned_loader import PositionedLoader
 from penstock.worker.loader.restart_plan import Target, route
 from penstock.worker.loader.restart_points import END, UNFIT, RestartPoint, StreamPosition
+from penstock.worker.loader.slot_loader import SlotLoader
 from penstock.worker.loader.travel import leave
 from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, begin_slot, plain_detail
 from penstock.worker.processes.progress_page import ENTRIES
 from penstock.worker.processes.user_code import load_class
 
-__all__ = ["run_task", "state_at"]
-
 
 def run_task(channel: ControlChannel) -> None:
     """Do one task: receive the message `assign`, any number of messages `point`, and the task; send `done` or
     `failed`."""
-    forks.host_user_code()
-    forks.keep(channel)
-    with contextlib.suppress(LaneLostError):
-        assignment = begin_slot(cast(ControlMessage, channel.receive()), "replayer")
-        values: list[bytes] = []
-        try:
-            while (message := cast(ControlMessage, channel.receive())).kind == "point":
-                values.append(message.payload)
-            if message.kind == "advance":
-                channel.send("done", _advanced(RestartPoint.decode(values[0]), assignment, message.fields))
-                return
-            source = PositionedLoader(assignment)
-            source.build()
-            if message.kind == "mixture":
-                trial = coordinator_pb2.MixtureTrial.FromString(values[0])
-                resume = cast(dict[str, Any], decode_state(values[1])) if len(values) > 1 else None
-                channel.send("done", source.plan_change(trial, resume))
-                return
-            replay_digest = ReplayDigest(cover=cover_of(assignment.loader.options))
-            if message.kind == "aggregate":
-                states = cast(list[Any], decode_state(values[0]))
-                channel.send("done", encode_state(source.aggregate(states)))
-                return
-            source.learn_labels({int(epoch): label for epoch, label in message.fields.get("labels", {}).items()})
-            if len(values) > 1:
-                source.learn_resume(cast(dict[str, Any], decode_state(values[1])))
-            point = RestartPoint.decode(values[0]) if values else _beginning(message.fields)
-            result, data = state_at(source, point, message.fields, replay_digest)
-            channel.send("done", data, **result)
-        except LaneLostError:
-            raise
-        except Exception as error:
-            channel.send("failed", error=plain_detail(error))
+    assignment = begin_slot(cast(ControlMessage, channel.receive()), "replayer")
+    values: list[bytes] = []
+    try:
+        while (message := cast(ControlMessage, channel.receive())).kind == "point":
+            values.append(message.payload)
+        if message.kind == "advance":
+            channel.send("done", _advanced(RestartPoint.decode(values[0]), assignment, message.fields))
+            return
+        source = SlotLoader(assignment)
+        source.build()
+        if message.kind == "mixture":
+            trial = coordinator_pb2.MixtureTrial.FromString(values[0])
+            resume = cast(dict[str, Any], decode_state(values[1])) if len(values) > 1 else None
+            channel.send("done", source.plan_change(trial, resume))
+            return
+        if message.kind == "aggregate":
+            states = cast(list[Any], decode_state(values[0]))
+            channel.send("done", encode_state(source.aggregate(states)))
+            return
+        source.learn_labels({int(epoch): label for epoch, label in message.fields.get("labels", {}).items()})
+        if len(values) > 1:
+            source.learn_resume(cast(dict[str, Any], decode_state(values[1])))
+        point = RestartPoint.decode(values[0]) if values else _beginning(message.fields)
+        replay_digest = ReplayDigest(cover=cover_of(assignment.loader.options))
+        result, data = state_at(source, point, message.fields, replay_digest)
+        channel.send("done", data, **result)
+    except LaneLostError:
+        raise
+    except Exception as error:
+        channel.send("failed", error=plain_detail(error))
 
 
 def _beginning(fields: dict[str, Any]) -> RestartPoint:
-    """Return the beginning of a pure loader's epoch, which needs no data."""
     return EpochGoal.beginning(fields["epoch"], fields["total"] - fields["delivered"], fields["samples"]).ways[0]
 
 
 def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fields: dict[str, Any]) -> bytes:
-    """Return the encoded state for a later position in the restart point's epoch, computed by the loader's class
-    (`advance_state`)."""
     loader = load_class(fields["loader"], assignment.loader)
     position = StreamPosition(point.position.epoch, fields["delivered"], fields["total"], fields["samples"])
     state = loader.advance_state(point.state, position.total - point.position.total)
@@ -90,10 +79,9 @@ def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fie
     ).encode()
 
 
-def _no_batch_before(source: PositionedLoader, epoch: int) -> bool:
+def _no_batch_before(source: SlotLoader, epoch: int) -> bool:
     """Return True if the loader reaches the beginning of epoch `epoch` without yielding a batch. If it yields one, the
-    training loop has abandoned an earlier epoch, and this process was not told. A resume from this state would continue
-    the abandoned epoch."""
+    training loop has abandoned an earlier epoch, and this process was not told."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()
@@ -103,7 +91,7 @@ def _no_batch_before(source: PositionedLoader, epoch: int) -> bool:
 
 
 def state_at(
-    source: PositionedLoader, point: RestartPoint, fields: dict[str, Any], replay_digest: ReplayDigest
+    source: SlotLoader, point: RestartPoint, fields: dict[str, Any], replay_digest: ReplayDigest
 ) -> tuple[dict[str, Any], bytes]:
     """Replay the slot's batches from the restart point to a position, and save the loader's state there. If a pure
     loader makes other batches than were delivered, replay from the epoch's beginning.
@@ -126,23 +114,19 @@ def state_at(
         if not source.is_pure or point.is_epoch_start:
             raise
         beginning = replace(_beginning(fields), skips=point.skips)
-        source.log_unfit(mismatch, beginning)
+        source.log_unfit(mismatch)
         source.restore(beginning)
         return _replayed(source, beginning, fields, replay_digest)
 
 
 def _replayed(
-    source: PositionedLoader, point: RestartPoint, fields: dict[str, Any], replay_digest: ReplayDigest
+    source: SlotLoader, point: RestartPoint, fields: dict[str, Any], replay_digest: ReplayDigest
 ) -> tuple[dict[str, Any], bytes]:
-    """Replay a loader from the restart point, where it is now, to the position in `fields`, and save the loader's state
-    there. Return the same as `state_at`."""
     delivered = {int(total): digest for total, digest in fields["digests"].items()}
     replayed: deque[tuple[int, int, int]] = deque(maxlen=ENTRIES)
 
     def seen(batch: Any) -> None:
-        source.digest, samples = replay_digest.take(batch)
-        source.chain = linked(source.chain, replay_digest.link)
-        source.position.samples += samples
+        source.count_replayed(batch, replay_digest)
         replayed.append((source.position.epoch, source.digest, source.position.samples))
         expected = delivered.get(source.position.total)
         if expected is not None and expected != source.digest:

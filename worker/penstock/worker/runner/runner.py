@@ -18,19 +18,13 @@ import mmap
 import os
 import signal
 import sys
-import threading
-import time
-from collections.abc import Collection
-from pathlib import Path
 from typing import NoReturn, cast
 
 from penstock.proto.errors import LaneLostError
-from penstock.proto.state import assignment as assignments
 from penstock.runtime.process import forks
 from penstock.runtime.process.end import signal_child
 from penstock.runtime.process.spawn import fork
-from penstock.worker.loader.start import compare_record
-from penstock.worker.loader.vouched_resume import record_of
+from penstock.worker.loader.start import compare_record, record_of
 from penstock.worker.processes.control_channel import (
     ControlChannel,
     ControlMessage,
@@ -38,30 +32,17 @@ from penstock.worker.processes.control_channel import (
     begin_slot,
     plain_detail,
 )
-from penstock.worker.processes.native_threads import pool_threads
-from penstock.worker.processes.orphans import own_children
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.runner.epoch_process import Outcome, end_child, run_epoch
 from penstock.worker.runner.epoch_runner import EpochRunner
 from penstock.worker.runner.kept_runner import KeptRunner
-from penstock.worker.runner.slot_stream import SlotStream, StopError
-from penstock.worker.runner.start_data import StartData, receive_start
-
-__all__ = ["run_slot"]
+from penstock.worker.runner.slot_stream import SlotStream, StartData, StopError, receive_start
+from penstock.worker.runner.surroundings import Surroundings
 
 _log = logging.getLogger("penstock.worker")
 
 MAX_CAPABILITIES = 64 << 10
-"""Room for what the runner has found out about the loader, in bytes."""
 _WAKE = signal.SIGUSR1
-_HARMLESS_THREADS = ("jemalloc_bg_thd", "AwsEventLoop")
-"""Beginnings of the names of threads that their libraries start again in a forked child, or do without."""
-_HARMLESS_POOLS = ("libarrow", "libopenblas", "libscipy_openblas")
-"""Beginnings of the names of libraries that start the threads of their pools, which have no names, again in a forked
-child."""
-_FEWEST_LOOKS, _MOST_LOOKS, _LOOK_S = 10, 250, 0.02
-"""Numbers of looks at new threads, and seconds between two, until pools are recognised: the first if none of the others
-runs. A thread that begins, or waits for a core on a busy machine, cannot be recognised yet."""
 _GUARD = """
 import os, signal, sys, time
 os.closerange(3, 65536)
@@ -77,7 +58,6 @@ os._exit(max(status, 0))
 
 
 def run_slot(channel: ControlChannel, progress_page: ProgressPage) -> None:
-    """Run a slot (a logical worker with its loader) in this process, from its assignment to its end."""
     assignment = begin_slot(cast(ControlMessage, channel.receive()), "runner")
     stream = SlotStream(assignment, channel, progress_page)
     try:
@@ -94,7 +74,7 @@ def _run(stream: SlotStream) -> None:
     sent = receive_start(stream.channel)
     _compare_record(stream, sent)
     spare = _Spare(stream, sent)
-    before = _Surroundings()
+    before = Surroundings()
     try:
         with forks.hosting(stream.channel, stream.page, stream.producer):
             stream.source.build()
@@ -103,9 +83,9 @@ def _run(stream: SlotStream) -> None:
             spare.end()
             stream.host_user_code()
             _run_kept(stream, sent)
-        found = before.left()
-        if found:
-            _log.info("%s: each epoch calls input_fn again in a new process, because %s", source.name, found)
+        surroundings = before.left()
+        if surroundings:
+            _log.info("%s: each epoch calls input_fn again in a new process, because %s", source.name, surroundings)
             spare.take_over()
         spare.end()
     except (StopError, LaneLostError, DescriptorsClosedError):
@@ -119,7 +99,7 @@ def _run(stream: SlotStream) -> None:
 
 def _compare_record(stream: SlotStream, sent: StartData) -> None:
     """Compare what the saved run has delivered on other numbers of boxes and workers, in a child, because what it
-    leaves in the user's modules must not reach the slot's own loader. An error ends the slot."""
+    leaves in the user's modules must not reach the slot's own loader."""
     source = stream.source
     if stream.assignment.recovery or record_of(source.assignment, sent.resume) is None:
         return
@@ -178,85 +158,6 @@ class _Spare:
         os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", _GUARD, str(self._pid)])
 
     def end(self) -> None:
-        """End the spare process, unless that was done already."""
         if self._pid:
             end_child(self._pid)
             self._pid = 0
-
-
-class _Surroundings:
-    """What a process has besides its memory, as of now."""
-
-    def __init__(self) -> None:
-        self._threads = _threads()
-        self._files = _files()
-        self._shared = _shared_memory()
-        self._children = set(own_children())
-
-    def left(self) -> str:
-        """Return a text that says what user code has left that a forked child would share; "" if nothing."""
-        threads = self._threads_left()
-        names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-        if threads:
-            return f"input_fn has left {len(threads)} threads ({', '.join(names or threads)[:200]})"
-        files = _new(_files(), self._files)
-        if files:
-            return f"input_fn has left {', '.join(sorted(set(files)))[:200]} open"
-        children = set(own_children()) - self._children
-        if children:
-            return f"input_fn has left {len(children)} child processes"
-        shared = _new(_shared_memory(), self._shared)
-        if shared:
-            return f"input_fn has left writable shared memory ({', '.join(shared)[:200]})"
-        if assignments.epoch_was_read():
-            return "input_fn has read current_assignment().epoch"
-        return ""
-
-    def _threads_left(self) -> list[str]:
-        """Return the names of new threads that a forked child would lack."""
-        for look in range(_MOST_LOOKS):
-            new = {thread for thread in _threads() - self._threads if not thread[1].startswith(_HARMLESS_THREADS)}
-            pools, running = pool_threads([thread for thread, _ in new], _HARMLESS_POOLS)
-            left = [name for thread, name in new if thread not in pools]
-            of_python = {str(thread.native_id) for thread in threading.enumerate()}
-            if not left or of_python & {thread for thread, _ in new} or (look >= _FEWEST_LOOKS and not running):
-                break
-            time.sleep(_LOOK_S)
-        return left
-
-
-def _new(now: Collection[tuple[str, str]], before: Collection[tuple[str, str]]) -> list[str]:
-    return [name for key, name in now if (key, name) not in before]
-
-
-def _threads() -> set[tuple[str, str]]:
-    """Return the threads of this process, as (id, name)."""
-    found = set()
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):
-            found.add((thread, Path(f"/proc/self/task/{thread}/comm").read_text().strip()))
-    return found
-
-
-def _files() -> set[tuple[str, str]]:
-    """Return the open sockets, pipes and kernel objects of this process, as (descriptor and object, kind)."""
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{fd}")
-            if target.startswith(("socket:", "pipe:", "anon_inode:")):
-                found.add((f"{fd} {target}", f"a {target.replace('anon_inode:', '').split(':')[0].strip('[]')}"))
-    return found
-
-
-def _shared_memory() -> set[tuple[str, str]]:
-    """Return the writable shared mappings of this process, as (addresses, name)."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            fields = line.split(maxsplit=5)
-            if fields[0].startswith(f"{assignments.mark_address():x}-"):  # Penstock's own
-                continue
-            if "w" in fields[1] and fields[1].endswith("s"):
-                found.add((fields[0], fields[5] if len(fields) > 5 else "anonymous"))
-    return found

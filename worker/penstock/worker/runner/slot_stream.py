@@ -16,7 +16,8 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from penstock.proto.batch.digest import DigestCover, cover_of, plan_digest, region_digest, rows_digests, rows_in
 from penstock.proto.batch.flatten import FlatBatch, Flattener, Structure
@@ -26,6 +27,7 @@ from penstock.proto.lane.frames import KNOWN_STRUCTURES, LONG_SHAPES, unread_bre
 from penstock.proto.lane.producer import FreeEntry, Producer
 from penstock.proto.lane.ring import ring_bytes
 from penstock.proto.state import assignment as assignments
+from penstock.proto.state.codec import decode_state
 from penstock.proto.state.position import linked
 from penstock.proto.state.snapshot_cadence import SnapshotCadence
 from penstock.proto.v1 import lane_pb2, records_pb2
@@ -33,14 +35,19 @@ from penstock.runtime.process import forks
 from penstock.worker.batch.building import lend
 from penstock.worker.batch.entry_lease import EntryLease
 from penstock.worker.batch.stacking import Builder
-from penstock.worker.loader.positioned_loader import PositionedLoader
 from penstock.worker.loader.restart_plan import Leg
 from penstock.worker.loader.restart_points import END, RestartPoint, StreamPosition
+from penstock.worker.loader.slot_loader import SlotLoader
 from penstock.worker.loader.travel import replay
-from penstock.worker.processes.control_channel import MAX_FDS, ControlChannel, ControlMessage, counts, plain_detail
+from penstock.worker.processes.control_channel import (
+    MAX_FDS,
+    ControlChannel,
+    ControlMessage,
+    counts,
+    payload_of,
+    plain_detail,
+)
 from penstock.worker.processes.progress_page import ProgressPage
-
-__all__ = ["SlotStream", "StopError"]
 
 _log = logging.getLogger("penstock.worker")
 
@@ -49,11 +56,40 @@ SLOW_BATCH_S = 0.001
 POLL_EVERY_S = 0.1
 """Largest number of seconds between two polls of the sockets while batches are fast."""
 COMING_S = 0.005
-"""Seconds between two looks whether an announced consumer is still to come."""
 
 
 class StopError(Exception):
-    """Exception that ends a slot's work in this process: the daemon has asked for it, or the slot has failed."""
+    """The daemon ends the slot's work in this process, or the slot has failed."""
+
+
+@dataclass
+class StartData:
+    """Data with which a slot starts, which the daemon sends after the assignment."""
+
+    resume: dict[str, Any] | None = None
+    """Decoded state from which the launch resumes; None: it begins without a state, or the daemon sends it later."""
+    points: list[RestartPoint] = field(default_factory=list)
+    firsts: list[list[int]] = field(default_factory=list)
+    """First batches of epochs that the slot's previous runners have made: epoch, the slot's batches before it,
+    digest."""
+    begins: bool = False
+    """True if the restart point at the launch's start is not in `points`, so that the runner must make it again."""
+
+
+def receive_start(channel: ControlChannel) -> StartData:
+    sent = StartData()
+    while (message := cast(ControlMessage, channel.receive())).kind != "go":
+        if message.kind == "resume":
+            sent.resume = cast(dict[str, Any], decode_state(payload_of(message)))
+        elif message.kind == "point":
+            sent.points.append(RestartPoint.decode(message.payload))
+        elif message.kind == "firsts":
+            sent.firsts = message.fields["firsts"]
+        elif message.kind == "begins":
+            sent.begins = True
+        elif message.kind == "stop":
+            raise StopError
+    return sent
 
 
 class SlotStream:
@@ -67,13 +103,11 @@ class SlotStream:
         self.producer = Producer(
             options.max_batch_bytes, ring_bytes(assignment.num_workers_per_box), log=progress_page.frame_log
         )
-        self.source = PositionedLoader(assignment, self.doing, progress_page.here)
+        self.source = SlotLoader(assignment, self.doing, progress_page.here)
         self.channel = channel
         self.page = progress_page
         self.hello: lane_pb2.Hello | None = None
-        """Hello of the newest connection; None before the first."""
         self.points: list[RestartPoint] = []
-        """Restart points of the slot's previous runner that the daemon has sent."""
         self.on_point: Callable[[StreamPosition, bytes], None] = lambda position, data: None
         """Called with each restart point that is sent to the daemon: its position, and the encoded restart point."""
         self.on_lane: Callable[[int], None] = lambda fd: None
@@ -99,8 +133,8 @@ class SlotStream:
         point = assignment.start
         turns = list(point.live) or list(range(assignment.num_workers_per_box))
         ahead = (turns.index(assignment.slot) - point.cursor) % len(turns) if assignment.slot in turns else 0
-        own = point.slots[assignment.slot].total if len(point.slots) > assignment.slot else 0
-        self._first_total, self._first_step, self._stride = own, point.step + ahead + 1, len(turns)
+        first_total = point.slots[assignment.slot].total if len(point.slots) > assignment.slot else 0
+        self._first_total, self._first_step, self._stride = first_total, point.step + ahead + 1, len(turns)
 
     def space_snapshots(self, every_s: float) -> None:
         """Take snapshots at this interval, in seconds, or more rarely. A pure loader needs no state at an announced
@@ -109,8 +143,8 @@ class SlotStream:
         self._answers = self.source.capabilities.state_methods == 4
 
     def host_user_code(self) -> None:
-        """Prepare this process for user code that runs from now on until the process ends: children that it forks are
-        disconnected, and it may build batches in the ring."""
+        """Prepare this process for user code that runs until the process ends: children that it forks are disconnected,
+        and it may build batches in the ring."""
         forks.host_user_code()
         for own in (self.channel, self.page, self.producer):
             forks.keep(own)
@@ -199,7 +233,6 @@ class SlotStream:
         self._taken = taken
 
     def _next(self) -> Any:
-        """Return the loader's next batch, or END. User code may build the batch in a ring entry."""
         self._lease.offered = True
         try:
             return self.source.next()
@@ -209,8 +242,8 @@ class SlotStream:
                 raise self._interrupt
 
     def _learn(self, structure: Structure) -> int:
-        """Give a new batch structure a number, announce it to the training job, and return the number. The structure is
-        kept alive, because it is found by its id()."""
+        """Give a new batch structure a number, and announce it. The structure is kept alive, because it is found by its
+        id()."""
         data = structure.to_bytes()
         known = [number for number, other in self.producer.known_structures.items() if other == data]
         if not known:
@@ -231,7 +264,7 @@ class SlotStream:
         self.channel.send("rings", fds=[ring.fd for _, ring in rings], rings=numbers)
 
     def _reserve(self, flat: FlatBatch) -> FreeEntry | None:
-        """Wait for a free ring entry, and return it; None if the training loop abandons the epoch during the wait."""
+        """Wait for a free ring entry; None if the training loop abandons the epoch meanwhile."""
         producer = self.producer
         need = flat.nbytes + (8 * len(flat.shapes) if len(flat.shapes) > LONG_SHAPES else 0)
         entry = self._lease.take(flat, need) or producer.reserve(need)
@@ -248,8 +281,7 @@ class SlotStream:
 
     def _wait_in_user_code(self) -> bool:
         """Wait for a free ring entry while user code builds a batch. Return False if the training loop has abandoned
-        the epoch, or after an error. The error is raised later, when user code has returned, because user code could
-        catch an exception."""
+        the epoch, or after an error, which is raised when user code has returned, because user code could catch it."""
         if self._interrupt is None and not self.producer.abandoned:
             self.doing("sending")
             try:
@@ -280,12 +312,9 @@ class SlotStream:
 
         def seen(batch: Any) -> None:
             nonlocal started
-            source.digest, samples = replay_digest.take(batch)
-            source.chain = linked(source.chain, replay_digest.link)
-            now = time.monotonic()
-            source.spent_s += now - started
+            source.count_replayed(batch, replay_digest)
+            source.spent_s += time.monotonic() - started
             position = source.position
-            position.samples += samples
             known = self.page.entry(position.total) if self._begun else None
             if known is not None and known.epoch == position.epoch and known.digest != source.digest:
                 raise ReplayMismatchError(
@@ -302,19 +331,17 @@ class SlotStream:
         return seen
 
     def open_epoch(self) -> None:
-        """Open the loader's next epoch, and keep the epoch's start as a restart point."""
         source = self.source
         self.keep(source.open_epoch(step=self.step_of(source.position.total)))
 
     def release_lease(self) -> None:
-        """Return the ring entry that was leased to user code, at the end of an epoch."""
         self._lease.release()
 
     # ---- snapshots
 
     def _snapshot(self) -> None:
-        """Take a snapshot of the loader at its present position, and send the snapshot to the daemon. If that fails,
-        report the error and take no more snapshots; the stream continues, and the next save raises the error."""
+        """Send a snapshot to the daemon. If it cannot be taken, report the error and take no more; the stream
+        continues, and the next save raises the error."""
         source, producer = self.source, self.producer
         total = source.position.total
         steps = producer.wanted.pop(total, None)
@@ -335,11 +362,10 @@ class SlotStream:
                     break  # state_dict() did not read the step, so the state is the same for all requested steps
 
     def step_of(self, total: int) -> int:
-        """Return the training step of the slot's batch `total`, provided that all slots of the box have batches."""
         return self._first_step + (total - self._first_total - 1) * self._stride
 
     def keep(self, point: RestartPoint, start: bool = False, *, epoch_start: bool = True, begins: bool = False) -> None:
-        """Encode and keep a restart point, and send it to the daemon.
+        """Send a restart point to the daemon.
 
         start: True if this runner's stream starts there. begins: True if this launch of the job begins there too.
         """
@@ -420,22 +446,21 @@ class SlotStream:
                 self.on_lane(self.producer.fileno())
 
     def prepared(self, total: int) -> None:
-        """Tell the daemon that this runner has made the slot's batches up to number `total`, for a migration."""
         self.channel.send("prepared", total=total)
 
     def has_unread_break(self, epoch: int | None = None) -> bool:
         """Return True if the process that has the lane has not read that the training loop has abandoned an epoch, or
         that it is not in epoch `epoch`, if given. It may not even have received the connection."""
-        found = False
+        is_unread = False
         for message in self.channel.peek():
             if message.kind == "attach" and message.fds:
                 hello = lane_pb2.Hello.FromString(message.payload)
                 with socket.socket(fileno=message.fds.pop()) as lane:
                     left = hello.abandon_epoch > 0 and hello.abandons > self.producer.abandons
-                    found = found or left or epoch not in (None, hello.epoch) or unread_break(lane)
+                    is_unread = is_unread or left or epoch not in (None, hello.epoch) or unread_break(lane)
             for fd in message.fds:
                 os.close(fd)
-        return found or self.producer.has_unread_break()
+        return is_unread or self.producer.has_unread_break()
 
     def begin_anew(self) -> None:
         """Continue without what a process has made that was killed because it did not leave an abandoned epoch. The
@@ -452,8 +477,8 @@ class SlotStream:
         self.channel.send("left", epoch=epoch, total=total)
 
     def fail(self, error: Exception) -> None:
-        """Send the error with which the input has failed to the training job, and report it to the daemon. Then only
-        serve the two sockets, until the daemon ends the slot by StopError."""
+        """Send the error with which the input has failed to the training job and the daemon. Then only serve the two
+        sockets, until the daemon ends the slot by StopError."""
         position = self.source.position
         detail = plain_detail(error)
         self.producer.fail(position.epoch, position.total, records_pb2.ErrorDetail(**detail))

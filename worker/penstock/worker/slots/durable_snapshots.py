@@ -13,35 +13,30 @@ import random
 
 from penstock.proto.errors import OverloadedError, PenstockError, SupersededError, UnknownRunError
 from penstock.proto.v1 import coordinator_pb2
-from penstock.worker.slots.slot_interfaces import COORDINATOR_ERRORS, SlotContext
+from penstock.worker.processes.child_processes import about_slot
+from penstock.worker.slots.slot_record import COORDINATOR_ERRORS, SlotHost, SlotRecord
 from penstock.worker.slots.snapshots import StoredSnapshot
-
-__all__ = ["DurableSnapshots"]
 
 LARGE = 1 << 20
 """Size in bytes above which the coordinator gets only the position of the first restart point of a launch, and not its
 data."""
 AGAIN_S = 0.2
-"""Seconds between two calls while the coordinator is unreachable."""
 
 
 class DurableSnapshots:
-    """Sender of one slot's restart points to the coordinator, which keeps them so that they survive this worker (they
-    are then *durable*)."""
-
-    def __init__(self, slot: SlotContext) -> None:
-        self._slot = slot
+    def __init__(self, slot: SlotRecord, host: SlotHost) -> None:
+        self._slot, self._host = slot, host
         self.refused = ""
-        """Reason why the coordinator does not keep the restart point that was sent last: it refused it, or the call
-        failed. "" = it keeps this one, or none was sent."""
+        """Reason why the coordinator does not keep the restart point that was sent last; "" = it keeps it, or none was
+        sent."""
 
     async def keep_up(self) -> None:
-        """Make the newest restart point before the last delivered batch durable, again and again, at the interval of
-        the slot's quota."""
+        """Make the newest restart point before the last delivered batch durable, at the interval of the slot's
+        quota."""
         slot = self._slot
         await slot.ready.wait()
         # The slots of a job start together, so each begins after a random delay.
-        await asyncio.sleep(random.random() * slot.host.snapshot_quota.every_s)
+        await asyncio.sleep(random.random() * self._host.snapshot_quota.every_s)
         while True:
             size = 0
             # Skip restart points beyond the last delivered batch: the loop may still abandon that part of the stream.
@@ -50,38 +45,32 @@ class DurableSnapshots:
                 if not point.durable:
                     size += len(point.data)
                     await self.make(point)
-            await asyncio.sleep(slot.host.snapshot_quota.pause_s(size))
+            await asyncio.sleep(self._host.snapshot_quota.pause_s(size))
 
     def newest(self, below: int | None = None) -> list[StoredSnapshot]:
-        """Return the newest restart point from which a loader may be restored, as a list of at most one.
-
-        below: the restart point must lie before the slot's batch of this number; None: anywhere.
-        """
+        """Return the newest restart point from which a loader may be restored, as a list of at most one. below: it must
+        lie before the slot's batch of this number."""
         slot = self._slot
         return [point for point in slot.store if below is None or point.total < below][-1:]
 
     async def prepare_migration(self) -> None:
         """Make durable the restart point from which the slot's next worker must replay the fewest batches: the newest
-        one before the last batch that the training loop took.
-
-        That batch is not known exactly: it lies between the last batch reported to the runner and the last batch that
-        the runner made. So two restart points may be made durable.
-        """
+        one before the last batch that the training loop took. That batch lies between the last one reported to the
+        runner and the last one that the runner made, so two restart points may be made durable."""
         self._slot.progress_page.refresh()
         for point in self.newest(self._slot.progress_page.delivered) + self.newest():
             if not point.durable:
                 await self.make(point)
 
     async def make(self, point: StoredSnapshot) -> None:
-        """Send a restart point to the coordinator, which keeps it or refuses it. Wait while the coordinator is
-        unreachable or overloaded. Mark the restart point as durable also if it was refused or could not be sent, so
-        that it is not sent again."""
+        """Send a restart point to the coordinator. Wait while it is unreachable or overloaded. Mark the restart point
+        as durable also if it was refused or could not be sent, so that it is not sent again."""
         slot, logged = self._slot, False
         data = b"" if point.begins and len(point.data) > LARGE else point.data
         header = self._header(point, len(data))
         while True:
             try:
-                refused = (await slot.host.coordinator.put_snapshot(header, data)).refused
+                refused = (await self._host.coordinator.put_snapshot(header, data)).refused
                 self._count(refused, len(data))
                 break
             except COORDINATOR_ERRORS as error:  # OverloadedError is one of them
@@ -98,20 +87,16 @@ class DurableSnapshots:
             except PenstockError as error:
                 slot.log.warning(
                     "%s: a snapshot could not be sent to the coordinator, so a recovery replays from an older one: %s",
-                    *(slot.name, error.message),
+                    slot.name,
+                    error.message,
                 )
                 self.refused = error.message
                 break
         point.durable = True
 
     def _header(self, point: StoredSnapshot, size: int) -> coordinator_pb2.SnapshotHeader:
-        a = self._slot.assignment
         return coordinator_pb2.SnapshotHeader(
-            run=a.run,
-            attempt=a.attempt,
-            box=a.box,
-            slot=a.slot,
-            generation=a.generation,
+            **about_slot(self._slot.assignment),
             epoch=point.epoch,
             delivered=point.delivered,
             total=point.total,
@@ -122,7 +107,7 @@ class DurableSnapshots:
         )
 
     def _count(self, refused: str, size: int) -> None:
-        slot, counters = self._slot, self._slot.host.counters
+        slot, counters = self._slot, self._host.counters
         if refused:
             counters.snapshots_refused += 1
         else:

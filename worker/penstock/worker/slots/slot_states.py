@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from penstock.proto.errors import DeadlineError, NotRestartableError, PenstockError, StateUnavailableError
 from penstock.proto.rpc.channel import detail_of, error_of
@@ -14,36 +14,33 @@ from penstock.proto.state.envelope import with_bytes
 from penstock.proto.state.position import link_between
 from penstock.proto.state.restartable import is_pure, is_vouched
 from penstock.proto.v1 import coordinator_pb2
-from penstock.worker.helpers.replayers import DEADLINE_S
 from penstock.worker.loader.restart_plan import replay_s
+from penstock.worker.processes.control_channel import ControlMessage
 from penstock.worker.processes.progress_page import ENTRIES, BatchRecord
-from penstock.worker.slots.slot_interfaces import SlotContext
+from penstock.worker.slots.slot_record import SlotHost, SlotRecord
 from penstock.worker.slots.snapshots import StoredSnapshot
-
-__all__ = ["POLL_S", "SlotStates"]
 
 POLL_S = 0.005
 """Seconds between two reads of the progress page while a request waits until the runner has made a batch."""
 POLLERS = 8
-"""Largest number of waiting requests that each read the progress page every POLL_S. If more requests wait, each reads
-more rarely, because hundreds of requests would otherwise keep the event loop busy."""
+"""Largest number of waiting requests that each read the progress page every POLL_S. More read it more rarely, because
+hundreds of requests would keep the event loop busy."""
 NEXT_S = 0.5
 """Longest time in seconds that a request waits for the batch after the requested state, if only that batch can verify a
-resume from the state (`_needs_next`). The batch's digest is saved with the state."""
+resume from the state."""
 END_S = 10.0
 """Longest time in seconds that a request waits for what follows the requested state, if some box's loop has reached the
-end of its epoch there. A runner may have to be started first, and user code may be slow to end an epoch."""
+end of its epoch there. A runner may have to be started first, and user code may be slow."""
 CHEAP_S = 5.0
 """Largest working time of a runner, in seconds, for which a replay of all its batches counts as cheap."""
+HELPER_S = 120.0
+"""Largest number of seconds that a task of a helper process may take."""
 HELPER_SHARE = 0.7
-"""Share of the time left to a state request that its helper process may take. The rest is a reserve: the stack of a
-helper that takes longer must reach the caller before the request's deadline."""
+"""Share of the time left to a state request that its helper process may take: the stack of one that takes longer must
+reach the caller before the request's deadline."""
 
 
 class _Pauses:
-    """Pauses between two looks of a request that waits until the runner has made a batch. The more requests wait, the
-    longer each pause."""
-
     def __init__(self) -> None:
         self._waiting = 0
 
@@ -59,29 +56,28 @@ _pauses = _Pauses()
 
 
 def _share(until: float) -> float:
-    return min(DEADLINE_S, max(0.1, HELPER_SHARE * (until - time.monotonic())))
+    return min(HELPER_S, max(0.1, HELPER_SHARE * (until - time.monotonic())))
 
 
 def _abandoned(request: coordinator_pb2.StateRequest) -> dict[int, int]:
-    """Return the abandoned epochs that the coordinator names in the request: number of the epoch -> number of the
-    slot's last batch in it, counted over all epochs."""
     return {end.epoch: end.total for end in request.abandoned}
 
 
 class SlotStates:
-    """Answers to the coordinator's requests for one slot's state at a step, which a checkpoint needs."""
+    """Answers to the coordinator's requests for one slot's state at a step. helper: `run_task` without its first two
+    arguments."""
 
-    def __init__(self, slot: SlotContext) -> None:
-        self._slot = slot
+    def __init__(self, slot: SlotRecord, host: SlotHost, helper: Callable[..., Awaitable[ControlMessage]]) -> None:
+        self._slot, self._host, self._helper = slot, host, helper
 
     async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
         """Answer a request for the slot's state at a position: wait until the runner has reached the position, and
-        return the state there. If the epoch ended before the position, the answer names the epoch's last batch.
+        return the answer and the bytes of the state. If the epoch ended before the position, the answer names the
+        epoch's last batch.
 
-        Return the answer and the bytes of the state, or None if the runner died meanwhile: the slot's next worker then
-        gets the request.
+        Return None if the runner died meanwhile: the slot's next worker then gets the request.
         """
-        answer = coordinator_pb2.StateAnswer(request=request.request, worker=self._slot.host.name)
+        answer = coordinator_pb2.StateAnswer(request=request.request, worker=self._host.name)
         data = b""
         until = time.monotonic() + request.deadline_s
         try:
@@ -108,11 +104,11 @@ class SlotStates:
         epoch, delivered, total = request.epoch, request.position.delivered, request.position.total
         await self._slot.ready.wait()
         if request.aggregate_blob:
-            states = await self._slot.host.coordinator.get_blob(request.aggregate_blob)
-            return (await self._slot.helper([states], "aggregate", _share(until))).payload
+            states = await self._host.coordinator.get_blob(request.aggregate_blob)
+            return (await self._helper([states], "aggregate", _share(until))).payload
         if request.HasField("mixture"):
             trial = request.mixture.SerializeToString()
-            return (await self._slot.helper([trial], "mixture", _share(until))).payload
+            return (await self._helper([trial], "mixture", _share(until))).payload
         self._require_saving()
         if not await self._produced(request, answer):
             return b""
@@ -145,7 +141,7 @@ class SlotStates:
         return self._comparable(data, request)
 
     def _late(self, request: coordinator_pb2.StateRequest) -> DeadlineError:
-        page, who = self._slot.progress_page, f"{self._slot.name} on worker {self._slot.host.name}"
+        page, who = self._slot.progress_page, f"{self._slot.name} on worker {self._host.name}"
         page.refresh()
         doing, since = page.activity
         if request.aggregate_blob or request.HasField("mixture"):
@@ -162,7 +158,6 @@ class SlotStates:
         )
 
     def _nearest(self, request: coordinator_pb2.StateRequest, entry: BatchRecord | None) -> StoredSnapshot | None:
-        """Return the restart point that is saved for the requested position, or from which a replay reaches it."""
         slot, position = self._slot, request.position
         if not is_pure(slot.capabilities):
             return self._earlier(request) or slot.store.nearest(
@@ -175,7 +170,7 @@ class SlotStates:
 
     def _earlier(self, request: coordinator_pb2.StateRequest) -> StoredSnapshot | None:
         """Return the newest restart point before the last batch up to the position, if the loader vouches for its
-        states: a resume makes that batch again, and compares it. None if there is none in the position's epoch."""
+        states: a resume makes that batch again, and compares it."""
         slot, position = self._slot, request.position
         if not (is_vouched(slot.capabilities) and position.delivered):
             return None
@@ -184,16 +179,16 @@ class SlotStates:
 
     def _comparable(self, data: bytes, request: coordinator_pb2.StateRequest) -> bytes:
         """Return the slot's state of exactly the requested position, with an earlier one, from which a resume makes the
-        last batch again, as its entry `earlier`; b"": with none. The earlier one must be this runner's own if the
-        mixture has changed: another run does not learn the change from an older state."""
+        last batch again, as its entry `earlier`. That must be this runner's own if the mixture has changed: another run
+        does not learn the change from an older state."""
         slot = self._slot
         if not data or not is_vouched(slot.capabilities) or slot.capabilities.state_methods != 4:
             return data
         point = self._earlier(request)
         if not slot.assignment.mixture_changes:
             return data if point is None else with_bytes(data, "earlier", point.data)
-        own = point is not None and not (point.inherited or point.begins or point.position in slot.from_before)
-        return with_bytes(data, "earlier", point.data if point is not None and own else b"")
+        is_own = point is not None and not (point.inherited or point.begins or point.position in slot.from_before)
+        return with_bytes(data, "earlier", point.data if point is not None and is_own else b"")
 
     async def _note_next(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
@@ -201,9 +196,9 @@ class SlotStates:
         """Put the digest of the batch after the requested position into the answer, because a resumed loader must
         continue with that batch.
 
-        For a loader whose state only that batch can verify (`_needs_next`), wait up to NEXT_S seconds for the batch;
-        for any other, where the loop of some box has reached the end of an epoch, up to END_S for the end of this
-        slot's, or for a further batch.
+        For a loader whose state only that batch can verify, wait up to NEXT_S seconds for it; for any other, where the
+        loop of some box has reached the end of an epoch, up to END_S for the end of this slot's, or for a further
+        batch.
         """
         slot, total = self._slot, request.position.total
         waits_s = NEXT_S if self._needs_next and not self._waits_for_loop else 0.0
@@ -223,8 +218,8 @@ class SlotStates:
             await asyncio.sleep(POLL_S)
 
     def _link(self, batch: BatchRecord) -> int:
-        """Return what the chain of the epoch links for a batch: its digest, which covers all values, unless it is a sum
-        over rows. 0 = not known."""
+        """Return what the chain of the epoch links for a batch: its digest, unless that is a sum over rows. 0 = not
+        known."""
         if not self._slot.assignment.loader.options.row_digest:
             return batch.digest
         before = self._slot.progress_page.entry(batch.total - 1)
@@ -234,13 +229,12 @@ class SlotStates:
 
     @property
     def _needs_next(self) -> bool:
-        """True if the loader has all four state methods and does not declare `exact_states`. It resumes from the
-        aggregated state, and only the batch after the position can verify that."""
+        """True if the loader resumes from an aggregated state, which only the batch after the position can verify."""
         return self._slot.capabilities.state_methods == 4 and not self._slot.capabilities.exact_states
 
     def _lacks_next(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Return True if a helper process must make the batch after the requested position, because this worker does
-        not know its digest and the answer needs it.
+        """Return True if a helper process must make the batch after the requested position, because its digest is
+        needed and not known here.
 
         If the position is the end of an epoch, there may be no next batch. Then return True only if a replay is cheap,
         or if the next turn is not slot 0's: only that batch then shows which slot becomes worker 0 on a resume
@@ -255,14 +249,13 @@ class SlotStates:
 
     @property
     def _waits_for_loop(self) -> bool:
-        """True if the runner replaces another one and does not know yet where the training loop continues. The progress
-        page is then empty."""
+        """True if the runner replaces another one and does not know yet where the training loop continues: the page is
+        empty."""
         return self._slot.assignment.recovery and not self._slot.attached
 
     def _lacks(self, point: StoredSnapshot, request: coordinator_pb2.StateRequest) -> bool:
-        """Return True if this restart point alone cannot answer the request, so that a helper process must replay. Only
-        a restart point that an earlier runner made can lack something: this worker does not know which batches were
-        skipped since, or their digests, and the state may be older than a change of the mixture."""
+        """Return True if this restart point alone cannot answer the request: one that an earlier runner made may lack
+        batches that were skipped since, digests, or a change of the mixture."""
         if self._may_lack_a_change(point):
             return True
         if not point.inherited:
@@ -274,7 +267,7 @@ class SlotStates:
 
     def _may_lack_a_change(self, point: StoredSnapshot) -> bool:
         """Return True if the state may be older than a change of the mixture: an earlier runner made it, also if this
-        runner started from it, and so sent it again as a restart point of its own."""
+        runner started from it, and so sent it again as its own."""
         if not self._slot.assignment.mixture_changes:
             return False
         return point.inherited or (point.position in self._slot.from_before and not point.begins)
@@ -293,11 +286,8 @@ class SlotStates:
     def _digests(
         self, request: coordinator_pb2.StateRequest, entry_of: Callable[[int], BatchRecord | None]
     ) -> list[int]:
-        """Return the requested digests of the batches up to the position, in order. Return an empty list if this worker
-        lacks one of the digests, or a batch belongs to an abandoned epoch.
-
-        entry_of: returns the record of the slot's batch of a given number, counted over all epochs.
-        """
+        """Return the requested digests of the batches up to the position, in order; none if one is not known here, or
+        belongs to an abandoned epoch. entry_of: returns the record of the slot's batch of a given number."""
         total = request.position.total
         began = total - request.position.delivered
         digests = []
@@ -320,8 +310,8 @@ class SlotStates:
 
     async def _produced(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
         """Wait until the runner has made all batches up to the requested position, and return True. Return False if the
-        position's epoch or the previous one ended at another batch than the request assumes; the answer then names that
-        batch."""
+        position's epoch or the previous one ended at another batch than the request assumes, which the answer then
+        names."""
         epoch, total = request.epoch, request.position.total
         began, page = total - request.position.delivered, self._slot.progress_page
         named = _abandoned(request).get(epoch - 1) == began
@@ -354,8 +344,8 @@ class SlotStates:
             await _pauses.next()
 
     def _require_runner(self, for_what: str) -> None:
-        """Raise an error if the runner makes no more batches. Whoever saves would wait for them until its deadline, and
-        a loop that saves does not take the batch with which it would get the error."""
+        """Raise an error if the runner makes no more batches: a loop that saves does not take the batch with which it
+        would get the error."""
         if self._slot.broken is not None:
             raise error_of(self._slot.broken)
         if self._slot.phase == coordinator_pb2.FAILED:
@@ -367,10 +357,8 @@ class SlotStates:
 
     async def _begun(self, request: coordinator_pb2.StateRequest, tried: StoredSnapshot) -> None:
         """Wait until the runner has begun the requested epoch, after an abandoned one, and has taken a restart point
-        there. Raise StateUnavailableError if no restart point other than `tried` can be expected.
-
-        tried: the restart point that did not lead to the position.
-        """
+        there. Raise StateUnavailableError if no other than `tried`, which did not lead to the position, can be
+        expected."""
         slot, epoch, position = self._slot, request.epoch, request.position
         waits = not (self._waits_for_loop or position.delivered)
         while waits and slot.progress_page.begun < epoch:
@@ -401,7 +389,7 @@ class SlotStates:
             return b""
         if self._may_lack_a_change(point):
             return b""
-        done = await slot.helper(
+        done = await self._helper(
             [point.data],
             "advance",
             _share(until),
@@ -430,7 +418,7 @@ class SlotStates:
             for count in range((total - request.position.delivered if point is None else point.total) + 1, total + 1)
             if (entry := self._slot.progress_page.entry(count)) is not None
         }
-        done = await self._slot.helper(
+        done = await self._helper(
             [] if point is None else [point.data],
             "state",
             _share(until),
@@ -462,7 +450,6 @@ class SlotStates:
         return done.payload
 
     def _samples_before(self, total: int) -> int:
-        """Return the number of samples in the slot's first `total` batches."""
         entry = self._slot.progress_page.entry(total)
         if entry is not None:
             return entry.samples

@@ -2,8 +2,8 @@
 
 A state may be requested at any step of the retention window (the newest `retention_steps` training steps). So the
 newest usable restart point at or before the window's oldest step is kept, and all later ones while memory suffices.
-When memory is short, every second snapshot is dropped. A state between two remaining snapshots
-then takes a longer replay.
+When memory is short, every second snapshot is dropped. A state between two remaining snapshots then takes a longer
+replay.
 """
 
 from __future__ import annotations
@@ -15,25 +15,22 @@ from types import MappingProxyType
 from penstock.proto.state import position
 from penstock.worker.loader.restart_plan import NEAR, Target, usable, worth_restoring
 
-__all__ = ["SlotSnapshots", "StoredSnapshot"]
-
 MAX_BYTES = 64 << 20
-"""Total size of a slot's restart points above which snapshots are dropped, in bytes."""
 MAX_COUNT = 1024
 """Number of a slot's restart points above which snapshots are dropped."""
 MOST = 16
-"""Multiple of MAX_BYTES and MAX_COUNT above which epoch starts are dropped too, because user
-code may open epochs without end."""
+"""Multiple of MAX_BYTES and MAX_COUNT above which epoch starts are dropped too: user code may open epochs without
+end."""
 
 
 @dataclass
 class StoredSnapshot:
     """Restart point that the daemon keeps: the loader's state within an epoch (a snapshot) or at the start of an epoch.
 
-    epoch, delivered, total: position, as the epoch's number from 0, the slot's batches in this epoch, and its batches
-    in all epochs. samples: number of samples in the slot's batches of all epochs. step: training step of the box
-    (data-parallel rank) that `get_worker_state()` reported to the loader's state_dict(); 0 if it did not ask. data: the
-    encoded restart point. durable: True if the coordinator keeps a copy, or if a copy was refused or could not be sent.
+    delivered, total: numbers of the slot's batches up to there, in its epoch and in all. samples: number of samples in
+    all of them. step: training step of the box that `get_worker_state()` reported to the loader's state_dict(); 0 if it
+    did not ask. data: the encoded restart point. durable: True if the coordinator keeps a copy, or if a copy was
+    refused or could not be sent.
     """
 
     epoch: int
@@ -45,16 +42,13 @@ class StoredSnapshot:
     data: bytes
     durable: bool = False
     inherited: bool = False
-    """True if an earlier runner of the slot made this restart point."""
     begins: bool = False
-    """True if this launch of the job began at this restart point. Each runner of the slot can then make the restart
-    point again without its data."""
+    """True if this launch of the job began here: each runner of the slot can make the restart point again without its
+    data."""
     spent_s: float = 0.0
-    """Seconds that the loader has spent on the batches of this epoch up to this restart point."""
 
     @property
     def began(self) -> int:
-        """Number of batches that the slot had made, over all epochs, when the restart point's epoch began."""
         return self.total - self.delivered
 
     @property
@@ -63,14 +57,11 @@ class StoredSnapshot:
 
     @property
     def position(self) -> tuple[int, int, int, bool, int]:
-        """(epoch, delivered, total, epoch_start, step) of the restart point. A new restart point replaces an earlier
-        one for which these are the same."""
+        """A new restart point replaces an earlier one for which these are the same."""
         return self.epoch, self.delivered, self.total, self.epoch_start, self.step
 
 
 class SlotSnapshots:
-    """Restart points of one generation of a slot, in the order in which they were taken."""
-
     def __init__(self) -> None:
         self._kept: list[StoredSnapshot] = []
         self._bytes = 0
@@ -82,9 +73,8 @@ class SlotSnapshots:
         return reversed(self._kept)
 
     def add(self, point: StoredSnapshot, oldest_wanted: int, oldest_epoch: int = position.MOST) -> None:
-        """Add a restart point, and drop restart points that are not needed any more or do not fit into memory. Replace
-        a restart point at the same position, because the new one may come from a later runner, which knows of more
-        skipped batches.
+        """Add a restart point, and drop those that are not needed any more or do not fit into memory. Replace one at
+        the same position: the new one may come from a later runner, which knows of more skipped batches.
 
         oldest_wanted, oldest_epoch: earliest position for which a state may still be requested: number of the slot's
         batches over all epochs, and number of the epoch. The epoch matters for a slot without batches, where the first
@@ -103,15 +93,15 @@ class SlotSnapshots:
                 self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
 
     def forget_after(self, epoch: int, total: int) -> None:
-        """Drop the restart points after the position where the training loop abandoned epoch `epoch`: those after the
-        slot's batch `total` in this epoch, and those in later epochs."""
+        """Drop the restart points after the slot's batch `total` in epoch `epoch`, where the training loop abandoned
+        it."""
         self._keep_only(
             [kept for kept in self._kept if kept.epoch < epoch or (kept.epoch == epoch and kept.total <= total)]
         )
 
     def exactly(self, epoch: int, delivered: int, total: int, step: int) -> StoredSnapshot | None:
-        """Return the newest restart point (snapshot or epoch start) at exactly this position and for this training
-        step; None if the slot has no such point."""
+        """Return the newest restart point at exactly this position and for this training step; None if there is
+        none."""
         for kept in reversed(self._kept):
             if (kept.epoch, kept.delivered, kept.total) == (epoch, delivered, total) and kept.step in (0, step):
                 return kept
@@ -120,15 +110,12 @@ class SlotSnapshots:
     def nearest(
         self, epoch: int, total: int, *, abandoned: Mapping[int, int] = MappingProxyType({}), below: int = position.MOST
     ) -> StoredSnapshot | None:
-        """Return the restart point from which the replay to the position is shortest; None if none leads there. A
-        runner chooses by the same function, `usable` in restart_plan.py.
+        """Return the restart point from which the replay to the position is shortest; None if none leads there.
 
-        epoch, total: the position: number of the epoch, and number of the slot's batches over all epochs. abandoned:
-        abandoned epochs, as number of the epoch -> number of the slot's last batch in it, counted over all epochs.
-        below: the restart point must lie before the slot's batch of this number.
+        abandoned: as in Target. below: it must lie before the slot's batch of this number.
         """
-        found = usable([kept for kept in self._kept if kept.total < below], Target(epoch, total, abandoned))
-        return max(found, key=lambda kept: (kept.epoch, kept.total, kept.epoch_start), default=None)
+        candidates = usable([kept for kept in self._kept if kept.total < below], Target(epoch, total, abandoned))
+        return max(candidates, key=lambda kept: (kept.epoch, kept.total, kept.epoch_start), default=None)
 
     def within(
         self, epoch: int, total: int, began: int, spent_s: float | None, replay_s: float

@@ -1,8 +1,5 @@
-"""The daemon's side of tasks for helper processes. A helper process does one task with a slot's loader, such as making
-the state at a step, while the slot's runner continues to stream. The stream continues even if the task fails.
-
-The helper's side is replayer.py.
-"""
+"""The daemon's side of tasks for helper processes (replayer.py). A helper process does one task with a slot's loader,
+such as making the state at a step, while the slot's runner continues to stream, even if the task fails."""
 
 from __future__ import annotations
 
@@ -10,50 +7,25 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.proto.errors import DeadlineError, WorkerLostError, error_named
+from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.end import describe_exit
-from penstock.worker.helpers.blobs import Blobs
-from penstock.worker.processes.child_processes import Child, ForkServer, about_slot
+from penstock.worker.processes.child_processes import Child, about_slot, descriptors_closed
 from penstock.worker.processes.control_channel import ControlMessage
-from penstock.worker.processes.exit_causes import descriptors_closed
-from penstock.worker.processes.progress_page import ProgressPage
-from penstock.worker.resources.turn_queue import TurnQueue
-
-__all__ = ["DEADLINE_S", "ReplayHost", "run_task", "send_assignment"]
-
-DEADLINE_S = 120.0
-"""Default for the largest number of seconds that a task may take."""
-
-
-class ReplayHost(Protocol):
-    """Part of the worker daemon that `run_task` needs."""
-
-    helper_turns: TurnQueue
-    """Queue that limits how many helper tasks run at the same time."""
-    blobs: Blobs
-
-    async def fork_server(self, assignment: records_pb2.WorkerAssignment) -> ForkServer: ...
+from penstock.worker.slots.blobs import Blobs
+from penstock.worker.slots.slot_record import SlotHost, SlotRecord
 
 
 async def run_task(
-    host: ReplayHost,
-    assignment: records_pb2.WorkerAssignment,
-    name: str,
-    progress_page: ProgressPage,
-    points: list[bytes],
-    task: str,
-    deadline_s: float = DEADLINE_S,
-    **fields: Any,
+    host: SlotHost, slot: SlotRecord, points: list[bytes], task: str, deadline_s: float, **fields: Any
 ) -> ControlMessage:
     """Let a helper process do `task` with the slot's loader, and return the helper's answer. If the helper or its fork
     server is killed from outside (SIGKILL), another helper does the task.
 
     Args:
-        host: the daemon.
-        name: the slot's name for messages.
         points: restart points (earlier positions of the loader with its states), serialized, in the order to try.
         task: kind of the message with which replayer.py gets the task; `fields` are the message's fields.
         deadline_s: seconds for the work of helpers. Waiting for a turn and starting a process do not count.
@@ -64,38 +36,36 @@ async def run_task(
         InputFnError: user code closed the helper's control socket.
         PenstockError: the error with which the task failed.
     """
+    begins = task == "mixture" or (task == "state" and by_own_methods(slot.capabilities))
+    if begins and slot.assignment.resume.blob:
+        points = [*points, await host.blobs.read(slot.assignment.resume.blob)]
     async with host.helper_turns.turn(urgent=True):
-        message = await _by_child(host, assignment, name, progress_page, points, task, deadline_s, fields)
+        message = await _by_child(host, slot, points, task, deadline_s, fields)
     if message.kind == "failed":
         raise error_named(**message.fields["error"])
     return message
 
 
 async def _by_child(
-    host: ReplayHost,
-    assignment: records_pb2.WorkerAssignment,
-    name: str,
-    progress_page: ProgressPage,
-    points: list[bytes],
-    task: str,
-    deadline_s: float,
-    fields: dict[str, Any],
+    host: SlotHost, slot: SlotRecord, points: list[bytes], task: str, deadline_s: float, fields: dict[str, Any]
 ) -> ControlMessage:
-    """Let a fresh child process do the task, and return its answer. If the child or its fork server is killed from
-    outside, try once more with a second child."""
-    what, left_s = f"the helper process of {name}", deadline_s
+    what, left_s, assignment = f"the helper process of {slot.name}", deadline_s, slot.assignment
     for last in (False, True):
-        fork_server = await host.fork_server(assignment)
+        fork_server = await host.fork_server.get(main_script=bool(assignment.loader.main_path))
         answer: asyncio.Future[ControlMessage] = asyncio.get_running_loop().create_future()
-        about = about_slot(assignment)
         try:
-            child = await fork_server.fork("task", f"{name} {task}", progress_page, _first(answer), about)
+            child = await fork_server.fork(
+                "task", f"{slot.name} {task}", slot.progress_page, _first(answer), about_slot(assignment)
+            )
         except WorkerLostError:
             if last:
                 raise
             continue
         try:
-            await _ask(host, child, assignment, points, task, fields)
+            await send_assignment(host.blobs, child, assignment)
+            for point in points:
+                await child.send("point", point)
+            await child.send(task, **fields)
             either: set[asyncio.Future[Any]] = {answer, child.exited}
             began = time.monotonic()
             await asyncio.wait(either, timeout=left_s, return_when="FIRST_COMPLETED")
@@ -103,7 +73,11 @@ async def _by_child(
             if answer.done():
                 break
             if not child.exited.done():
-                raise _late(what, task, deadline_s, await child.stack())
+                raise DeadlineError(
+                    f"{what} did not finish the task {task} in {deadline_s:.0f} s; the stream of batches continues. "
+                    "Its stack is below: make the code there faster",
+                    remote_traceback=await child.stack(),
+                )
             status = child.exited.result()
             if last or child.unwanted or status != -signal.SIGKILL:
                 how = f"{what} {describe_exit(status)} during the task {task}; the stream of batches continues"
@@ -114,32 +88,10 @@ async def _by_child(
     return answer.result()
 
 
-async def _ask(
-    host: ReplayHost,
-    child: Child,
-    assignment: records_pb2.WorkerAssignment,
-    points: list[bytes],
-    task: str,
-    fields: dict[str, Any],
-) -> None:
-    await send_assignment(host.blobs, child, assignment)
-    for point in points:
-        await child.send("point", point)
-    await child.send(task, **fields)
-
-
 async def send_assignment(blobs: Blobs, child: Child, assignment: records_pb2.WorkerAssignment) -> None:
     """Send an assignment to a child process. Large arguments of input_fn are sent as a file descriptor."""
     name = assignment.loader.arguments_blob
     await child.send("assign", assignment.SerializeToString(), [await blobs.descriptor(name)] if name else None)
-
-
-def _late(what: str, task: str, deadline_s: float, stack: str) -> DeadlineError:
-    return DeadlineError(
-        f"{what} did not finish the task {task} in {deadline_s:.0f} s; the stream of batches continues. Its stack is "
-        "below: make the code there faster",
-        remote_traceback=stack,
-    )
 
 
 def _first(answer: asyncio.Future[ControlMessage]) -> Callable[[ControlMessage], None]:

@@ -1,9 +1,9 @@
-"""Large values (blobs) that slots need, such as a loader's arguments or the state to resume from. The worker daemon
-fetches each value once.
+"""Large values (blobs) that slots need, such as a loader's arguments or the state to resume from. The daemon fetches
+each value once.
 
 A value is kept in a sealed memfd, and every child process gets a descriptor of it: copies of 300 MB for each of 32
-slots would take 10 GB. A thread fetches the value, over a connection that is closed afterwards. If the daemon's event
-loop fetched it, it could send no heartbeats for seconds.
+slots would take 10 GB. A thread fetches the value, over a connection that is closed afterwards: the event loop could
+send no heartbeats for seconds.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from typing import Protocol
 
 from penstock.worker.processes.control_channel import ControlMessage, payload_of
 
-__all__ = ["Blobs"]
-
 AT_ONCE = 2
-"""Largest number of values that are fetched at the same time."""
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -30,29 +27,23 @@ class _Client(Protocol):
 
 
 class Blobs:
-    """Cache of large values (such as a loader's arguments) that the coordinator holds, by name.
-
-    Args:
-        connect: returns a client with which a value is fetched from the coordinator.
-    """
+    """Cache of values that the coordinator holds, by name. connect: returns a client with which a value is fetched."""
 
     def __init__(self, connect: Callable[[], _Client]) -> None:
         self._connect = connect
         self._clients: set[_Client] = set()
-        """Clients that are fetching a value now."""
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="penstock-blobs")
         self._blobs: dict[str, asyncio.Task[int]] = {}
 
     async def descriptor(self, name: str) -> int:
-        """Return a file descriptor of the value called `name`, fetched from the coordinator unless it is cached. The
-        caller must close the descriptor. Raise the coordinator's error if the value cannot be fetched."""
+        """Return a descriptor of a value, which the caller must close. Raise the coordinator's error if it cannot be
+        fetched."""
         fetching = self._blobs.get(name)
         if fetching is None or (fetching.done() and (fetching.cancelled() or fetching.exception() is not None)):
             fetching = self._blobs[name] = asyncio.ensure_future(self._fetch(name))
         return os.dup(await asyncio.shield(fetching))
 
     async def read(self, name: str) -> bytes:
-        """Return the bytes of the value called `name`."""
         fd = await self.descriptor(name)
         return await asyncio.to_thread(payload_of, ControlMessage("value", fds=[fd]))
 
@@ -66,12 +57,10 @@ class Blobs:
             client.close()
 
     def keep(self, names: Collection[str]) -> None:
-        """Release all values except those called `names`."""
         for name in [name for name in self._blobs if name not in names]:
             self._blobs.pop(name).add_done_callback(_close_fetched)
 
     def close(self) -> None:
-        """Release all values, and fetch no more."""
         self.keep(())
         for client in self._clients:
             client.close()

@@ -14,17 +14,15 @@ from penstock.proto.state.allowed_modules import module_of
 from penstock.proto.v1 import coordinator_pb2, records_pb2
 from penstock.worker.processes.user_code import MAIN, check_allowed, load_input_fn
 
-__all__ = ["apply_changes", "plan_change"]
-
 _NO_HOOK = (
     "input_fn must return a ShardLoader over a Mixture, {}, got a {}. Return the ShardLoader itself, not a wrapper"
 )
 
 
 def apply_changes(loader: Any, assignment: records_pb2.WorkerAssignment) -> None:
-    """Call a new loader's `change_mixture` with all changes of the mixture's weights that its run has had (the list may
-    be empty), and with a function that makes an added source, given the name of the user's function
-    ("module:function"). Raise InvalidArgumentError if there are changes and the loader has no such method."""
+    """Call a new loader's `change_mixture` with all changes that its run has had (the list may be empty), and with a
+    function that makes an added source, given the name of the user's function. Raise InvalidArgumentError if there are
+    changes and the loader has no such method."""
     change_mixture = getattr(loader, "change_mixture", None)
     if not callable(change_mixture):
         if assignment.mixture_changes:
@@ -39,8 +37,7 @@ def apply_changes(loader: Any, assignment: records_pb2.WorkerAssignment) -> None
 
 
 def plan_change(loader: Any, trial: coordinator_pb2.MixtureTrial, resume: Mapping[str, Any] | None) -> bytes:
-    """Try a change of the mixture's weights or sources with a new loader, and return the result as a serialised
-    MixturePlan.
+    """Try a change of the mixture's weights or sources with a new loader, and return a serialised MixturePlan.
 
     resume: decoded state with which this launch of the job began; None: it began without a state.
 
@@ -54,23 +51,25 @@ def plan_change(loader: Any, trial: coordinator_pb2.MixtureTrial, resume: Mappin
     weights = {asked.source: asked.weight for asked in trial.weights}
     if len(weights) < len(trial.weights):
         raise InvalidArgumentError("--weights must name each source once, got one of them twice. Leave one out")
-    added = {one.source: one.function for one in trial.added}
+    added = {source.source: source.function for source in trial.added}
     state = None if resume is None else resume["aggregated"]
     order, (epoch, position), parts, was, now, functions = plan(
         trial.steps, trial.epochs, state, weights, added, list(trial.retired)
     )
-    found = coordinator_pb2.MixturePlan(order=order)
-    found.change.epoch, found.change.position = epoch, position
-    found.change.added.extend(records_pb2.AddedSource(source=name, function=fn) for name, fn in functions.items())
-    found.change.weights.extend(records_pb2.MixtureWeight(source=name, parts=part) for name, part in parts.items())
+    mixture_plan = coordinator_pb2.MixturePlan(order=order)
+    mixture_plan.change.epoch, mixture_plan.change.position = epoch, position
+    mixture_plan.change.added.extend(
+        records_pb2.AddedSource(source=name, function=fn) for name, fn in functions.items()
+    )
+    mixture_plan.change.weights.extend(
+        records_pb2.MixtureWeight(source=name, parts=part) for name, part in parts.items()
+    )
     for name in parts:
-        found.shares.add(source=name, was=was.get(name, 0.0), now=now[name])
-    return found.SerializeToString()
+        mixture_plan.shares.add(source=name, was=was.get(name, 0.0), now=now[name])
+    return mixture_plan.SerializeToString()
 
 
 def _plain(change: records_pb2.MixtureChange, attempt: int) -> dict[str, Any]:
-    """Return a change of the mixture's weights as a dict, in the form that the loader's `change_mixture` takes.
-    attempt: number of the present launch of the job."""
     return {
         "key": change.key,
         "epoch": change.epoch,
@@ -82,15 +81,14 @@ def _plain(change: records_pb2.MixtureChange, attempt: int) -> dict[str, Any]:
 
 
 def _source(name: str, spec: records_pb2.LoaderSpec) -> Any:
-    """Return the source that a change has added to the mixture: import its function and call it. The function must be
-    in one of the modules that are allowed for input_fn (--allow), or in the training job's main script if an embedded
-    worker runs the loader."""
+    """Make a source that a change has added. Its function must be in one of the modules that are allowed for input_fn
+    (--allow), or in the training job's main script if an embedded worker runs the loader."""
     allow = list(spec.allow) or [module_of(spec.input_fn).partition(".")[0]]
-    own = records_pb2.LoaderSpec(input_fn=name, main_path=spec.main_path, sys_path=spec.sys_path, allow=allow)
+    function_spec = records_pb2.LoaderSpec(input_fn=name, main_path=spec.main_path, sys_path=spec.sys_path, allow=allow)
     try:
         if module_of(name) != MAIN or not spec.main_path:
             check_allowed(name, allow)
-        fn = load_input_fn(own)
+        fn = load_input_fn(function_spec)
     except PenstockError as error:
         message = f"the function {name!r} of an added source: {error.message}"
         raise type(error)(message, remote_traceback=error.remote_traceback) from error

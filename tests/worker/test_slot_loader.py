@@ -12,14 +12,13 @@ from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import ReplayMismatchError
 from penstock.proto.state.assignment import assigned, current_assignment
 from penstock.proto.state.codec import decode_state, encode_state
-from penstock.proto.state.position import linked
 from penstock.proto.v1 import records_pb2
-from penstock.worker.loader.epoch_goal import EpochGoal, reach
-from penstock.worker.loader.positioned_loader import PositionedLoader
+from penstock.worker.loader.epoch_goal import EpochGoal
 from penstock.worker.loader.restart_plan import Leg
 from penstock.worker.loader.restart_points import END, RestartPoint
+from penstock.worker.loader.slot_loader import SlotLoader
 from penstock.worker.loader.start import start
-from penstock.worker.loader.travel import replay
+from penstock.worker.loader.travel import reach, replay
 from penstock.worker.runner.replayer import _advanced
 
 PURE = [
@@ -52,7 +51,7 @@ class Run:
     """A slot's stream, with the restart point after each batch."""
 
     def __init__(self, assignment: records_pb2.WorkerAssignment, resume: dict[str, Any] | None = None) -> None:
-        self.source = PositionedLoader(assignment)
+        self.source = SlotLoader(assignment)
         self.source.build()
         self.replay_digest = ReplayDigest()
         self.kept: list[RestartPoint] = []
@@ -64,9 +63,7 @@ class Run:
         replay(self.source, leg, self._seen)
 
     def _seen(self, batch: Any) -> None:
-        self.source.digest, samples = self.replay_digest.take(batch)
-        self.source.chain = linked(self.source.chain, self.source.digest)
-        self.source.position.samples += samples
+        self.source.count_replayed(batch, self.replay_digest)
 
     def take(self, batches: int) -> list[str]:
         source = self.source
@@ -102,6 +99,7 @@ class Run:
         )
         assignment.resume.blob, assignment.resume.same_topology = "blob", True
         restart = decode_state(replace(point, history=source.history).encode())
+        assert source.chain or not place.delivered
         part: dict[str, Any] = {**restart, "digest": source.digest, "chain": source.chain}  # type: ignore[dict-item]
         part |= {"next_digest": next_digest, "next_epoch": next_epoch, "samples": place.samples}
         return Run(assignment, {"aggregated": value, "strict": True, "slots": {0: part}})
@@ -117,7 +115,7 @@ def test_an_epoch_is_a_function_of_its_number(loader: str) -> None:
     truth = run.take(40)
     for epoch in (1, 2):
         total = min(total for total, (of, _) in run.digests.items() if of == epoch) - 1
-        fresh = PositionedLoader(run.source.assignment)
+        fresh = SlotLoader(run.source.assignment)
         fresh.build()
         goal = EpochGoal.beginning(epoch, total, 7)
         reach(fresh, goal, goal.ways[0], lambda leg: None)
@@ -200,7 +198,7 @@ def test_runner_replaced_later_counts_on() -> None:
     run.take(10)
     second = run.resumed(run.source.snapshot(10), value={"all_samples": 40})
     got = second.take(10)
-    again = PositionedLoader(second.source.assignment)
+    again = SlotLoader(second.source.assignment)
     again.build()
     again.resume = second.source.resume
     again.restore(RestartPoint.decode(second.kept[0].encode()))

@@ -28,21 +28,17 @@ from penstock.proto.state.assignment import WorkerInfoAnswer
 from penstock.proto.state.generators import derive_seed
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["Answers", "as_main_process", "describe_reads", "exchange", "offer_worker_info", "uncounted"]
-
 T = TypeVar("T")
 
 _TORCH_COLLATE = "torch.utils.data._utils.collate"
 
 
 class Answers:
-    """Values that get_worker_info() returns to the code of one worker."""
-
     def __init__(self) -> None:
         self.seed = 0
         self.infos: dict[WorkerInfoAnswer, torch_worker.WorkerInfo] = {}
         self.given = 0
-        """Number of calls of get_worker_info() so far whose result named the worker."""
+        """Number of calls so far whose result named the worker."""
         self.hidden = False
         self.refused = False
         """True if a state method raised when get_worker_info() named a worker, and succeeded when it returned None.
@@ -54,8 +50,8 @@ _current: Answers | None = None
 
 
 def exchange(answers: Answers | None) -> Answers | None:
-    """Let get_worker_info() return the answers for another worker, in a process that several workers share in turn.
-    Return the answers that were set before."""
+    """Let get_worker_info() return the answers for another worker of this process. Return those that were set
+    before."""
     global _current
     before, _current = _current, answers
     return before
@@ -102,14 +98,13 @@ def _answer() -> torch_worker.WorkerInfo | None:
 
 
 def describe_reads(capabilities: records_pb2.LoaderCapabilities) -> None:
-    """Set the fields of `capabilities` that tell what user code has read about its worker."""
     capabilities.looked_at_assignment |= assignments.looked_at()
     capabilities.worker_info = records_pb2.WorkerInfo.ValueType(assignments.reads().answer)
 
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Context in which the loader saves or loads a state. What it reads there about its worker changes no answer of
+    """Context in which the loader saves or loads a state: what it reads there changes no answer of
     get_worker_info()."""
     reads = assignments.reads()
     before, reads.paused = reads.paused, True

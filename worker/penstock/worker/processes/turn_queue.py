@@ -1,13 +1,13 @@
 """A queue for tasks that take seconds of processor time. A few tasks run at a time; the others wait in order. A task's
 *turn* is its place in the queue, and later its permission to run.
 
-Starting a runner takes an interpreter, torch and the user's imports. If fifty runners start at once on two cores, each
-start takes many times longer and exceeds its deadline. So the number of simultaneous starts is the number of
-processors, unless the operator sets another (--starts). Helper tasks (replayers.py) have another queue of this kind.
+If fifty runners start at once on two cores, each start takes many times longer and exceeds its deadline. So the number
+of simultaneous starts is the number of processors, unless the operator sets another (--starts). Helper tasks have
+another queue of this kind.
 
-A start that does not use a processor does not delay others. A runner may be idle for minutes, because its input_fn
-reads an index or waits for other slots of its run. The runner's turn ends as soon as it is idle or ready, and `TURN_S`
-seconds after its fork in any case.
+A start that does not use a processor does not delay others: a runner may be idle for minutes, because its input_fn
+reads an index or waits for other slots of its run. Its turn ends as soon as it is idle or ready, and `TURN_S` seconds
+after its fork in any case.
 """
 
 from __future__ import annotations
@@ -17,38 +17,33 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable
 
-from penstock.worker.resources.processor_time import LOOK_S, ProcessorDemand
-
-__all__ = ["QueueTurn", "TurnQueue"]
+from penstock.worker.processes.process_use import LOOK_S, ProcessorDemand
 
 TURN_S = 10.0
-"""Largest number of seconds, from its fork on, for which a starting runner that is busy keeps the next one in the queue
-waiting."""
+"""Largest number of seconds for which a starting runner keeps the next one waiting."""
 IDLE_SHARE = 0.3
-"""Share of time in which a starting runner's main thread runs or waits for a processor. Below this value the runner
-counts as idle, so that the next one in the queue may start."""
+"""Share of time in which a starting runner's main thread runs or waits for a processor, below which it counts as
+idle."""
 IDLE_LOOKS = 2
-"""Number of consecutive measurements below IDLE_SHARE after which the next runner in the queue may start."""
 
 
 class QueueTurn:
-    """Place of one task in a TurnQueue, made by `TurnQueue.join`. First the task waits, then it may run, then `end`
-    makes room for the next task."""
+    """Place of one task in a TurnQueue. First the task waits, then it may run, then `end` makes room for the next
+    task."""
 
     def __init__(self, queue: TurnQueue) -> None:
         self._queue = queue
         self.over = asyncio.Event()
         self.came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Future that is done once the task may run."""
 
     @property
     def position(self) -> int:
-        """Position of the task in the queue, counted from 1; 0 once the task may run."""
+        """Position of the task in the queue, counted from 1; 0 once it may run."""
         return self._queue.position_of(self)
 
     async def end_when_idle(self, pid: int) -> None:
-        """Wait until the main thread of the starting runner, process `pid`, needs almost no processor time, but at most
-        TURN_S seconds, and then call `end`. Return earlier if `end` is called meanwhile."""
+        """End the turn when the main thread of the starting runner, process `pid`, needs almost no processor time,
+        after TURN_S seconds at the latest."""
         demand, idle, until = ProcessorDemand(pid), 0, time.monotonic() + TURN_S
         while idle < IDLE_LOOKS and time.monotonic() < until and not self.over.is_set():
             idle = idle + 1 if demand.look(time.monotonic()) < IDLE_SHARE else 0
@@ -57,18 +52,13 @@ class QueueTurn:
         self.end()
 
     def end(self) -> None:
-        """Leave the queue, so that the next task may run. A second call does nothing."""
         if not self.over.is_set():
             self.over.set()
             self._queue.leave(self)
 
 
 class TurnQueue:
-    """Queue that lets a limited number of tasks run at the same time.
-
-    Args:
-        at_once: largest number of tasks that run at the same time.
-    """
+    """Queue that lets `at_once` tasks run at the same time."""
 
     def __init__(self, at_once: int) -> None:
         self.at_once = at_once
@@ -76,31 +66,25 @@ class TurnQueue:
         self._urgent: dict[QueueTurn, None] = {}
         self._others: dict[QueueTurn, None] = {}
         self._positions: dict[QueueTurn, int] = {}
-        """Position of each waiting task, from 1, computed when one is requested."""
         self._occupied: set[asyncio.Future[None]] = set()
 
     def __len__(self) -> int:
-        """Return the number of tasks that wait."""
         return len(self._urgent) + len(self._others)
 
     def position_of(self, turn: QueueTurn) -> int:
-        """Return the position of a turn's task among the waiting ones, counted from 1; 0 if it no longer waits."""
         if len(self._positions) != len(self):
             self._positions = {waiting: number for number, waiting in enumerate([*self._urgent, *self._others], 1)}
         return self._positions.get(turn, 0)
 
     def join(self, *, urgent: bool = False) -> QueueTurn:
-        """Add a task to the queue, and return its turn. The caller must call the turn's method `end`.
-
-        urgent: True puts the task behind the last urgent one and before all others, False at the end of the queue.
-        """
+        """Add a task to the queue, and return its turn, which the caller must end. urgent: True puts the task behind
+        the last urgent one and before all others."""
         turn = QueueTurn(self)
         (self._urgent if urgent else self._others)[turn] = None
         self._next()
         return turn
 
     def leave(self, turn: QueueTurn) -> None:
-        """Remove a task from the queue, whether it waits or runs. Called by QueueTurn.end."""
         waiting = self._urgent if turn in self._urgent else self._others
         if turn in waiting:
             del waiting[turn]
@@ -111,7 +95,6 @@ class TurnQueue:
 
     @contextlib.asynccontextmanager
     async def turn(self, *, urgent: bool) -> AsyncIterator[None]:
-        """Wait until the caller may run, and let the next task run at the end of the `with` block."""
         turn = self.join(urgent=urgent)
         try:
             await turn.came
@@ -120,8 +103,8 @@ class TurnQueue:
             turn.end()
 
     def occupy_until(self, ended: Awaitable[None]) -> None:
-        """Lower the limit on simultaneous tasks by one until `ended` is done. Call it after a failed start, whose
-        process still uses the machine until it has ended."""
+        """Lower the limit by one until `ended` is done: a failed start still uses the machine until its process has
+        ended."""
         self._under_way += 1
         occupied = asyncio.ensure_future(ended)
         self._occupied.add(occupied)

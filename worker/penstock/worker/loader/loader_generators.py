@@ -17,13 +17,10 @@ from typing import Any
 from penstock.proto.state.found_generators import capture, find_generators, initial_seed, reseed, restore
 from penstock.proto.state.generators import capture_rng, derive_seed, restore_rng, seed_rng
 
-__all__ = ["LoaderGenerators", "parts_of", "process_generators", "set_epoch"]
-
 _SIZE = struct.Struct("<I")
 
 
 def parts_of(loader: Any) -> list[Any]:
-    """Return the loader, and the objects of which a torch loader is made: samplers, dataset and collate_fn."""
     parts = [loader]
     batch_sampler = getattr(loader, "batch_sampler", None)
     for part in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
@@ -47,24 +44,20 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _modules(parts: list[Any], input_fn: Callable[..., Any] | None) -> list[ModuleType]:
-    """Return the modules that define input_fn and the parts of the loader, each once."""
     names = [getattr(part, "__module__", None) or type(part).__module__ for part in (input_fn, *parts)]
     return [sys.modules[name] for name in dict.fromkeys(names) if isinstance(name, str) and name in sys.modules]
 
 
 class LoaderGenerators:
-    """Generators that one loader draws from. Make this object right after input_fn has made the loader."""
-
     def __init__(self, loader: Any, input_fn: Callable[..., Any] | None) -> None:
         parts = parts_of(loader)
-        found = find_generators(parts, _modules(parts, input_fn))
-        self._own = [generator for generator in found if not generator.in_module]
+        generators = find_generators(parts, _modules(parts, input_fn))
+        self._own = [generator for generator in generators if not generator.in_module]
         self._seeds = [initial_seed(generator) for generator in self._own]
-        self._of_modules = [generator for generator in found if generator.in_module]
+        self._of_modules = [generator for generator in generators if generator.in_module]
 
     @property
     def names(self) -> list[str]:
-        """Names of the generators that the loader and its modules hold, for messages."""
         return [generator.path for generator in (*self._own, *self._of_modules)]
 
     @property
@@ -76,10 +69,10 @@ class LoaderGenerators:
         """Return the names of the generators that input_fn had left in other states when their `seeds` were these."""
         if len(seeds) != len(self._seeds):
             return [generator.path for generator in self._own]
-        return [found.path for found, was, now in zip(self._own, seeds, self._seeds, strict=True) if was != now]
+        return [generator.path for generator, was, now in zip(self._own, seeds, self._seeds, strict=True) if was != now]
 
     def begin(self, seed: int, box: int, slot: int, epoch: int, *path: int) -> None:
-        """Seed all generators for the beginning of an epoch. `path`: further numbers that the seeds depend on."""
+        """Seed all generators for the beginning of an epoch. path: further numbers that the seeds depend on."""
         seed_rng(derive_seed(seed, "epoch", box, slot, epoch, *path))
         if epoch or path:
             for generator, initial in zip(self._own, self._seeds, strict=True):
@@ -88,12 +81,10 @@ class LoaderGenerators:
             reseed(generator, derive_seed(seed, "module", box, slot, epoch, number, *path))
 
     def capture(self) -> bytes:
-        """Return the states of all generators."""
         held = capture([*self._own, *self._of_modules])
         return _SIZE.pack(len(held)) + held + capture_rng()
 
     def restore(self, data: bytes) -> None:
-        """Set all generators to the states that `capture` returned."""
         (size,) = _SIZE.unpack_from(data)
         end = _SIZE.size + size
         if size:
@@ -102,5 +93,4 @@ class LoaderGenerators:
 
 
 def process_generators() -> bytes:
-    """Return the states of the process's generators alone, for `LoaderGenerators.restore`."""
     return _SIZE.pack(0) + capture_rng()

@@ -1,0 +1,188 @@
+"""Child processes in which `penstock doctor` and `penstock replay` run loaders as workers do: forked from a fork server
+(worker/runner/fork_server.py), which has imported torch, has seen no user code, and has the hash seed of runners.
+
+Each child has a socket of its own to the command, for tasks and answers. Its program is the function `run_child` of a
+module. The fork server ends when the command ends, and its children with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, cast
+
+from penstock.proto.errors import DeadlineError, LaneLostError, WorkerLostError
+from penstock.runtime.process.end import describe_exit
+from penstock.runtime.process.watch import Process, readable, wait_for_any
+from penstock.worker.processes.control_channel import ControlChannel, ControlMessage
+from penstock.worker.processes.fork_servers import END_S, START_DEADLINE_S
+from penstock.worker.processes.interpreters import start_fork_server
+
+__all__ = ["LoaderForkServer", "LoaderProcess", "Task", "take_task", "wait_for_messages"]
+
+_STDERR = 2
+ABORT_S = 2.0
+"""Longest time in seconds that a child may take to print its stack and end."""
+EXIT_S = 2.0
+"""Longest time in seconds that a child may take to end after its socket was closed."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Task that a command sends to a child process."""
+
+    kind: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    payload: bytes = b""
+    parts: Sequence[bytes] = ()
+
+
+class LoaderForkServer:
+    """Fork server of a command. All calls that wait for an answer have deadlines. User code prints to standard error.
+
+    module: name of the module with the children's program.
+    """
+
+    def __init__(self, module: str) -> None:
+        started = start_fork_server(sandboxed=False)
+        self._process, self._channel = started.process, ControlChannel(started.control)
+        self._module = module
+        self._count = 0
+        self._statuses: dict[int, int] = {}
+        try:
+            self._receive("up", time.monotonic() + START_DEADLINE_S)
+            self._channel.send("import", module=module)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the fork server, its children and what they have started."""
+        with contextlib.suppress(OSError):
+            self._channel.sock.shutdown(socket.SHUT_RDWR)
+        if not self._process.wait(END_S):
+            self._process.kill()
+            self._process.wait()
+        self._process.close()
+        self._channel.close()
+
+    def fork(self) -> LoaderProcess:
+        """Return a new child process, which has seen no user code."""
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        channel = ControlChannel(here)
+        self._count += 1
+        try:
+            with there:
+                fds = [there.fileno(), _STDERR, _STDERR]
+                self._channel.send("fork", fds=fds, id=self._count, role=self._module, tempdir="")
+            forked = self._receive("forked", time.monotonic() + START_DEADLINE_S)
+            return LoaderProcess(self, channel, self._count, Process(forked.fields["pid"], forked.fds[0]))
+        except BaseException:
+            channel.close()
+            raise
+
+    def status(self, number: int, until: float) -> int | None:
+        """Return the exit status of a child that has ended, negative if a signal ended it; None if it is not known by
+        the time `until`."""
+        with contextlib.suppress(DeadlineError):
+            while number not in self._statuses:
+                self._receive("exited", until)
+        return self._statuses.get(number)
+
+    def _receive(self, kind: str, until: float) -> ControlMessage:
+        """Return the fork server's next message of this kind. Raise WorkerLostError if it has died, DeadlineError if it
+        sends none by the time `until`."""
+        try:
+            while True:
+                while (message := self._channel.receive(wait=False)) is None:
+                    if not readable(self._channel.fileno(), until - time.monotonic()):
+                        raise DeadlineError(
+                            "the Python process that runs the loaders did not answer in time. See whether this machine "
+                            "is overloaded, and try again"
+                        )
+                if message.kind == "exited":
+                    self._statuses[message.fields["id"]] = message.fields["status"]
+                if message.kind == kind:
+                    return message
+        except LaneLostError as error:
+            raise WorkerLostError("the Python process that runs the loaders died. See its output above") from error
+
+
+class LoaderProcess:
+    """One child of a fork server. A pidfd reports its end, not the end of its socket, which descendants of the
+    child may keep open."""
+
+    def __init__(self, parent: LoaderForkServer, channel: ControlChannel, number: int, process: Process) -> None:
+        self.channel, self.process = channel, process
+        self._parent, self._number = parent, number
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the child; the fork server then kills what it has started."""
+        self.process.kill()
+        self.process.close()
+        self.channel.close()
+
+    def ask(self, task: Task) -> None:
+        """Send a task to the child. If the child has died, the next `poll` or `receive` raises the error."""
+        with contextlib.suppress(LaneLostError):
+            self.channel.send(task.kind, task.payload, parts=len(task.parts), **task.fields)
+            for part in task.parts:
+                self.channel.send("part", part)
+
+    def poll(self) -> ControlMessage | None:
+        """Return the child's next message; None if no message has arrived. Raises LaneLostError if the child has
+        ended."""
+        ended = self.process.ended  # read first: messages sent before the end can still be read
+        message = self.channel.receive(wait=False)
+        if message is None and ended:
+            raise LaneLostError("the child process has ended. See its output above")
+        return message
+
+    def receive(self, until: float) -> ControlMessage | None:
+        """Wait for the child's next message and return it; None if no message arrives before the time `until`
+        (monotonic clock, in seconds). Raises LaneLostError if the child has ended."""
+        while (message := self.poll()) is None:
+            if not wait_for_messages([self], until):
+                return None
+        return message
+
+    def exit_description(self) -> str:
+        """Return a text that says how the child ended. Call it after the child's last message was received."""
+        if not self.process.wait(EXIT_S):
+            return "closed its descriptors"
+        return describe_exit(self._parent.status(self._number, time.monotonic() + EXIT_S))
+
+    def show_stack(self) -> None:
+        """Send the child a signal that prints the stack of each of its threads (by faulthandler) and ends it."""
+        self.process.send(signal.SIGABRT)
+        self.process.wait(ABORT_S)
+
+
+def wait_for_messages(children: Iterable[LoaderProcess], until: float) -> list[LoaderProcess]:
+    """Wait until at least one child has sent a message or ended, and return those children. Return an empty list at the
+    time `until` (monotonic clock, in seconds)."""
+    by_fd = {fd: child for child in children for fd in (child.channel.fileno(), child.process.fileno())}
+    return list(dict.fromkeys(by_fd[fd] for fd in wait_for_any(by_fd, until - time.monotonic())))
+
+
+def take_task(channel: ControlChannel) -> Task:
+    """Wait in a child process for the command's next task and return it."""
+    message = cast(ControlMessage, channel.receive())
+    parts = [cast(ControlMessage, channel.receive()).payload for _ in range(message.fields.pop("parts"))]
+    return Task(message.kind, message.fields, message.payload, parts)

@@ -1,0 +1,117 @@
+"""What Penstock does with users' loaders beside calling them: it refuses some, skips quarantined batches, and repeats a
+first batch (`Appliance(synthetic=True)`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import repeat
+from typing import Any
+
+from torch.utils.data import _DatasetKind
+
+from penstock.proto.errors import InputFnError
+
+_DEPTH = 8
+
+
+def refuse_separate_barriers(loader: Any, name: str) -> None:
+    """Raise InputFnError if a slot's loader reads a StreamingDataset of mosaicml-streaming that was made as one of
+    several workers.
+
+    It is made once in a training process, and copied into the workers of its torch DataLoader, which meet at a barrier
+    in shared memory at the start of each epoch. If each of several slots makes one, each waits there for as many
+    workers as torch's get_worker_info() named, but they do not share the barrier. One that was made in the training
+    process, and sent to the slots, has one barrier and works. The library is recognised by names, without an import.
+    """
+    for _ in range(_DEPTH):
+        if _is_mosaicml(loader) and getattr(getattr(loader, "_unique_rank_world", None), "workers_per_rank", 1) > 1:
+            raise InputFnError(
+                f"{name} reads a StreamingDataset of mosaicml-streaming that input_fn made in this worker slot: its "
+                "workers wait for each other at a barrier, and those of several slots would wait for ever. Read the "
+                "same folder by penstock.data.StreamingDataset and StreamingLoader, whose names are on the page "
+                "docs/from_mosaicml_streaming.md; or use one box with num_workers_per_box=1, where the torch "
+                "DataLoader may have num_workers= of its own"
+            )
+        loader = getattr(loader, "dataset", None)
+
+
+def _is_mosaicml(value: Any) -> bool:
+    return any(
+        base.__name__ == "StreamingDataset" and base.__module__.partition(".")[0] == "streaming"
+        for base in type(value).__mro__
+    )
+
+
+class CannotSkipError(Exception):
+    """This loader's batches cannot be skipped, for the reason in the text."""
+
+
+class _FetchesNothing:
+    def fetch(self, index: Any) -> None:
+        return None
+
+
+def skip_batch(loader: Any, iterator: Any) -> None:
+    """Skip the next batch of a loader: it advances without making the batch, because making it kills the process.
+
+    A loader can do that itself, by a method `skip_batch()` of the loader or its iterator. Otherwise torch's DataLoader
+    and StatefulDataLoader are supported, with num_workers=0 and a map-style dataset: for one `next()` their fetcher is
+    replaced by one that fetches nothing. So sampler, counters and everything else advance as for any batch.
+
+    Raises StopIteration if the epoch has no more batches, CannotSkipError if this loader's batches cannot be skipped.
+    """
+    for owner in (iterator, loader):
+        method = getattr(owner, "skip_batch", None)
+        if callable(method):
+            method()
+            return
+    fetcher = getattr(iterator, "_dataset_fetcher", None)
+    if fetcher is None:
+        workers = getattr(loader, "num_workers", 0)
+        raise CannotSkipError(
+            f"the loader makes its batches in worker processes (num_workers={workers}), where no batch can be skipped"
+            if workers
+            else f"neither the loader, a {type(loader).__qualname__}, nor its iterator has a method skip_batch()"
+        )
+    if iterator._dataset_kind != _DatasetKind.Map:
+        raise CannotSkipError("the loader's dataset is an IterableDataset, which can skip a sample only by making it")
+    iterator._dataset_fetcher = _FetchesNothing()
+    try:
+        next(iterator)
+    finally:
+        iterator._dataset_fetcher = fetcher
+
+
+NOT_SAVED = (
+    "Appliance(synthetic=True) repeats the first batch of each worker, so it has no position to save. Measure without "
+    "saving states, or remove synthetic=True and PENSTOCK_SYNTHETIC"
+)
+
+
+class FirstBatch:
+    """Loader that yields the first batch of `loader` again and again: `len(loader)` times in each epoch, or without end
+    if `loader` has no length. `loader` makes one batch, and is then dropped with its worker processes."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._no_length: Exception | None = None
+        try:
+            self._length = len(loader)  # type: ignore[arg-type]
+        except Exception as error:
+            self._length, self._no_length = -1, error.with_traceback(None)
+        self._loader: Iterable[Any] | None = loader
+        self._batches: list[Any] = []
+
+    def __len__(self) -> int:
+        if self._no_length is not None:
+            raise self._no_length
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._loader is not None:
+            for batch in self._loader:
+                self._batches.append(batch)
+                break
+            self._loader = None
+        for batch in self._batches:
+            return repeat(batch) if self._no_length is not None else repeat(batch, self._length)
+        return iter(())

@@ -1,1 +1,0 @@
-"""The processor time and the memory that processes use."""

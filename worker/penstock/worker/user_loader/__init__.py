@@ -1,2 +1,0 @@
-"""Environment of a user's loader in its process: random generators, worker information, skipped and synthetic
-batches."""
