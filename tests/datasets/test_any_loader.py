@@ -302,6 +302,22 @@ def test_a_sole_workers_state_fits_any_topology(make: Make, directly: bool) -> N
     assert [next(workers[step % 2]) for step in range(4)] == [*islice(stream, 4)]
 
 
+@finite
+def test_one_worker_may_be_an_epoch_behind(make: Make) -> None:
+    """The box has had one batch of epoch 1, which the worker in front made."""
+    plain = make()
+    epochs = [list(plain) for _ in range(2)]
+    workers = []
+    for slot in range(2):
+        with assigned(Assignment(0, 1, slot, 2, 0, 1)):
+            workers.append(make())
+        assert list(workers[slot]) == epochs[0][slot::2]
+    assert next(iter(workers[0])) == epochs[1][0]
+    resumed = make()
+    resumed.load_state_dict(plain.aggregate_state_dict([loader.state_dict() for loader in workers]))
+    assert list(resumed) == epochs[1][1:]
+
+
 def test_one_workers_state_is_not_that_of_all(make: Make) -> None:
     cluster = AllWorkers(make, (1, 2))
     cluster.take(2)
