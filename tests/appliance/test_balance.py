@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
 
 import pytest
 
 from penstock.appliance.core import balance
+from penstock.appliance.core.entities import Slot
 from penstock.appliance.core.launch_restarts import ALONE_S
-from penstock.appliance.model.entities import Slot
-from penstock.appliance.model.limits import Limits
-from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
+from penstock.appliance.limits import Limits
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker, limited
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-LIMITS = replace(Limits(), balance_after_s=10.0, balance_every_s=1.0)
+LIMITS = Limits(balance_after_s=10.0)
 SAVES, REPLAYS = records_pb2.LoaderCapabilities(state_methods=4), records_pb2.LoaderCapabilities(state_methods=0)
+
+
+@pytest.fixture(autouse=True)
+def _limits() -> Iterator[None]:
+    with limited(balance_every_s=1.0):
+        yield
 
 
 @pytest.fixture
@@ -36,7 +42,11 @@ def planned(world: FakeCluster, room: int = 10) -> list[tuple[int, str]]:
 
 
 def moves(world: FakeCluster, room: int = 10) -> list[balance.SlotMove]:
-    return [move for move in balance.find_moves(world.state_machine.cluster, world.now, room) if move is not None]
+    return [
+        move
+        for move in balance.find_moves(world.state_machine.cluster, world.state_machine.placement, world.now, room)
+        if move is not None
+    ]
 
 
 def hold_up(slot: Slot, share: float, world: FakeCluster, *, others_ahead: bool = True) -> None:
@@ -77,12 +87,12 @@ def two_and_a_spare(world: FakeCluster) -> None:
 
 def test_slots_go_from_fullest_to_emptiest(world: FakeCluster) -> None:
     crowded(world)
-    cluster = world.state_machine.cluster
+    placement = world.state_machine.placement
     went = 0
     while found := moves(world):
         assert [(move.slot.worker, move.worker.name) for move in found] == [("full", "empty")]
-        cluster.start_migration(found[0].slot, found[0].worker, found[0].why, world.now)
-        cluster.complete_migration(found[0].slot, found[0].why, world.now - LIMITS.balance_after_s)
+        placement.start_migration(found[0].slot, found[0].worker, found[0].why, world.now)
+        placement.complete_migration(found[0].slot, found[0].why, world.now - LIMITS.balance_after_s)
         went += 1
     assert went == 2
 
@@ -220,11 +230,11 @@ def test_as_many_moves_as_there_is_room_for(world: FakeCluster) -> None:
 
 def test_coordinator_balances_unless_disabled() -> None:
     for after_s, moved in ((10.0, 1), (0.0, 0)):
-        world = FakeCluster(replace(LIMITS, balance_after_s=after_s))
+        world = FakeCluster(Limits(balance_after_s=after_s))
         box = crowded(world)
         everybody = [FakeWorker(world, name, f"{name}-1", "", 4) for name in ("full", "empty")]
         world.run_for(1.5, [box, *everybody])
-        assert len(world.state_machine.cluster.migrating) == moved
+        assert len(world.state_machine.placement.migrating) == moved
 
 
 # ------------------------------------------------------------------------------------------------------------- demand

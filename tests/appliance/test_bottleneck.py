@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.appliance.policies.bottleneck import Bottleneck, BoxFacts, SlotFacts, find
+from penstock.appliance.core.bottleneck import Bottleneck, BoxFacts, SlotFacts, find
 
 FULL = 8.0
 

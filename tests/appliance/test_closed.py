@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from served import LIMITS, TOKEN, asking, coordinator, daemon, opening, until_ready
 
-from penstock.appliance.states.closed_runs import ClosedRun, ClosedRuns, boxes_of, parts_of
-from penstock.appliance.states.state_query import BoxState, StateQuery
+from penstock.appliance.core.state_query import BoxState, StateQuery
+from penstock.appliance.journal.snapshot_store import ClosedRun
+from penstock.appliance.server.closed_runs import ClosedRuns, boxes_of, parts_of
+from penstock.appliance.testing import limited
 from penstock.proto.errors import (
     InvalidArgumentError,
     StateCorruptError,
@@ -41,8 +42,6 @@ def read(state: FetchedState) -> list[object]:
 
 
 def test_closed_run_is_readable_until_reopened(tmp_path: Path) -> None:
-    small = replace(LIMITS, json_max=400)
-
     async def first() -> FetchedState:
         async with coordinator(tmp_path, LIMITS) as address, AsyncCoordinatorClient(address, TOKEN) as client:
             async with daemon(address, say=user_state):
@@ -64,7 +63,7 @@ def test_closed_run_is_readable_until_reopened(tmp_path: Path) -> None:
 
     async def again(state: FetchedState) -> None:
         """Another process of the coordinator, on the same directory."""
-        async with coordinator(tmp_path, small) as address, AsyncCoordinatorClient(address, TOKEN) as client:
+        async with coordinator(tmp_path) as address, AsyncCoordinatorClient(address, TOKEN) as client:
             assert await client.fetch_state(newest(attempt=1)) == state
             assert (await client.status()).runs[0].kept_step == 5
             with pytest.raises(StateUnavailableError, match="step must be 5 for run job/0, got 3"):
@@ -76,7 +75,7 @@ def test_closed_run_is_readable_until_reopened(tmp_path: Path) -> None:
 
     async def unkept() -> None:
         """Refuse a run without a fetched state, states too large for JSON, and states without envelopes."""
-        async with coordinator(limits=replace(LIMITS, json_max=8)) as address:
+        async with coordinator() as address:
             async with AsyncCoordinatorClient(address, TOKEN) as client, daemon(address):
                 await client.open_run(opening())
                 await until_ready(client)
@@ -96,15 +95,17 @@ def test_closed_run_is_readable_until_reopened(tmp_path: Path) -> None:
                     await client.fetch_state(newest())
 
     state = asyncio.run(first())
-    asyncio.run(again(state))
-    asyncio.run(unkept())
+    with limited(json_max=400):
+        asyncio.run(again(state))
+    with limited(json_max=8):
+        asyncio.run(unkept())
 
 
+@limited(closed_s=50, closed_bytes=100, closed_runs=3)
 def test_the_oldest_states_go_first() -> None:
     now = [100.0]
-    limits = replace(LIMITS, closed_s=50, closed_bytes=100, closed_runs=3)
     found = [ClosedRun("old", 1, 1, 40.0, 1), ClosedRun("a", 1, 1, 60.0, 30), ClosedRun("b", 1, 1, 70.0, 30)]
-    runs = ClosedRuns(found, limits, lambda: now[0])
+    runs = ClosedRuns(found, lambda: now[0])
     assert runs.get("old") is None
     assert runs.get("a") == found[1]
 

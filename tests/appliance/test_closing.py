@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.appliance.storage.journal import StateDir
+from penstock.appliance.journal.journal import StateDir
 from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import InvalidArgumentError, SupersededError, UnknownRunError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
 def ended(world: FakeCluster, name: str) -> list[tuple[str, int, bool]]:
-    reply = world.state_machine.end_run(pb.EndRunRequest(run=name))
+    reply = world.state_machine.attempts.end_run(pb.EndRunRequest(run=name))
     return [(run.run, run.attempt, run.was_open) for run in reply.runs]
 
 

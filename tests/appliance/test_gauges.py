@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from penstock.appliance.edge.run_series import MINUTES, RUNS, SECONDS, SOURCES, OneRunSeries, RunSeries, ShareSeries
-from penstock.appliance.model.gauges import HALF_S, BoxWaits, SlotGauge
-from penstock.appliance.model.limits import Limits
-from penstock.appliance.model.recent_events import MOST, RecentEvents
-from penstock.appliance.model.request_checks import check_progress
-from penstock.appliance.states.recent_queries import RecentQueries
+from penstock.appliance.core.gauges import HALF_S, BoxWaits, SlotGauge
+from penstock.appliance.core.recent_events import MOST, RecentEvents
+from penstock.appliance.core.request_checks import check_progress
+from penstock.appliance.server.dashboard import MINUTES, RUNS, SECONDS, SOURCES, OneRunSeries, RunSeries, ShareSeries
+from penstock.appliance.server.recent_queries import RecentQueries
 from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -211,7 +210,7 @@ def test_small_sources_share_a_line() -> None:
 )
 def test_wrong_counts_of_a_report_are_refused(sources: list[pb.SourceCount]) -> None:
     with pytest.raises(InvalidArgumentError, match="must be"):
-        check_progress(pb.WatchRunRequest(sources=sources), 2, Limits())
+        check_progress(pb.WatchRunRequest(sources=sources), 2)
 
 
 # ---- in the state machine
@@ -232,11 +231,11 @@ def test_status_has_queues_waits_and_snapshots() -> None:
     world.now += 2
     request = box.progress()
     request.waited_by_slot_s.extend([0.0, 0.0])
-    world.state_machine.watch_run(request)
+    world.state_machine.attempts.watch_run(request)
     for _ in range(5):
         world.now += 1
         request.waited_by_slot_s[:] = [0.0, request.waited_by_slot_s[1] + 0.5]
-        world.state_machine.watch_run(request)
+        world.state_machine.attempts.watch_run(request)
         worker.heartbeat(ahead, report)
     (run,) = world.state_machine.status().runs
     other, slot = run.boxes[0].slots
@@ -282,7 +281,7 @@ def test_invalid_waits_are_refused_or_ignored() -> None:
     request = box.progress()
     request.waited_by_slot_s.extend([float("nan"), 0.0])
     with pytest.raises(Exception, match=r"waited_by_slot_s in a request .* must be between 0 and"):
-        world.state_machine.watch_run(request)
+        world.state_machine.attempts.watch_run(request)
     request.waited_by_slot_s[:] = [1.0] * 5
-    world.state_machine.watch_run(request)
+    world.state_machine.attempts.watch_run(request)
     assert world.state_machine.status().runs[0].boxes[0].wait_share == 0.0

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from penstock.appliance.core.box_history import BoxHistory, StoppedCoordinator, past
-from penstock.appliance.model.entities import SlotKey
-from penstock.appliance.model.limits import Limits
-from penstock.appliance.storage.journal import StateDir
-from penstock.appliance.storage.snapshot_store import Store
-from penstock.appliance.testing import FakeBox, FakeCluster
+from penstock.appliance.journal.journal import StateDir
+from penstock.appliance.journal.snapshot_index import SlotKey
+from penstock.appliance.journal.snapshot_store import Store
+from penstock.appliance.testing import FakeBox, FakeCluster, limited
 from penstock.proto.errors import JournalError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -163,8 +162,9 @@ def test_long_attempt_keeps_few_positions(state: StateDir) -> None:
     assert steps == sorted(steps)
 
 
+@limited(past_attempts=2)
 def test_what_is_forgotten_is_gone(state: StateDir) -> None:
-    world = FakeCluster(Limits(past_attempts=2), state)
+    world = FakeCluster(directory=state)
     for number in range(5):
         box = world.open(client_id=f"client-{number}", box=0)
         box.deliver(2)

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.appliance.model.entities import SlotKey
-from penstock.appliance.storage.database import SCHEMA
-from penstock.appliance.storage.journal import Journal, StateDir
-from penstock.appliance.storage.snapshot_index import DropAttempt, DurableSnapshot
-from penstock.appliance.storage.snapshot_store import Store
+from penstock.appliance.core.attempts import PAST_ATTEMPTS
+from penstock.appliance.core.state_machine import RETURN_S
+from penstock.appliance.journal.database import SCHEMA
+from penstock.appliance.journal.journal import Journal, StateDir
+from penstock.appliance.journal.snapshot_index import DropAttempt, DurableSnapshot, SlotKey
+from penstock.appliance.journal.snapshot_store import Store
 from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.errors import BoxTakenError, JournalError, SupersededError, TopologyError
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -73,7 +74,7 @@ def test_leases_after_host_change_cover_lookup(state: StateDir) -> None:
     world, _, worker = running(state)
     world.host = "another-host"
     restarted(world)
-    world.run_for(world.limits.return_s - 1)
+    world.run_for(RETURN_S - 1)
     worker.register()  # it waited for the old one's pings, and for a connection
     worker.ready()
     assert {a.generation for a in worker.heartbeat().assignments} == {1}
@@ -95,7 +96,7 @@ def test_numbers_and_fences_hold_over_restarts(state: StateDir) -> None:
     ):
         old.watch()
     with pytest.raises(SupersededError):
-        world.state_machine.open_run(old.request)
+        world.state_machine.attempts.open_run(old.request)
     worker.register()
     assert {(a.attempt, a.generation) for a in worker.heartbeat().assignments} == {(2, 3)}
     new.close()
@@ -165,7 +166,7 @@ def test_only_the_last_attempts_are_remembered(state: StateDir) -> None:
     world = FakeCluster(directory=state)
     for number in range(20):
         world.open(client_id=f"c{number}")
-    assert len(world.journal.rows("attempts")) == world.limits.past_attempts + 1
+    assert len(world.journal.rows("attempts")) == PAST_ATTEMPTS + 1
     restarted(world)
     assert sorted(world.state_machine.cluster.runs["job/0"].past) == list(range(4, 20))
 
@@ -420,13 +421,13 @@ def test_older_copy_is_refused_also_at_next_start(state: StateDir, tmp_path: Pat
     shown.commit_mark = box.watch().commit_mark
     registering = pb.RegisterWorkerRequest(worker="w", session="w-1", host_id="host-a", slots=8)
     registering.commit_mark = worker.heartbeat().commit_mark
-    FakeCluster().state_machine.register_worker(registering)  # to another journal it says nothing
+    FakeCluster().state_machine.workers.register_worker(registering)  # to another journal it says nothing
     world.journal.close()
     restored = FakeCluster(directory=directory)
     found, expected = restored.journal.found, world.journal.committed
     show: dict[str, Callable[[], object]] = {
-        "worker": partial(restored.state_machine.register_worker, registering),
-        "box": partial(restored.state_machine.report_box, shown),
+        "worker": partial(restored.state_machine.workers.register_worker, registering),
+        "box": partial(restored.state_machine.attempts.report_box, shown),
     }
     with pytest.raises(
         JournalError, match=rf"ends at commit {found}, but commit {expected} was made, as a mark of {who} .* shows"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.appliance.storage.journal import StateDir
+from penstock.appliance.journal.journal import StateDir
 from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.errors import InvalidArgumentError, StateUnavailableError, SupersededError
 from penstock.proto.state.position import Position
@@ -46,7 +46,7 @@ def offer(world: FakeCluster, box: FakeBox, step: int, count: int = BOXES, blob:
         if not blob:
             world.state_machine.blob_stored(resume.blob, 3)
         request.restarts.append(records_pb2.Restart(start=at(step).to_proto(), resume=resume))
-    world.state_machine.watch_run(request)
+    world.state_machine.attempts.watch_run(request)
 
 
 def lose(worker: FakeWorker, slot: int, box: int, worked_s: float) -> None:
@@ -134,11 +134,11 @@ def test_drained_slot_restarts_all(world: FakeCluster) -> None:
     other = world.worker("other", 2)
     offer(world, boxes[0], 8)
     worker.heartbeat(*(_worked(worker, assignment) for assignment in worker.heartbeat().assignments))
-    world.state_machine.drain_worker(pb.DrainWorkerRequest(worker="w"))
+    world.state_machine.workers.drain_worker(pb.DrainWorkerRequest(worker="w"))
     assert not any(a.start.step for a in (*worker.heartbeat().assignments, *other.heartbeat().assignments)), "no room"
     more = world.worker("more", 2)
-    world.state_machine.drain_worker(pb.DrainWorkerRequest(worker="w", undo=True))
-    world.state_machine.drain_worker(pb.DrainWorkerRequest(worker="w"))
+    world.state_machine.workers.drain_worker(pb.DrainWorkerRequest(worker="w", undo=True))
+    world.state_machine.workers.drain_worker(pb.DrainWorkerRequest(worker="w"))
     assert not worker.heartbeat().assignments
     assigned = [*other.heartbeat().assignments, *more.heartbeat().assignments]
     assert [(a.start.step, a.is_target) for a in assigned] == [(8, False)] * 4

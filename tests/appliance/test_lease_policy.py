@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from penstock.appliance.model.limits import MIB, Limits
-from penstock.appliance.policies.lease_policy import (
+from penstock.appliance.core.leases import (
+    LEASE_MAX_S,
     MOST_LOAD_FACTOR,
+    SHRINKS_AFTER_S,
+    SNAPSHOT_BYTES_PER_S,
+    SNAPSHOTS_PER_S,
     LeasePolicy,
     PromisedLease,
     of_boxes,
@@ -18,20 +20,21 @@ from penstock.appliance.policies.lease_policy import (
     share,
     updated_load_factor,
 )
-from penstock.appliance.storage.journal import Journal, StateDir
-from penstock.appliance.testing import FakeCluster
+from penstock.appliance.journal.journal import Journal, StateDir
+from penstock.appliance.limits import MIB, Limits
+from penstock.appliance.testing import FakeCluster, limited
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-LIMITS = Limits()
-CROWDED = replace(LIMITS, heartbeats_per_s=1.0, watches_per_s=0.25)
+crowded = limited(heartbeats_per_s=1.0, watches_per_s=0.25)
 """Limits in which a fleet of 10 is a large one."""
+WORKER_S, BOX_S = Limits().worker_lease_s, Limits().client_lease_s
 
 
 @pytest.mark.parametrize(
     ("workers", "heartbeat_s", "lease_s"), [(0, 1, 3), (100, 1, 3), (2_000, 1, 3), (4_000, 2, 6), (10_000, 5, 15)]
 )
 def test_workers_interval_and_lease_follow_fleet(workers: int, heartbeat_s: float, lease_s: float) -> None:
-    lease_policy = of_workers(workers, 1.0, LIMITS)
+    lease_policy = of_workers(workers, 1.0, WORKER_S)
     assert [lease_policy.heartbeat_s, lease_policy.lease_s] == pytest.approx([heartbeat_s, lease_s])
 
 
@@ -39,17 +42,17 @@ def test_workers_interval_and_lease_follow_fleet(workers: int, heartbeat_s: floa
     ("boxes", "heartbeat_s", "lease_s"), [(1, 1, 10), (200, 1, 10), (1_000, 5, 15), (2_000, 10, 30)]
 )
 def test_boxes_interval_and_lease_follow_number(boxes: int, heartbeat_s: float, lease_s: float) -> None:
-    lease_policy = of_boxes(boxes, 1.0, LIMITS)
+    lease_policy = of_boxes(boxes, 1.0, BOX_S)
     assert [lease_policy.heartbeat_s, lease_policy.lease_s] == pytest.approx([heartbeat_s, lease_s])
 
 
 def test_a_short_lease_has_a_short_beat() -> None:
-    assert of_workers(3, 1.0, replace(LIMITS, worker_lease_s=0.6)).heartbeat_s == pytest.approx(0.2)
+    assert of_workers(3, 1.0, 0.6).heartbeat_s == pytest.approx(0.2)
 
 
 def test_load_factor_slows_large_fleets_only() -> None:
-    assert of_workers(10_000, 2.0, LIMITS).heartbeat_s == pytest.approx(10)
-    assert of_workers(100, MOST_LOAD_FACTOR, LIMITS) == of_workers(100, 1.0, LIMITS)
+    assert of_workers(10_000, 2.0, WORKER_S).heartbeat_s == pytest.approx(10)
+    assert of_workers(100, MOST_LOAD_FACTOR, WORKER_S) == of_workers(100, 1.0, WORKER_S)
 
 
 def test_load_factor_follows_late_ticks() -> None:
@@ -81,34 +84,37 @@ def test_polls_are_spread_over_the_interval() -> None:
 
 def test_slot_quota_keeps_fleet_within_budget() -> None:
     for slots in (1, 10, 100, 1_000, 10_000):
-        part = share(slots, 0, LIMITS)
-        assert slots * part.bytes_per_s <= LIMITS.snapshot_bytes_per_s
-        assert slots / part.every_s <= LIMITS.snapshots_per_s
-    assert (share(1, 0, LIMITS).every_s, share(1, 0, LIMITS).bytes_per_s) == (1.0, 4 * MIB)
-    assert share(10_000, 0, LIMITS).every_s == 25
+        part = share(slots, 0)
+        assert slots * part.bytes_per_s <= SNAPSHOT_BYTES_PER_S
+        assert slots / part.every_s <= SNAPSHOTS_PER_S
+    assert (share(1, 0).every_s, share(1, 0).bytes_per_s) == (1.0, 4 * MIB)
+    assert share(10_000, 0).every_s == 25
 
 
 @pytest.mark.parametrize(
     ("slots", "calls_per_s", "per_s"), [(1_000, 1_100, 400), (10_000, 2_200, 400 / 3), (10_000, 2_600, 50), (10, 0, 10)]
 )
 def test_snapshots_take_what_heartbeats_leave(slots: int, calls_per_s: float, per_s: float) -> None:
-    assert slots / share(slots, calls_per_s, LIMITS).every_s == pytest.approx(per_s)
+    assert slots / share(slots, calls_per_s).every_s == pytest.approx(per_s)
 
 
 # ---- leases
 
 
+@crowded
 def test_lease_is_never_shorter_than_promised() -> None:
-    world = FakeCluster(CROWDED)
+    world = FakeCluster()
     workers = [world.worker(f"w{number}", 1) for number in range(10)]
     slow = workers[0]
     for worker in workers[1:]:
-        world.state_machine.deregister_worker(pb.DeregisterWorkerRequest(worker=worker.name, session=worker.session))
-    world.run_for(CROWDED.shrinks_after_s + 32, [slow])
+        world.state_machine.workers.deregister_worker(
+            pb.DeregisterWorkerRequest(worker=worker.name, session=worker.session)
+        )
+    world.run_for(SHRINKS_AFTER_S + 32, [slow])
     assert list(world.state_machine.cluster.workers) == ["w0"]
     assert slow.heartbeat().lease_s == 3  # told now; but this reply is lost, and the worker goes on with what it knew
     request = pb.HeartbeatRequest(worker=slow.name, session=slow.session, lease_s=30)
-    world.state_machine.heartbeat(request)
+    world.state_machine.workers.heartbeat(request)
     world.run_for(29)
     assert "w0" in world.state_machine.cluster.workers
     world.run_for(2)
@@ -118,22 +124,24 @@ def test_lease_is_never_shorter_than_promised() -> None:
 def test_claimed_lease_is_bounded() -> None:
     world = FakeCluster()
     worker = world.worker("w")
-    world.state_machine.heartbeat(pb.HeartbeatRequest(worker=worker.name, session=worker.session, lease_s=1e9))
-    assert world.state_machine.cluster.workers["w"].lease_until == world.now + world.limits.lease_max_s
+    world.state_machine.workers.heartbeat(pb.HeartbeatRequest(worker=worker.name, session=worker.session, lease_s=1e9))
+    assert world.state_machine.cluster.workers["w"].lease_until == world.now + LEASE_MAX_S
 
 
+@crowded
 def test_policy_of_shrinking_fleet_lags() -> None:
-    world = FakeCluster(CROWDED)
+    world = FakeCluster()
     workers = [world.worker(f"w{number}", 1) for number in range(10)]
     world.run_for(35, workers[:2])
     assert len(world.state_machine.cluster.workers) == 2
     assert workers[0].heartbeat().heartbeat_s == 10
-    world.run_for(CROWDED.shrinks_after_s, workers[:2])
+    world.run_for(SHRINKS_AFTER_S, workers[:2])
     assert workers[0].heartbeat().heartbeat_s == 2
 
 
+@crowded
 def test_a_box_has_the_lease_that_it_was_told() -> None:
-    world = FakeCluster(CROWDED)
+    world = FakeCluster()
     boxes = [world.open(number, num_boxes=4) for number in range(4)]
     assert (boxes[3].reply.heartbeat_s, boxes[3].reply.lease_s) == (16, 48)
     told = boxes[0].watch().lease_s
@@ -144,9 +152,10 @@ def test_a_box_has_the_lease_that_it_was_told() -> None:
     assert world.state_machine.cluster.live_boxes == 3
 
 
+@crowded
 def test_leases_after_restart_are_as_promised(tmp_path: Path) -> None:
     directory = StateDir(tmp_path)
-    world = FakeCluster(CROWDED, directory)
+    world = FakeCluster(directory=directory)
     workers = [world.worker(f"w{number}", 1) for number in range(10)]
     box = world.open(num_workers_per_box=1)  # the journal will know of one worker only
     holder = next(worker for worker in workers if worker.heartbeat().assignments)
@@ -228,14 +237,14 @@ def test_a_reply_repeats_nothing_that_was_seen() -> None:
     assert len(reply.assignments) == 2
     assert not reply.unchanged
     request = pb.HeartbeatRequest(worker="w", session=worker.session, seen_version=reply.version)
-    seen = world.state_machine.heartbeat(request)
+    seen = world.state_machine.workers.heartbeat(request)
     assert (seen.unchanged, len(seen.assignments), seen.version) == (True, 0, reply.version)
     worker.lose(reply.assignments[0])
-    assert len(world.state_machine.heartbeat(request).assignments) == 2
+    assert len(world.state_machine.workers.heartbeat(request).assignments) == 2
     first = box.watch()
     watch = box.progress()
     watch.seen_version = first.version
-    assert (len(first.slots), len(world.state_machine.watch_run(watch).slots)) == (2, 0)
+    assert (len(first.slots), len(world.state_machine.attempts.watch_run(watch).slots)) == (2, 0)
 
 
 def test_the_share_in_snapshots_follows_the_slots() -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from penstock.appliance.model.limits import Limits
-from penstock.appliance.storage.journal import StateDir
-from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
+from penstock.appliance.journal.journal import StateDir
+from penstock.appliance.limits import Limits
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker, limited
 from penstock.proto.errors import SupersededError, UnknownWorkerError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-LIMITS = replace(Limits(), target_ready_s=4.0, migration_s=5.0, left_alone_s=3.0, balance_after_s=0.0)
+LIMITS = Limits(balance_after_s=0.0)
+
+
+@pytest.fixture(autouse=True)
+def _limits() -> Iterator[None]:
+    with limited(target_ready_s=4.0, migration_s=5.0, left_alone_s=3.0):
+        yield
 
 
 @pytest.fixture
@@ -29,7 +35,7 @@ def two(world: FakeCluster, slots: int = 2) -> tuple[FakeWorker, FakeBox, FakeWo
 
 
 def drain(world: FakeCluster, worker: str, *, undo: bool = False) -> tuple[int, int]:
-    reply = world.state_machine.drain_worker(pb.DrainWorkerRequest(worker=worker, undo=undo))
+    reply = world.state_machine.workers.drain_worker(pb.DrainWorkerRequest(worker=worker, undo=undo))
     return reply.slots, reply.stuck
 
 
@@ -201,7 +207,7 @@ def test_lost_target_is_replaced_if_possible(world: FakeCluster) -> None:
     world.now += 2.0
     for alive in (old, third):
         alive.report()
-    world.state_machine.cluster.drop_silent(world.now)
+    world.state_machine.workers.drop_silent(world.now, 0.0)
     assert "new" not in world.state_machine.cluster.workers
     assert old.heartbeat().stuck == 0
     world.run_for(0.25, (old, box, third))
@@ -235,7 +241,7 @@ def test_drained_worker_gets_slots_after_undo(world: FakeCluster) -> None:
 def test_a_worker_asks_to_be_drained_by_itself(world: FakeCluster) -> None:
     _old, _box, new = two(world)
     request = pb.HeartbeatRequest(worker="old", session="old-1", leaving=True)
-    assert world.state_machine.heartbeat(request).draining
+    assert world.state_machine.workers.heartbeat(request).draining
     assert len(new.heartbeat().assignments) == 2
 
 
@@ -273,7 +279,7 @@ def test_worker_reports_its_drain_after_restart(tmp_path: Path) -> None:
     drain(world, "old")
     world.restart()
     request = pb.RegisterWorkerRequest(worker="old", session="old-1", host_id="host-a", slots=2, draining=True)
-    world.state_machine.register_worker(request)
+    world.state_machine.workers.register_worker(request)
     assert old.heartbeat().draining
 
 
@@ -283,11 +289,13 @@ def test_drain_is_unknown_until_worker_is_back(tmp_path: Path) -> None:
     drain(world, "old")
     world.restart()
     look = pb.DrainWorkerRequest(worker="old", look=True)
-    assert world.state_machine.drain_worker(look).draining  # who waits for it must not hear that it was taken back
+    assert world.state_machine.workers.drain_worker(
+        look
+    ).draining  # who waits for it must not hear that it was taken back
     with pytest.raises(UnknownWorkerError, match="worker 'old' has not reported since the coordinator started"):
         drain(world, "old", undo=True)
     old.register()
-    assert not world.state_machine.drain_worker(look).draining
+    assert not world.state_machine.workers.drain_worker(look).draining
 
 
 def test_an_unknown_worker_is_named(world: FakeCluster) -> None:
@@ -304,7 +312,7 @@ def test_an_unknown_worker_is_named(world: FakeCluster) -> None:
 
 def test_a_worker_that_has_left_is_not_lost(world: FakeCluster) -> None:
     world.worker("stays"), world.worker("goes")
-    world.state_machine.deregister_worker(pb.DeregisterWorkerRequest(worker="goes", session="goes-1"))
+    world.state_machine.workers.deregister_worker(pb.DeregisterWorkerRequest(worker="goes", session="goes-1"))
     world.run_for(4.0)
     told = [(event.kind, event.worker) for event in world.state_machine.status().events if event.worker]
     assert told[2:] == [("worker left", "goes"), ("worker lost", "stays")]

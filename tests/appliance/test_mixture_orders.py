@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.appliance.mixtures.mixture_orders import MixtureOrders, Proposal
-from penstock.appliance.storage.journal import StateDir
+from penstock.appliance.core.mixture_orders import MixtureOrders, Proposal
+from penstock.appliance.journal.journal import StateDir
 from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.errors import (
     InvalidArgumentError,
@@ -34,23 +34,24 @@ class Stage:
             worker.ready()
         for box in self.boxes:
             box.deliver(3)
-        self.orders = MixtureOrders(world.state_machine.cluster, world.state_machine.state_queries)
+        machine = world.state_machine
+        self.orders = MixtureOrders(machine.cluster, machine.placement, machine.state_queries)
 
     def request(self, step: int = 6, key: str = "k") -> pb.ChangeMixtureRequest:
         return pb.ChangeMixtureRequest(run="job", key=key, from_step=step, retired=["a"], deadline_s=5)
 
     def proposed(self, step: int = 6, key: str = "k") -> Proposal:
         trials = self.orders.trials(self.request(step, key))
-        assert [trial.trial.steps for trial in trials] == [step - 1]
+        assert [trial.trial and trial.trial.steps for trial in trials] == [step - 1]
         plan = pb.MixturePlan(change=records_pb2.MixtureChange(position=8 * (step - 1)))
         return self.orders.proposed(self.request(step, key), trials, [plan])
 
     def answer(self, box: FakeBox, taken: int) -> None:
         """Let a box report the fence that it sees."""
         request = box.progress()
-        fence = self.world.state_machine.watch_run(request).fence
+        fence = self.world.state_machine.attempts.watch_run(request).fence
         request.fence_key, request.fence_taken = fence.key, taken
-        self.world.state_machine.watch_run(request)
+        self.world.state_machine.attempts.watch_run(request)
 
 
 @pytest.fixture
@@ -206,6 +207,7 @@ def test_epoch_that_ends_during_a_trial_refuses(stage: Stage) -> None:
     with pytest.raises(StateUnavailableError, match="an epoch of run job/0 ended while the change was decided"):
         stage.orders.proposed(stage.request(), trials, [pb.MixturePlan()])
     later = stage.orders.trials(stage.request())[0].trial
+    assert later is not None
     assert (later.steps, later.epochs) == (2, 1)
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.appliance.model.entities import client_of, shown
-from penstock.appliance.model.limits import Limits
-from penstock.appliance.storage.journal import StateDir
-from penstock.appliance.testing import FakeCluster
+from penstock.appliance.core.entities import client_of, shown
+from penstock.appliance.journal.journal import StateDir
+from penstock.appliance.testing import FakeCluster, limited
 from penstock.proto.errors import (
     BoxOutOfRangeError,
     BoxTakenError,
@@ -201,15 +199,16 @@ def test_large_openings_are_refused(world: FakeCluster) -> None:
     assert world.state_machine.cluster.runs == {}
 
 
+@limited(slots_max=10, slots_open_max=16)
 def test_open_workers_are_limited() -> None:
-    world = FakeCluster(replace(Limits(), slots_max=10, slots_open_max=16))
+    world = FakeCluster()
 
     def opened(job: str, count: int, token: str, client: str = "c") -> str:
         request = pb.OpenRunRequest(job=job, client_id=client, num_boxes=1, num_workers_per_box=count)
         request.loader.input_fn = "m:f"
         request.has_seed, request.seed = True, 1
         try:
-            return world.state_machine.open_run(request, token).run
+            return world.state_machine.attempts.open_run(request, token).run
         except OverloadedError as error:
             return error.message.partition(":")[0]
 
@@ -225,7 +224,7 @@ def test_open_workers_are_limited() -> None:
     )
     assert opened("c", 6, "two") == "c/0"
     close = pb.CloseRunRequest(run="a/0", attempt=1, client_id="c")
-    world.state_machine.close_run(close)
+    world.state_machine.attempts.close_run(close)
     assert opened("d", 6, "one") == "d/0"
 
 
@@ -296,19 +295,19 @@ def test_calls_for_what_is_not_there(world: FakeCluster) -> None:
     request = box.progress()
     request.run = "other/0"
     with pytest.raises(UnknownRunError, match="the coordinator has no run 'other/0'"):
-        world.state_machine.watch_run(request)
+        world.state_machine.attempts.watch_run(request)
     request = box.progress()
     request.attempt = 9
     with pytest.raises(UnknownRunError, match=r"has no attempt .launch. 9; the newest one is 1"):
-        world.state_machine.watch_run(request)
+        world.state_machine.attempts.watch_run(request)
     request = box.progress()
     request.box = 1
     with pytest.raises(UnknownRunError, match=r"box 1 of run job/0 .attempt 1. has not been opened"):
-        world.state_machine.watch_run(request)
+        world.state_machine.attempts.watch_run(request)
     request = box.progress()
     request.client_id = "else"
     with pytest.raises(BoxTakenError, match=r"held by client [0-9a-f]{8} on"):
-        world.state_machine.watch_run(request)
+        world.state_machine.attempts.watch_run(request)
     with pytest.raises(InvalidArgumentError, match="job and input_fn must not be empty"):
-        world.state_machine.open_run(pb.OpenRunRequest())
-    world.state_machine.close_run(pb.CloseRunRequest(run="never", attempt=3))
+        world.state_machine.attempts.open_run(pb.OpenRunRequest())
+    world.state_machine.attempts.close_run(pb.CloseRunRequest(run="never", attempt=3))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.appliance.model.entities import Slot, SlotKey, SlotLoss, Worker
-from penstock.appliance.policies.placement import FreeCapacity, cost
+from penstock.appliance.core.entities import Slot, SlotLoss, Worker
+from penstock.appliance.core.free_capacity import FreeCapacity, cost
+from penstock.appliance.journal.snapshot_index import SlotKey
 from penstock.proto.state.allowed_modules import under
 
 HOSTS = ["host-a", "host-b", "host-c"]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.appliance.storage.journal import StateDir
+from penstock.appliance.core.placement import LOSS_WINDOW_S
+from penstock.appliance.journal.journal import StateDir
 from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -79,7 +80,7 @@ def test_progress_resets_losses_and_time_does_not() -> None:
     box.deliver(2)
     for _ in range(3):
         dies(worker, 5)
-        world.run_for(2 * world.limits.loss_window_s, [worker, box])
+        world.run_for(2 * LOSS_WINDOW_S, [worker, box])
     assert skips(worker) == []
     dies(worker, 5)
     assert skips(worker) == [(0, 5, 1)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.appliance.edge.queue_probe import QueueProbe
+from penstock.appliance.server.queue_probe import QueueProbe
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.channel import server_aio
 

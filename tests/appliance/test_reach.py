@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.appliance.model.limits import Limits
-from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
+from penstock.appliance.core.attempts import UNREACHABLE_MAX, UNREACHABLE_PER_S
+from penstock.appliance.core.placement import UNREACHABLE_AGAIN_S
+from penstock.appliance.limits import Limits
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker, limited
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 LIMITS = Limits(balance_after_s=0.0)
@@ -15,7 +17,7 @@ def cannot_reach(world: FakeCluster, box: FakeBox, *workers: str) -> list[str]:
     for slot in world.slots():
         if slot.key.box == box.request.box and slot.worker in workers:
             request.unreachable.add(slot=slot.key.slot, generation=slot.generation, why="timed out")
-    world.state_machine.watch_run(request)
+    world.state_machine.attempts.watch_run(request)
     return owners(world, box)
 
 
@@ -64,7 +66,7 @@ def test_stale_claims_change_nothing() -> None:
     request = box.progress()
     request.unreachable.add(slot=0, generation=0, why="old")
     request.unreachable.add(slot=7, generation=1, why="no such slot")
-    world.state_machine.watch_run(request)
+    world.state_machine.attempts.watch_run(request)
     assert owners(world, box) == ["one", "one"]
 
 
@@ -78,7 +80,7 @@ def test_unreachable_worker_is_tried_again() -> None:
     second = set(owners(world, box))
     assert first | second == {"one", "two"}
     assert set(cannot_reach(world, box, *second)) == second, "not back at once"
-    world.run_for(LIMITS.unreachable_again_s, [box, *workers])
+    world.run_for(UNREACHABLE_AGAIN_S, [box, *workers])
     assert set(cannot_reach(world, box, *second)) != second
 
 
@@ -90,13 +92,14 @@ def test_isolated_box_does_not_chase_its_slots() -> None:
     for _ in range(30):
         ready(*workers)
         seen += cannot_reach(world, box, *owners(world, box))
-    assert len(set(seen)) == LIMITS.unreachable_max
-    world.run_for(LIMITS.unreachable_per_s + 1, [box, *workers])
+    assert len(set(seen)) == UNREACHABLE_MAX
+    world.run_for(UNREACHABLE_PER_S + 1, [box, *workers])
     assert cannot_reach(world, box, *owners(world, box)) != seen[-1:]
 
 
+@limited(balance_every_s=0.25)
 def test_drain_and_balance_avoid_unreachable() -> None:
-    world = FakeCluster(Limits(balance_after_s=1.0, balance_every_s=0.25))
+    world = FakeCluster(Limits(balance_after_s=1.0))
     box, one = world.open(num_workers_per_box=4), world.worker("one", host="y")
     ready(one)
     two = world.worker("two", host="z")
@@ -106,6 +109,6 @@ def test_drain_and_balance_avoid_unreachable() -> None:
         world.run_for(0.25, [one, two, box])
     assert owners(world, box) == ["two"] * 4, "the empty one is not for this box"
     three = world.worker("three", host="v")
-    world.state_machine.drain_worker(pb.DrainWorkerRequest(worker="two"))
+    world.state_machine.workers.drain_worker(pb.DrainWorkerRequest(worker="two"))
     world.run_for(0.5, [one, two, three, box])
     assert {slot.target.worker for slot in world.slots() if slot.target} == {"three"}

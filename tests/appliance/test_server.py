@@ -228,7 +228,7 @@ def test_taken_port_and_directory_are_named(started: list[Coordinator], tmp_path
 
 def test_a_coordinator_needs_no_torch() -> None:
     code = (
-        "import sys, penstock.appliance.edge.server, penstock.appliance.__main__, penstock.proto.rpc.calls; "
+        "import sys, penstock.appliance.server.server, penstock.appliance.__main__, penstock.proto.rpc.calls; "
         "print([name for name in ('torch', 'numpy', 'typer', 'pydantic') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

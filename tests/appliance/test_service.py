@@ -29,9 +29,10 @@ from served import (
     watching,
 )
 
-from penstock.appliance.edge.service import REPORT_S
-from penstock.appliance.states.state_query import BoxState
-from penstock.appliance.states.state_stream import LoopTurns, packed, parts
+from penstock.appliance.core.state_query import BoxState
+from penstock.appliance.server.service import REPORT_S
+from penstock.appliance.server.state_stream import LoopTurns, packed, parts
+from penstock.appliance.testing import limited
 from penstock.proto.errors import (
     DeadlineError,
     InvalidArgumentError,
@@ -85,10 +86,11 @@ async def test_calls_that_only_read_take_any_protocol(address: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- long polls
 
-SELDOM = replace(LIMITS, heartbeat_s=300.0, worker_lease_s=900.0, client_lease_s=900.0)
+SELDOM = replace(LIMITS, worker_lease_s=900.0, client_lease_s=900.0)
 """A long poll without news ends within 300 s (at a moment that its name gives), and not within each second."""
 
 
+@limited(heartbeat_s=300.0)
 @on_coordinator(SELDOM)
 async def test_a_run_comes_up_and_long_polls_wake(client: AsyncCoordinatorClient, address: str) -> None:
     reply = await client.open_run(opening())
@@ -129,6 +131,7 @@ async def test_history_has_the_present_position(client: AsyncCoordinatorClient) 
     assert [position.step for position in history.known][-1] == 7
 
 
+@limited(heartbeat_s=300.0)
 @on_coordinator(SELDOM)
 async def test_superseded_client_learns_it_in_long_poll(client: AsyncCoordinatorClient) -> None:
     await client.open_run(opening())
@@ -196,7 +199,8 @@ async def test_over_budget_is_refused_and_rest_stays(client: AsyncCoordinatorCli
         assert [head.total for head, _ in await client.get_snapshots(query())] == [0]
 
 
-@on_coordinator(replace(LIMITS, budget=3000000, part_s=1.0))
+@limited(part_s=1.0)
+@on_coordinator(replace(LIMITS, budget=3000000))
 async def test_stalled_transfer_frees_its_budget(client: AsyncCoordinatorClient, address: str) -> None:
     await client.open_run(opening())
     async with daemon(address), connect_aio(address) as channel:
@@ -215,7 +219,8 @@ async def test_stalled_transfer_frees_its_budget(client: AsyncCoordinatorClient,
         assert reply.refused == ""
 
 
-@on_coordinator(replace(LIMITS, transfers_max=1000000, part_s=1.0, least_bytes_per_s=1000000))
+@limited(transfers_max=1000000, part_s=1.0, least_bytes_per_s=1000000)
+@on_coordinator()
 async def test_slow_upload_is_ended_and_delays_none(client: AsyncCoordinatorClient, address: str) -> None:
     """A blob of 70 MB at a byte in ten seconds kept every job from its start."""
     await client.open_run(opening())

@@ -27,10 +27,11 @@ from served import (
 )
 
 from penstock.appliance.core.state_machine import StateMachine
-from penstock.appliance.edge.service import Service
-from penstock.appliance.storage.journal import Journal, Rows
-from penstock.appliance.storage.snapshot_index import Drop, DropAttempt, DropBlob
-from penstock.appliance.storage.snapshot_store import Store
+from penstock.appliance.journal.journal import Journal, Rows
+from penstock.appliance.journal.snapshot_index import BLOB_IDLE_S, Drop, DropAttempt, DropBlob
+from penstock.appliance.journal.snapshot_store import Store
+from penstock.appliance.server.service import Service
+from penstock.appliance.testing import limited
 from penstock.proto.errors import JournalError
 from penstock.proto.rpc.calls import AsyncCoordinatorClient
 from penstock.proto.rpc.channel import CHUNK
@@ -81,7 +82,8 @@ async def test_failed_commit_removes_the_caller(
 
 
 @pytest.mark.parametrize("where", ["at the door", "on the way"])
-@on_coordinator(replace(LIMITS, answers_max=10))
+@limited(answers_max=10)
+@on_coordinator()
 async def test_answer_without_callers_is_not_taken(
     client: AsyncCoordinatorClient, state_machines: list[StateMachine], where: str
 ) -> None:
@@ -91,15 +93,15 @@ async def test_answer_without_callers_is_not_taken(
     heartbeat = await all_ready(client)
     (state_machine,) = state_machines
     at_the_door: list[str] = []
-    admit = state_machine.admit_state
+    admit = state_machine.state_queries.admit
 
-    def admitted(answer: pb.StateAnswer) -> float | None:
-        left_s = admit(answer)
+    def admitted(request: str, size: int, now: float) -> float | None:
+        left_s = admit(request, size, now)
         if left_s is not None:
-            at_the_door.append(answer.request)
+            at_the_door.append(request)
         return left_s
 
-    state_machine.admit_state = admitted  # type: ignore[method-assign]
+    state_machine.state_queries.admit = admitted  # type: ignore[method-assign]
     asker = asyncio.create_task(client.fetch_state(asking(0, 2)))
     await until(lambda: len(state_machine.state_queries._by_request) == 4)
     requests = (await client.heartbeat(heartbeat)).state_requests
@@ -171,7 +173,7 @@ async def test_state_begins_anew_where_the_loaders_do(
         await until(lambda: any(query.sent.get(0, -1) == (size > CHUNK) for query in queries.values()))
         attempt = state_machine.cluster.runs["job/0"].current
         assert attempt is not None
-        state_machine.cluster._begin_again(attempt, "a restart")
+        state_machine.placement._begin_again(attempt, "a restart")
         state_machine.settle()
         async with daemon(address, "w2", by_generation, slots=2):
             found = await fetching
@@ -199,14 +201,14 @@ def test_late_connection_loss_costs_nothing(
         (state_machine,) = state_machines
         (worker,) = state_machine.cluster.workers.values()
         held = 0
-        hold = state_machine.worker_hold
+        hold = state_machine.workers.worker_hold
 
         def counted(request: pb.HeartbeatRequest) -> float:
             nonlocal held
             held += 1
             return hold(request)
 
-        state_machine.worker_hold = counted  # type: ignore[method-assign]
+        state_machine.workers.worker_hold = counted  # type: ignore[method-assign]
         beat = pb.HeartbeatRequest(worker="w", session="s", seen_version=worker.version, hold_s=LONG_S)
         async with AsyncCoordinatorClient(address, TOKEN) as again:
             before = asyncio.create_task(client.heartbeat(beat))
@@ -220,7 +222,8 @@ def test_late_connection_loss_costs_nothing(
             after.cancel()
             await until(lambda: worker.lease_until < lease_until)
 
-    trial(body, replace(LIMITS, worker_lease_s=3 * LONG_S, heartbeat_s=LONG_S))
+    with limited(heartbeat_s=LONG_S):
+        trial(body, replace(LIMITS, worker_lease_s=3 * LONG_S))
 
 
 def test_blob_resent_before_its_drop_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +246,7 @@ def test_blob_resent_before_its_drop_stays(monkeypatch: pytest.MonkeyPatch) -> N
         (service,) = services
         snapshot_index = service._snapshot_index
         service._disk.drop([DropAttempt("another", 1)], service._not_dropped)  # which is large
-        snapshot_index.drop_idle_blobs(set(), time.monotonic() + 2 * LIMITS.blob_idle_s)
+        snapshot_index.drop_idle_blobs(set(), time.monotonic() + 2 * BLOB_IDLE_S)
         assert not snapshot_index.has_blob(name)
         await until(lambda: service._drops == [DropBlob(name)])
         again = asyncio.create_task(client.put_blob(b"state", "job/0"))

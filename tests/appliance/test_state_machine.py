@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.appliance.model.entities import SlotKey
-from penstock.appliance.model.limits import Limits
-from penstock.appliance.storage.snapshot_index import DropAttempt, DropSnapshot, DurableSnapshot
-from penstock.appliance.testing import FakeCluster, FakeWorker
+from penstock.appliance.core.workers import HUNG_UP_S
+from penstock.appliance.journal.snapshot_index import DropAttempt, DropSnapshot, DurableSnapshot, SlotKey
+from penstock.appliance.limits import Limits
+from penstock.appliance.testing import FakeCluster, FakeWorker, limited
 from penstock.proto.errors import InvalidArgumentError, SupersededError
 from penstock.proto.rpc.credentials.tickets import check_ticket
 from penstock.proto.state.position import Position
@@ -265,10 +265,10 @@ def test_failure_without_reason_has_a_message(world: FakeCluster) -> None:
 def test_ended_connection_shortens_the_lease(world: FakeCluster) -> None:
     gone, back, other = world.worker("gone"), world.worker("back"), world.worker("other")
     for worker in (gone, back):
-        world.state_machine.worker_hung_up(worker.name, worker.session)
-    world.state_machine.worker_hung_up(other.name, "another session")
+        world.state_machine.workers.worker_hung_up(worker.name, worker.session)
+    world.state_machine.workers.worker_hung_up(other.name, "another session")
     back.report()
-    world.run_for(world.limits.hung_up_s)
+    world.run_for(HUNG_UP_S)
     assert set(world.state_machine.cluster.workers) == {"back", "other"}
 
 
@@ -299,8 +299,9 @@ def test_same_session_keeps_its_slots(world: FakeCluster) -> None:
     assert box.watch().missing_slots == 1
 
 
+@limited(abandoned_s=60)
 def test_abandoned_attempt_is_closed() -> None:
-    world = FakeCluster(Limits(abandoned_s=60))
+    world = FakeCluster()
     box, worker = world.open(), world.worker("w")
     world.run_for(75, [worker])
     assert "no box of attempt 1 of run job/0 has reported for 60 s" in box.refused().message
@@ -308,7 +309,7 @@ def test_abandoned_attempt_is_closed() -> None:
 
 def test_a_worker_needs_a_name_and_room(world: FakeCluster) -> None:
     with pytest.raises(InvalidArgumentError, match="slots >= 1, got worker='w', a session and slots=0"):
-        world.state_machine.register_worker(pb.RegisterWorkerRequest(worker="w", session="s"))
+        world.state_machine.workers.register_worker(pb.RegisterWorkerRequest(worker="w", session="s"))
 
 
 # ----------------------------------------------------------------------------------------- generations over attempts
@@ -353,8 +354,8 @@ def test_snapshot_of_old_generation_is_refused(world: FakeCluster) -> None:
         world.state_machine.slot_of_generation(KEY, 1)
     worker.ready()
     put(world, 4, generation=2)
-    world.state_machine.cluster.fail(world.slots()[1], records_pb2.ErrorDetail(name="PenstockError", message="x"))
-    world.state_machine.cluster.move(world.slots()[1], "lost", None)
+    world.state_machine.placement.fail(world.slots()[1], records_pb2.ErrorDetail(name="PenstockError", message="x"))
+    world.state_machine.placement.move(world.slots()[1], "lost", None)
     with pytest.raises(SupersededError, match=r"must be that of its runner \(it has none now\), got 1"):
         world.state_machine.slot_of_generation(KEY._replace(slot=1), 1)
     with pytest.raises(SupersededError):  # it was on its way to the disk when the slot moved: told, but as good
@@ -374,8 +375,9 @@ def test_snapshot_after_its_attempt_is_removed(world: FakeCluster) -> None:
     assert world.snapshot_index.used == 0
 
 
+@limited(replay_share=0.5, value_max=900)
 def test_budget_refuses_and_keeps_the_rest() -> None:
-    world = FakeCluster(Limits(budget=1000, replay_share=0.5, value_max=900))
+    world = FakeCluster(Limits(budget=1000))
     world.open()
     world.worker("w").ready()
     snapshot_index = world.snapshot_index
@@ -400,8 +402,9 @@ def test_budget_refuses_and_keeps_the_rest() -> None:
     assert "PENSTOCK_COORDINATOR_BUDGET" in refused
 
 
+@limited(blob_idle_s=30)
 def test_blobs_stay_while_an_attempt_names_them() -> None:
-    world = FakeCluster(Limits(blob_idle_s=30))
+    world = FakeCluster()
     for name in ("named", "idle"):
         world.state_machine.blob_stored(name, 5)
     box = world.open(resume=records_pb2.Resume(blob="named"))
@@ -467,7 +470,7 @@ def test_status_names_straggler_hides_tickets(world: FakeCluster) -> None:
         box.deliver(10)
     request = box.progress()
     request.waiting_for, request.waited_s = 2, 1.5
-    world.state_machine.watch_run(request)
+    world.state_machine.attempts.watch_run(request)
     status = world.state_machine.status()
     (run,), (node,) = status.runs, status.workers
     assert (run.run, run.attempt, run.input_fn, run.open) == ("job/0", 1, "m:f", True)
@@ -483,7 +486,7 @@ def test_late_report_does_not_turn_back(world: FakeCluster) -> None:
     box.deliver(5)
     late = box.progress()
     box.deliver(5)
-    world.state_machine.watch_run(late)
+    world.state_machine.attempts.watch_run(late)
     assert world.state_machine.status().runs[0].boxes[0].step == 10
 
 

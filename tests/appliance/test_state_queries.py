@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from queries import ask, respond, values
 
+from penstock.appliance.core.entities import Attempt
 from penstock.appliance.core.state_queries import ANSWERS_FREED
-from penstock.appliance.model.entities import Attempt, SlotKey
-from penstock.appliance.model.limits import Limits
-from penstock.appliance.storage.snapshot_index import SnapshotIndex
-from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
+from penstock.appliance.journal.snapshot_index import SlotKey, SnapshotIndex
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker, limited
 from penstock.proto.errors import OverloadedError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 
-def fleet(limits: Limits, boxes: int) -> tuple[FakeCluster, list[FakeBox], FakeWorker]:
+def fleet(boxes: int) -> tuple[FakeCluster, list[FakeBox], FakeWorker]:
     """Boxes of two slots, all on one worker, four steps done."""
-    world = FakeCluster(limits)
+    world = FakeCluster()
     opened = [world.open(number, num_boxes=boxes) for number in range(boxes)]
     worker = world.worker("w", 2 * boxes)
     worker.ready()
     for box in opened:
         box.deliver(4)
     return world, opened, worker
+
+
+def admitted(world: FakeCluster, answer: pb.StateAnswer) -> float | None:
+    return world.state_machine.state_queries.admit(answer.request, answer.state_bytes, world.now)
 
 
 def asked(worker: FakeWorker) -> set[int]:
@@ -39,8 +40,9 @@ def answer_of(worker: FakeWorker, box: int, slot: int, size: int) -> pb.StateAns
     return pb.StateAnswer(request=request.request, worker=worker.name, session=worker.session, state_bytes=size)
 
 
+@limited(asked_at_once=4)
 def test_slots_are_asked_in_batches_of_boxes() -> None:
-    _, boxes, worker = fleet(replace(Limits(), asked_at_once=4), 5)
+    _, boxes, worker = fleet(5)
     query = ask(boxes[0], 4)
     assert asked(worker) == {0, 1}
     assert "3 boxes after these" in query.waits_for()
@@ -54,8 +56,9 @@ def test_slots_are_asked_in_batches_of_boxes() -> None:
     assert asked(worker) == set()
 
 
+@limited(asked_at_once=1)
 def test_box_above_the_limit_is_asked_whole() -> None:
-    _, boxes, worker = fleet(replace(Limits(), asked_at_once=1), 2)
+    _, boxes, worker = fleet(2)
     query = ask(boxes[0], 4)
     assert len(worker.heartbeat().state_requests) == 2
     respond(worker)
@@ -64,7 +67,7 @@ def test_box_above_the_limit_is_asked_whole() -> None:
 
 
 def test_a_box_is_announced_when_it_is_complete() -> None:
-    world, boxes, worker = fleet(Limits(), 2)
+    world, boxes, worker = fleet(2)
     query = ask(boxes[0], 4)
     world.topics.clear()
     respond(worker, box=1)
@@ -88,18 +91,19 @@ def test_unopened_box_delays_no_other() -> None:
     assert query.done
 
 
+@limited(answers_max=20, asked_at_once=2)
 def test_short_memory_releases_sent_records() -> None:
-    world, boxes, worker = fleet(replace(Limits(), answers_max=20, asked_at_once=2), 4)  # 14 bytes a box
+    world, boxes, worker = fleet(4)  # 14 bytes a box
     first, second = ask(boxes[0], 4), ask(boxes[1], 4)
     assert first is second
     for _ in range(2):
         respond(worker)
-    world.state_machine.sent_state(first, 0)
+    world.state_machine.state_queries.sent(first, 0)
     assert sorted(first.boxes) == [0, 1]  # one asker has not been sent it
     for _ in range(2):
-        world.state_machine.sent_state(first, 1)
+        world.state_machine.state_queries.sent(first, 1)
     assert sorted(first.boxes) == [0]
-    world.state_machine.sent_state(first, 0)
+    world.state_machine.state_queries.sent(first, 0)
     assert sorted(first.boxes) == []
     late = ask(boxes[2], 4)
     assert late is not first  # it could not be told all any more
@@ -111,55 +115,59 @@ def test_short_memory_releases_sent_records() -> None:
     assert len(values(late)) == 8
 
 
+@limited(answers_max=50, asked_at_once=2)
 def test_an_asker_that_leaves_holds_nothing_back() -> None:
-    world, boxes, worker = fleet(replace(Limits(), answers_max=50, asked_at_once=2), 4)
+    world, boxes, worker = fleet(4)
     query = ask(boxes[0], 4)
     ask(boxes[1], 4)
     for _ in range(2):
         respond(worker)
     for box in (0, 1):
-        world.state_machine.sent_state(query, box)
-    world.state_machine.end_state(query, 0)
-    world.state_machine.sent_state(query, 1)
+        world.state_machine.state_queries.sent(query, box)
+    world.state_machine.state_queries.end(query, 0)
+    world.state_machine.state_queries.sent(query, 1)
     assert 1 not in query.boxes
 
 
+@limited(answers_max=100)
 def test_answers_wait_except_of_the_next_box() -> None:
-    world, boxes, worker = fleet(replace(Limits(), answers_max=100), 3)
+    world, boxes, worker = fleet(3)
     query = ask(boxes[0], 4)
     state_machine = world.state_machine
-    assert state_machine.admit_state(answer_of(worker, 1, 0, 80)) is None
+    assert admitted(world, answer_of(worker, 1, 0, 80)) is None
     late = answer_of(worker, 2, 0, 80)
-    assert state_machine.admit_state(late) == 30
-    assert state_machine.admit_state(answer_of(worker, 0, 0, 80)) is None  # else nothing would ever be sent
+    assert admitted(world, late) == 30
+    assert admitted(world, answer_of(worker, 0, 0, 80)) is None  # else nothing would ever be sent
     assert query.held == 160
     world.topics.clear()
-    state_machine.answer_lost(answer_of(worker, 1, 0, 80))
+    state_machine.state_queries.lost(answer_of(worker, 1, 0, 80).request)
     assert ANSWERS_FREED in world.topics
-    assert state_machine.admit_state(late) == 30
-    state_machine.answer_lost(answer_of(worker, 0, 0, 80))
-    assert state_machine.admit_state(late) is None
+    assert admitted(world, late) == 30
+    state_machine.state_queries.lost(answer_of(worker, 0, 0, 80).request)
+    assert admitted(world, late) is None
     assert query.held == 80
     state_machine.answer_state(late, bytes(80))
     assert query.held == 80
-    state_machine.end_state(query)
+    state_machine.state_queries.end(query)
     assert state_machine.state_queries.held == 0
 
 
+@limited(answers_max=1)
 def test_unneeded_answer_does_not_wait() -> None:
-    world, boxes, worker = fleet(replace(Limits(), answers_max=1), 1)
+    world, boxes, worker = fleet(1)
     query = ask(boxes[0], 4)
     answer = answer_of(worker, 0, 0, 80)
-    assert world.state_machine.answer_wanted(answer)
-    world.state_machine.end_state(query)
-    assert not world.state_machine.answer_wanted(answer)
-    assert world.state_machine.admit_state(answer) is None
+    assert world.state_machine.state_queries.wanted(answer.request)
+    world.state_machine.state_queries.end(query)
+    assert not world.state_machine.state_queries.wanted(answer.request)
+    assert admitted(world, answer) is None
 
 
 @pytest.mark.parametrize("boxes", [30, 300])
+@limited(asked_at_once=1 << 20)
 def test_cost_of_an_answer_is_constant(boxes: int) -> None:
     """Counted, not timed: an answer plans its own box and no other."""
-    _, opened, worker = fleet(replace(Limits(), asked_at_once=1 << 20), boxes)
+    _, opened, worker = fleet(boxes)
     query = ask(opened[0], 4)
     planned: list[int] = []
     plan = query._refresh
@@ -175,40 +183,42 @@ def test_cost_of_an_answer_is_constant(boxes: int) -> None:
 
 def test_repeated_request_has_a_new_id() -> None:
     """A worker answers each request once, and may not have seen that it was closed meanwhile."""
-    world, boxes, worker = fleet(Limits(), 1)
+    world, boxes, worker = fleet(1)
     first = ask(boxes[0], 4)
     before = {request.request for request in worker.heartbeat().state_requests}
-    world.state_machine.end_state(first)
+    world.state_machine.state_queries.end(first)
     ask(boxes[0], 4)
     assert before.isdisjoint(request.request for request in worker.heartbeat().state_requests)
 
 
+@limited(answers_max=100)
 def test_lost_answer_frees_its_budget() -> None:
-    world, boxes, worker = fleet(replace(Limits(), answers_max=100), 3)
+    world, boxes, worker = fleet(3)
     query = ask(boxes[0], 4)
-    assert world.state_machine.admit_state(answer_of(worker, 1, 0, 80)) is None
+    assert admitted(world, answer_of(worker, 1, 0, 80)) is None
     late = answer_of(worker, 2, 0, 80)
-    assert world.state_machine.admit_state(late) == 30
+    assert admitted(world, late) == 30
     world.topics.clear()
     worker.lose(worker.of(0, box=1))
     assert query.held == 0
     assert ANSWERS_FREED in world.topics
-    assert world.state_machine.admit_state(late) is None
+    assert admitted(world, late) is None
 
 
+@limited(queries_max=1)
 def test_queries_of_a_run_are_limited() -> None:
-    world, (box,), _ = fleet(replace(Limits(), queries_max=1), 1)
+    world, (box,), _ = fleet(1)
     asked = [ask(box, step) for step in (1, 2, 3)]
     assert ask(box, 3) is asked[2]
     with pytest.raises(OverloadedError, match="at most 3 states of run job/0"):
         ask(box, 4)
-    world.state_machine.end_state(asked[0])
+    world.state_machine.state_queries.end(asked[0])
     ask(box, 4)
 
 
 def test_blobs_leave_room_for_snapshots() -> None:
     """Blobs that nobody names filled the budget, and no run could start: each slot has a first snapshot."""
-    snapshot_index = SnapshotIndex(replace(Limits(), budget=1000))
+    snapshot_index = SnapshotIndex(1000)
     snapshot_index.add_blob("large", 880, 0.0)
     assert "880 of 900 bytes of the coordinator's budget for such values" in snapshot_index.why_blob_refused(21)
     assert not snapshot_index.why_blob_refused(20)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from queries import ask, failure, respond, values
 
-from penstock.appliance.model.limits import Limits
-from penstock.appliance.states.state_query import StateQuery
-from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
+from penstock.appliance.core.state_query import StateQuery
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker, limited
 from penstock.proto.errors import (
     InputFnError,
     InvalidArgumentError,
@@ -86,9 +85,9 @@ def test_requests_end_with_the_last_caller(world: FakeCluster) -> None:
     box.deliver(4)
     queries = [ask(box, 4), ask(box, 4)]
     version = worker.heartbeat().version
-    world.state_machine.end_state(queries[0])
+    world.state_machine.state_queries.end(queries[0])
     assert len(worker.heartbeat().state_requests) == 2
-    world.state_machine.end_state(queries[1])
+    world.state_machine.state_queries.end(queries[1])
     reply = worker.heartbeat()
     assert (list(reply.state_requests), reply.version > version) == ([], True)
     assert not ask(box, 4).done
@@ -178,7 +177,7 @@ def test_ended_box_answers_with_final_state(world: FakeCluster) -> None:
     assert values(query) == ["0.0:0.9", "1.0:0.6"]
     assert query.result is not None
     assert (query.result.positions[1].step, query.result.records[1][0].step) == (6, 9)
-    world.state_machine.end_state(query)
+    world.state_machine.state_queries.end(query)
     # Once the box has gone on, its state at 9 is another one: the old answer must not be served.
     boxes[1].epoch_ended = False
     boxes[1].deliver(3)
@@ -307,8 +306,9 @@ def test_queries_that_cannot_be_meant(world: FakeCluster) -> None:
         world.state_machine.begin_state(request)
 
 
+@limited(answers_max=20)
 def test_results_are_kept_within_their_budget() -> None:
-    world = FakeCluster(Limits(answers_max=20))
+    world = FakeCluster()
     box, worker = world.open(), world.worker("w")
     worker.ready()
     for _ in range(3):
@@ -316,7 +316,7 @@ def test_results_are_kept_within_their_budget() -> None:
         query = ask(box, box.position.step if box.position else 0)
         respond(worker)
         assert query.done
-        world.state_machine.end_state(query)
+        world.state_machine.state_queries.end(query)
     assert not ask(box, 2).done  # 14 bytes each: only the newest fits
     assert ask(box, 6).done
 
@@ -327,7 +327,7 @@ def test_no_result_outlives_its_attempt(world: FakeCluster) -> None:
     box.deliver(2)
     query = ask(box, 2)
     respond(worker)
-    world.state_machine.end_state(query)
+    world.state_machine.state_queries.end(query)
     world.open(client_id="b")
     assert world.state_machine.state_queries._finished == {}
 
@@ -370,16 +370,17 @@ def asked_ahead(world: FakeCluster) -> tuple[list[FakeBox], FakeWorker, StateQue
 def test_state_has_every_boxs_stream_digest(meanwhile: int, history: int) -> None:
     """Box 1 has not come to the step when it is asked for, and goes on while the workers answer; its report from before
     may be among the positions that the cluster state keeps, or not."""
-    boxes, worker, query = asked_ahead(FakeCluster(Limits(history_entries=history)))
-    requests = list(worker.heartbeat().state_requests)
-    fly(boxes[1], meanwhile)
-    answer_with_digests(worker, requests)
-    truth = [Position.start(2), Position.start(2)]
-    for number, position in enumerate(truth):
-        for _ in range(8):
-            position.deliver(digest_of(number, position.turn, position.total[position.turn] + 1))
-    assert query.result is not None
-    assert [query.result.positions[number].chain for number in range(2)] == [at.chain for at in truth]
+    with limited(history_entries=history):
+        boxes, worker, query = asked_ahead(FakeCluster())
+        requests = list(worker.heartbeat().state_requests)
+        fly(boxes[1], meanwhile)
+        answer_with_digests(worker, requests)
+        truth = [Position.start(2), Position.start(2)]
+        for number, position in enumerate(truth):
+            for _ in range(8):
+                position.deliver(digest_of(number, position.turn, position.total[position.turn] + 1))
+        assert query.result is not None
+        assert [query.result.positions[number].chain for number in range(2)] == [at.chain for at in truth]
 
 
 def test_a_flight_record_with_a_gap_is_unknown(world: FakeCluster) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from queries import ask, failure, respond, values
 
-from penstock.appliance.states.state_query import EPOCHS_SENT
-from penstock.appliance.storage.journal import StateDir
+from penstock.appliance.core.state_query import EPOCHS_SENT
+from penstock.appliance.journal.journal import StateDir
 from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.errors import InvalidArgumentError, ProtocolError, StateUnavailableError
 from penstock.proto.state.position import Position
@@ -70,14 +70,14 @@ def test_record_equals_the_loops_for_all_ends(seed: int, reports: bool, tells_al
             respond(worker, starts=starts, only=rng.choice([None, *range(count)]), tells_all=tells_all)
         if query.result is None and not tells_all:
             assert isinstance(failure(query), ProtocolError)
-            world.state_machine.end_state(query)
+            world.state_machine.state_queries.end(query)
             continue
         assert values(query) == [
             f"0.{slot}:{records[step].epoch}.{total}" for slot, total in enumerate(records[step].total)
         ]
         assert query.result is not None
         assert Position.from_proto(query.result.positions[0]).to_proto() == records[step].to_proto()
-        world.state_machine.end_state(query)
+        world.state_machine.state_queries.end(query)
 
 
 def test_loop_past_its_end_is_asked_for_old_epoch(world: FakeCluster) -> None:

@@ -6,20 +6,24 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from coroutines import in_loop
 
-from penstock.appliance.edge.transfers import MinimumRate
-from penstock.appliance.model.limits import Limits
-from penstock.appliance.storage.group_commit import GroupCommit
-from penstock.appliance.storage.journal import Journal, Rows, StateDir
-from penstock.appliance.storage.snapshot_index import Drop, DropAttempt
-from penstock.appliance.storage.snapshot_store import PIECE, Store
-from penstock.appliance.storage.snapshot_writer import COMMIT_BYTES, InflowBudget, MemoryBudget, SnapshotWriter
+from penstock.appliance.journal.journal import GroupCommit, Journal, Rows, StateDir
+from penstock.appliance.journal.snapshot_index import Drop, DropAttempt
+from penstock.appliance.journal.snapshot_store import (
+    COMMIT_BYTES,
+    PIECE,
+    InflowBudget,
+    MemoryBudget,
+    SnapshotWriter,
+    Store,
+)
+from penstock.appliance.server.transfers import MinimumRate
+from penstock.appliance.testing import limited
 from penstock.proto.errors import DeadlineError, JournalError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -131,6 +135,7 @@ async def test_cancelled_turn_gives_nothing_back() -> None:
 # ---- pace
 
 
+@limited(part_s=0.2, least_bytes_per_s=1_000_000)
 @in_loop
 async def test_sender_keeps_waiting_at_its_rate() -> None:
     """However often something comes."""
@@ -140,15 +145,15 @@ async def test_sender_keeps_waiting_at_its_rate() -> None:
             await asyncio.sleep(pause_s)
             yield pb.BlobPart(data=b"x")
 
-    limits = replace(Limits(), part_s=0.2, least_bytes_per_s=1_000_000)
     with pytest.raises(DeadlineError, match=r"^blob: (no data arrived|the sender must send at least)"):
-        async for _ in MinimumRate("blob", bytes_in(0.01, 10_000), limits):
+        async for _ in MinimumRate("blob", bytes_in(0.01, 10_000)):
             pass
     with pytest.raises(DeadlineError, match=r"blob: no data arrived for 0\.2 s"):
-        async for _ in MinimumRate("blob", bytes_in(100.0, 1), limits):
+        async for _ in MinimumRate("blob", bytes_in(100.0, 1)):
             pass
 
 
+@limited(part_s=1.2, least_bytes_per_s=1_000_000)
 @in_loop
 async def test_slow_sender_is_told_all_its_seconds() -> None:
     """The last wait, in which nothing came, counts too."""
@@ -158,9 +163,8 @@ async def test_slow_sender_is_told_all_its_seconds() -> None:
         yield pb.BlobPart(data=b"x")
         await asyncio.sleep(100.0)
 
-    limits = replace(Limits(), part_s=1.2, least_bytes_per_s=1_000_000)
     with pytest.raises(DeadlineError, match=r"at least 1000000 bytes a second, got 1 bytes in 1 s\."):
-        async for _ in MinimumRate("blob", one_part(), limits):
+        async for _ in MinimumRate("blob", one_part()):
             pass
 
 

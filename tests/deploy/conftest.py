@@ -23,7 +23,7 @@ WARNINGS = "error,ignore:'set_vital' is deprecated:UserWarning"
 """Warnings are errors in what we start, too, but for the one of pyproject.toml."""
 
 IMPORTED = (
-    *("penstock.appliance.edge.server", "penstock.worker.daemon.daemon", "penstock.deploy.cli.main"),
+    *("penstock.appliance.server.server", "penstock.worker.daemon.daemon", "penstock.deploy.cli.main"),
     *(f"penstock.deploy.operations.{name}" for name in ("run_daemon", "show_state", "show_status")),
     *(f"penstock.deploy.doctor.{name}" for name in ("loader_check", "loader_report")),
 )

@@ -56,7 +56,7 @@ def test_torch_is_imported_only_when_needed() -> None:
     """Import all in one process: what one of them does not load, they do not together."""
     modules = [
         *(f"penstock.deploy.{name}" for name in LIGHT),
-        "penstock.appliance.edge.server",
+        "penstock.appliance.server.server",
         "penstock.worker.daemon.daemon",
     ]
     code = f"""

@@ -208,7 +208,7 @@ def test_waited_share_covers_one_report_interval() -> None:
         world.now += seconds
         request = box.progress()
         request.waited_s = waited_s
-        world.state_machine.watch_run(request)
+        world.state_machine.attempts.watch_run(request)
         return world.state_machine.status().runs[0].boxes[0].waited_share
 
     assert after(2, 1.0) == 0.5

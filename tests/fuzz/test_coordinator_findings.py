@@ -12,9 +12,8 @@ from bearer import metadata
 from coroutines import in_loop
 from served import TOKEN, coordinator
 
-from penstock.appliance.model.limits import Limits
-from penstock.appliance.storage.journal import Journal, StateDir
-from penstock.appliance.testing import FakeCluster
+from penstock.appliance.journal.journal import Journal, StateDir
+from penstock.appliance.testing import FakeCluster, limited
 from penstock.proto.errors import InvalidArgumentError, JournalError
 from penstock.proto.rpc.calls import AsyncCoordinatorClient
 from penstock.proto.state.position import MOST, Position
@@ -77,13 +76,13 @@ def test_start_beyond_counting_is_refused(base: dict[str, int]) -> None:
     """Refuse a position that overflowed the next message made from it, another client's heartbeat."""
     world = FakeCluster()
     with pytest.raises(InvalidArgumentError):
-        world.state_machine.open_run(opening(**base))
+        world.state_machine.attempts.open_run(opening(**base))
     if "total" not in base:
         bare = opening(**base)
         del bare.start.slots[:]
         with pytest.raises(InvalidArgumentError):
-            world.state_machine.open_run(bare)
-    world.state_machine.open_run(opening(step=MOST, epoch=MOST, total=MOST))
+            world.state_machine.attempts.open_run(bare)
+    world.state_machine.attempts.open_run(opening(step=MOST, epoch=MOST, total=MOST))
     worker = world.worker("w")
     assert len(worker.heartbeat().assignments) == 1
 
@@ -98,8 +97,9 @@ def test_state_beyond_counting_is_refused() -> None:
     worker.heartbeat()
 
 
+@limited(ends_max=100, abandoned_max=50)
 def test_answers_and_reports_are_bounded() -> None:
-    world = FakeCluster(Limits(ends_max=100, abandoned_max=50))
+    world = FakeCluster()
     world.worker("w")
     box = world.open()
     with pytest.raises(InvalidArgumentError, match="ends of"):

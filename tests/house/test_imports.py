@@ -54,9 +54,9 @@ EXCEPTIONS = {
 """Module -> what it may import against MAY_IMPORT."""
 
 ENTRY_POINTS = {
-    "penstock.appliance.storage.journal": "a state directory that is private before a token is written into it",
-    "penstock.appliance.edge.server": "a coordinator",
-    "penstock.appliance.model.limits": "with other limits than its own",
+    "penstock.appliance.journal.journal": "a state directory that is private before a token is written into it",
+    "penstock.appliance.server.server": "a coordinator",
+    "penstock.appliance.limits": "with other limits than its own",
     "penstock.appliance.core.box_history": "what is in the files of one that is stopped",
     "penstock.worker.daemon.serving": "a worker",
     "penstock.worker.daemon.worker_settings": "with its settings",
@@ -226,7 +226,7 @@ def test_entry_points_are_modules() -> None:
         ("penstock.appliance.a", "from ..worker import daemon"),
         ("penstock.appliance.a", "if TYPE_CHECKING:\n    import penstock.client as c"),
         ("penstock.deploy.a", "from penstock.worker.runner.runner import run_slot"),
-        ("penstock.deploy.a", "def f():\n    import penstock.appliance.storage.snapshot_store"),
+        ("penstock.deploy.a", "def f():\n    import penstock.appliance.journal.snapshot_store"),
         ("penstock.deploy.a", "from penstock.client import states"),
         ("penstock.deploy.a", "from penstock.client.api import data_loader"),
         ("penstock.proto.v1.a", "from penstock.client import DataLoader"),
@@ -243,10 +243,10 @@ def test_the_rule_sees_a_breach(module: str, source: str) -> None:
         ("penstock.worker.a", "from penstock.proto import errors\nimport torch, penstock.worker.runner.runner"),
         ("penstock.data.loading.a", "from ..formats import mds\nfrom penstock.worker.batch.building import collate"),
         ("penstock.client.embedded_daemons", "from penstock import appliance, worker"),
-        ("penstock.deploy.a", "from penstock.client import DataLoader\nfrom penstock.appliance.edge import server"),
+        ("penstock.deploy.a", "from penstock.client import DataLoader\nfrom penstock.appliance.server import server"),
         (
             "penstock.deploy.a",
-            "from penstock.appliance.edge.server import serve\nimport penstock.worker.daemon.serving",
+            "from penstock.appliance.server.server import serve\nimport penstock.worker.daemon.serving",
         ),
         ("penstock.client.in_process", "from penstock.worker.runner.in_process_slot import InProcessSlot"),
     ],

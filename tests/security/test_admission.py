@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 
 import pytest
 from served import coordinator
 
-from penstock.appliance.edge.rate_limits import RateLimiter, address_of
-from penstock.appliance.model.limits import Limits, RateLimits
-from penstock.appliance.testing import FakeCluster
+from penstock.appliance.server.rate_limits import RateLimiter, address_of
+from penstock.appliance.testing import FakeCluster, limited
 from penstock.proto.errors import OverloadedError
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-FEW = RateLimits(peer_per_s=2.0, peer_burst=3, all_per_s=4.0, all_burst=5, peers_max=4)
+few = limited(peer_per_s=2.0, peer_burst=3, all_per_s=4.0, all_burst=5, peers_max=4)
 
 
 class Clock:
@@ -32,9 +30,10 @@ def refused(admission: RateLimiter, peer: str) -> float:
     return caught.value.retry_after_s
 
 
+@few
 def test_burst_then_rate_with_retry_time() -> None:
     clock = Clock()
-    admission = RateLimiter(FEW, clock)
+    admission = RateLimiter(clock)
     for _ in range(3):
         admission.admit("a", "OpenRun")
     assert refused(admission, "a") == pytest.approx(0.5)
@@ -48,9 +47,10 @@ def test_burst_then_rate_with_retry_time() -> None:
     refused(admission, "a")  # never more than the burst
 
 
+@few
 def test_many_peers_share_one_bucket() -> None:
     clock = Clock()
-    admission = RateLimiter(FEW, clock)
+    admission = RateLimiter(clock)
     for peer in range(5):
         admission.admit(str(peer), "OpenRun")
     assert refused(admission, "fresh") == pytest.approx(0.25)
@@ -69,12 +69,12 @@ def test_peers_differ_by_address_not_by_port(peer: str, address: str) -> None:
     assert address_of(peer) == address
 
 
+@limited(peer_burst=1, peer_per_s=0.4, all_per_s=4.0, all_burst=5)
 def test_retry_time_travels_and_is_honoured() -> None:
-    limits = replace(Limits(), rate_limits=replace(FEW, peer_burst=1, peer_per_s=0.4))
     request = pb.RegisterWorkerRequest(worker="w", session="s", slots=1)
 
     async def run() -> None:
-        async with coordinator(limits=limits) as address, AsyncCoordinatorClient(address, "token") as client:
+        async with coordinator() as address, AsyncCoordinatorClient(address, "token") as client:
             await client.register(request)
             with pytest.raises(OverloadedError, match=r"RegisterWorker calls a second from 127\.0\.0\.1") as caught:
                 await client.register(request)
@@ -90,8 +90,9 @@ def test_retry_time_travels_and_is_honoured() -> None:
     asyncio.run(run())
 
 
+@limited(workers_max=2, runs_max=2)
 def test_workers_and_runs_are_counted() -> None:
-    world = FakeCluster(replace(Limits(), workers_max=2, runs_max=2))
+    world = FakeCluster()
     world.worker("a")
     world.worker("b")
     with pytest.raises(OverloadedError, match="at most 2 workers can be registered"):

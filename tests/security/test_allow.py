@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import replace
 
 import pytest
 import streams
 
-from penstock.appliance.model.limits import Limits
+from penstock.appliance.limits import Limits
 from penstock.appliance.testing import FakeCluster, FakeWorker
 from penstock.proto.errors import InputFnNotAllowedError
 from penstock.proto.state.allowed_modules import under
@@ -40,7 +39,7 @@ def test_prefixes_are_of_whole_names(module: str, prefixes: list[str], may: bool
 
 
 def register(world: FakeCluster, name: str, *allow: str, slots: int = 8, host: str = "host-a") -> FakeWorker:
-    world.state_machine.register_worker(
+    world.state_machine.workers.register_worker(
         pb.RegisterWorkerRequest(worker=name, session=f"{name}-1", host_id=host, slots=slots, allow=allow)
     )
     return FakeWorker(world, name, f"{name}-1", host, slots)
@@ -49,7 +48,7 @@ def register(world: FakeCluster, name: str, *allow: str, slots: int = 8, host: s
 @pytest.fixture
 def world() -> FakeCluster:
     """A cluster whose coordinator has been up for a while."""
-    world = FakeCluster(replace(Limits(), worker_lease_s=3.0))
+    world = FakeCluster(Limits(worker_lease_s=3.0))
     world.run_for(4.0)
     return world
 
@@ -70,7 +69,7 @@ def test_who_waits_does_not_hold_up_others(world: FakeCluster) -> None:
     worker = register(world, "other", "x")
     request = pb.OpenRunRequest(job="goes", num_boxes=1, num_workers_per_box=1, client_id="c")
     request.loader.input_fn = "x.data:f"
-    world.state_machine.open_run(request)
+    world.state_machine.attempts.open_run(request)
     assert [assignment.run for assignment in worker.heartbeat().assignments] == ["goes/0"]
 
 
@@ -90,7 +89,7 @@ def test_slot_waits_without_workers_or_at_start(world: FakeCluster) -> None:
     box = world.open()
     world.run_for(1.0, [box])
     assert box.phases() == ["WAITING", "WAITING"]
-    fresh = FakeCluster(replace(Limits(), worker_lease_s=3.0))
+    fresh = FakeCluster(Limits(worker_lease_s=3.0))
     first, box = register(fresh, "first", "other"), fresh.open()
     fresh.run_for(2.0, [first, box])
     assert box.phases() == ["WAITING", "WAITING"], "the others may still be on their way back"

@@ -7,7 +7,6 @@ import contextlib
 import math
 import weakref
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ from served import coordinator
 
 from penstock.appliance.core import balance, views
 from penstock.appliance.core.box_history import past
-from penstock.appliance.model.limits import MIB, Limits
-from penstock.appliance.storage.journal import StateDir
-from penstock.appliance.storage.snapshot_index import SnapshotIndex
-from penstock.appliance.storage.snapshot_writer import MemoryBudget
-from penstock.appliance.testing import FakeCluster
+from penstock.appliance.core.migration import MIGRATION_S
+from penstock.appliance.journal.journal import StateDir
+from penstock.appliance.journal.snapshot_index import SnapshotIndex
+from penstock.appliance.journal.snapshot_store import MemoryBudget
+from penstock.appliance.limits import MIB, Limits
+from penstock.appliance.testing import FakeCluster, limited
 from penstock.proto.errors import InvalidArgumentError, OverloadedError
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, blob_name, blob_parts
 from penstock.proto.rpc.channel import connect_aio
@@ -40,36 +40,39 @@ def opening() -> pb.OpenRunRequest:
 # ------------------------------------------------------------------------------------------------ turns of the loop
 
 
+@limited(slots_at_once=3)
 def test_slots_are_placed_in_slices() -> None:
-    world = FakeCluster(replace(Limits(), slots_at_once=3))
+    world = FakeCluster()
     for number in range(4):
         world.open(number, num_boxes=4, num_workers_per_box=2)
     worker = world.worker("w", 8)
     cluster = world.state_machine.cluster
     placed = [cluster.placed]
-    while cluster.waiting:
+    while world.state_machine.placement.waiting:
         worker.report()
         placed.append(cluster.placed)
     assert placed == [3, 6, 8]
     assert {len(box.slots) for attempt in cluster.open_attempts() for box in attempt.boxes.values()} == {2}
 
 
+@limited(slots_at_once=2)
 def test_unplaceable_slots_delay_no_others() -> None:
     """Skip them, a slice at a time, and place the slots behind them."""
-    world = FakeCluster(replace(Limits(), slots_at_once=2))
+    world = FakeCluster()
     stuck, served = pb.OpenRunRequest(job="stuck"), pb.OpenRunRequest(job="served")
     stuck.loader.input_fn, served.loader.input_fn = "elsewhere:f", "here:f"
     request = pb.RegisterWorkerRequest(worker="w", session="s", host_id="h", slots=8, allow=["here"])
     world.open(job="stuck", num_workers_per_box=7, loader=stuck.loader)
     world.open(job="served", num_workers_per_box=2, loader=served.loader)
-    world.state_machine.register_worker(request)
+    world.state_machine.workers.register_worker(request)
     for _ in range(8):
-        world.state_machine.heartbeat(pb.HeartbeatRequest(worker="w", session="s"))
+        world.state_machine.workers.heartbeat(pb.HeartbeatRequest(worker="w", session="s"))
     assert [slot.worker for slot in world.slots()] == [""] * 7 + ["w"] * 2
 
 
+@limited(slots_at_once=4)
 def test_a_fleet_that_is_lost_goes_in_slices() -> None:
-    world = FakeCluster(replace(Limits(), slots_at_once=4))
+    world = FakeCluster()
     workers = [world.worker(f"w{number}", 2) for number in range(6)]
     box = world.open(num_workers_per_box=12)
     for _ in range(4):
@@ -108,12 +111,13 @@ def test_a_close_looks_at_no_other_box() -> None:
     assert Counted.looks == 0
 
 
+@limited(slots_at_once=4)
 def test_runners_that_end_together_go_in_slices() -> None:
     """A report of 1,024 lost slots took 77 ms; what is left of it is in the next one, which follows at once."""
-    world = FakeCluster(replace(Limits(), slots_at_once=4))
+    world = FakeCluster()
     worker = world.worker("w", 6)
     world.open(0, num_boxes=1, num_workers_per_box=6)
-    while world.state_machine.cluster.waiting:
+    while world.state_machine.placement.waiting:
         world.state_machine.tick()
     given = worker.heartbeat().assignments
     assert len(given) == 6
@@ -129,6 +133,7 @@ def test_runners_that_end_together_go_in_slices() -> None:
     assert all(slot.restarts == 1 for slot in world.slots())
 
 
+@limited(slots_at_once=1)
 def test_an_end_looks_at_one_slice_of_boxes() -> None:
     """The last close of a run of 16,384 boxes took 42 ms when it went over all of them."""
 
@@ -139,7 +144,7 @@ def test_an_end_looks_at_one_slice_of_boxes() -> None:
             type(self).looks += 1
             return super().__iter__()
 
-    world = FakeCluster(replace(Limits(), slots_at_once=1))
+    world = FakeCluster()
     boxes = [world.open(number, num_boxes=8, num_workers_per_box=1) for number in range(8)]
     for box in boxes[:-1]:
         box.close()
@@ -152,9 +157,10 @@ def test_an_end_looks_at_one_slice_of_boxes() -> None:
     assert Counted.looks == 1
 
 
+@limited(slots_at_once=12)
 def test_boxes_that_are_lost_go_in_slices() -> None:
     """A box of two slots counts for six, since its own rows take their time too."""
-    world = FakeCluster(replace(Limits(), slots_at_once=12))
+    world = FakeCluster()
     for number in range(6):
         world.open(number, num_boxes=6, num_workers_per_box=2)
     live = [6]
@@ -164,8 +170,9 @@ def test_boxes_that_are_lost_go_in_slices() -> None:
     assert live[-3:] == [4, 2, 0]
 
 
+@limited(slots_at_once=3)
 def test_next_attempt_gets_the_freed_slots() -> None:
-    world = FakeCluster(replace(Limits(), slots_at_once=3))
+    world = FakeCluster()
     world.worker("w", 8)
     world.open(num_workers_per_box=8, attempt_key="1")
     for _ in range(4):
@@ -180,14 +187,15 @@ def test_next_attempt_gets_the_freed_slots() -> None:
     assert set(world.state_machine.cluster.workers["w"].slots) == {slot.key for slot in slots}
 
 
+@limited(slots_at_once=3)
 def test_an_attempt_ends_in_slices() -> None:
     """Its workers lose three slots with each call, and have nothing of the next attempt before they have lost all."""
-    world = FakeCluster(replace(Limits(), slots_at_once=3))
+    world = FakeCluster()
     worker = world.worker("w", 8)
     for number in range(8):
         world.open(number, num_boxes=8, num_workers_per_box=1, attempt_key="1")
     held = world.state_machine.cluster.workers["w"].slots
-    while world.state_machine.cluster.waiting:
+    while world.state_machine.placement.waiting:
         world.state_machine.tick()
     told = worker.heartbeat()
     world.open(0, num_boxes=8, num_workers_per_box=1, attempt_key="2", client_id="again")
@@ -201,9 +209,10 @@ def test_an_attempt_ends_in_slices() -> None:
     assert world.state_machine.cluster.placed == 1
 
 
+@limited(slots_at_once=10)
 def test_an_ended_attempt_is_freed_in_slices() -> None:
     """Python would free all its boxes at once, which takes 0.2 s for 16,384 of them."""
-    world = FakeCluster(replace(Limits(), slots_at_once=10))
+    world = FakeCluster()
     for number in range(8):
         world.open(number, num_boxes=8, num_workers_per_box=1, attempt_key="1")
     (attempt,) = world.state_machine.cluster.open_attempts()
@@ -219,13 +228,14 @@ def test_an_ended_attempt_is_freed_in_slices() -> None:
     assert [count for number, count in enumerate(left) if number == 0 or count != left[number - 1]] == [8, 6, 4, 2, 0]
 
 
+@limited(slots_at_once=3)
 def test_an_end_in_slices_outlives_a_restart(tmp_path: Path) -> None:
     """The journal has all of it with the call that ended the attempt: who owned what, and each box's history."""
     with contextlib.closing(StateDir(tmp_path)) as directory:
-        world = FakeCluster(replace(Limits(), slots_at_once=3), directory)
+        world = FakeCluster(directory=directory)
         worker = world.worker("w", 8)
         boxes = [world.open(number, num_boxes=8, num_workers_per_box=1, attempt_key="1") for number in range(8)]
-        while world.state_machine.cluster.waiting:
+        while world.state_machine.placement.waiting:
             world.state_machine.tick()
         worker.ready()
         for box in boxes:
@@ -241,31 +251,33 @@ def test_an_end_in_slices_outlives_a_restart(tmp_path: Path) -> None:
         world.journal.close()
 
 
+@limited(slots_at_once=1)
 def test_hand_overs_end_with_their_attempt() -> None:
     """Migrate nothing for an attempt that is over, although its slots are still to be removed from workers."""
-    world = FakeCluster(replace(Limits(), slots_at_once=1))
+    world = FakeCluster()
     leaving = world.worker("a", 3)
     for number in range(3):
         world.open(number, num_boxes=3, num_workers_per_box=1, attempt_key="1")
-    while world.state_machine.cluster.waiting:
+    while world.state_machine.placement.waiting:
         world.state_machine.tick()
     leaving.ready()
     coming = world.worker("b", 3)
-    world.state_machine.drain_worker(pb.DrainWorkerRequest(worker="a"))
+    world.state_machine.workers.drain_worker(pb.DrainWorkerRequest(worker="a"))
     coming.ready()
-    assert len(world.state_machine.cluster.migrating) == 3
+    assert len(world.state_machine.placement.migrating) == 3
     world.open(0, num_boxes=3, num_workers_per_box=1, attempt_key="2", client_id="again")
-    assert len(world.state_machine.cluster.migrating) == 2
-    world.now += world.limits.migration_s + 0.1
+    assert len(world.state_machine.placement.migrating) == 2
+    world.now += MIGRATION_S + 0.1
     world.state_machine.tick()
     world.run_for(3, [leaving, coming])
-    assert not world.state_machine.cluster.migrating
+    assert not world.state_machine.placement.migrating
     assert [slot.worker for slot in world.slots()] == ["b"]
 
 
+@limited(slots_at_once=2)
 def test_a_look_at_the_balance_goes_in_slices() -> None:
     """Eight boxes of two slots that wait for one of them: three slots each are looked at, with the box."""
-    world = FakeCluster(replace(Limits(), slots_at_once=2))
+    world = FakeCluster()
     world.worker("w", 16)
     for number in range(8):
         world.open(number, num_boxes=8, num_workers_per_box=2)
@@ -273,8 +285,8 @@ def test_a_look_at_the_balance_goes_in_slices() -> None:
     for attempt in cluster.open_attempts():
         for box in attempt.boxes.values():
             box.waits.span_s, box.waits._seconds, box.waits._late = 10.0, [9.0, 1.0], [0.0, 0.0]
-    assert list(balance.find_moves(cluster, world.now, 1)) == [None, None]
-    assert list(balance.find_moves(cluster, world.now, 0)) == []
+    assert list(balance.find_moves(cluster, world.state_machine.placement, world.now, 1)) == [None, None]
+    assert list(balance.find_moves(cluster, world.state_machine.placement, world.now, 0)) == []
 
 
 def test_a_worker_is_told_its_slots_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,14 +297,23 @@ def test_a_worker_is_told_its_slots_in_steps(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(2):
         world.open(job=f"job{number}", num_workers_per_box=4)
     request, reply = pb.HeartbeatRequest(worker="w", session="w-1"), pb.HeartbeatReply()
-    steps = world.state_machine.worker_view_steps(request, reply)
+    steps = world.state_machine.workers.worker_view_steps(request, reply)
     next(steps)
     assert [assignment.slot for assignment in reply.assignments] == [0, 1]
     world.open(job="job1", num_workers_per_box=4, client_id="again")
     assert len(list(steps)) == 1
     assert [(one.run, one.slot) for one in reply.assignments] == [("job0/0", slot) for slot in range(4)]
     request.seen_version = reply.version
-    assert [one.attempt for one in world.state_machine.heartbeat(request).assignments] == [1, 1, 1, 1, 2, 2, 2, 2]
+    assert [one.attempt for one in world.state_machine.workers.heartbeat(request).assignments] == [
+        1,
+        1,
+        1,
+        1,
+        2,
+        2,
+        2,
+        2,
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- held answers
@@ -325,10 +346,10 @@ async def _first(call: Any) -> None:
     await call.read()
 
 
+@limited(queries_of_token_max=2)
 def test_a_token_has_so_many_queries_open() -> None:
     async def run() -> None:
-        limits = replace(Limits(), queries_of_token_max=2)
-        async with coordinator(limits=limits, tokens=TOKENS) as address, connect_aio(address) as bare:
+        async with coordinator(tokens=TOKENS) as address, connect_aio(address) as bare:
             stub = CoordinatorStub(bare)
             one, two = metadata("a-token-of-one"), metadata("a-token-of-two")
             await stub.OpenRun(opening(), metadata=one)
@@ -351,7 +372,7 @@ def test_a_token_has_so_many_queries_open() -> None:
 
 
 def test_one_token_does_not_fill_the_blob_budget() -> None:
-    snapshot_index = SnapshotIndex(replace(Limits(), budget=1000))
+    snapshot_index = SnapshotIndex(1000)
     snapshot_index.add_blob("a", 500, 0.0, "one")
     assert (
         "500 of 600 bytes of the coordinator's budget for such values from one token"
@@ -386,13 +407,13 @@ def test_uploads_of_a_token_wait_for_their_own() -> None:
     asyncio.run(run())
 
 
+@limited(part_s=1.0, least_bytes_per_s=64 * MIB, reads_max=MIB)
 def test_a_reader_that_takes_nothing_is_ended() -> None:
     """Its value is in memory, and others wait for the room."""
 
     async def run() -> None:
-        limits = replace(Limits(), part_s=1.0, least_bytes_per_s=64 * MIB, reads_max=MIB)
         async with (
-            coordinator(limits=limits, tokens=TOKENS) as address,
+            coordinator(limits=Limits(), tokens=TOKENS) as address,
             AsyncCoordinatorClient(address, "a-token-of-workers") as client,
             connect_aio(address) as bare,
         ):
@@ -416,17 +437,17 @@ def test_a_worker_has_so_many_slots() -> None:
 def test_a_journal_may_hold_larger_workers(tmp_path: Path) -> None:
     """Start on it, and tell the worker that has more slots than a coordinator takes now."""
     directory = StateDir(tmp_path)
-    world = FakeCluster(replace(Limits(), worker_slots_max=8), directory=directory)
+    world = FakeCluster(directory=directory)
     worker, _ = world.worker("w", 8), world.open(num_workers_per_box=8)
     worker.ready()
-    world.limits = replace(Limits(), worker_slots_max=4)
-    world.restart()
-    with pytest.raises(
-        InvalidArgumentError, match=r"slots of one worker must be at most 4, got 8: start several workers"
-    ):
+    with limited(worker_slots_max=4):
+        world.restart()
+        with pytest.raises(
+            InvalidArgumentError, match=r"slots of one worker must be at most 4, got 8: start several workers"
+        ):
+            worker.register()
+        worker.capacity = 4
         worker.register()
-    worker.capacity = 4
-    worker.register()
     assert len(worker.heartbeat().assignments) == 4
     world.worker("other", 4)
     worker.report()
@@ -435,8 +456,9 @@ def test_a_journal_may_hold_larger_workers(tmp_path: Path) -> None:
     directory.close()
 
 
+@limited(slots_max=4)
 def test_slots_of_one_token_are_counted() -> None:
-    world = FakeCluster(replace(Limits(), slots_max=4))
+    world = FakeCluster()
     world.open(job="a", num_workers_per_box=3)
     with pytest.raises(OverloadedError, match="with this token must have at most 4 workers in all, got 3"):
         world.open(job="b", num_workers_per_box=2)
@@ -453,7 +475,7 @@ def test_a_registration_has_so_many_bytes(field: str) -> None:
     with pytest.raises(
         InvalidArgumentError, match="the registration of a worker must have at most 16384 bytes, got 200"
     ):
-        FakeCluster().state_machine.register_worker(request)
+        FakeCluster().state_machine.workers.register_worker(request)
 
 
 def test_a_report_tells_little_of_a_loader() -> None:
@@ -472,8 +494,8 @@ def test_a_lease_is_a_number_of_seconds(lease_s: float) -> None:
     box = world.open()
     world.worker("w", 1)
     with pytest.raises(InvalidArgumentError, match="lease_s in a request to the coordinator must be"):
-        world.state_machine.heartbeat(pb.HeartbeatRequest(worker="w", session="s", lease_s=lease_s))
+        world.state_machine.workers.heartbeat(pb.HeartbeatRequest(worker="w", session="s", lease_s=lease_s))
     watch = box.progress()
     watch.lease_s = lease_s
     with pytest.raises(InvalidArgumentError, match="lease_s in a request to the coordinator must be"):
-        world.state_machine.watch_run(watch)
+        world.state_machine.attempts.watch_run(watch)

@@ -15,10 +15,10 @@ from census import peak_memory
 from cluster import TOKEN, Cluster, running
 
 from penstock.appliance.core import views
-from penstock.appliance.model.entities import AttemptState
-from penstock.appliance.model.limits import MIB, Limits
-from penstock.appliance.storage.journal import StateDir
-from penstock.appliance.testing import FakeCluster
+from penstock.appliance.core.entities import AttemptState
+from penstock.appliance.journal.journal import StateDir
+from penstock.appliance.limits import MIB
+from penstock.appliance.testing import FakeCluster, limited
 from penstock.proto.errors import InvalidArgumentError, OverloadedError
 from penstock.proto.rpc.bounds import message_bounds
 from penstock.proto.rpc.bounds.message_bounds import LargeRequests, check_fields, parsed_request
@@ -228,7 +228,7 @@ def test_what_is_kept_has_memory_of_its_own() -> None:
     for report in reports:
         report.capabilities.length = 7
     request = pb.HeartbeatRequest(worker="w", session=worker.session, slots=reports)
-    world.state_machine.heartbeat(request)
+    world.state_machine.workers.heartbeat(request)
     (slot, _) = world.slots()
     assert slot.capabilities is not None
     assert slot.capabilities.length == 7
@@ -236,8 +236,9 @@ def test_what_is_kept_has_memory_of_its_own() -> None:
     assert slot.capabilities.length == 7, "its own"
 
 
+@limited(abandoned_at_once=3)
 def test_a_report_has_so_many_parts() -> None:
-    world = FakeCluster(Limits(abandoned_at_once=3))
+    world = FakeCluster()
     worker, box = world.worker("w", 2), world.open()
     worker.heartbeat(*[pb.SlotReport()] * 4)
     with pytest.raises(InvalidArgumentError, match="slots in a heartbeat must be at most 4, got 5"):
@@ -245,11 +246,11 @@ def test_a_report_has_so_many_parts() -> None:
     watch = pb.WatchRunRequest(run="job/0", attempt=1, box=0, client_id=box.request.client_id)
     watch.unreachable.extend([pb.LaneTrouble()] * 3)
     with pytest.raises(InvalidArgumentError, match="unreachable slots must be at most 2, got 3"):
-        world.state_machine.watch_run(watch)
+        world.state_machine.attempts.watch_run(watch)
     del watch.unreachable[:]
     watch.abandoned.extend([pb.AbandonedEpoch()] * 4)
     with pytest.raises(InvalidArgumentError, match="abandoned epochs in a report must be at most 3, got 4"):
-        world.state_machine.watch_run(watch)
+        world.state_machine.attempts.watch_run(watch)
 
 
 # ------------------------------------------------------------------------------------------------ replies to workers
@@ -270,7 +271,7 @@ def test_a_worker_can_always_be_answered() -> None:
     other = world.worker("other", 8)
     worker.heartbeat()
     assert len(other.heartbeat().assignments) == 8, "the rest waits for other workers"
-    world.state_machine.cluster.end(world.state_machine.cluster.open_attempts()[0], AttemptState.ENDED, "over")
+    world.state_machine.attempts.end(world.state_machine.cluster.open_attempts()[0], AttemptState.ENDED, "over")
     for _ in range(4):
         worker.heartbeat()
     assert len(worker.heartbeat().assignments) == placed, "what has ended makes room"
@@ -305,7 +306,7 @@ def test_state_requests_come_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = 0
     while True:
         request = pb.HeartbeatRequest(worker="w", session=worker.session, seen_version=seen)
-        reply = world.state_machine.heartbeat(request)
+        reply = world.state_machine.workers.heartbeat(request)
         if reply.unchanged:
             break
         assert len(reply.state_requests) <= 3

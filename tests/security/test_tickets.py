@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.appliance.storage.journal import StateDir
+from penstock.appliance.journal.journal import StateDir
 from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import AuthenticationError, SupersededError
 from penstock.proto.rpc.credentials.tickets import TERM_S, check_ticket, expiry, lane_key, make_ticket

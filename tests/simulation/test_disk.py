@@ -11,10 +11,16 @@ import pytest
 from simulated.disk import Disk, Fate, SimulatedJournal, SimulatedStore
 from simulated.virtual import Crash
 
-from penstock.appliance.model.entities import SlotKey
-from penstock.appliance.storage.journal import Journal, StateDir
-from penstock.appliance.storage.snapshot_index import Drop, DropAttempt, DropBlob, DropSnapshot, DurableSnapshot
-from penstock.appliance.storage.snapshot_store import Store
+from penstock.appliance.journal.journal import Journal, StateDir
+from penstock.appliance.journal.snapshot_index import (
+    Drop,
+    DropAttempt,
+    DropBlob,
+    DropSnapshot,
+    DurableSnapshot,
+    SlotKey,
+)
+from penstock.appliance.journal.snapshot_store import Store
 from penstock.proto.errors import JournalError
 from penstock.proto.v1 import coordinator_pb2 as pb
 

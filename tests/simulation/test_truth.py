@@ -9,8 +9,8 @@ from simulated.reference import BoxPlan, RunPlan
 from simulated.truth import Base, Truth
 from simulated.virtual import Violation, World
 
-from penstock.appliance.model.entities import SlotKey, client_of
-from penstock.appliance.storage.snapshot_index import DurableSnapshot
+from penstock.appliance.core.entities import client_of
+from penstock.appliance.journal.snapshot_index import DurableSnapshot, SlotKey
 from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import DeadlineError
 from penstock.proto.v1 import coordinator_pb2 as pb

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.appliance import __main__ as coordinator
 from penstock.appliance.core.state_machine import StateMachine
-from penstock.appliance.edge.service import Service
+from penstock.appliance.server.service import Service
 
 
 def _set(point: str, marker: str) -> None:

@@ -8,8 +8,9 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from penstock.appliance.edge.server import announcer, serve
-from penstock.appliance.model.limits import Limits
+from penstock.appliance.limits import Limits
+from penstock.appliance.server.server import announcer, serve
+from penstock.appliance.testing import limited
 from penstock.proto.rpc.channel import read_tokens
 
 
@@ -21,5 +22,7 @@ def main() -> None:
     given = parser.parse_args()
     pairs = [each.split("=") for each in os.environ["LIMITS"].split(",")]
     changed: dict[str, Any] = {name: float(value) if "." in value else int(value) for name, value in pairs}
-    limits = replace(Limits(), **changed)
-    asyncio.run(serve(given.listen, given.state_dir, read_tokens(), ready=announcer(given.ready_fd), limits=limits))
+    flags = {name: changed.pop(name) for name in list(changed) if hasattr(Limits, name)}
+    limits = replace(Limits(), **flags)
+    with limited(**changed):
+        asyncio.run(serve(given.listen, given.state_dir, read_tokens(), ready=announcer(given.ready_fd), limits=limits))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.appliance.states.state_query import StateQuery
+from penstock.appliance.core.state_query import StateQuery
 from penstock.appliance.testing import FakeBox, FakeWorker
 from penstock.proto.errors import PenstockError
 from penstock.proto.v1 import coordinator_pb2 as pb

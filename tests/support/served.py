@@ -10,8 +10,8 @@ from pathlib import Path
 
 from coroutines import Test, as_test
 
-from penstock.appliance.edge.server import IN_MEMORY, serve
-from penstock.appliance.model.limits import Limits
+from penstock.appliance.limits import Limits
+from penstock.appliance.server.server import IN_MEMORY, serve
 from penstock.proto.rpc.calls import AsyncCoordinatorClient
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb

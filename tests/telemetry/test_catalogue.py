@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from penstock.appliance.edge.coordinator_metrics import CoordinatorCounters, readings
+from penstock.appliance.server.metrics import readings
+from penstock.appliance.server.service import CoordinatorCounters
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.counters import CallCounters, Histogram

@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from penstock.appliance.edge.coordinator_metrics import CoordinatorCounters, readings
-from penstock.appliance.edge.dashboard_data import MOST_BOXES, dashboard
+from penstock.appliance.server.dashboard import MOST_BOXES, dashboard
+from penstock.appliance.server.metrics import readings
+from penstock.appliance.server.service import CoordinatorCounters
 from penstock.deploy.operations.show_status import tables
 from penstock.deploy.operations.watch_status import Screen
 from penstock.proto.v1 import coordinator_pb2 as pb

@@ -20,8 +20,8 @@ from dataclasses import replace
 # gRPC would also print a taken port on standard error; the coordinator reports it once, as an error.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from penstock.appliance.edge.server import IN_MEMORY, announcer, serve
-from penstock.appliance.model.limits import MEMORY_BUDGET, Limits
+from penstock.appliance.limits import MEMORY_BUDGET, Limits
+from penstock.appliance.server.server import IN_MEMORY, announcer, serve
 from penstock.proto.errors import PenstockError, UnsafeBindError
 from penstock.proto.rpc.channel import load_tls, read_tokens
 from penstock.runtime.config.sizes import bytes_of

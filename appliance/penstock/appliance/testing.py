@@ -3,23 +3,37 @@ tells them, and only the test advances the time."""
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from unittest import mock
 
-from penstock.appliance.core.cluster_state import Topic
+from penstock.appliance.core.cluster import Topic
+from penstock.appliance.core.entities import Slot
 from penstock.appliance.core.opening import start_of
 from penstock.appliance.core.state_machine import StateMachine
-from penstock.appliance.model.entities import Slot
-from penstock.appliance.model.limits import Limits
-from penstock.appliance.storage.journal import Journal, StateDir
-from penstock.appliance.storage.snapshot_index import SnapshotIndex
+from penstock.appliance.journal.journal import Journal, StateDir
+from penstock.appliance.journal.snapshot_index import SnapshotIndex
+from penstock.appliance.limits import Limits
 from penstock.proto.errors import PenstockError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["FakeBox", "FakeCluster", "FakeWorker"]
+
+@contextmanager
+def limited(**limits: float) -> Iterator[None]:
+    """Give constants of the coordinator, by their names in lower case, other values: a decorator or a context."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("penstock.appliance.")]
+    with ExitStack() as stack:
+        for name, value in limits.items():
+            holders = [module for module in modules if name.upper() in vars(module)]
+            assert holders, f"no module of the coordinator has {name.upper()}"
+            for module in holders:
+                stack.enter_context(mock.patch.object(module, name.upper(), value))
+        yield
 
 
 class FakeCluster:
@@ -41,7 +55,7 @@ class FakeCluster:
         """Start a new coordinator process on the state directory; None: a state in memory."""
         self.journal = Journal(directory)
         weakref.finalize(self, self.journal.close)  # since Python 3.13 an unclosed database is a warning
-        self.snapshot_index = SnapshotIndex(self.limits)
+        self.snapshot_index = SnapshotIndex(self.limits.budget)
         self.state_machine = StateMachine(
             self.journal,
             self.snapshot_index,
@@ -93,7 +107,7 @@ class FakeCluster:
         request.loader.options.retention_steps = int(str(retention))
         request.loader.options.skip_poison = skip_poison
         request.MergeFrom(pb.OpenRunRequest(**fields))  # type: ignore[arg-type]
-        return FakeBox(self, request, self.state_machine.open_run(request))
+        return FakeBox(self, request, self.state_machine.attempts.open_run(request))
 
 
 @dataclass
@@ -113,11 +127,11 @@ class FakeWorker:
         request = pb.RegisterWorkerRequest(worker=self.name, session=self.session, host_id=self.host)
         request.slots, request.local_address, request.tcp_address = self.capacity, f"@{self.name}", f"{self.name}:1"
         request.cores = self.cores
-        self.world.state_machine.register_worker(request)
+        self.world.state_machine.workers.register_worker(request)
 
     def heartbeat(self, *reports: pb.SlotReport) -> pb.HeartbeatReply:
         request = pb.HeartbeatRequest(worker=self.name, session=self.session, slots=reports)
-        return self.world.state_machine.heartbeat(request)
+        return self.world.state_machine.workers.heartbeat(request)
 
     def report(self) -> None:
         self.heartbeat()
@@ -167,7 +181,7 @@ class FakeBox:
         return request
 
     def watch(self) -> pb.WatchRunReply:
-        return self.world.state_machine.watch_run(self.progress())
+        return self.world.state_machine.attempts.watch_run(self.progress())
 
     def report(self) -> None:
         self.watch()
@@ -193,7 +207,7 @@ class FakeBox:
     def close(self, *, forget: bool = False) -> None:
         request = pb.CloseRunRequest(run=self.reply.run, attempt=self.reply.attempt, box=self.request.box)
         request.client_id, request.forget = self.request.client_id, forget
-        self.world.state_machine.close_run(request)
+        self.world.state_machine.attempts.close_run(request)
 
     def refused(self) -> PenstockError:
         """Return the error that a WatchRun call of the box raises. Raises AssertionError if the call is answered."""

@@ -43,9 +43,9 @@ def serve(given: dict[str, Any], fork_server: StartedForkServer) -> int:
     import logging
     from dataclasses import replace
 
-    from penstock.appliance.edge.server import IN_MEMORY
-    from penstock.appliance.edge.server import serve as serve_coordinator
-    from penstock.appliance.model.limits import MEMORY_BUDGET, Limits
+    from penstock.appliance.limits import MEMORY_BUDGET, Limits
+    from penstock.appliance.server.server import IN_MEMORY
+    from penstock.appliance.server.server import serve as serve_coordinator
     from penstock.proto.errors import PenstockError
     from penstock.proto.rpc.credentials.tokens import read_token, read_tokens
     from penstock.runtime.config.sizes import bytes_of

@@ -12,15 +12,15 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 from targets.target import Target, pieces, script, words
 
-from penstock.appliance.core.cluster_state import ClusterState
+from penstock.appliance.core.cluster import ClusterState
+from penstock.appliance.core.recent_events import RecentEvents
 from penstock.appliance.core.recovery import restore
 from penstock.appliance.core.state_machine import StateMachine
-from penstock.appliance.model.entities import SlotKey
-from penstock.appliance.model.limits import Limits
-from penstock.appliance.model.recent_events import RecentEvents
-from penstock.appliance.storage.journal import TABLES, Journal
-from penstock.appliance.storage.snapshot_index import SnapshotIndex as Snapshots
-from penstock.appliance.testing import FakeCluster
+from penstock.appliance.journal.journal import TABLES, Journal
+from penstock.appliance.journal.snapshot_index import SlotKey
+from penstock.appliance.journal.snapshot_index import SnapshotIndex as Snapshots
+from penstock.appliance.limits import Limits
+from penstock.appliance.testing import FakeCluster, limited
 from penstock.proto.errors import PenstockError, ProtocolError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -97,7 +97,7 @@ def _progress_page_seeds() -> list[bytes]:
 
 def _calls(state_machine: StateMachine) -> list[tuple[type[Protobuf], Callable[[Any], object]]]:
     def fetch(request: pb.FetchStateRequest) -> None:
-        state_machine.end_state(state_machine.begin_state(request))
+        state_machine.state_queries.end(state_machine.begin_state(request))
 
     def ask(request: pb.FetchStateRequest) -> None:
         state_machine.begin_state(request)  # and its asker waits
@@ -109,12 +109,12 @@ def _calls(state_machine: StateMachine) -> list[tuple[type[Protobuf], Callable[[
         state_machine.snapshot_stored(header)
 
     return [
-        (pb.OpenRunRequest, state_machine.open_run),
-        (pb.WatchRunRequest, state_machine.watch_run),
-        (pb.CloseRunRequest, state_machine.close_run),
-        (pb.RegisterWorkerRequest, state_machine.register_worker),
-        (pb.HeartbeatRequest, state_machine.heartbeat),
-        (pb.DeregisterWorkerRequest, state_machine.deregister_worker),
+        (pb.OpenRunRequest, state_machine.attempts.open_run),
+        (pb.WatchRunRequest, state_machine.attempts.watch_run),
+        (pb.CloseRunRequest, state_machine.attempts.close_run),
+        (pb.RegisterWorkerRequest, state_machine.workers.register_worker),
+        (pb.HeartbeatRequest, state_machine.workers.heartbeat),
+        (pb.DeregisterWorkerRequest, state_machine.workers.deregister_worker),
         (pb.FetchStateRequest, fetch),
         (pb.FetchStateRequest, ask),
         (pb.StateAnswer, lambda answer: state_machine.answer_state(answer, b"state")),
@@ -122,10 +122,11 @@ def _calls(state_machine: StateMachine) -> list[tuple[type[Protobuf], Callable[[
     ]
 
 
+@limited(slots_max=256)
 def _coordinator(data: bytes) -> None:
     """Calls in any order with any fields, beside an honest worker and an honest box, who must not suffer. Steps: the
     call's number, its message; above that, seconds that epoch."""
-    world = FakeCluster(Limits(slots_max=256))
+    world = FakeCluster()
     worker, box = world.worker("honest", slots=2), world.open()
     worker.ready()
     calls = _calls(world.state_machine)
@@ -218,9 +219,9 @@ def _journal(data: bytes) -> None:
     journal = _Journal(rows)
     try:
         cluster = ClusterState(
-            journal, Snapshots(Limits()), Limits(), lambda topic: None, RecentEvents(lambda: 0.0, lambda: 0.0)
+            journal, Snapshots(Limits().budget), Limits(), lambda topic: None, RecentEvents(lambda: 0.0, lambda: 0.0)
         )
-        restore(cluster, 0.0, 3.0, 10.0)
+        restore(cluster, {}, 0.0, 3.0, 10.0)
     finally:
         journal.close()
 

@@ -3,14 +3,17 @@ compare them with its disk, checked whenever nothing more waits to be written.""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 from simulated.disk import Disk
 
+from penstock.appliance.core.entities import BoxPresence, Slot, Worker
 from penstock.appliance.core.state_machine import StateMachine
-from penstock.appliance.model.entities import BoxPresence, Slot, SlotKey, Worker
-from penstock.appliance.model.limits import Limits
+from penstock.appliance.core.workers import HUNG_UP_S
+from penstock.appliance.journal.snapshot_index import SlotKey
+from penstock.appliance.limits import Limits
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 __all__ = ["Before", "check_cluster", "check_disk", "check_moves"]
@@ -18,6 +21,8 @@ __all__ = ["Before", "check_cluster", "check_disk", "check_moves"]
 Fail = Callable[[str, str], None]
 """Told the promise that is broken, and how."""
 
+SETTLES_S = 4.0
+"""Slots are released and placed in slices, one with each call or tick."""
 _JOURNAL = "the cluster state agrees with the journal"
 _WAITS = "nothing waits unnamed"
 
@@ -42,30 +47,44 @@ class Before:
     heard_box: dict[tuple[str, int, str], float] = field(default_factory=dict)
     asleep: float = 0.0
     booted: float = 0.0
+    busy_from: float = math.inf
+    """Time since which there have been slots to release or to place."""
     blurred: bool = False
     """A commit has failed since: more than one thing has happened."""
 
     def awake(self, now: float) -> float:
         return now - self.asleep
 
+    def settled(self, state_machine: StateMachine, now: float) -> bool:
+        """Whether the coordinator has been awake for SETTLES_S with slots to release or to place."""
+        cluster = state_machine.cluster
+        room = any(worker.free > 0 for worker in cluster.workers.values())
+        held = (key for worker in cluster.workers.values() for key in worker.slots)
+        if not (state_machine.placement.waiting and room) and all(cluster.slot(key) is not None for key in held):
+            self.busy_from = math.inf
+            return False
+        self.busy_from = min(self.busy_from, self.awake(now))
+        return self.awake(now) - self.busy_from > SETTLES_S
+
     def boot(self, now: float) -> None:
         self.booted, self.blurred = self.awake(now), False
+        self.busy_from = math.inf
         self.workers.clear()
         self.live.clear()
         self.slots.clear()
         self.targets.clear()
 
 
-def check_cluster(fail: Fail, state_machine: StateMachine) -> None:
-    """The cluster state in themselves."""
-    cluster = state_machine.cluster
+def check_cluster(fail: Fail, state_machine: StateMachine, settled: bool) -> None:
+    """The cluster state in themselves. `settled`: whether what is done in slices must be done by now."""
+    cluster, placement = state_machine.cluster, state_machine.placement
     held: dict[SlotKey, set[str]] = {}
     for name, worker in cluster.workers.items():
         if worker.registered and len(worker.slots) > worker.capacity:
             fail("nobody holds more than it has room for", f"{name} holds {len(worker.slots)} of {worker.capacity}")
         for key in worker.slots:
             held.setdefault(key, set()).add(name)
-            if cluster.slot(key) is None and not cluster.is_between_slices:
+            if cluster.slot(key) is None and settled:
                 fail("who is superseded owns nothing", f"{name} holds {key}")
     for attempt in cluster.open_attempts():
         if attempt.number != cluster.runs[attempt.run].attempt:
@@ -78,21 +97,19 @@ def check_cluster(fail: Fail, state_machine: StateMachine) -> None:
                     fail("one owner per slot and generation", f"{slot.key}: {named}, {held.get(slot.key)}")
                 if target is not None and (slot.phase != pb.READY or target.worker == slot.worker):
                     fail("one owner per slot and generation", f"{slot} has {target}, and is with {slot.worker}")
-                if (slot.key in cluster.migrating) != (target is not None):
+                if (slot.key in placement.migrating) != (target is not None):
                     fail(_WAITS, f"{slot} has the successor {target}, which nobody waits for")
                 if slot.phase in (pb.STARTING, pb.READY) and not slot.worker:
                     fail(_WAITS, f"{slot.key} is {pb.SlotPhase.Name(slot.phase)} with nobody")
                 if box.lingers_until > 0:
                     continue
-                live, waiting = box.presence is BoxPresence.LIVE, slot.key in cluster.waiting
+                live, waiting = box.presence is BoxPresence.LIVE, slot.key in placement.waiting
                 if waiting != (live and slot.phase == pb.WAITING):
                     fail(_WAITS, f"{slot.key} is {pb.SlotPhase.Name(slot.phase)}, and waits in line: {waiting}")
                 if not live and slot.worker:
                     fail("who is superseded owns nothing", f"{slot.key} of a box that is gone is with {slot.worker}")
-    if cluster.waiting and not cluster.is_between_slices:
-        free = [worker.name for worker in cluster.workers.values() if worker.free > 0]
-        if free:
-            fail(_WAITS, f"{next(iter(cluster.waiting))} waits although {free} have room")
+    if placement.waiting and settled and any(worker.free > 0 for worker in cluster.workers.values()):
+        fail(_WAITS, f"{next(iter(placement.waiting))} waits although a worker has room")
 
 
 def check_disk(fail: Fail, state_machine: StateMachine, disk: Disk) -> None:
@@ -161,7 +178,7 @@ def check_moves(
     for name, session in before.workers.items():
         if name not in cluster.workers:
             silent = awake - max(before.heard.get(name, 0.0), before.booted)
-            whole = limits.hung_up_s if name in before.hung_up else limits.worker_lease_s
+            whole = HUNG_UP_S if name in before.hung_up else limits.worker_lease_s
             if silent < whole - 1e-6:
                 fail("a lease is whole", f"worker {name} ({session}) was given up after {silent:.3f} s")
     for (run, number, box_number), client in before.live.items():
@@ -172,7 +189,7 @@ def check_moves(
                 fail("a lease is whole", f"box {box_number} of {run} was given up after {silent:.3f} s")
     before.blurred = False
     before.slots, before.live = slots, live
-    heirs = [(slot.key, slot.target) for slot in cluster.migrating.values()]
+    heirs = [(slot.key, slot.target) for slot in state_machine.placement.migrating.values()]
     before.targets = {key: (heir.worker, heir.generation) for key, heir in heirs if heir is not None}
     before.workers = {worker.name: worker.session for worker in cluster.workers.values()}
 

@@ -14,12 +14,11 @@ from simulated.disk import Disk, Fate, SimulatedJournal, SimulatedStore
 from simulated.truth import Truth
 from simulated.virtual import World
 
-from penstock.appliance.core.cluster_state import Topic
+from penstock.appliance.core.cluster import Topic
 from penstock.appliance.core.state_machine import StateMachine
-from penstock.appliance.edge.service import Service
-from penstock.appliance.edge.topic_signals import TopicSignals
-from penstock.appliance.model.limits import Limits
-from penstock.appliance.storage.snapshot_index import SnapshotIndex
+from penstock.appliance.journal.snapshot_index import SnapshotIndex
+from penstock.appliance.limits import Limits
+from penstock.appliance.server.service import Service, TopicSignals
 
 __all__ = ["NAME", "Coordinator"]
 
@@ -53,7 +52,7 @@ class Coordinator:
         store = SimulatedStore(disk, self._fate, process.kill)
         process.on_death.append(journal.close)
         process.on_death.append(store.close)
-        snapshot_index = SnapshotIndex(self.limits)
+        snapshot_index = SnapshotIndex(self.limits.budget)
         snapshot_index.load(*store.index(), world.now)
         signals = TopicSignals()
 
@@ -71,7 +70,7 @@ class Coordinator:
             changed=changed,
         )
         self._truth.booted(self.state_machine)
-        self.service = Service(self.state_machine, store, signals, self.limits)
+        self.service = Service(self.state_machine, store, signals)
         process.serve = self._serve
         process.spawn(self.service.run_ticker())
 

@@ -15,12 +15,17 @@ from typing import Any
 
 from simulated.virtual import Crash
 
-from penstock.appliance.model.entities import SlotKey
-from penstock.appliance.states.closed_runs import ClosedRun
-from penstock.appliance.storage.database import CommitMarks, behind
-from penstock.appliance.storage.journal import TABLES, Journal, Rows
-from penstock.appliance.storage.snapshot_index import Drop, DropAttempt, DropBlob, DropSnapshot, DurableSnapshot
-from penstock.appliance.storage.snapshot_store import Store
+from penstock.appliance.journal.database import CommitMarks, behind
+from penstock.appliance.journal.journal import TABLES, Journal, Rows
+from penstock.appliance.journal.snapshot_index import (
+    Drop,
+    DropAttempt,
+    DropBlob,
+    DropSnapshot,
+    DurableSnapshot,
+    SlotKey,
+)
+from penstock.appliance.journal.snapshot_store import ClosedRun, Store
 from penstock.proto.errors import JournalError
 from penstock.proto.v1 import coordinator_pb2 as pb
 

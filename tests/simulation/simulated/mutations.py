@@ -15,15 +15,17 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from penstock.appliance.core import box_progress, recovery, slot_reports
-from penstock.appliance.core.cluster_state import ClusterState
+from penstock.appliance.core import box_progress, recovery
+from penstock.appliance.core.attempts import Attempts
 from penstock.appliance.core.migration import Migrations
+from penstock.appliance.core.mixture_orders import MixtureOrders
+from penstock.appliance.core.placement import Placement
 from penstock.appliance.core.state_machine import StateMachine
-from penstock.appliance.edge.service import Service
-from penstock.appliance.mixtures.mixture_orders import MixtureOrders
-from penstock.appliance.states.state_query import StateQuery
-from penstock.appliance.storage.group_commit import GroupCommit
-from penstock.appliance.storage.snapshot_index import SnapshotIndex
+from penstock.appliance.core.state_query import StateQuery
+from penstock.appliance.core.workers import Workers
+from penstock.appliance.journal.journal import GroupCommit
+from penstock.appliance.journal.snapshot_index import SnapshotIndex
+from penstock.appliance.server.service import Service
 
 __all__ = ["MUTATIONS", "Mutation", "applied"]
 
@@ -39,13 +41,15 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
-        "a move does not raise the generation", ClusterState, "move", "slot.generation = slot.next_generation", "pass"
+        "a move does not raise the generation", Placement, "move", "slot.generation = slot.next_generation", "pass"
     ),
-    Mutation("a slot that was moved is forgotten", ClusterState, "move", "self.waiting[slot.key] = slot", "pass"),
-    Mutation("a slot is given out twice", ClusterState, "place_waiting", "del self.waiting[slot.key]", "pass"),
-    Mutation("a slot is given out and not written down", ClusterState, "place_waiting", "self.save_slot(slot)", "pass"),
+    Mutation("a slot that was moved is forgotten", Placement, "move", "self.waiting[slot.key] = slot", "pass"),
+    Mutation("a slot is given out twice", Placement, "place_waiting", "del self.waiting[slot.key]", "pass"),
     Mutation(
-        "a superseded attempt is not ended", StateMachine, "_next_attempt", "if run.current is not None:", "if False:"
+        "a slot is given out and not written down", Placement, "place_waiting", "self._cluster.save_slot(slot)", "pass"
+    ),
+    Mutation(
+        "a superseded attempt is not ended", Attempts, "_next_attempt", "if run.current is not None:", "if False:"
     ),
     Mutation("the reply goes before the commit", GroupCommit, "sync", "await written", "pass"),
     Mutation(
@@ -53,28 +57,28 @@ MUTATIONS = (
     ),
     Mutation(
         "a late report of an old generation counts",
-        slot_reports,
-        "note",
+        Workers,
+        "_note_report",
         "slot.generation != report.generation or ",
         "",
     ),
     Mutation(
         "a heartbeat does not renew the lease",
-        StateMachine,
+        Workers,
         "report_worker",
         "worker.seen_at = now",
         "return",
     ),
     Mutation(
         "a watch does not renew the lease",
-        StateMachine,
+        Attempts,
         "_renew",
-        "box.lease_until = now + self.cluster.box_lease_policy().promised(known_s, self.limits.lease_max_s)\n"
+        "box.lease_until = now + self._cluster.box_lease_policy().promised(known_s, LEASE_MAX_S)\n"
         "    box.reported_at = now",
         "pass",
     ),
     Mutation("leases are not whole after a restart", recovery, "_fill", "now + worker_lease_s", "now + 0.5"),
-    Mutation("what it slept through is others' silence", StateMachine, "tick", "if late > 0:", "if False:"),
+    Mutation("what it slept through is others' silence", StateMachine, "_extend_leases", "if late > 0:", "if False:"),
     Mutation("the newest snapshot goes, not the oldest", SnapshotIndex, "trim", "kept[first:]", "kept[:first]"),
     Mutation(
         "the window of states is not kept",
@@ -102,16 +106,24 @@ MUTATIONS = (
     ),
     Mutation(
         "a successor keeps its place when it is dismissed",
-        ClusterState,
+        Placement,
         "cancel_migration",
         "worker.slots.discard(slot.key)",
         "pass",
     ),
     Mutation(
-        "a successor's generation is not written down", ClusterState, "start_migration", "self.journal.put(", "dict("
+        "a successor's generation is not written down",
+        Placement,
+        "start_migration",
+        "self._cluster.journal.put(",
+        "dict(",
     ),
     Mutation(
-        "a change of the mixture restarts no slot", MixtureOrders, "make", "cluster.move(slot, note, None)", "pass"
+        "a change of the mixture restarts no slot",
+        MixtureOrders,
+        "make",
+        "self._placement.move(slot, note, None)",
+        "pass",
     ),
     Mutation(
         "a box's step is not compared with a change's",
@@ -124,9 +136,7 @@ MUTATIONS = (
     Mutation(
         "a change of the mixture is not written down", MixtureOrders, "make", "cluster.journal.put(", "dict.fromkeys("
     ),
-    Mutation(
-        "a restarted coordinator forgets who waits", recovery, "_slot", "cluster.waiting[slot.key] = slot", "pass"
-    ),
+    Mutation("a restarted coordinator forgets who waits", recovery, "_slot", "waiting[slot.key] = slot", "pass"),
 )
 
 
@@ -139,9 +149,9 @@ def applied(mutation: Mutation) -> Iterator[None]:
     found = source.count(mutation.old)
     assert found == 1, f"{mutation.name}: {mutation.old!r} stands {found} times in {original.__qualname__}"
     module = where if isinstance(where, ModuleType) else sys.modules[where.__module__]
-    namespace = dict(vars(module))
+    namespace: dict[str, Any] = {}
     code = "from __future__ import annotations\n" + source.replace(mutation.old, mutation.new)
-    exec(compile(code, f"<{mutation.name}>", "exec"), namespace)
+    exec(compile(code, f"<{mutation.name}>", "exec"), vars(module), namespace)
     setattr(where, mutation.function, namespace[mutation.function])
     try:
         yield

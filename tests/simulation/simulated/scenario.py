@@ -23,7 +23,9 @@ from simulated.truth import Truth
 from simulated.virtual import Process, World
 from simulated.worker import Daemon
 
-from penstock.appliance.model.limits import Limits
+from penstock.appliance.core.state_machine import STALL_S
+from penstock.appliance.limits import Limits
+from penstock.appliance.testing import limited
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, JournalError, PenstockError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -33,18 +35,18 @@ HEAL_S = 14.0
 PATIENCE_S = 150.0
 """Seconds of virtual time for leases, a linger, and a few launches that must still learn that they are superseded."""
 
-LIMITS = Limits(
-    linger_s=8.0,
-    abandoned_s=30.0,
-    past_attempts=3,
-    losses=5,
-    target_ready_s=5.0,
-    migration_s=1.0,
-    left_alone_s=3.0,
-    balance_after_s=2.0,
-    balance_every_s=0.5,
-    slots_at_once=2,
-)
+LIMITS = Limits(balance_after_s=2.0)
+CONSTANTS = {
+    "linger_s": 8.0,
+    "abandoned_s": 30.0,
+    "past_attempts": 3,
+    "losses": 5,
+    "target_ready_s": 5.0,
+    "migration_s": 1.0,
+    "left_alone_s": 3.0,
+    "balance_every_s": 0.5,
+    "slots_at_once": 2,
+}
 """Shorter than in life where life has minutes, so that a history sees their ends too."""
 
 
@@ -62,6 +64,7 @@ class Outcome:
     diary: list[str]
 
 
+@limited(**CONSTANTS)
 def simulate(seed: int, *, tracing: bool = False) -> Outcome:
     """Plays the history of a seed."""
     history = History(seed, tracing)
@@ -157,8 +160,8 @@ class History:
 
     def _waits_for(self) -> list[str]:
         waits = [line for job in self.jobs for line in job.waits_for()]
-        cluster = self.coordinator.state_machine.cluster
-        waits += [f"coordinator: {key} waits for a worker" for key in cluster.waiting]
+        waiting = self.coordinator.state_machine.placement.waiting
+        waits += [f"coordinator: {key} waits for a worker" for key in waiting]
         return waits + [f"{daemon.name}: {len(daemon.runners)} of {daemon.slots}" for daemon in self._living()]
 
     def _heal(self) -> None:
@@ -373,7 +376,7 @@ class History:
     def _wake(self, process: Process) -> None:
         name = process.name
         slept = self.world.now - self._stopped_at.pop(name, self.world.now)
-        if name == NAME and process.alive and slept > LIMITS.stall_s:
+        if name == NAME and process.alive and slept > STALL_S:
             self.truth.before.asleep += slept
         self.world.note(name, f"goes on after {slept:.1f} s")
         process.resume()

@@ -18,9 +18,10 @@ from simulated.disk import Disk
 from simulated.reference import Batch, BoxPlan, RunPlan
 from simulated.virtual import World
 
+from penstock.appliance.core.entities import client_of
 from penstock.appliance.core.state_machine import StateMachine
-from penstock.appliance.model.entities import SlotKey, client_of
-from penstock.appliance.model.limits import Limits
+from penstock.appliance.journal.snapshot_index import SlotKey
+from penstock.appliance.limits import Limits
 from penstock.proto.errors import (
     DeadlineError,
     PenstockError,
@@ -150,7 +151,7 @@ class Truth:
             return
         self.stirred = False
         fail = self.world.violated
-        check_cluster(fail, state_machine)
+        check_cluster(fail, state_machine, self.before.settled(state_machine, self.world.now))
         check_moves(fail, state_machine, self.before, self._lost, self.limits, self.world.now)
         for attempt in state_machine.cluster.open_attempts():
             for box in attempt.boxes.values():

@@ -27,10 +27,12 @@ from dataclasses import dataclass
 from itertools import chain
 
 from penstock.appliance.core import launch_restarts
-from penstock.appliance.core.cluster_state import ClusterState
+from penstock.appliance.core.bottleneck import Bottleneck, find
+from penstock.appliance.core.cluster import ClusterState
+from penstock.appliance.core.entities import Attempt, Box, BoxPresence, Slot, Worker
+from penstock.appliance.core.placement import SLOTS_AT_ONCE, UNREACHABLE_S, Placement
 from penstock.appliance.core.views import facts
-from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Slot, SlotKey, Worker
-from penstock.appliance.policies.bottleneck import Bottleneck, find
+from penstock.appliance.journal.snapshot_index import SlotKey
 from penstock.proto.state.allowed_modules import module_of
 from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -45,7 +47,7 @@ MAX_STRAGGLER_MOVES = 3
 """Largest number of moves of one straggler. A slot that is slow on every worker has slow data, and moving it does not
 help."""
 SLICES = 4
-"""Number of slots checked in one slice of the balance check, as a multiple of `limits.slots_at_once`, which limits how
+"""Number of slots checked in one slice of the balance check, as a multiple of SLOTS_AT_ONCE, which limits how
 many slots are placed in one call. Checking a slot takes a quarter of the time of placing one."""
 MIN_LOAD_DIFFERENCE = 0.25
 """Smallest difference between the load of the fuller worker before a move and that of the emptier one after it that is
@@ -65,13 +67,13 @@ class SlotMove:
     """True if the slot moves because it is a straggler, False if it moves to balance the load."""
 
 
-def find_moves(cluster: ClusterState, now: float, budget: int) -> Iterator[SlotMove | None]:
+def find_moves(cluster: ClusterState, placement: Placement, now: float, budget: int) -> Iterator[SlotMove | None]:
     """Yield at most `budget` moves, and None at the end of each slice, where the caller can let other tasks run. The
     caller must make each move before it takes the next one. Each slot is in at most one of the moves. No worker takes a
     slot if an earlier move gave it one or took one from it."""
     slots: set[SlotKey] = set()
     taken: set[str] = set()
-    for move in chain(_straggler_moves(cluster, now), _load_moves(cluster, now)) if budget > 0 else ():
+    for move in chain(_straggler_moves(cluster, placement, now), _load_moves(cluster, now)) if budget > 0 else ():
         if move is None:
             yield None
         elif move.worker.name not in taken and move.slot.key not in slots:
@@ -86,8 +88,8 @@ class _Slice:
     """Counter of the slots, boxes and workers checked in the present slice. When it reaches its limit, the caller ends
     the slice and lets other calls run, because checking a large fleet in one go would delay them."""
 
-    def __init__(self, cluster: ClusterState) -> None:
-        self._limit = SLICES * cluster.limits.slots_at_once
+    def __init__(self) -> None:
+        self._limit = SLICES * SLOTS_AT_ONCE
         self._checked = 0
 
     def ends(self, checked: int) -> bool:
@@ -102,7 +104,7 @@ class _Slice:
 
 def _is_movable(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -> bool:
     """Return whether the slot may be moved: it has run normally on its worker for `times` times
-    `limits.balance_after_s` seconds, and moving it is cheap."""
+    `balance_after_s` seconds, and moving it is cheap."""
     return (
         slot.phase == pb.READY
         and slot.target is None
@@ -127,8 +129,8 @@ def _is_cheap(box: Box, slot: Slot) -> bool:
     )
 
 
-def _straggler_moves(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
-    part = _Slice(cluster)
+def _straggler_moves(cluster: ClusterState, placement: Placement, now: float) -> Iterator[SlotMove | None]:
+    part = _Slice()
     for attempt in cluster.open_attempts():
         found: list[Bottleneck] = []
         for box in list(attempt.boxes.values()):
@@ -148,7 +150,7 @@ def _straggler_moves(cluster: ClusterState, now: float) -> Iterator[SlotMove | N
                 or not _is_movable(cluster, slot, now, 1 << len(slot.was_slow_at))
             ):
                 continue
-            worker = _elsewhere(cluster, slot, slow | slot.was_slow_at | slot.unfit_at(cluster.workers))
+            worker = _elsewhere(cluster, placement, slot, slow | slot.was_slow_at | slot.unfit_at(cluster.workers))
             if worker is not None:
                 share = f"{finding.wait_share * finding.blame:.0%}"
                 why = f"box {finding.box} waited {share} of its time for the slot on worker {slot.worker}"
@@ -166,34 +168,29 @@ def _acute_bottleneck(cluster: ClusterState, box: Box) -> list[Bottleneck]:
     return [finding] if finding.wait_share * finding.blame >= STRAGGLER_WAIT_SHARE else []
 
 
-def _elsewhere(cluster: ClusterState, slot: Slot, slow: set[str]) -> Worker | None:
+def _elsewhere(cluster: ClusterState, placement: Placement, slot: Slot, slow: set[str]) -> Worker | None:
     """Return a worker that can take the straggler `slot`, on another machine if possible; None if no worker can.
     `slow`: names of workers that must not get the slot, because a straggler runs there, or because the slot was
     slow there or could not be taken over. The slot's present worker and the workers that its box cannot reach are
     excluded too."""
     _, box = cluster.box_of(slot)
-    opening = box.opening
     owner = cluster.workers.get(slot.worker)
     here = {worker.name for worker in cluster.workers.values() if owner and worker.host_id == owner.host_id}
     slow = slow | _unreachable(cluster, box)
-    for barred in (slow | here, slow | {slot.worker}):
-        worker = cluster.free_capacity.choose(slot, opening.host_id, opening.loader.input_fn, barred)
-        if worker is not None:
-            return worker
-    return None
+    return placement.find_worker(slot, slow | here, slow | {slot.worker})
 
 
 def _unreachable(cluster: ClusterState, box: Box) -> set[str]:
-    """Return the names of the workers that the box reported as unreachable within the last `limits.unreachable_s`
+    """Return the names of the workers that the box reported as unreachable within the last UNREACHABLE_S
     seconds."""
-    return box.unreachable_since(cluster.events.now - cluster.limits.unreachable_s)
+    return box.unreachable_since(cluster.events.now - UNREACHABLE_S)
 
 
 def _load_moves(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
     usable = [worker for worker in cluster.workers.values() if worker.registered and not worker.draining]
     fullest = sorted(usable, key=lambda worker: (-worker.load, worker.name))
     emptiest = [worker for worker in reversed(fullest) if worker.free > 0]
-    part = _Slice(cluster)
+    part = _Slice()
     slow: set[tuple[str, str]] | None = None
     for full, empty in zip(fullest, emptiest, strict=False):
         if full.load - (len(empty.slots) + 1) / empty.capacity < MIN_LOAD_DIFFERENCE:

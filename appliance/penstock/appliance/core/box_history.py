@@ -22,11 +22,11 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from penstock.appliance.core.entities import Attempt, AttemptState, Box, BoxPresence
 from penstock.appliance.core.opening import start_of
-from penstock.appliance.model.entities import Attempt, AttemptState, Box, BoxPresence, SlotKey
-from penstock.appliance.storage.database import check_commits, check_schema, read_only
-from penstock.appliance.storage.journal import TABLES, checked
-from penstock.appliance.storage.snapshot_index import DurableSnapshot, SnapshotIndex
+from penstock.appliance.journal.database import check_commits, check_schema, read_only
+from penstock.appliance.journal.journal import TABLES, checked
+from penstock.appliance.journal.snapshot_index import DurableSnapshot, SlotKey, SnapshotIndex
 from penstock.proto.errors import JournalError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb

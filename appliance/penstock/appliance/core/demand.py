@@ -21,9 +21,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from penstock.appliance.core.cluster_state import ClusterState
-from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Slot, Worker
-from penstock.appliance.policies.bottleneck import LEAST_S
+from penstock.appliance.core.bottleneck import LEAST_S
+from penstock.appliance.core.entities import Attempt, Box, BoxPresence, Slot, Worker
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 MAX_GROWTH = 4
@@ -76,13 +75,13 @@ def cores(workers: Iterable[Worker]) -> int:
     return sum(found.values())
 
 
-def daemons(cluster: ClusterState) -> int:
+def daemons(attempts: Iterable[Attempt], workers: Iterable[Worker]) -> int:
     """Return the number of worker daemons that all open runs need, if each daemon has the median capacity of those that
     are registered and do not drain, or one slot if there are none."""
     slots = 0
-    for attempt in cluster.open_attempts():
+    for attempt in attempts:
         slots += len(_live(attempt)) * max(attempt.num_workers, advise(attempt, 0).needed)
-    capacities = [worker.capacity for worker in cluster.workers.values() if worker.registered and not worker.draining]
+    capacities = [worker.capacity for worker in workers if worker.registered and not worker.draining]
     return math.ceil(slots / (median(capacities) if capacities else 1))
 
 

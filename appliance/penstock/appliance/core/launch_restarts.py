@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Slot, Worker
-from penstock.appliance.storage.snapshot_index import SnapshotIndex
+from penstock.appliance.core.entities import Attempt, Box, BoxPresence, Slot, Worker
+from penstock.appliance.journal.snapshot_index import SnapshotIndex
 from penstock.proto.errors import SAME_RELEASE, InvalidArgumentError
 from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.state.position import Position

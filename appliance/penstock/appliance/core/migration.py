@@ -4,7 +4,7 @@
     ready       the present worker makes a snapshot durable, so that the target has little to replay
     durable     the target replays, to where the training loop was, or, if the loop waits for each batch, just behind it
     replayed    the loop takes the batches up to there, which it mostly has
-    completed   it has, or `limits.migration_s` seconds have passed since `ready`: the slot belongs to the target, under
+    completed   it has, or MIGRATION_S seconds have passed since `ready`: the slot belongs to the target, under
                 the generation that was reserved for the target
 
 Until the last step the slot stays on its present worker and its batches are delivered. If the present worker is lost
@@ -24,12 +24,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.appliance.core import balance, launch_restarts
-from penstock.appliance.core.cluster_state import ClusterState
-from penstock.appliance.model.entities import Slot, Worker
+from penstock.appliance.core.cluster import ClusterState
+from penstock.appliance.core.entities import Slot, Worker
+from penstock.appliance.core.placement import UNREACHABLE_S, Placement
 from penstock.proto.errors import UnknownWorkerError
 from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.v1 import coordinator_pb2 as pb
 
+TARGET_READY_S = 300.0
+"""Longest time for a migration target to become ready, in seconds. A target may have to import torch and read the index
+of a dataset. Meanwhile the slot runs on its present worker."""
+MIGRATION_S = 15.0
+"""Longest time in seconds for a ready migration target to replay to where the training loop is, and for the present
+worker to make the snapshot durable that this needs. After this time the slot migrates, and the loop waits for the
+rest."""
+LEFT_ALONE_S = 30.0
+"""Seconds after a failed migration in which balance does not move the slot again. A slot whose worker drains may go to
+another worker meanwhile, but not to one that failed to get ready for it or that its box cannot reach."""
+BALANCE_EVERY_S = 5.0
+"""Seconds between two checks whether slots should move to other workers."""
 WAITING_SHARE = 0.2
 """Share of the time for which a slot's runner works, above which the training loop counts as waiting for the slot.
 Below it, the loop moves on by at most a fifth of what a migration's target replays meanwhile."""
@@ -38,8 +51,8 @@ Below it, the loop moves on by at most a fifth of what a migration's target repl
 class Migrations:
     """Planned migrations: decides which slots migrate, and follows each migration to its end."""
 
-    def __init__(self, cluster: ClusterState) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: ClusterState, placement: Placement) -> None:
+        self._cluster, self._placement = cluster, placement
         self._balanced_at = 0.0
         self._moves: Iterator[balance.SlotMove | None] | None = None
         """Iterator of the balance check that is under way, which yields the slots to move. Each tick continues it for
@@ -61,7 +74,7 @@ class Migrations:
         elif report.migrated and target.delivered is not None and target.replayed is None:
             target.replayed = report.produced
             if target.replayed <= target.delivered:
-                self._cluster.complete_migration(slot, target.why, now)
+                self._placement.complete_migration(slot, target.why, now)
             else:
                 self._tell(slot.worker)
 
@@ -76,7 +89,7 @@ class Migrations:
             target.loop_waits = slot.batch_s * slot.batches_per_s > WAITING_SHARE
             self._tell(target.worker)
         elif target.replayed is not None and delivered >= target.replayed:
-            self._cluster.complete_migration(slot, target.why, now)
+            self._placement.complete_migration(slot, target.why, now)
 
     def _tell(self, name: str) -> None:
         """Let a worker's next assignments say what its slots' migrations need."""
@@ -88,33 +101,31 @@ class Migrations:
 
     def tick(self, now: float) -> None:
         """Check the migrations under way, the draining workers, and the balance of the fleet."""
-        cluster, limits = self._cluster, self._cluster.limits
-        for slot in list(cluster.migrating.values()):
+        cluster, balance_after_s = self._cluster, self._cluster.limits.balance_after_s
+        for slot in list(self._placement.migrating.values()):
             target = slot.target
             assert target is not None
             if not cluster.is_open(slot):
                 continue  # `release_ended` is about to release the slot
-            if target.ready_at and now - target.ready_at > limits.migration_s:
-                cluster.complete_migration(slot, target.why, now)
-            elif not target.ready_at and now - target.since > limits.target_ready_s:
-                waited = (
-                    f"worker {target.worker} was not ready to take over the slot within {limits.target_ready_s:g} s"
-                )
+            if target.ready_at and now - target.ready_at > MIGRATION_S:
+                self._placement.complete_migration(slot, target.why, now)
+            elif not target.ready_at and now - target.since > TARGET_READY_S:
+                waited = f"worker {target.worker} was not ready to take over the slot within {TARGET_READY_S:g} s"
                 self._give_up(slot, waited, now)
         for worker in cluster.workers.values():
             if worker.draining:
                 self.drain(worker, now)
-        due = now - self._balanced_at >= min(limits.balance_every_s, limits.balance_after_s)
-        if limits.balance_after_s and due and self._moves is None:
+        due = now - self._balanced_at >= min(BALANCE_EVERY_S, balance_after_s)
+        if balance_after_s and due and self._moves is None:
             self._balanced_at = now
-            budget = max(1, cluster.placed // balance.SLOTS_PER_MIGRATION) - len(cluster.migrating)
-            self._moves = balance.find_moves(cluster, now, budget)
+            budget = max(1, cluster.placed // balance.SLOTS_PER_MIGRATION) - len(self._placement.migrating)
+            self._moves = balance.find_moves(cluster, self._placement, now, budget)
         for move in self._moves or ():
             if move is None:
                 return
             if move.for_straggler:
                 move.slot.was_slow_at |= {move.slot.worker}
-            cluster.start_migration(move.slot, move.worker, move.why, now)
+            self._placement.start_migration(move.slot, move.worker, move.why, now)
         self._moves = None
 
     def drain(self, worker: Worker, now: float) -> None:
@@ -132,9 +143,9 @@ class Migrations:
                 self._cluster.workers, attempt
             )
             if slot.phase == pb.READY and self._may_be_prepared(slot) and not restarts:
-                self._cluster.start_migration(slot, other, why, now)
+                self._placement.start_migration(slot, other, why, now)
             else:  # if its runner is not ready, nothing is gained by keeping it; or all slots of the run restart
-                self._cluster.move(slot, why, None)
+                self._placement.move(slot, why, None)
                 slot.migrated = True  # a planned move, of which the training job need not be warned
 
     def _may_be_prepared(self, slot: Slot) -> bool:
@@ -146,16 +157,12 @@ class Migrations:
     def _elsewhere(self, slot: Slot, worker: Worker, now: float) -> Worker | None:
         """Return a worker that can take a slot of a draining worker; None if no worker can. A worker that failed to get
         ready as the slot's target, or that the slot's box cannot reach, is the last choice."""
-        cluster = self._cluster
-        _, box = cluster.box_of(slot)
-        host_id, input_fn = box.opening.host_id, box.opening.loader.input_fn
-        far = box.unreachable_since(now - cluster.limits.unreachable_s)
-        other = cluster.free_capacity.choose(
-            slot, host_id, input_fn, {worker.name} | slot.unfit_at(cluster.workers) | far
-        )
-        if other is None and now >= slot.left_alone_until:
-            other = cluster.free_capacity.choose(slot, host_id, input_fn, {worker.name})
-        return other
+        _, box = self._cluster.box_of(slot)
+        far = box.unreachable_since(now - UNREACHABLE_S)
+        barred = [{worker.name} | slot.unfit_at(self._cluster.workers) | far]
+        if now >= slot.left_alone_until:
+            barred.append({worker.name})
+        return self._placement.find_worker(slot, *barred)
 
     def owned(self, worker: Worker) -> list[Slot]:
         """Return the slots that run on the worker, without the slots for which the worker is only the migration
@@ -215,20 +222,20 @@ class Migrations:
         if draining:
             for slot in [self._cluster.slot(key) for key in sorted(worker.slots)]:
                 if slot is not None and slot.worker != worker.name:
-                    self._cluster.cancel_migration(slot)  # the slot would have to leave this worker again
+                    self._placement.cancel_migration(slot)  # the slot would have to leave this worker again
             self.drain(worker, now)
         else:
             for slot in self.owned(worker):
-                self._cluster.cancel_migration(slot)
+                self._placement.cancel_migration(slot)
         self._cluster.bump_worker(worker)
 
     def _give_up(self, slot: Slot, note: str, now: float) -> None:
-        """Cancel the slot's migration, because its target did not get ready. For `limits.left_alone_s` seconds balance
+        """Cancel the slot's migration, because its target did not get ready. For LEFT_ALONE_S seconds balance
         does not move the slot, and a drain moves it only to a worker that is not known to be unfit or unreachable.
         `note`: what happened, for people."""
         if slot.target is not None:
             slot.unfit[slot.target.worker] = slot.target.session
-        self._cluster.cancel_migration(slot)
-        slot.left_alone_until = now + self._cluster.limits.left_alone_s
+        self._placement.cancel_migration(slot)
+        slot.left_alone_until = now + LEFT_ALONE_S
         slot.note = note
         self._cluster.bump_box(*self._cluster.box_of(slot))

@@ -18,9 +18,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.appliance.model.entities import Attempt, AttemptState, Box, BoxPresence, Run, attempt_over, client_of
-from penstock.appliance.model.limits import Limits
-from penstock.appliance.storage.snapshot_index import SnapshotIndex
+from penstock.appliance.core.entities import Attempt, AttemptState, Box, BoxPresence, Run, attempt_over, client_of
+from penstock.appliance.journal.snapshot_index import SnapshotIndex
 from penstock.proto.errors import (
     BoxOutOfRangeError,
     BoxTakenError,
@@ -33,6 +32,21 @@ from penstock.proto.errors import (
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.units import topology
+
+RUNS_MAX = 100_000
+"""Largest number of runs in the journal, open or not. Each is kept for its seed and takes about 1 KB."""
+SLOTS_MAX = 16_384
+"""Largest number of slots of a run (boxes times workers), and of all open runs of one credential token. The limit makes
+a mistyped number an error, and bounds the work at the end of an attempt, which takes up to 1 us per slot without a
+pause."""
+SLOTS_OPEN_MAX = 65_536
+"""Largest number of slots of all open runs. Each slot takes some 5 KB."""
+BOX_SLOTS_MAX = 256
+"""Largest number of slots of a box. Opening the box, or sending its view, takes 20 us per slot, in which heartbeats
+wait."""
+OPENING_MAX = 256 << 10
+"""Largest request to open a run, in bytes. The request is kept in memory and in the journal. Larger arguments are
+uploaded before the request as a blob, and then count in `Limits.budget`."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,7 @@ def run_name(request: pb.OpenRunRequest) -> str:
     return f"{request.job}/{request.ordinal}"
 
 
-def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
+def validate(request: pb.OpenRunRequest) -> Position:
     """Check what can be checked of the request without the cluster state, except the limits in `check_limits`. Return
     the position where the box starts. Raises InvalidArgumentError, BoxOutOfRangeError."""
     if not request.job or not request.loader.input_fn:
@@ -72,9 +86,9 @@ def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
             f"num_boxes and num_workers_per_box must be >= 1, got {request.num_boxes} and "
             f"{request.num_workers_per_box}: pass at least 1 for each"
         )
-    if request.num_boxes * request.num_workers_per_box > limits.slots_max:
+    if request.num_boxes * request.num_workers_per_box > SLOTS_MAX:
         raise InvalidArgumentError(
-            f"a run must have at most {limits.slots_max} workers in all, got "
+            f"a run must have at most {SLOTS_MAX} workers in all, got "
             f"{topology(request.num_boxes, request.num_workers_per_box)}: lower num_workers_per_box"
         )
     if request.box >= request.num_boxes:
@@ -117,18 +131,16 @@ def without_secret(request: pb.OpenRunRequest) -> tuple[str, pb.OpenRunRequest]:
     return client_of(request.client_id), kept
 
 
-def check_limits(
-    request: pb.OpenRunRequest, run: Run | None, runs: int, snapshot_index: SnapshotIndex, limits: Limits
-) -> None:
+def check_limits(request: pb.OpenRunRequest, run: Run | None, runs: int, snapshot_index: SnapshotIndex) -> None:
     """Check a new request to open a run against the coordinator's limits. A request above a limit would delay every
     other call. Raises OverloadedError for too many runs; InvalidArgumentError for a request that is too large or has
     too many slots per box, and for a blob that the coordinator does not have. `runs`: number of known runs.
 
     Requests that are in the journal are not checked again, because another release may have accepted them.
     """
-    if run is None and runs >= limits.runs_max:
+    if run is None and runs >= RUNS_MAX:
         raise OverloadedError(
-            f"a coordinator must keep at most {limits.runs_max} runs, got {runs} and one more: start the coordinator "
+            f"a coordinator must keep at most {RUNS_MAX} runs, got {runs} and one more: start the coordinator "
             "with another --state-dir"
         )
     for what, blob in (
@@ -140,21 +152,21 @@ def check_limits(
                 f"the coordinator does not have the {what} (blob {blob}): start the job again (gRPC clients: send "
                 "the data by PutBlob first)"
             )
-    if request.num_workers_per_box > limits.box_slots_max:
+    if request.num_workers_per_box > BOX_SLOTS_MAX:
         raise InvalidArgumentError(
-            f"num_workers_per_box must be at most {limits.box_slots_max}, got {request.num_workers_per_box}: spread "
+            f"num_workers_per_box must be at most {BOX_SLOTS_MAX}, got {request.num_workers_per_box}: spread "
             "the workers over more boxes"
         )
     size = request.ByteSize()
-    if size > limits.opening_max:
+    if size > OPENING_MAX:
         raise InvalidArgumentError(
-            f"a request to open a run must have at most {limits.opening_max} bytes, got {size}: give input_fn shorter "
+            f"a request to open a run must have at most {OPENING_MAX} bytes, got {size}: give input_fn shorter "
             "arguments, or keep large data in files (gRPC clients: send them by PutBlob first)"
         )
 
 
 def check_capacity(
-    request: pb.OpenRunRequest, credential: str, superseded: Attempt | None, slots_held: Counter[str], limits: Limits
+    request: pb.OpenRunRequest, credential: str, superseded: Attempt | None, slots_held: Counter[str]
 ) -> None:
     """Raise OverloadedError if one more box would exceed a limit on the slots of open runs.
 
@@ -168,8 +180,8 @@ def check_capacity(
         all_held -= len(superseded.boxes) * superseded.num_workers
         held -= superseded.credentials[credential] * superseded.num_workers
     for what, open_slots, limit in (
-        ("with this token", held, limits.slots_max),
-        ("of the whole cluster", all_held, limits.slots_open_max),
+        ("with this token", held, SLOTS_MAX),
+        ("of the whole cluster", all_held, SLOTS_OPEN_MAX),
     ):
         if open_slots + count > limit:
             raise OverloadedError(

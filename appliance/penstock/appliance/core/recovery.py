@@ -14,8 +14,9 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from penstock.appliance.core import opening
-from penstock.appliance.core.cluster_state import ClusterState
-from penstock.appliance.model.entities import (
+from penstock.appliance.core.attempts import LINGER_S
+from penstock.appliance.core.cluster import ClusterState
+from penstock.appliance.core.entities import (
     Attempt,
     AttemptState,
     Box,
@@ -23,22 +24,25 @@ from penstock.appliance.model.entities import (
     ClosedAttempt,
     Run,
     Slot,
-    SlotKey,
     Worker,
     client_in,
 )
+from penstock.appliance.journal.snapshot_index import SlotKey
 from penstock.proto.errors import JournalError, PenstockError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 
-def restore(cluster: ClusterState, now: float, worker_lease_s: float, client_lease_s: float) -> None:
-    """Fill an empty cluster state from its journal. `worker_lease_s`, `client_lease_s`: shortest new leases of workers
-    and clients, in seconds: the longest that they were promised before the restart, or more if they must first find the
-    coordinator on another host. Raises JournalError if rows contradict each other."""
+def restore(
+    cluster: ClusterState, waiting: dict[SlotKey, Slot], now: float, worker_lease_s: float, client_lease_s: float
+) -> None:
+    """Fill an empty cluster state, and the slots that wait for a worker, from its journal. `worker_lease_s`,
+    `client_lease_s`: shortest new leases of workers and clients, in seconds: the longest that they were promised before
+    the restart, or more if they must first find the coordinator on another host. Raises JournalError if rows contradict
+    each other."""
     try:
-        _fill(cluster, now, worker_lease_s, client_lease_s)
+        _fill(cluster, waiting, now, worker_lease_s, client_lease_s)
     except (LookupError, TypeError, ValueError, AssertionError, DecodeError, PenstockError) as error:
         raise JournalError(
             f"{cluster.journal.name} is damaged: its rows contradict each other ({type(error).__name__}: {error}). "
@@ -46,7 +50,9 @@ def restore(cluster: ClusterState, now: float, worker_lease_s: float, client_lea
         ) from error
 
 
-def _fill(cluster: ClusterState, now: float, worker_lease_s: float, client_lease_s: float) -> None:
+def _fill(
+    cluster: ClusterState, waiting: dict[SlotKey, Slot], now: float, worker_lease_s: float, client_lease_s: float
+) -> None:
     journal = cluster.journal
     if journal.boots > 1:
         cluster.events.add("coordinator restarted", "the coordinator was started again on its journal")
@@ -75,7 +81,7 @@ def _fill(cluster: ClusterState, now: float, worker_lease_s: float, client_lease
         else:
             run.past[row["attempt"]].clients[row["box"]] = client_in(row["client_id"])
     for row in journal.rows("slots"):
-        _slot(cluster, row, now)
+        _slot(cluster, waiting, row, now)
     for row in journal.rows("skips"):
         slot = cluster.slot(SlotKey(row["run"], row["attempt"], row["box"], row["slot"]))
         assert slot is not None
@@ -111,14 +117,14 @@ def _fill(cluster: ClusterState, now: float, worker_lease_s: float, client_lease
 def _box(cluster: ClusterState, attempt: Attempt, row: Mapping[str, Any], now: float) -> None:
     request = pb.OpenRunRequest.FromString(row["opening"])
     request.ClearField("client_id")  # older releases stored it
-    start = opening.validate(request, cluster.limits)
+    start = opening.validate(request)
     box = Box(
         row["box"], client_in(row["client_id"]), request, start, BoxPresence(row["place"]), now, cluster.next_version()
     )
     box.reported_at, box.reported, box.restored = now, False, True
     box.history.append(start)
     if box.presence is BoxPresence.CLOSED:
-        box.lingers_until = now + cluster.limits.linger_s
+        box.lingers_until = now + LINGER_S
     if request.HasField("restart"):  # snapshots from before it may still be on disk
         box.history.append(Position.from_proto(box.launch_start))
         for slot in range(attempt.num_workers):
@@ -127,7 +133,7 @@ def _box(cluster: ClusterState, attempt: Attempt, row: Mapping[str, Any], now: f
     cluster.slots_held[box.credential] += attempt.num_workers
 
 
-def _slot(cluster: ClusterState, row: Mapping[str, Any], now: float) -> None:
+def _slot(cluster: ClusterState, waiting: dict[SlotKey, Slot], row: Mapping[str, Any], now: float) -> None:
     attempt = cluster.runs[row["run"]].current
     assert attempt is not None  # rows of slots go with their attempt, in one transaction
     box = attempt.boxes[row["box"]]
@@ -148,4 +154,4 @@ def _slot(cluster: ClusterState, row: Mapping[str, Any], now: float) -> None:
         worker.slots.add(slot.key, box.assignment_size)
         cluster.placed += 1
     elif slot.phase == pb.WAITING and box.presence is BoxPresence.LIVE:
-        cluster.waiting[slot.key] = slot
+        waiting[slot.key] = slot

@@ -4,7 +4,7 @@ collects the states of all slots of a run at one step, for a rank that saves.
 Ranks that request the same step share one query. A rank that requests the step later gets the kept result. So every
 rank saves the same bytes, and each worker sends its states once.
 
-All answers of workers that are in memory share one budget, `limits.answers_max`. When half of it is used, a query drops
+All answers of workers that are in memory share one budget, ANSWERS_MAX. When half of it is used, a query drops
 the states that were sent to all of its callers, and no other caller can join it after that. When all of it is used,
 results that are kept for later ranks are dropped. If that does not free enough, a new answer waits for memory, and its
 data stays at the worker. The answers of the box that a query's callers wait for next are always taken, because
@@ -16,16 +16,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from penstock.appliance.core.cluster_state import ClusterState
-from penstock.appliance.model.entities import Attempt, known_run
-from penstock.appliance.states.aggregation import Aggregation
-from penstock.appliance.states.mixture_trial import MixtureTrial
-from penstock.appliance.states.state_query import SlotStateRequest, StateQuery
+from penstock.appliance.core.cluster import ClusterState
+from penstock.appliance.core.entities import Attempt, known_run
+from penstock.appliance.core.state_query import Aggregation, MixtureTrial, SlotStateRequest, StateQuery
 from penstock.proto.errors import OverloadedError, StateUnavailableError, SupersededError, UnknownRunError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 _Key = tuple[str, int, int, str]
 
+ANSWERS_MAX = 256 << 20
+"""Largest number of bytes in memory of answers to state queries: answers to be sent, and answers kept for other ranks
+that request the same step. When it is reached, each query may still take the answers of one more box."""
+ASKED_AT_ONCE = 1024
+"""Largest number of slots whose states a query requests at the same time. A box with more slots is requested as a
+whole. gRPC itself may buffer 64 KiB of each incoming answer, and 10,000 answers at once would delay heartbeats."""
+QUERIES_MAX = 64
+"""Number of open state queries that every run may have. A run may have two more for each of its boxes: 64 + 16 for a
+run of 8 boxes. Each query sends a request to all workers of the run."""
 ANSWERS_FREED = ("answers_freed",)
 """Topic that is announced when memory of workers' answers was freed, so that further answers can be taken."""
 
@@ -78,7 +85,7 @@ class StateQueries:
         query = self._finished.get(key) or self._joinable.get(key)
         if query is None:
             query = StateQuery(*key[:3], self._cluster.next_version(), attempt.num_boxes)
-            query.at_once = self._cluster.limits.asked_at_once
+            query.at_once = ASKED_AT_ONCE
         return self._ask(query, now + request.deadline_s)
 
     def begin_aggregation(self, request: pb.FetchStateRequest, box: int, now: float) -> StateQuery:
@@ -113,7 +120,7 @@ class StateQueries:
 
     def _check_limit(self, query: StateQuery) -> None:
         under_way = sum(one.run == query.run for one in self._open.values())
-        limit = self._cluster.limits.queries_max + 2 * self._cluster.runs[query.run].num_boxes
+        limit = QUERIES_MAX + 2 * self._cluster.runs[query.run].num_boxes
         if under_way >= limit:
             raise OverloadedError(
                 f"at most {limit} states of run {query.run} can be fetched at once, got one request more: retry once "
@@ -122,13 +129,14 @@ class StateQueries:
 
     def sent(self, query: StateQuery, box: int) -> None:
         """Record that the box's states were sent to one of the query's callers. Drop the states that were sent to all
-        callers, if more than half of `limits.answers_max` is used."""
+        callers, if more than half of ANSWERS_MAX is used."""
         query.sent[box] += 1
-        if query.sent[box] >= query.callers and self.held > self._cluster.limits.answers_max // 2:
+        if query.sent[box] >= query.callers and self.held > ANSWERS_MAX // 2:
             self._release(query)
 
-    def end(self, query: StateQuery, sent: int) -> None:
-        """Remove a caller of the query, to which the states of the first `sent` boxes were sent."""
+    def end(self, query: StateQuery, sent: int = 0) -> None:
+        """Remove a caller of the query that has its answer or has given up, and to which the states of the first `sent`
+        boxes were sent. With the last caller the open requests to workers are withdrawn."""
         query.callers -= 1
         for box in range(sent):
             if box in query.sent:
@@ -157,10 +165,10 @@ class StateQueries:
         query = self._by_request.get(request)
         if query is None or request in query.coming:
             return None
-        if self.held + size > self._cluster.limits.answers_max:
+        if self.held + size > ANSWERS_MAX:
             self._free_memory(size)
             is_next = query.is_next(query.requests[request])
-            if self.held + size > self._cluster.limits.answers_max and not is_next:
+            if self.held + size > ANSWERS_MAX and not is_next:
                 return max(0.0, query.deadline - now)
         query.coming[request] = size
         query.held += size
@@ -173,7 +181,7 @@ class StateQueries:
             self._cluster.changed(ANSWERS_FREED)
 
     def _free_memory(self, size: int) -> None:
-        limit = self._cluster.limits.answers_max
+        limit = ANSWERS_MAX
         while self._finished and self.held + size > limit:
             self._finished.popitem(last=False)
         for query in list(self._open.values()):

@@ -8,11 +8,12 @@ from itertools import islice
 from typing import Any
 
 from penstock.appliance.core import demand
-from penstock.appliance.core.cluster_state import ClusterState
-from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Slot, SlotKey, Worker
-from penstock.appliance.policies.bottleneck import Bottleneck, BoxFacts, SlotFacts, find
-from penstock.appliance.policies.lease_policy import LeasePolicy
-from penstock.appliance.states.state_query import SlotStateRequest
+from penstock.appliance.core.bottleneck import Bottleneck, BoxFacts, SlotFacts, find
+from penstock.appliance.core.cluster import ClusterState
+from penstock.appliance.core.entities import Attempt, Box, BoxPresence, Slot, Worker
+from penstock.appliance.core.leases import LeasePolicy
+from penstock.appliance.core.state_query import SlotStateRequest
+from penstock.appliance.journal.snapshot_index import SlotKey
 from penstock.proto.rpc.version import PROTOCOL, VERSION
 from penstock.proto.state.epoch_labels import label_of, to_messages
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -281,7 +282,7 @@ def fill_status(reply: pb.StatusReply, cluster: ClusterState, now: float, uptime
             advice = demand.advise(run.current, cores)
             status.recommended_workers_per_box = advice.workers_per_box
             yield from _fill_run(status, cluster, run.current, now, caused, advice.busy_cores)
-    reply.recommended_workers = demand.daemons(cluster)
+    reply.recommended_workers = demand.daemons(cluster.open_attempts(), cluster.workers.values())
     for number, worker in enumerate(list(cluster.workers.values())):
         slots = [cluster.slot(key) for key in worker.slots]
         reply.workers.add(

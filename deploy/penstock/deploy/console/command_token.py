@@ -56,7 +56,7 @@ def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
 
 def _refuse_planted(path: Path) -> None:
     """Raise JournalError if another user owns the token file, or could have placed it in the state directory."""
-    from penstock.appliance.storage.journal import make_private
+    from penstock.appliance.journal.journal import make_private
 
     try:
         make_private(path.parent)

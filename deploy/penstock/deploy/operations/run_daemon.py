@@ -42,8 +42,8 @@ def run_coordinator(
 ) -> None:
     """Run a coordinator until SIGTERM or SIGINT. With `parent_pid`, SIGINT is ignored, and the coordinator ends with
     this process."""
-    from penstock.appliance.edge.server import serve
-    from penstock.appliance.model.limits import MEMORY_BUDGET, Limits
+    from penstock.appliance.limits import MEMORY_BUDGET, Limits
+    from penstock.appliance.server.server import serve
 
     settings = resolve(CoordinatorSettings, **flags)
     _begin(debug, settings.log_format, process="coordinator")

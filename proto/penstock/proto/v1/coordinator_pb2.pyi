@@ -1826,7 +1826,7 @@ class StatusReply(_message.Message):
     recommended_workers: _builtins.int
     """daemons like the present ones that the open runs need: see"""
     wall_s: _builtins.float
-    """penstock.appliance.core.demand
+    """penstock.appliance.core.bottleneck
     the coordinator's clock, by which tickets expire
     """
     dashboard: _builtins.str
@@ -1952,7 +1952,7 @@ Global___RunStatus: _TypeAlias = RunStatus  # noqa: Y015
 
 @_typing.final
 class Bottleneck(_message.Message):
-    """Cause that limits a run's speed: see penstock.appliance.policies.bottleneck."""
+    """Cause that limits a run's speed: see penstock.appliance.core.bottleneck."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2066,7 +2066,7 @@ class Event(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """see penstock.appliance.model.recent_events"""
+    """see penstock.appliance.core.recent_events"""
     fault: _builtins.bool
     """the event is a fault, not a requested action"""
     wall_s: _builtins.float

@@ -1,0 +1,473 @@
+"""Attempts: handles the calls of training jobs, which open runs, report progress and close their boxes, and ends the
+attempts that are over. opening.py decides what a request opens.
+
+A job closes its boxes one by one. An operator ends a run whose job is dead or hangs (`penstock run close`), so as not
+to wait until the coordinator ends it. The coordinator cannot tell a hanging job from a live one: the next call of a job
+that still lives gets SupersededError with the reason. The run itself remains, and the next launch opens it again.
+
+A box also reports workers that it cannot reach, although both can reach the coordinator. A lane goes from the training
+host directly to the worker's host, so only the box can notice a broken route or a firewall between the two. Such a slot
+moves to a worker that the box can reach, if one has free capacity. A report moves only the slots of its own box, and
+counts for only UNREACHABLE_MAX workers at a time: a box that can reach no worker at all must not move its slots through
+the whole fleet, with a runner started in vain each time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+
+from penstock.appliance.core import box_progress, launch_restarts, opening, views
+from penstock.appliance.core.cluster import ClusterState, box_row, history_row
+from penstock.appliance.core.entities import (
+    Attempt,
+    AttemptState,
+    Box,
+    BoxPresence,
+    ClosedAttempt,
+    Run,
+    Slot,
+    client_of,
+    shown,
+)
+from penstock.appliance.core.leases import LEASE_MAX_S, PromisedLease
+from penstock.appliance.core.placement import SLOTS_AT_ONCE, UNREACHABLE_AGAIN_S, UNREACHABLE_S, Placement
+from penstock.appliance.core.request_checks import check_name, check_progress
+from penstock.appliance.journal.journal import TABLES
+from penstock.appliance.journal.snapshot_index import SlotKey
+from penstock.proto.errors import (
+    BoxTakenError,
+    InvalidArgumentError,
+    SupersededError,
+    UnknownRunError,
+)
+from penstock.proto.rpc.bounds.message_bounds import owned
+from penstock.proto.rpc.channel import VERSION
+from penstock.proto.state.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+PAST_ATTEMPTS = 16
+"""Number of earlier attempts of a run that are remembered by number, key and clients, so that their late calls are
+refused."""
+LINGER_S = 60.0
+"""Seconds that a closed box keeps its workers while other boxes of the run are open. A rank that saves after its last
+step needs the states of the boxes that closed before it."""
+ABANDONED_S = 3600.0
+"""Seconds after which an attempt without a live box is closed and its snapshots are dropped. Until then its boxes may
+come back."""
+ABANDONED_MAX = 1 << 19
+"""Largest number of epochs that a box may abandon by `break` in one attempt."""
+UNREACHABLE_MAX = 8
+UNREACHABLE_PER_S = 60.0
+"""The reports of one box can mark at most UNREACHABLE_MAX workers as unreachable within UNREACHABLE_PER_S seconds."""
+BOX_COST = 4
+"""Fixed time for releasing a box, in multiples of the time for one slot: added to the box's number of slots."""
+FREE_AFTER_S = 5.0
+"""Fewest seconds from an attempt's end until its boxes' memory is freed, when the journal has written them."""
+_MAX_REASON = 300
+"""Largest number of characters taken from the reason in a box's report."""
+
+
+class Attempts:
+    """Attempts of all runs, and their boxes. `settle`: completes a change (StateMachine.settle)."""
+
+    def __init__(
+        self,
+        cluster: ClusterState,
+        placement: Placement,
+        promised: PromisedLease,
+        *,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        fresh_seed: Callable[[], int],
+        settle: Callable[[], None],
+    ) -> None:
+        self._cluster, self._placement, self._promised = cluster, placement, promised
+        self._clock, self._wall, self._fresh_seed, self._settle = clock, wall, fresh_seed, settle
+        self._ended: deque[tuple[Attempt, list[Box]]] = deque()
+        """Attempts that are over, each with the boxes whose slots are still to be taken from their workers. The last
+        box of a list is handled first."""
+        self._discarded: deque[Box] = deque()
+        """Boxes of attempts that are over, whose memory `free_discarded` frees in pieces."""
+        self._free_at = 0.0
+        """Monotonic time from which `_discarded` may be freed; inf from the end of an attempt until the next tick, when
+        `free_discarded` sets the time."""
+
+    # -------------------------------------------------------------------------------------------------------- opening
+
+    def open_run(self, request: pb.OpenRunRequest, credential: str = "") -> pb.OpenRunReply:
+        """Open a run, or add a box to its open attempt. `credential`: digest of the caller's credential token."""
+        now, cluster = self._clock(), self._cluster
+        start = opening.validate(request)
+        client, request = opening.without_secret(request)
+        name = opening.run_name(request)
+        run = cluster.runs.get(name)
+        opening.check_limits(request, run, len(cluster.runs), cluster.snapshot_index)
+        match opening.decide(run, request, client, now):
+            case opening.RepeatedOpening(box):
+                attempt = cluster.attempt(name, run.attempt if run is not None else 0)
+                self._renew(attempt, box, now)
+            case opening.JoinAttempt(attempt):
+                opening.check_capacity(request, credential, None, cluster.slots_held)
+                self._add_box(attempt, client, request, start, now, credential)
+            case opening.OpenAttempt():
+                superseded = run.current if run is not None else None
+                opening.check_capacity(request, credential, superseded, cluster.slots_held)
+                attempt = self._next_attempt(name, run, client, request, now)
+                self._add_box(attempt, client, request, start, now, credential)
+        lease_policy = cluster.box_lease_policy()
+        self._promised.keep(lease_policy.lease_s, now)
+        self._settle()
+        return pb.OpenRunReply(
+            run=name,
+            attempt=attempt.number,
+            seed=attempt.seed,
+            lease_s=lease_policy.lease_s,
+            version=VERSION,
+            heartbeat_s=lease_policy.heartbeat_s,
+        )
+
+    def _next_attempt(self, name: str, run: Run | None, client: str, request: pb.OpenRunRequest, now: float) -> Attempt:
+        cluster = self._cluster
+        seed = opening.seed_of(run, request, self._fresh_seed)
+        opener = f"box {request.box}, client {shown(client)} on host {request.host_id or '?'}"
+        if run is None:
+            run = cluster.runs[name] = Run(name, seed, 0, 0, 0, 0)
+        if opening.resumes(request):
+            self._note_use(run)
+        elif run.attempt == 0:
+            run.unused = True
+            cluster.journal.put("unused", {"run": run.name})
+        number = run.attempt + 1
+        if run.current is not None:
+            why = f"attempt {run.current.number} of run {name} was superseded by attempt {number}, opened by {opener}"
+            self.end(run.current, AttemptState.SUPERSEDED, why)
+        run.seed, run.attempt = seed, number
+        run.num_boxes, run.num_workers = request.num_boxes, request.num_workers_per_box
+        run.current = Attempt(
+            name, number, request.attempt_key, opener, run.num_boxes, run.num_workers, seed, last_live=now
+        )
+        run.current.mixture_changes = run.mixture_changes
+        cluster.save_run(run)
+        cluster.save_attempt(run.current)
+        return run.current
+
+    def _note_use(self, run: Run) -> None:
+        """From now on the run has a position to lose, so that no launch may begin it anew on another topology."""
+        if run.unused:
+            run.unused = False
+            self._cluster.journal.drop("unused", run=run.name)
+
+    def _add_box(
+        self, attempt: Attempt, client: str, request: pb.OpenRunRequest, start: Position, now: float, credential: str
+    ) -> None:
+        cluster = self._cluster
+        run = cluster.runs[attempt.run]
+        cluster.live_boxes += 1
+        lease = now + cluster.box_lease_policy().lease_s
+        box = Box(
+            request.box, client, request, start, BoxPresence.LIVE, lease, 0, credential=credential, reported_at=now
+        )
+        cluster.slots_held[credential] += attempt.num_workers
+        box.history.append(start)
+        attempt.add_box(box)
+        for number in range(attempt.num_workers):
+            slot = Slot(SlotKey(attempt.run, attempt.number, box.number, number), run.generation + 1)
+            box.slots.append(slot)
+            self._placement.waiting[slot.key] = slot
+            cluster.save_slot(slot)
+        cluster.save_box(attempt, box)
+        cluster.bump_box(attempt, box)
+        text = (
+            f"box {box.number} of {attempt.topology} is in attempt {attempt.number}, from host {request.host_id or '?'}"
+        )
+        cluster.events.add("box opened", text, run=attempt.run, attempt=attempt.number, box=box.number)
+
+    # ---------------------------------------------------------------------------------------------------------- boxes
+
+    def _find_box(self, run: str, attempt_number: int, number: int, client_id: str) -> tuple[Attempt, Box]:
+        attempt = self._cluster.attempt(run, attempt_number)
+        box, where = attempt.boxes.get(number), f"box {number} of run {run} (attempt {attempt_number})"
+        if box is None:
+            raise UnknownRunError(
+                f"{where} has not been opened: start the job again (gRPC clients: call OpenRun first)"
+            )
+        if box.client != client_of(client_id):
+            raise BoxTakenError(f"{where} is held by {box.who()}: give each process of the job its own box number")
+        if box.presence is BoxPresence.CLOSED:
+            raise SupersededError(f"{where} was closed by its client: open it again with a new Appliance")
+        return attempt, box
+
+    def _renew(self, attempt: Attempt, box: Box, now: float, known_s: float = 0.0) -> None:
+        """Renew the box's lease, to at least `known_s` seconds: the lease that the client knows (up to a limit)."""
+        if box.presence is BoxPresence.GONE:
+            self._revive(attempt, box)
+        box.lease_until = now + self._cluster.box_lease_policy().promised(known_s, LEASE_MAX_S)
+        box.reported_at = now
+
+    def _revive(self, attempt: Attempt, box: Box) -> None:
+        """Mark the box's client as live again, because it has reported after its lease had ended."""
+        attempt.set_presence(box, BoxPresence.LIVE)
+        text = f"the training job of box {box.number} reported again"
+        self._cluster.events.add("box back", text, run=attempt.run, attempt=attempt.number, box=box.number)
+        for slot in box.slots:
+            if slot.phase == pb.WAITING:
+                self._placement.waiting[slot.key] = slot
+        self._cluster.save_box(attempt, box)
+        self._cluster.bump_box(attempt, box)
+
+    def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
+        """Record a box's report and return the reply at once. (The service waits for a change before it replies.)"""
+        self.report_box(request)
+        return self.box_view(request)
+
+    def box_view(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
+        cluster = self._cluster
+        attempt, box = self._find_box(request.run, request.attempt, request.box, request.client_id)
+        lease_policy = cluster.box_lease_policy()
+        self._promised.keep(lease_policy.lease_s, box.reported_at)
+        box.lease_until = max(box.lease_until, box.reported_at + lease_policy.lease_s)
+        cluster.journal.commit()
+        reply = views.watch_reply(cluster, attempt, box, request.seen_version, lease_policy, self._wall())
+        reply.commit_mark = cluster.journal.mark()
+        return reply
+
+    def box_hold(self, request: pb.WatchRunRequest) -> float:
+        """Return the seconds for which a WatchRun call is held if nothing changes."""
+        name = f"{request.run}.{request.box}"
+        return min(request.hold_s, self._cluster.box_lease_policy().left(self._clock(), name))
+
+    def box_version(self, request: pb.WatchRunRequest) -> int:
+        return self._find_box(request.run, request.attempt, request.box, request.client_id)[1].version
+
+    def ask(self, run_name: str, number: int) -> Box | None:
+        """Let a box report its present position: answer its client's long poll, because the client reports with each
+        new poll. Return the box; None if the run is not open or the box has no live client."""
+        run = self._cluster.runs.get(run_name)
+        box = run.current.boxes.get(number) if run is not None and run.current is not None else None
+        if run is None or run.current is None or box is None or box.presence is not BoxPresence.LIVE:
+            return None
+        self._cluster.bump_box(run.current, box)
+        return box
+
+    def report_box(self, request: pb.WatchRunRequest) -> None:
+        now, cluster = self._clock(), self._cluster
+        cluster.journal.confirm(request.commit_mark, f"box {request.box} of run {request.run}")
+        attempt, box = self._find_box(request.run, request.attempt, request.box, request.client_id)
+        check_progress(request, attempt.num_workers)
+        self._renew(attempt, box, now, request.lease_s)
+        if box_progress.note_epoch_starts(attempt, box, request):
+            cluster.touch(attempt, box)
+        self._note_abandoned(attempt, box, request)
+        if (request.fence_key, request.fence_taken) != box.fence:
+            box.fence = request.fence_key, request.fence_taken
+            cluster.changed(("mixture", request.run))
+        if request.delivered.step >= box.delivered.step:  # else a later report was received before this one
+            self._advance(attempt, box, request, now)
+        launch_restarts.note_offer(cluster.snapshot_index, attempt, box, request)
+        self._note_unreachable(box, request, now)
+        self._settle()
+
+    def _advance(self, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
+        delivered = request.delivered
+        passed = attempt.abandoned_between(box.step, delivered.step)
+        if request.epoch_ended != box.epoch_ended or delivered.epoch != box.delivered.epoch or passed:
+            self._cluster.touch(attempt, box)
+        attempt.set_ended(box, request.epoch_ended)
+        box.waiting_for, box.waited_s = request.waiting_for, request.waited_s
+        box.note_waits(now, request.waited_by_slot_s)
+        if request.sources:
+            box.imbalance = request.imbalance
+            box.sources = {count.source: owned(count) for count in request.sources}
+        if delivered.slots:
+            box_progress.advance(self._cluster.snapshot_index, attempt, box, request, now)
+            if delivered.step > 0:
+                self._note_use(self._cluster.runs[attempt.run])
+
+    def _note_abandoned(self, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
+        """Record the epochs that the box's loop abandoned by `break`."""
+        touched: list[Box] = []
+        for abandoned_epoch in request.abandoned:
+            if abandoned_epoch.epoch in box.abandoned:
+                continue
+            if len(box.abandoned) >= ABANDONED_MAX:
+                raise InvalidArgumentError(
+                    f"box {box.number} must abandon at most {ABANDONED_MAX} epochs (by `break`) in one launch, got one "
+                    "more: start the job again from its last saved state. A loop that uses "
+                    "DataExecutor(persistent=True) abandons no epoch"
+                )
+            if attempt.note_abandoned(box, abandoned_epoch.epoch, abandoned_epoch.step):
+                touched = list(attempt.boxes.values())
+            self._cluster.save_abandoned(attempt, box, abandoned_epoch.epoch)
+            touched = touched or [box]
+        for other in touched:
+            self._cluster.touch(attempt, other)
+
+    def _note_unreachable(self, box: Box, request: pb.WatchRunRequest, now: float) -> None:
+        for claim in request.unreachable:
+            slot = box.slots[claim.slot] if claim.slot < len(box.slots) else None
+            if slot is None or slot.generation != claim.generation or slot.phase != pb.READY or not slot.worker:
+                continue
+            believed = box.unreachable_since(now - UNREACHABLE_PER_S)
+            if slot.worker not in believed and len(believed) >= UNREACHABLE_MAX:
+                continue
+            box.unreachable[slot.worker] = now
+            windows = (UNREACHABLE_S, UNREACHABLE_AGAIN_S)
+            barred = (box.unreachable_since(now - seconds) | {slot.worker} for seconds in windows)
+            if self._placement.find_worker(slot, *barred) is not None:
+                reason = claim.why[:_MAX_REASON]
+                why = f"the training job of box {box.number} cannot reach worker {slot.worker}: {reason}"
+                self._placement.move(slot, why, None)
+
+    # ----------------------------------------------------------------------------------------------------------- ends
+
+    def close_run(self, request: pb.CloseRunRequest) -> None:
+        """Close the box for its client. A call for a box that is superseded or closed has no effect, because that box
+        is released already."""
+        cluster = self._cluster
+        try:
+            attempt, box = self._find_box(request.run, request.attempt, request.box, request.client_id)
+        except (SupersededError, UnknownRunError):
+            cluster.journal.commit()
+            return
+        if request.HasField("progress"):
+            self.report_box(request.progress)
+        attempt.set_presence(box, BoxPresence.CLOSED)
+        attempt.set_ended(box, True)
+        if attempt.any_live():
+            box.lingers_until = self._clock() + LINGER_S
+            for slot in box.slots:
+                self._placement.waiting.pop(slot.key, None)
+            cluster.save_box(attempt, box)
+            cluster.save_history(attempt, box)
+            cluster.touch(attempt, box)
+        else:
+            self.end(attempt, AttemptState.ENDED, f"attempt {attempt.number} of run {attempt.run} was closed")
+            if request.forget:
+                for table in TABLES:
+                    cluster.journal.drop(table, run=attempt.run)
+                del cluster.runs[attempt.run]
+        self._settle()
+
+    def end_run(self, request: pb.EndRunRequest) -> pb.EndRunReply:
+        """End the open attempt of a run (JOB/N), or those of all runs of a job (JOB), for an operator. Attempts that
+        are over stay as they are. Raises UnknownRunError, InvalidArgumentError."""
+        check_name("run", request.run)
+        reply = pb.EndRunReply()
+        for run in self._cluster.runs_named(request.run):
+            attempt = run.current
+            reply.runs.add(run=run.name, attempt=run.attempt, was_open=attempt is not None)
+            if attempt is not None:
+                why = f"attempt {attempt.number} of run {run.name} was ended by an operator (`penstock run close`)"
+                self.end(attempt, AttemptState.ENDED, why)
+        self._settle()
+        return reply
+
+    def end(self, attempt: Attempt, state: AttemptState, why: str) -> None:
+        """End the attempt. From now on its calls are refused with the reason `why`. Its slots stay on their workers
+        until `release_ended` takes them; after a restart of the coordinator they are on no worker. No box is visited,
+        because a run may have 16,384 boxes and other calls would wait meanwhile."""
+        cluster = self._cluster
+        run = cluster.runs[attempt.run]
+        attempt.state, attempt.why = state, why
+        cluster.events.add(f"attempt {state.value}", why, run=attempt.run, attempt=attempt.number)
+        run.current = None
+        boxes = attempt.boxes.values()
+        for credential, count in attempt.credentials.items():
+            cluster.slots_held[credential] -= count * attempt.num_workers
+        if boxes:
+            self._ended.append((attempt, list(reversed(boxes))))
+            self._discarded.extend(boxes)
+            self._free_at = math.inf
+        # the box's number does not matter: `settle` looks at the attempt only
+        cluster.touched.add((attempt.run, attempt.number, next(iter(attempt.boxes), 0)))
+        run.generation = max(run.generation, attempt.generation)
+        run.past[attempt.number] = ClosedAttempt(attempt.number, attempt.key, state, why, attempt.clients)
+        which: dict[str, str | int] = {"run": attempt.run, "attempt": attempt.number}
+        cluster.journal.put_all("boxes", lambda: (box_row(attempt, box) for box in boxes), **which)
+        cluster.journal.put_all("tracks", lambda: (history_row(attempt, box) for box in boxes), **which)
+        for table in ("slots", "skips", "abandoned", "reserved"):
+            cluster.journal.drop(table, **which)
+        cluster.save_attempt(attempt)
+        cluster.save_run(run)
+        while len(run.past) > PAST_ATTEMPTS:
+            oldest = min(run.past)
+            del run.past[oldest]
+            for table in ("attempts", "boxes", "tracks"):
+                cluster.journal.drop(table, run=run.name, attempt=oldest)
+        cluster.snapshot_index.drop_attempt(attempt.run, attempt.number)
+
+    def release_ended(self) -> bool:
+        """Take slots of ended attempts from their workers, about SLOTS_AT_ONCE in one call, and wake calls of their
+        boxes. Return whether all are taken. Until then no slot is placed: the capacity is not free yet."""
+        cluster = self._cluster
+        left: set[str] = set()
+        taken = 0
+        while self._ended and taken < SLOTS_AT_ONCE:
+            attempt, boxes = self._ended[0]
+            box = boxes.pop()
+            if not boxes:
+                self._ended.popleft()
+            taken += len(box.slots)
+            for slot in box.slots:
+                self._placement.cancel_migration(slot)
+                if slot.worker:
+                    left.add(self._placement.take(slot))
+                self._placement.waiting.pop(slot.key, None)
+            box.version = cluster.next_version()
+            cluster.changed(("box", attempt.run, attempt.number, box.number))
+        for name in sorted(left):
+            if name in cluster.workers:
+                cluster.bump_worker(cluster.workers[name])
+        return not self._ended
+
+    # ------------------------------------------------------------------------------------------------ periodic checks
+
+    def tick(self, now: float, patience_s: float) -> None:
+        """Vacate the boxes whose leases ended more than `patience_s` seconds ago, and end attempts without a live box.
+        After SLOTS_AT_ONCE slots the method stops, and the next call continues."""
+        vacated = live_boxes = 0
+        for attempt in self._cluster.open_attempts():
+            for box in attempt.boxes.values():
+                if vacated >= SLOTS_AT_ONCE:
+                    break
+                if box.presence is BoxPresence.LIVE and box.lease_until <= now - patience_s:
+                    note = f"the training job of box {box.number} has not reported for {now - box.reported_at:.1f} s"
+                    vacated += self._vacate(attempt, box, BoxPresence.GONE, note)
+                elif 0.0 < box.lingers_until <= now:
+                    box.lingers_until = 0.0
+                    vacated += self._vacate(attempt, box, BoxPresence.CLOSED, f"box {box.number} was closed")
+            live_boxes += len(attempt.live)
+            if attempt.live:
+                attempt.last_live = now
+            elif now - attempt.last_live > ABANDONED_S:
+                why = f"no box of attempt {attempt.number} of run {attempt.run} has reported for {ABANDONED_S:g} s"
+                self.end(attempt, AttemptState.ENDED, why)
+        self._cluster.live_boxes = live_boxes
+        self._free_discarded(now)
+
+    def _vacate(self, attempt: Attempt, box: Box, presence: BoxPresence, note: str) -> int:
+        """Take all slots of the box from their workers, because its client is lost or has closed it. Return the cost in
+        slots. `note`: reason."""
+        cluster = self._cluster
+        attempt.set_presence(box, presence)
+        kind = "box lost" if presence is BoxPresence.GONE else "box closed"
+        cluster.events.add(kind, note, run=attempt.run, attempt=attempt.number, box=box.number)
+        if box.reported:
+            cluster.save_history(attempt, box)
+        for slot in box.slots:
+            self._placement.vacate(slot, note)
+        cluster.save_box(attempt, box)
+        cluster.bump_box(attempt, box)
+        return BOX_COST + len(box.slots)
+
+    def _free_discarded(self, now: float) -> None:
+        """Free the memory of boxes of ended attempts, of about SLOTS_AT_ONCE slots in one call. Python would free an
+        attempt with all its boxes at once, some 10 us for each: 0.2 s for 16,384 boxes. So a list keeps the boxes until
+        FREE_AFTER_S seconds after an attempt ended, when the journal's thread has written them."""
+        if self._free_at == math.inf:
+            self._free_at = now + FREE_AFTER_S
+        freed = 0
+        while self._discarded and now >= self._free_at and freed < SLOTS_AT_ONCE:
+            freed += BOX_COST + len(self._discarded.popleft().slots)

@@ -1,0 +1,227 @@
+"""Bottleneck of a run: the training loop, one worker, too few workers, or the network between loop and workers.
+
+If a loop seldom waits, the loop itself is the bottleneck, and faster input would not help. If it waits, its waits alone
+could suggest the wrong slot: the loop takes the slots in turn, so if all are equally slow, it waits for one slot, and
+the others make their batches meanwhile. So two measurements decide: the number of batches that the other slots have
+ready, and the time that each slot takes for a batch. A slot is the bottleneck if it causes at least half of the
+waiting, if at least half of the other slots have batches ready meanwhile, and if it takes at least 1.5 times as long
+for a batch as they usually do. Ready batches alone prove nothing, because over time any small difference in speed fills
+a ring. If most other slots have no batches ready, or if all take equally long, there are too few slots, or input_fn is
+too slow. If the slot that the loop waits for is on another host and has batches ready itself, the batches are made in
+time and arrive late: the bottleneck is the network.
+
+Collectives usually keep the boxes of a run in step, so the run is as fast as the box that waits most.
+
+Pure functions over plain values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from penstock.appliance.core.gauges import AHEAD
+from penstock.runtime.telemetry.units import INPUT_BOUND, percent
+
+LEAST_S = 3.0
+"""Shortest time over which waits must be measured before a bottleneck is reported, in seconds."""
+MIN_BLAME = 0.5
+"""Smallest share, from 0 to 1, of a box's waiting that a slot or worker must cause to be called a straggler; also the
+smallest share of the waiting for a slot that must happen while its batches are ready, for the network to be called the
+bottleneck."""
+STRAGGLER_FACTOR = 1.5
+"""Smallest ratio of a straggler's time per batch to that of the other slots."""
+
+
+@dataclass(frozen=True)
+class SlotFacts:
+    """Measurements of a slot, from which `find` decides."""
+
+    slot: int
+    worker: str
+    """Name of the slot's worker; "" = no worker."""
+    phase: str
+    """Name of the slot's SlotPhase: WAITING, STARTING, READY or FAILED."""
+    wait_share: float
+    """Share of its time that the box's loop waited for this slot, from 0 to 1."""
+    mean_queued: float
+    """Mean number of batches that are ready."""
+    late: float = 0.0
+    """Share of the waiting for this slot that happened while the slot had batches ready, which then arrived late."""
+    remote: bool = False
+    """True if the slot's batches are sent over a network."""
+    restarts: int = 0
+    behind: bool = False
+    """True if the slot's runner is a replacement that is still starting or replaying."""
+    batch_s: float = 0.0
+    """Seconds of work per batch; 0 = not known."""
+
+
+@dataclass(frozen=True)
+class BoxFacts:
+    """Measurements of a box, from which `find` decides."""
+
+    box: int
+    span_s: float
+    """Seconds over which all shares of the box and its slots were measured."""
+    wait_share: float
+    slots: Sequence[SlotFacts]
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """Answer to the question what limits the speed of a run."""
+
+    kind: str
+    """Kind of limit. starting: first batches are being made, or too little is measured. loop: the training loop itself.
+    straggler: one slow slot or worker. network: batches arrive late. workers: too few slots, or a slow input_fn.
+    unplaced: no worker has free capacity for a slot. recovering: a slot's new runner is starting or replaying, or the
+    slot has failed."""
+    text: str
+    wait_share: float = 0.0
+    box: int | None = None
+    slot: int | None = None
+    worker: str = ""
+    blame: float = 0.0
+    """Share of the box's waiting that the slot or worker causes, from 0 to 1."""
+
+    @property
+    def input_bound(self) -> bool:
+        return self.kind not in ("starting", "loop")
+
+
+def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
+    """Return the run's bottleneck; None if `boxes` is empty.
+
+    `boxes`: boxes whose loops are running. `busy_cores`: number of cores of the workers' machines if the run's slots
+    keep all cores busy; else 0.
+    """
+    boxes = list(boxes)
+    stuck = next((found for box in boxes if (found := _unplaced(box)) is not None), None)
+    if stuck is not None or not boxes:
+        return stuck
+    worst = max(boxes, key=lambda box: (box.span_s >= LEAST_S, box.wait_share))
+    if worst.span_s < LEAST_S:
+        return Bottleneck("starting", _beginning(boxes), 0.0, worst.box)
+    top = max(worst.slots, key=lambda slot: slot.wait_share)
+    share = worst.wait_share
+    if share <= INPUT_BOUND or not top.wait_share:
+        text = (
+            f"Not input-bound: box {worst.box}, which waits most, waits for data {percent(share)} of its time. The "
+            "training loop sets the speed."
+        )
+        return Bottleneck("loop", text, share, worst.box)
+    waits = f"Input-bound: box {worst.box} waits for data {percent(share)} of its time"
+    alone = _of_phase(worst, top, waits) or _late(worst, top, waits) or _straggler(worst, top, waits)
+    return alone or _few(worst, waits, busy_cores)
+
+
+def _unplaced(box: BoxFacts) -> Bottleneck | None:
+    """Return a bottleneck if a slot of the box has no worker, and the waits of the box have been measured for less than
+    LEAST_S seconds, usually because its loop still lacks its first batch; else None."""
+    slot = next((slot for slot in box.slots if slot.phase == "WAITING"), None)
+    if slot is None or box.span_s >= LEAST_S:
+        return None
+    text = (
+        f"Box {box.box} must wait: no worker has free capacity for its slot {slot.slot}. Start more workers, or "
+        "workers with more slots."
+    )
+    return Bottleneck("unplaced", text, box.wait_share, box.box, slot.slot)
+
+
+def _beginning(boxes: Sequence[BoxFacts]) -> str:
+    starting = [slot for box in boxes for slot in box.slots if slot.phase == "STARTING"]
+    if starting:
+        return f"Starting: the first batches of {len(starting)} slots are being made."
+    return "Starting: not enough has been measured yet."
+
+
+def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
+    """Return a bottleneck if slot `top`, for which the loop waits most, has no ready runner, or a new runner that has
+    not caught up with the loop; else None. `waits`: beginning of the bottleneck's text."""
+    if top.phase == "READY" and not top.behind:
+        return None
+    blame = _share(top.wait_share, box)
+    prefix = f"{waits}, {percent(blame)} of that for slot {top.slot}"
+    if top.phase == "WAITING":
+        text = f"{prefix}, for which no worker has free capacity: start more workers, or workers with more slots."
+        return Bottleneck("unplaced", text, box.wait_share, box.box, top.slot, "", blame)
+    if top.phase == "FAILED":
+        text = f"{prefix}, which has failed for good on worker {top.worker}: see its error."
+    elif top.restarts or top.behind:
+        text = f"{prefix}, whose new runner on worker {top.worker} is still starting or replaying."
+    else:
+        text = f"{prefix}, whose first batch is being made on worker {top.worker}."
+        return Bottleneck("starting", text, box.wait_share, box.box, top.slot, top.worker, blame)
+    return Bottleneck("recovering", text, box.wait_share, box.box, top.slot, top.worker, blame)
+
+
+def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
+    if not top.remote or top.late < MIN_BLAME or top.mean_queued < AHEAD:
+        return None
+    blame = _share(top.wait_share, box)
+    text = (
+        f"{waits}, {percent(blame)} of that for slot {top.slot}, although {top.mean_queued:.1f} batches are ready "
+        f"there on average: they arrive late from worker {top.worker}. Check the network to that machine, and its load."
+    )
+    return Bottleneck("network", text, box.wait_share, box.box, top.slot, top.worker, blame)
+
+
+def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
+    """Return a bottleneck if the loop waits mainly for one slot, or for the slots of one worker, while at least half of
+    the other slots have batches ready, and if this slot or worker is slower than the others; else None."""
+    by_worker = Counter[str]()
+    for slot in box.slots:
+        by_worker[slot.worker] += slot.wait_share  # type: ignore[assignment]
+    worker = max(by_worker, key=lambda name: by_worker[name])
+    whole = [slot for slot in box.slots if slot.worker == worker]
+    rest = [slot for slot in whole if slot is not top]
+    # the slot is slow, not its worker
+    alone = all(slot.mean_queued >= AHEAD and _slower([top], [slot]) for slot in rest)
+    groups = [[top], whole] if alone else [whole, [top]]
+    for group in groups:
+        numbers = {slot.slot for slot in group}
+        others = [slot for slot in box.slots if slot.slot not in numbers]
+        blame = _share(sum(slot.wait_share for slot in group), box)
+        ahead = 2 * sum(slot.mean_queued >= AHEAD for slot in others) >= len(others)
+        if blame < MIN_BLAME or not others or not ahead or not _slower(group, others):
+            continue
+        who = f"slot {top.slot} on worker {top.worker}" if len(group) == 1 else f"worker {worker}"
+        text = (
+            f"{waits}, {percent(blame)} of that for {who}, which is slower than the others: {_mean(group):.1f} "
+            f"batches are ready there on average, {_mean(others):.1f} at each other slot. Check that machine, and the "
+            "data that the slot reads."
+        )
+        return Bottleneck("straggler", text, box.wait_share, box.box, top.slot, group[0].worker, blame)
+    return None
+
+
+def _slower(group: Sequence[SlotFacts], others: Sequence[SlotFacts]) -> bool:
+    """Return whether the slots of `group` take at least STRAGGLER_FACTOR times as long for a batch as `others`. If
+    these times are not known, return True: then the numbers of ready batches decide alone."""
+    own, usual = ([slot.batch_s for slot in slots if slot.batch_s > 0] for slots in (group, others))
+    return not own or not usual or max(own) >= STRAGGLER_FACTOR * median(usual)
+
+
+def _few(box: BoxFacts, waits: str, busy_cores: int) -> Bottleneck:
+    number = len(box.slots)
+    many = f"all its {number} slots are busy" if number > 1 else "its one slot is busy"
+    text = f"{waits}, and {many} ({_mean(box.slots):.1f} batches are ready at each on average)"
+    if busy_cores:
+        text += (
+            f", and all {busy_cores} cores of the workers' machines are busy. Start workers on more machines, or make "
+            "input_fn faster."
+        )
+    else:
+        text += ". Raise num_workers_per_box, or make input_fn faster."
+    return Bottleneck("workers", text, box.wait_share, box.box)
+
+
+def _share(part: float, box: BoxFacts) -> float:
+    return min(1.0, part / sum(slot.wait_share for slot in box.slots))
+
+
+def _mean(slots: Sequence[SlotFacts]) -> float:
+    return sum(slot.mean_queued for slot in slots) / len(slots)

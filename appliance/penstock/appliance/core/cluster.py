@@ -1,0 +1,240 @@
+"""Cluster state: all runs and workers of a coordinator, with their versions, their rows in the journal and their
+leases. entities.py explains run, attempt, box and slot. attempts.py, workers.py and placement.py change them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from penstock.appliance.core import box_history, leases
+from penstock.appliance.core.entities import Attempt, AttemptState, Box, Run, Slot, Worker, attempt_over, known_run
+from penstock.appliance.core.free_capacity import FreeCapacity
+from penstock.appliance.core.leases import LeasePolicy, SnapshotShare
+from penstock.appliance.core.recent_events import RecentEvents
+from penstock.appliance.journal.journal import Journal
+from penstock.appliance.journal.snapshot_index import SlotKey, SnapshotIndex
+from penstock.appliance.limits import Limits
+from penstock.proto.errors import SupersededError, UnknownRunError
+from penstock.proto.rpc.credentials.tickets import lane_key, make_ticket
+
+Topic = tuple[str | int, ...]
+"""Name of a thing whose change wakes waiting calls, such as ("worker", name) or ("box", run, attempt, box)."""
+
+
+class ClusterState:
+    """All runs and workers of a coordinator. `changed`: called with the topic of each change."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        snapshot_index: SnapshotIndex,
+        limits: Limits,
+        changed: Callable[[Topic], None],
+        events: RecentEvents,
+    ) -> None:
+        self.journal = journal
+        self.snapshot_index = snapshot_index
+        self.limits = limits
+        self.changed = changed
+        self.events = events
+        self.runs: dict[str, Run] = {}
+        self.workers: dict[str, Worker] = {}
+        self.free_capacity = FreeCapacity(self.workers)
+        self.fleet, self.fleet_at = 0, 0.0
+        """Number of workers that the lease policy assumes, and the time when it was set: see `count_fleet`."""
+        self.load_factor = 1.0
+        """Divisor of the calls per second that peers may make; 1 = not overloaded: leases.updated_load_factor."""
+        self.live_boxes = 0
+        self.slots_held: Counter[str] = Counter()
+        """Digest of a credential token -> number of slots of the boxes that it opened, in open attempts."""
+        self.placed = 0
+        """Number of slots that workers hold. A slot with a migration target counts twice."""
+        self.touched: set[tuple[str, int, int]] = set()
+        """Keys (run, attempt, box) of boxes that changed since the state queries were last planned."""
+        self.tickets_expire = 0
+        """Time when tickets made from now on expire, in seconds since the Unix epoch: see credentials/tickets.py."""
+        self._version = journal.boots << 32
+
+    # ------------------------------------------------------------------------------------- versions, leases, tickets
+
+    def next_version(self) -> int:
+        """Return a version number higher than every earlier one of any object, including those before a restart."""
+        self._version += 1
+        return self._version
+
+    def bump_worker(self, worker: Worker) -> None:
+        self.free_capacity.offer(worker)
+        worker.version = self.next_version()
+        self.changed(("worker", worker.name))
+
+    def bump_box(self, attempt: Attempt, box: Box) -> None:
+        box.version = self.next_version()
+        self.touch(attempt, box)
+        self.changed(("box", attempt.run, attempt.number, box.number))
+
+    def worker_lease_policy(self) -> LeasePolicy:
+        return leases.of_workers(max(self.fleet, len(self.workers)), self.load_factor, self.limits.worker_lease_s)
+
+    def count_fleet(self, now: float) -> None:
+        """Set the number of workers from which the lease policy is computed. A larger fleet counts at once, a smaller
+        one only after leases.SHRINKS_AFTER_S. Otherwise an overloaded coordinator that lost workers would ask the
+        remaining ones for more frequent heartbeats, and lose them too."""
+        if len(self.workers) >= self.fleet or now - self.fleet_at > leases.SHRINKS_AFTER_S:
+            self.fleet, self.fleet_at = len(self.workers), now
+
+    def box_lease_policy(self) -> LeasePolicy:
+        return leases.of_boxes(self.live_boxes, self.load_factor, self.limits.client_lease_s)
+
+    def snapshot_share(self) -> SnapshotShare:
+        """Return the quota of durable snapshots of one slot, for the present fleet."""
+        calls_per_s = (
+            len(self.workers) / self.worker_lease_policy().heartbeat_s
+            + self.live_boxes / self.box_lease_policy().heartbeat_s
+        )
+        return leases.share(self.placed, calls_per_s)
+
+    def touch(self, attempt: Attempt, box: Box) -> None:
+        self.touched.add((attempt.run, attempt.number, box.number))
+
+    def lane_key(self, key: SlotKey, generation: int) -> bytes:
+        """Return the key by which a worker verifies the tickets of clients that open the slot's lane. The key is
+        derived from the journal's secret, so it is the same after a restart without being stored."""
+        return lane_key(self.journal.secret, *key, generation)
+
+    def ticket(self, key: SlotKey, generation: int) -> str:
+        """Return the ticket that a client must present when it opens the slot's lane."""
+        return make_ticket(self.lane_key(key, generation), self.tickets_expire)
+
+    # ----------------------------------------------------------------------------------------------------- finding
+
+    def attempt(self, run_name: str, number: int) -> Attempt:
+        """Return the open attempt of the run, if its number is `number`. Raises UnknownRunError for an unknown run or
+        attempt, SupersededError if attempt `number` is over."""
+        run = known_run(self.runs, run_name)
+        if run.current is not None and run.current.number == number:
+            return run.current
+        past = run.past.get(number)
+        if past is not None:
+            raise attempt_over(past)
+        if number < run.attempt:
+            raise SupersededError(
+                f"attempt (launch) {number} of run {run_name} is over, the newest is {run.attempt}: end this process"
+            )
+        raise UnknownRunError(
+            f"run {run_name} has no attempt (launch) {number}; the newest one is {run.attempt}: start the job again"
+        )
+
+    def runs_named(self, name: str) -> list[Run]:
+        """Return the run of this name (JOB/N), or all runs of the job of this name. Raises UnknownRunError."""
+        if name in self.runs:
+            return [self.runs[name]]
+        runs = [run for run in self.runs.values() if run.name.rpartition("/")[0] == name]
+        if not runs:
+            raise UnknownRunError(
+                f"the coordinator has no run or job {name!r}: give a run (JOB/0) or a job (JOB) of `penstock status "
+                "--all`"
+            )
+        return runs
+
+    def slot(self, key: SlotKey) -> Slot | None:
+        run = self.runs.get(key.run)
+        if run is None or run.current is None or run.current.number != key.attempt:
+            return None
+        box = run.current.boxes.get(key.box)
+        return box.slots[key.slot] if box is not None and key.slot < len(box.slots) else None
+
+    def open_attempts(self) -> list[Attempt]:
+        return [run.current for run in self.runs.values() if run.current is not None]
+
+    def is_open(self, slot: Slot) -> bool:
+        """Return whether the slot's attempt is open."""
+        return self.slot(slot.key) is slot
+
+    def box_of(self, slot: Slot) -> tuple[Attempt, Box]:
+        attempt = self.runs[slot.key.run].current
+        assert attempt is not None
+        return attempt, attempt.boxes[slot.key.box]
+
+    # ------------------------------------------------------------------------------------------------ the journal
+
+    def save_run(self, run: Run) -> None:
+        self.journal.put(
+            "runs",
+            {
+                "run": run.name,
+                "seed": str(run.seed),
+                "num_boxes": run.num_boxes,
+                "num_workers": run.num_workers,
+                "attempt": run.attempt,
+                "generation": run.generation,
+            },
+        )
+
+    def save_attempt(self, attempt: Attempt) -> None:
+        row = {"run": attempt.run, "attempt": attempt.number, "key": attempt.key, "opened_by": attempt.opened_by}
+        self.journal.put("attempts", row | {"state": attempt.state.value, "why": attempt.why})
+
+    def save_box(self, attempt: Attempt, box: Box) -> None:
+        self.journal.put("boxes", box_row(attempt, box))
+
+    def save_slot(self, slot: Slot) -> None:
+        attempt, _ = self.box_of(slot)
+        attempt.note_generation(slot.generation)
+        self.journal.put(
+            "slots",
+            {
+                **slot.key._asdict(),
+                "generation": slot.generation,
+                "phase": int(slot.phase),
+                "worker": slot.worker,
+                "session": slot.session,
+                "ever_ready": slot.ever_ready,
+                "recovery": slot.recovery,
+                "restarts": slot.restarts,
+                "note": slot.note,
+                "capabilities": slot.capabilities and slot.capabilities.SerializeToString(),
+                "error": slot.error and slot.error.SerializeToString(),
+            },
+        )
+
+    def save_skip(self, slot: Slot, epoch: int, total: int) -> None:
+        row = slot.key._asdict() | {"epoch": epoch, "total": total}
+        row |= {"count": slot.skips[epoch, total], "own": slot.skipped[epoch, total]}
+        self.journal.put("skips", row)
+
+    def save_abandoned(self, attempt: Attempt, box: Box, epoch: int) -> None:
+        row = _box_key(attempt, box) | {"epoch": epoch, "step": box.abandoned[epoch]}
+        self.journal.put("abandoned", row)
+
+    def save_history(self, attempt: Attempt, box: Box) -> None:
+        """Save the box's history in the journal, for `penstock replay` after the attempt's end."""
+        self.journal.put("tracks", history_row(attempt, box))
+
+    def history(self, run_name: str, box_number: int) -> box_history.BoxHistory | None:
+        """Return the box's history in the run's open attempt; None if the run is not open or the box not in it."""
+        run = self.runs.get(run_name)
+        attempt = run.current if run is not None else None
+        box = attempt.boxes.get(box_number) if attempt is not None else None
+        return None if attempt is None or box is None else box_history.with_snapshots(attempt, box, self.snapshot_index)
+
+    # -------------------------------------------------------------------------------------------------- events
+
+    def add_slot_event(self, kind: str, text: str, slot: Slot, worker: str) -> None:
+        numbers = {name: value for name, value in slot.key._asdict().items() if name != "run"}
+        self.events.add(kind, text, run=slot.key.run, worker=worker, generation=slot.generation, **numbers)
+
+
+def box_row(attempt: Attempt, box: Box) -> dict[str, Any]:
+    opening = box.opening.SerializeToString() if attempt.state is AttemptState.OPEN else None
+    return _box_key(attempt, box) | {"client_id": box.client, "place": box.presence.value, "opening": opening}
+
+
+def history_row(attempt: Attempt, box: Box) -> dict[str, Any]:
+    history = box_history.history_of(attempt, box).thinned()
+    over = attempt.state is not AttemptState.OPEN
+    return _box_key(attempt, box) | {"over": over, "history": history.serialised}
+
+
+def _box_key(attempt: Attempt, box: Box) -> dict[str, Any]:
+    return {"run": attempt.run, "attempt": attempt.number, "box": box.number}

@@ -1,0 +1,324 @@
+"""Orders to change the weights of a run's mixture from a step on (`penstock mix`). An order has three stages:
+
+    tried      a worker makes the loader with the change, and returns the change's place in the order of samples and
+               the weights of all sources (mixture_trial.py)
+    fenced     the boxes are told to wait before the step (a fence); each answers which step it has taken last
+    made       no box has taken the step: the change is in the journal, and each slot gets a new generation. Its runner
+               is recovered as after a loss, and knows the change from its assignment
+
+One reply tells a box both that the fence is gone and which generations its slots have. So every batch from the step on
+comes from a runner that knows the change. Batches that were made ahead are made again.
+
+Until the change is made, the fence is the only thing that has changed, and the fence is not in the journal. So if the
+order is refused or withdrawn, or the coordinator ends, the boxes continue with the next reply. If the change is in the
+journal, every later coordinator has it. So a change is made on all boxes, or on none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.appliance.core.cluster import ClusterState
+from penstock.appliance.core.entities import Attempt, Box, BoxPresence, Run
+from penstock.appliance.core.placement import Placement
+from penstock.appliance.core.request_checks import check_counts, check_measures, check_name
+from penstock.appliance.core.state_queries import StateQueries
+from penstock.appliance.core.state_query import MixtureTrial
+from penstock.proto.errors import (
+    InvalidArgumentError,
+    OverloadedError,
+    StateUnavailableError,
+    SupersededError,
+    UnknownRunError,
+)
+from penstock.proto.state.position import Position, advance
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["MixtureOrders", "Proposal"]
+
+TEXTS_MAX = 256
+"""Largest number of texts in one order: names of sources, functions and weights, counted together."""
+TEXT_MAX = 200
+"""Largest number of characters of a name, function or weight in an order."""
+FENCE_S = 20.0
+"""Longest time in seconds for which the boxes may wait before the step of a change."""
+CHANGES_SIZE = 64 << 10
+"""Largest number of bytes of all changes of a run's mixture. Each assignment of a slot contains them."""
+
+
+_ENDED = "ended while the change was decided: run `penstock mix` again"
+
+
+@dataclass
+class Proposal:
+    """Order whose trials have succeeded. It is carried out unless something has changed meanwhile."""
+
+    run: Run
+    attempt: Attempt
+    change: records_pb2.MixtureChange
+    epoch: int
+    """Epoch that contains the step of the change, the same on all boxes."""
+    fence: str
+    """Key of the fence, unique to this order."""
+    shares: list[pb.MixtureShare] = field(default_factory=list)
+    slots: int = 0
+    batches: int = 0
+
+
+class MixtureOrders:
+    """Orders for all runs of a coordinator. Each method handles one stage; `MixtureCalls` waits between them."""
+
+    def __init__(self, cluster: ClusterState, placement: Placement, state_queries: StateQueries) -> None:
+        self._cluster, self._placement, self._state_queries = cluster, placement, state_queries
+
+    def repeated(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply | None:
+        """Return the reply to an order that was carried out before, if the request repeats it; else None. Raises
+        UnknownRunError, InvalidArgumentError."""
+        _check(request)
+        run = self._run(request.run)
+        made = next((change for change in run.mixture_changes if change.key == request.key), None)
+        return None if made is None else pb.ChangeMixtureReply(run=run.name, change=made)
+
+    def trials(self, request: pb.ChangeMixtureRequest) -> list[MixtureTrial]:
+        """Return the queries for the trials of a new order: one; or, if sources are added, one for each worker of the
+        run. Raises an error if the change cannot be made."""
+        run = self._run(request.run)
+        attempt = self._attempt(run)
+        self._check_step(attempt, request.from_step)
+        box = _furthest(attempt)
+        at, epochs = _position(box), _position(box).epoch - box.start.epoch
+        began = at.step - sum(at.delivered) if epochs else box.start.step
+        trial = pb.MixtureTrial(weights=request.weights, added=request.added, retired=request.retired)
+        trial.steps, trial.epochs = request.from_step - 1 - began, epochs
+        where = _slot_of_each_worker(attempt) if request.added else [(box.number, None)]
+        return [
+            MixtureTrial(
+                run.name,
+                attempt.number,
+                0,
+                self._cluster.next_version(),
+                box=number,
+                blob=f"{request.key} {index}",
+                trial=trial,
+                slot=slot,
+                epoch=at.epoch,
+                changes=len(run.mixture_changes),
+            )
+            for index, (number, slot) in enumerate(where)
+        ]
+
+    def proposed(
+        self, request: pb.ChangeMixtureRequest, trials: Sequence[MixtureTrial], plans: Sequence[pb.MixturePlan]
+    ) -> Proposal:
+        """Return the order, with what its trials found. Raises an error if the order cannot be carried out any more, or
+        if the trials of several workers differ. `plans`: result of each trial."""
+        trial, plan = trials[0], plans[0]
+        for other, found in zip(trials, plans, strict=True):
+            if found != plan:
+                raise InvalidArgumentError(
+                    "the added sources must be the same on all workers, but differ between those of box "
+                    f"{trial.box} slot {trial.slot} and box {other.box} slot {other.slot}: give all workers the same "
+                    "code and data"
+                )
+        run = self._run(request.run)
+        attempt = self._attempt(run)
+        if attempt.number != trial.attempt:
+            raise SupersededError(
+                f"attempt {trial.attempt} of run {run.name} ended meanwhile: run `penstock mix` again"
+            )
+        self._check_step(attempt, request.from_step)
+        if len(run.mixture_changes) != trial.changes:
+            raise OverloadedError(
+                f"another change of the mixture of run {run.name} was made meanwhile: run `penstock mix` again"
+            )
+        if _position(_furthest(attempt)).epoch != trial.epoch:
+            raise StateUnavailableError(f"an epoch of run {run.name} {_ENDED}")
+        change = records_pb2.MixtureChange()
+        change.CopyFrom(plan.change)
+        change.key, change.step, change.attempt = request.key, request.from_step, attempt.number
+        size = sum(one.ByteSize() for one in (*run.mixture_changes, change))
+        if size > CHANGES_SIZE:
+            raise InvalidArgumentError(
+                f"all changes of a run's mixture must have at most {CHANGES_SIZE} bytes, got {size}: put the weights "
+                "into the code as a Schedule, and resume under another job name"
+            )
+        slots = [slot for box in attempt.boxes.values() for slot in box.slots]
+        queued = sum(slot.gauge.queued for slot in slots)
+        fence = str(self._cluster.next_version())
+        return Proposal(run, attempt, change, trial.epoch, fence, list(plan.shares), len(slots), queued)
+
+    @staticmethod
+    def patience(proposal: Proposal) -> float:
+        """Return the longest time in seconds for which the boxes may wait before the step: FENCE_S, or half of the
+        shortest `timeout_s` of their training loops, whichever is less. A loop that waits for `timeout_s` fails."""
+        deadlines = [box.opening.loader.options.timeout_s for box in proposal.attempt.boxes.values()]
+        return min([FENCE_S, *(deadline / 2 for deadline in deadlines if deadline > 0)])
+
+    def fence(self, proposal: Proposal) -> None:
+        """Tell all boxes to wait before the step of the change."""
+        attempt, change = proposal.attempt, proposal.change
+        attempt.fence = pb.MixtureFence(key=proposal.fence, step=change.step)
+        for box in attempt.boxes.values():
+            self._cluster.bump_box(attempt, box)
+
+    def undecided(self, proposal: Proposal) -> str:
+        """Return what the order still waits for, as text; "" if the change can be made now. Raises an error if it
+        cannot be made any more."""
+        attempt, change = proposal.attempt, proposal.change
+        if proposal.run.current is not attempt:
+            raise SupersededError(
+                f"attempt {attempt.number} of run {attempt.run} ended meanwhile: {attempt.why}. Run `penstock mix` "
+                "again"
+            )
+        self._attempt(proposal.run, own=True)
+        boxes = [box for _, box in sorted(attempt.boxes.items())]
+        heard = [box for box in boxes if box.fence[0] == proposal.fence]
+        taken = max([box.fence[1] for box in heard] + [box.step for box in boxes])
+        if taken >= change.step:
+            raise _too_early(attempt, change.step, taken + 1)
+        if any(_position(box).epoch != proposal.epoch for box in boxes):
+            raise StateUnavailableError(f"an epoch of run {attempt.run} {_ENDED}")
+        missing = [str(box.number) for box in boxes if box.fence[0] != proposal.fence]
+        if missing:
+            return f"the answer of box {', '.join(missing[:8])}"
+        return "a state of the run that is being saved" if self._state_queries.are_open(attempt.run) else ""
+
+    def make(self, proposal: Proposal) -> None:
+        """Make the change: put it into the journal, and give all slots new runners."""
+        cluster, run, attempt, change = self._cluster, proposal.run, proposal.attempt, proposal.change
+        row = {"run": run.name, "number": len(run.mixture_changes), "change": change.SerializeToString()}
+        run.mixture_changes.append(change)
+        cluster.journal.put("mixture_changes", row)
+        attempt.fence = None
+        weights = ", ".join(f"{share.source} {share.now:.4g}" for share in proposal.shares)
+        note = f"the mixture changes from step {change.step} on: {weights}"
+        cluster.events.add("mixture changed", note, run=run.name, attempt=attempt.number)
+        for box in attempt.boxes.values():
+            last = advance(_position(box), change.step - 1, box.ends, box.abandoned)
+            for slot in box.slots:
+                total = last.total[slot.key.slot]
+                cluster.snapshot_index.drop_beyond(slot.key, total)
+                self._placement.cancel_migration(slot)
+                self._placement.move(slot, note, None)
+                slot.remade.append((slot.generation, total))
+                slot.firsts.clear()  # made before the change
+                slot.migrated = True  # a planned move, of which the training job need not be warned
+            cluster.bump_box(attempt, box)
+
+    def withdraw(self, proposal: Proposal) -> None:
+        """End the wait of the boxes, if the change was not made."""
+        attempt = proposal.attempt
+        if attempt.fence is None or attempt.fence.key != proposal.fence:
+            return
+        attempt.fence = None
+        if proposal.run.current is attempt:
+            for box in attempt.boxes.values():
+                self._cluster.bump_box(attempt, box)
+
+    # ---- checks
+
+    def _run(self, name: str) -> Run:
+        """Return the run of this name (JOB/N), or the only run of the job of this name. Raises UnknownRunError for
+        none, InvalidArgumentError for several."""
+        found = self._cluster.runs_named(name)
+        if len(found) > 1:
+            names = ", ".join(run.name for run in found[:8])
+            raise InvalidArgumentError(
+                f"the run must be one of {names}, got the job {name!r}, which has several runs: name one of them"
+            )
+        return found[0]
+
+    def _attempt(self, run: Run, *, own: bool = False) -> Attempt:
+        """Return the run's open attempt. Raises an error unless all of its boxes are live, no slot has failed, and no
+        other change of the mixture is being decided. `own`: whether the attempt's fence belongs to the caller's order,
+        and so is no obstacle."""
+        attempt = run.current
+        if attempt is None:
+            raise UnknownRunError(
+                f"run {run.name} must be open, but its training job has ended: change the weights in the code as a "
+                "Schedule, and resume"
+            )
+        missing = [number for number in range(attempt.num_boxes) if not _is_live(attempt, number)]
+        if missing:
+            raise StateUnavailableError(
+                f"all boxes of run {run.name} must be live, but box {missing[0]} has not opened the run, has closed "
+                "it, or does not report: run `penstock mix` again once `penstock status` shows the box as live"
+            )
+        failed = [slot for box in attempt.boxes.values() for slot in box.slots if slot.phase == pb.FAILED]
+        if failed:
+            raise StateUnavailableError(
+                f"all slots of run {run.name} must work, but {failed[0]} has failed: see its error in `penstock "
+                "status`, and start the job again"
+            )
+        if attempt.fence is not None and not own:
+            raise OverloadedError(
+                f"another change of the mixture of run {run.name} is being decided: run `penstock mix` again once that "
+                "change is made or refused"
+            )
+        return attempt
+
+    @staticmethod
+    def _check_step(attempt: Attempt, step: int) -> None:
+        reached = _furthest(attempt).step
+        if step <= reached:
+            raise _too_early(attempt, step, reached + 1)
+
+
+def _slot_of_each_worker(attempt: Attempt) -> list[tuple[int, int]]:
+    """Return for each worker the box and number of one of its slots. All slots without a worker count as one
+    worker's."""
+    found: dict[str, tuple[int, int]] = {}
+    for box in attempt.boxes.values():
+        for slot in box.slots:
+            found.setdefault(slot.worker, (box.number, slot.key.slot))
+    return sorted(found.values())
+
+
+def _is_live(attempt: Attempt, number: int) -> bool:
+    box = attempt.boxes.get(number)
+    return box is not None and box.presence is BoxPresence.LIVE
+
+
+def _furthest(attempt: Attempt) -> Box:
+    return max(attempt.boxes.values(), key=lambda box: box.step)
+
+
+def _position(box: Box) -> Position:
+    return Position.from_proto(box.delivered) if box.delivered.slots else box.start
+
+
+def _too_early(attempt: Attempt, step: int, lowest: int) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"--from-step must be at least {lowest} for run {attempt.run}, whose boxes have taken the steps before it, got "
+        f"{step}: give a later step, with some steps to spare if the loop is fast"
+    )
+
+
+def _check(request: pb.ChangeMixtureRequest) -> None:
+    """Check the names, numbers and sizes of an order. Raises InvalidArgumentError."""
+    check_name("run", request.run)
+    check_name("change", request.key)
+    check_measures(deadline_s=request.deadline_s)
+    check_counts(from_step=request.from_step)
+    if not request.key:
+        raise InvalidArgumentError(
+            'the key of a change must be a random text, got "": order the change by `penstock mix`'
+        )
+    if not (request.weights or request.retired):
+        raise InvalidArgumentError("a change needs --weights or --retire, got neither: give the new weights")
+    texts = [text for asked in request.weights for text in (asked.source, asked.weight)]
+    texts += [text for added in request.added for text in (added.source, added.function)] + list(request.retired)
+    if len(texts) > TEXTS_MAX or any(len(text) > TEXT_MAX for text in texts):
+        raise InvalidArgumentError(
+            f"a change must have at most {TEXTS_MAX} names, functions and weights together, each of at most {TEXT_MAX} "
+            f"characters, got {len(texts)}, the longest with {max(map(len, texts))} characters: change fewer sources "
+            "at once, or use shorter names"
+        )
+    unprintable = next((text for text in texts if not text.isprintable()), None)
+    if unprintable is not None:
+        raise InvalidArgumentError(
+            f"the names, functions and weights of a change must be printable text, got {unprintable!a}: choose another "
+            "name"
+        )

@@ -1,0 +1,291 @@
+"""Placement of slots on workers: waiting slots are given out, slots are taken back when they move or are lost, and
+migration targets are set and withdrawn. Each operation changes the entities, their rows in the journal and the versions
+that long polls compare together.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Set
+
+from penstock.appliance.core import launch_restarts, quarantine
+from penstock.appliance.core.cluster import ClusterState
+from penstock.appliance.core.entities import Attempt, Box, MigrationTarget, Slot, SlotLoss, Worker
+from penstock.appliance.journal.snapshot_index import SlotKey
+from penstock.proto.rpc.channel import detail_of, error_of
+from penstock.proto.state.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+SLOTS_AT_ONCE = 1024
+"""Number of slots that are placed, lost or failed without a pause, before other calls are served. Such a piece of work
+takes some 20 ms."""
+LOSSES = 3
+LOSS_WINDOW_S = 60.0
+"""Window in seconds in which a slot may lose its runner at most LOSSES times without a batch delivered in between. A
+reboot or a preempted node causes fewer losses; a poison batch causes more."""
+UNREACHABLE_S = 600.0
+"""Seconds for which a box's slots are not placed on a worker that the box could not reach, as long as other workers
+have capacity."""
+UNREACHABLE_AGAIN_S = 10.0
+"""Seconds after which a worker that a box could not reach is tried again, if the box can reach no other worker: the
+network may have recovered."""
+
+
+class Placement:
+    """Slots and the workers that have them."""
+
+    def __init__(self, cluster: ClusterState) -> None:
+        self._cluster = cluster
+        self.migrating: dict[SlotKey, Slot] = {}
+        """Slots that have a migration target."""
+        self.waiting: dict[SlotKey, Slot] = {}
+        """Slots that wait for a worker, in the order in which they began to wait."""
+        self._to_place: deque[SlotKey] = deque()
+        """Slots still to try in this round of `place_waiting`. A round tries all `waiting` slots, in several calls."""
+        self._stuck: set[str] = set()
+        """Values of input_fn ("module:function") for which this round found no worker with free capacity."""
+
+    def find_worker(self, slot: Slot, *barred: Set[str]) -> Worker | None:
+        """Return the best worker for the slot. The sets of names that are `barred` are tried in turn, until one of them
+        leaves a worker with free capacity; None if none does."""
+        opening = self._cluster.box_of(slot)[1].opening
+        for names in barred:
+            worker = self._cluster.free_capacity.choose(slot, opening.host_id, opening.loader.input_fn, names)
+            if worker is not None:
+                return worker
+        return None
+
+    def place_waiting(self) -> None:
+        """Give waiting slots to workers with free capacity, in the order in which they began to wait. One call tries
+        SLOTS_AT_ONCE of them, because placing 16,384 at once would delay other calls; the next continues."""
+        begun = False  # whether this call has begun a round
+        for _ in range(SLOTS_AT_ONCE):
+            if self._cluster.free_capacity.is_full:
+                self._to_place.clear()
+            elif not self._to_place and not begun:
+                begun = True
+                self._to_place.extend(self.waiting)
+                self._stuck.clear()
+            if not self._to_place:
+                return
+            slot = self.waiting.get(self._to_place.popleft())
+            if slot is None:  # its attempt has ended meanwhile
+                continue
+            attempt, box = self._cluster.box_of(slot)
+            input_fn, now = box.opening.loader.input_fn, self._cluster.events.now
+            if input_fn in self._stuck:
+                continue
+            far = (box.unreachable_since(now - UNREACHABLE_S), box.unreachable_since(now - UNREACHABLE_AGAIN_S))
+            worker = self.find_worker(slot, *far, frozenset())
+            if worker is None:
+                self._stuck.add(input_fn)
+                continue
+            del self.waiting[slot.key]
+            slot.phase, slot.worker, slot.session = pb.STARTING, worker.name, worker.session
+            # A slot that was ready once, or that has a durable snapshot, must be recovered. Another one just starts.
+            slot.recovery = slot.restarts > 0 and (
+                slot.ever_ready or bool(self._cluster.snapshot_index.snapshots(slot.key))
+            )
+            worker.slots.add(slot.key, box.assignment_size)
+            self._cluster.placed += 1
+            self._cluster.save_slot(slot)
+            self._cluster.bump_worker(worker)
+            self._cluster.bump_box(attempt, box)
+
+    def take(self, slot: Slot) -> str:
+        """Take the slot from its worker and return the worker's name. The caller must then raise the version of the
+        worker, so that the worker's long poll is answered."""
+        name = slot.worker
+        worker = self._cluster.workers.get(name)
+        if worker is not None:
+            worker.slots.discard(slot.key)
+        slot.worker = slot.session = ""
+        self._cluster.placed -= 1
+        return name
+
+    def _detach(self, slot: Slot) -> bool:
+        """Take the slot from its worker, and raise the worker's version. Return False if the slot has no worker."""
+        if not slot.worker:
+            return False
+        worker = self._cluster.workers.get(self.take(slot))
+        if worker is not None:
+            self._cluster.bump_worker(worker)
+        return True
+
+    def move(
+        self, slot: Slot, note: str, loss_at: float | None, making: records_pb2.Skip | None = None, stack: str = ""
+    ) -> None:
+        """Take the slot from its worker. Unless it has failed, its generation rises, and it goes to its migration
+        target, if it has one, or else waits for a worker. A slot that is lost too often fails or skips a batch:
+        `_give_up`. `note`: reason. `loss_at`: monotonic time of the death if a runner, worker or client died; None for
+        a planned move, which is no loss. `making`: position of the batch that the runner was making when it died.
+        `stack`: its Python stack then, "" if not known; that of a stall, if it was stalled, is kept.
+        """
+        attempt, box = self._cluster.box_of(slot)
+        loser = slot.worker
+        self._detach(slot)
+        if slot.phase == pb.FAILED:  # its error is final; only its lane, with its last batches, is lost
+            self._cluster.save_slot(slot)
+            self._cluster.bump_box(attempt, box)
+            return
+        slot.generation = slot.next_generation
+        slot.stack = stack or (slot.stack if slot.doing and loss_at is not None else "")
+        slot.phase, slot.note, slot.doing, slot.migrated = pb.WAITING, note, "", False
+        slot.start_queue_position, slot.start_stage = (0, 0), pb.START_STAGE_UNSPECIFIED
+        slot.restarts += 1
+        if loss_at is not None:
+            loss = SlotLoss(loss_at, loser, note, box.total(slot.key.slot), making)
+            horizon = loss_at - LOSS_WINDOW_S
+            slot.losses = [*quarantine.relevant_losses(slot.losses, loss, horizon), loss]
+        self._cluster.add_slot_event("slot moved" if loss_at is None else "slot lost", note, slot, loser)
+        if len(slot.losses) > LOSSES:
+            self._give_up(box, slot)
+        restarts = slot.phase == pb.WAITING and launch_restarts.is_due(attempt, box, slot)
+        slot.gauge.restart(self._cluster.events.now)
+        if slot.phase == pb.WAITING and slot.target is not None:
+            self._give_to_target(slot)
+        elif slot.phase == pb.WAITING:
+            self.waiting[slot.key] = slot
+        else:
+            self.cancel_migration(slot)
+        self._cluster.save_slot(slot)
+        self._cluster.bump_box(attempt, box)
+        if restarts:
+            self.restart_all(attempt, f"{slot} would replay for {slot.worked_s:.0f} s alone ({note})")
+
+    def _give_up(self, box: Box, slot: Slot) -> None:
+        """Fail a slot that lost its runner too often. If the same batch killed the runner each time, and the run says
+        that such batches are skipped, skip the batch instead."""
+        position = quarantine.common_position(slot.losses)
+        if position is None or not box.opening.loader.options.skip_poison:
+            error = quarantine.loss_error(box, slot, position, LOSS_WINDOW_S)
+            slot.phase, slot.error = pb.FAILED, detail_of(error)
+            self._cluster.add_slot_event("slot failed", error.message, slot, "")
+            return
+        count, name = len(slot.losses), quarantine.name_of(box, slot, position)
+        quarantine.skip_batch(slot, position)
+        self._cluster.save_skip(slot, position.epoch, position.total)
+        slot.note = f"{name} is quarantined and skipped: it killed its runner {count} times: {slot.note}"
+        self._cluster.add_slot_event("batch quarantined", slot.note, slot, "")
+
+    def restart_all(self, attempt: Attempt, why: str) -> None:
+        """Let all slots of the run start anew from the newest saved state: see launch_restarts.py."""
+        offered, attempt.offered = attempt.offered, []
+        for number, box in attempt.boxes.items():
+            box.opening.restart.CopyFrom(offered[number])
+        step = offered[0].start.step
+        self._begin_again(attempt, f"all slots of the run restart from its state of step {step}: {why}")
+
+    def take_back_restart(self, attempt: Attempt, why: str) -> None:
+        """Let all slots of the run start anew where the launch began, and restart it no more."""
+        step = next(iter(attempt.boxes.values())).launch_step
+        attempt.restarts_refuted, attempt.offered = True, []
+        for box in attempt.boxes.values():
+            box.opening.ClearField("restart")
+        note = f"the loader does not continue exactly from its state of step {step}, so all slots of the run replay"
+        self._begin_again(attempt, f"{note} from where the launch began: {why}")
+
+    def _begin_again(self, attempt: Attempt, note: str) -> None:
+        attempt.restarts += 1
+        attempt.name_blobs()
+        self._cluster.events.add("run restarted", note, run=attempt.run, attempt=attempt.number)
+        for box in attempt.boxes.values():
+            position = Position.from_proto(box.launch_start)
+            box.history = deque([position, *(known for known in box.history if known.step > position.step)])
+            self._cluster.save_box(attempt, box)
+            for slot in box.slots:
+                self._cluster.snapshot_index.drop_beyond(slot.key, -1)
+                slot.worked_s = 0.0
+                self.cancel_migration(slot)
+                if slot.worker and slot.phase != pb.FAILED:
+                    self.move(slot, note, None)
+                    slot.migrated = True  # a planned move, of which the training job need not be warned
+                slot.remade = [(slot.generation, -1)]  # no snapshot of an older generation is valid
+            self._cluster.bump_box(attempt, box)
+
+    def fail(self, slot: Slot, error: records_pb2.ErrorDetail) -> None:
+        """Mark the slot as failed for good. A slot that has a worker stays there, because the batches made before the
+        error are still delivered from the worker's ring."""
+        attempt, box = self._cluster.box_of(slot)
+        self.cancel_migration(slot)
+        # shortened, because every view of the slot contains it
+        slot.phase, slot.error = pb.FAILED, detail_of(error_of(error))
+        self._cluster.add_slot_event("slot failed", f"{slot}: {slot.error.message}", slot, slot.worker)
+        self._cluster.save_slot(slot)
+        self._cluster.bump_box(attempt, box)
+
+    def vacate(self, slot: Slot, note: str) -> None:
+        """Take the slot from its worker, because its box is lost or closed and needs no other one. `note`: reason."""
+        self.waiting.pop(slot.key, None)
+        self.cancel_migration(slot)
+        if self._detach(slot):
+            slot.generation = slot.next_generation
+            if slot.phase != pb.FAILED:
+                slot.phase, slot.note, slot.doing, slot.stack = pb.WAITING, note, "", ""
+                slot.start_queue_position, slot.start_stage = (0, 0), pb.START_STAGE_UNSPECIFIED
+                slot.gauge.restart(0.0)
+                slot.restarts += 1
+        self._cluster.save_slot(slot)
+
+    def drop_worker(self, worker: Worker, note: str, loss_at: float | None) -> None:
+        """Take all slots from the worker, as `move` does. A caller that lost the worker removes it from `workers`."""
+        for key in sorted(worker.slots):
+            slot = self._cluster.slot(key)
+            if slot is not None and slot.worker == worker.name:
+                self.move(slot, note, loss_at)
+            elif slot is not None:
+                self.cancel_migration(slot)
+        worker.slots.clear()
+
+    def start_migration(self, slot: Slot, worker: Worker, why: str, now: float) -> None:
+        """Set a worker as the slot's migration target: see migration.py. `why`: reason, for people."""
+        attempt, box = self._cluster.box_of(slot)
+        slot.reserved = slot.next_generation
+        attempt.note_generation(slot.reserved)
+        slot.target = MigrationTarget(worker.name, worker.session, slot.reserved, why, now)
+        self.migrating[slot.key] = slot
+        self._cluster.journal.put("reserved", slot.key._asdict() | {"generation": slot.reserved})
+        worker.slots.add(slot.key, self._cluster.box_of(slot)[1].assignment_size)
+        self._cluster.placed += 1
+        self._cluster.bump_worker(worker)
+        self._cluster.bump_box(attempt, box)
+
+    def cancel_migration(self, slot: Slot) -> None:
+        """Remove the slot's migration target, if the slot has one. The slot stays on its present worker."""
+        target, slot.target = slot.target, None
+        if target is None:
+            return
+        del self.migrating[slot.key]
+        self._cluster.placed -= 1
+        for name in (target.worker, slot.worker):
+            worker = self._cluster.workers.get(name)
+            if worker is not None:
+                if name != slot.worker:
+                    worker.slots.discard(slot.key)
+                self._cluster.bump_worker(worker)
+
+    def complete_migration(self, slot: Slot, note: str, now: float) -> None:
+        """Move the slot from its present worker to its migration target. `note`: reason, for people."""
+        self._detach(slot)
+        self._give_to_target(slot)
+        slot.note, slot.doing, slot.moved_at, slot.migrated = note, "", now, True
+        slot.gauge.restart(0.0)
+        text = f"{slot} migrated to worker {slot.worker}: {note}"
+        self._cluster.add_slot_event("slot migrated", text, slot, slot.worker)
+        self._cluster.save_slot(slot)
+        self._cluster.bump_box(*self._cluster.box_of(slot))
+
+    def _give_to_target(self, slot: Slot) -> None:
+        """Give the slot to its migration target. The slot must have been taken from its worker before."""
+        target, slot.target = slot.target, None
+        assert target is not None
+        del self.migrating[slot.key]
+        slot.generation, slot.worker, slot.session = target.generation, target.worker, target.session
+        slot.phase = pb.READY if target.ready_at else pb.STARTING
+        slot.recovery, slot.batch_s = True, 0.0
+        slot.moved_at = target.ready_at or target.since
+        slot.capabilities = target.capabilities or slot.capabilities
+        worker = self._cluster.workers.get(target.worker)
+        if worker is not None:
+            self._cluster.bump_worker(worker)

@@ -1,0 +1,175 @@
+"""Checks of the numbers and names in requests. Protobuf accepts values that no clock or counter returns: NaN, 2**64-1.
+
+Such values harm every peer, not only their sender: a long poll of NaN seconds is a loop without a pause, a total of
+2**64 - 1 overflows the next message made from that total, and SQLite's integers are signed. Names appear in logs,
+metrics and errors, where an unprintable name could look like another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.proto.errors import SAME_RELEASE, InvalidArgumentError
+from penstock.proto.state.counts import MOST_GROUPS, MOST_NAME
+from penstock.proto.state.position import MOST
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+LONGEST_S = 1e9
+"""Largest duration in a request, in seconds: thirty years."""
+REPORTS_PER_SLOT = 2
+"""Largest number of slot reports in a heartbeat, as a multiple of the worker's slots: a worker reports the slots that
+it runs, and those that it could not start."""
+_REMEDY = f". {SAME_RELEASE}"
+"""End of the errors about requests that no program of Penstock sends: the remedy."""
+LONGEST_NAME = 200
+"""Longest name of a job or worker, in characters. Names appear in logs, metrics and messages, which must stay short."""
+
+REGISTRATION_MAX = 16 << 10
+"""Largest registration of a worker, in bytes. It is kept in memory and is part of every status reply."""
+CAPABILITIES_MAX = 16 << 10
+"""Largest size of a slot's capabilities (what its loader can do), in bytes. They are kept in memory and in the
+journal."""
+WORKER_SLOTS_MAX = 1024
+"""Largest number of slots of a worker. Sending all slots to the worker, or draining or removing the worker, takes some
+20 us per slot, in which heartbeats wait. Each slot is a process of its own, and no machine runs more processes of this
+kind."""
+ABANDONED_AT_ONCE = 4096
+"""Largest number of abandoned epochs in one report. Writing this many to the journal takes 15 ms. A box reports an
+epoch again until the coordinator has confirmed it."""
+EPOCH_STARTS_AT_ONCE = 256
+"""Largest number of epoch starts in one report. A box reports each once, and all again after a restart of the
+coordinator."""
+ANSWER_ENDS_MAX = 4096
+"""Largest number of ends of epochs in a worker's answer to a state request. A worker remembers 1,024."""
+
+
+def check_measures(**values: float) -> None:
+    """Raise InvalidArgumentError if a measurement, given by its name in the request, is not between 0 and LONGEST_S."""
+    for name, value in values.items():
+        if not 0.0 <= value <= LONGEST_S:  # also false for NaN
+            raise InvalidArgumentError(
+                f"{name} in a request to the coordinator must be between 0 and {LONGEST_S:g}, got {value}{_REMEDY}"
+            )
+
+
+def check_reports(reports: Sequence[pb.SlotReport], capacity: int) -> None:
+    """Raise InvalidArgumentError if a worker's reports about its slots have an invalid measurement or too large
+    capabilities of a loader, or if there are more than REPORTS_PER_SLOT reports for each of its `capacity` slots."""
+    check_number("slots in a heartbeat", len(reports), REPORTS_PER_SLOT * capacity)
+    for report in reports:
+        check_capabilities(report)
+        check_measures(
+            batches_per_s=report.batches_per_s,
+            batch_s=report.batch_s,
+            batch_cpu_s=report.batch_cpu_s,
+            batch_delay_s=report.batch_delay_s,
+        )
+
+
+def check_capabilities(report: pb.SlotReport | pb.StateAnswer) -> None:
+    """Raise InvalidArgumentError if the description of what a loader can do (its capabilities) is larger than
+    CAPABILITIES_MAX."""
+    if report.HasField("capabilities") and (size := report.capabilities.ByteSize()) > CAPABILITIES_MAX:
+        raise InvalidArgumentError(
+            f"the loader's capabilities in a worker's report must have at most {CAPABILITIES_MAX} bytes, got "
+            f"{size}{_REMEDY}"
+        )
+
+
+def check_registration(request: pb.RegisterWorkerRequest) -> None:
+    """Raise InvalidArgumentError if the worker gives no name, no session or no slots, or exceeds a limit."""
+    if not request.worker or not request.session or request.slots < 1:
+        raise InvalidArgumentError(
+            "the registration of a worker must have a name, a session and slots >= 1, got worker="
+            f"{request.worker!r}, {'a session' if request.session else 'no session'} and slots={request.slots}: start "
+            "the worker with --name and --slots"
+        )
+    if request.slots > WORKER_SLOTS_MAX:
+        raise InvalidArgumentError(
+            f"slots of one worker must be at most {WORKER_SLOTS_MAX}, got {request.slots}: start several workers"
+        )
+    if (size := request.ByteSize()) > REGISTRATION_MAX:
+        raise InvalidArgumentError(
+            f"the registration of a worker must have at most {REGISTRATION_MAX} bytes, got {size}: "
+            "start the worker with fewer or shorter --allow prefixes"
+        )
+
+
+def check_progress(request: pb.WatchRunRequest, num_workers: int) -> None:
+    """Raise InvalidArgumentError if a box's report has invalid numbers, too long names, more entries than the limits
+    allow, or a position without exactly one entry for each of the box's workers."""
+    check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
+    check_measures(waited_s=request.waited_s, waited_by_slot_s=sum(request.waited_by_slot_s))
+    check_number("unreachable slots", len(request.unreachable), num_workers)
+    check_measures(imbalance=request.imbalance)
+    check_number("sources in a report", len(request.sources), MOST_GROUPS)
+    for count in request.sources:
+        check_number("characters of a source's name", len(count.source), MOST_NAME)
+        check_counts(samples=count.samples, tokens=count.tokens)
+        check_measures(wanted=count.wanted)
+    check_counts(fence_taken=request.fence_taken)
+    check_number("characters of a fence's key", len(request.fence_key), LONGEST_NAME)
+    check_number("abandoned epochs in a report", len(request.abandoned), ABANDONED_AT_ONCE)
+    for abandoned_epoch in request.abandoned:
+        check_counts(epoch=abandoned_epoch.epoch, step=abandoned_epoch.step)
+    check_number("epoch starts in a report", len(request.epoch_starts), EPOCH_STARTS_AT_ONCE)
+    entries = {len(start.slots) for start in request.epoch_starts} | ({len(request.delivered.slots)} - {0})
+    if entries - {num_workers}:
+        raise InvalidArgumentError(
+            f"a reported position must have one entry for each of the box's {num_workers} workers, got "
+            f"{min(entries - {num_workers})}{_REMEDY}"
+        )
+
+
+def check_state_query(request: pb.FetchStateRequest) -> None:
+    """Raise InvalidArgumentError if the request has invalid numbers, or contains the progress of another run or
+    attempt."""
+    check_measures(deadline_s=request.deadline_s)
+    check_counts(step=request.step)
+    progress = request.progress
+    if request.HasField("progress") and (progress.run, progress.attempt) != (request.run, request.attempt):
+        raise InvalidArgumentError(
+            f"the progress in a request for a state must be of the same run and attempt, {request.run} "
+            f"({request.attempt}), got {progress.run} ({progress.attempt}){_REMEDY}"
+        )
+
+
+def check_answer(answer: pb.StateAnswer) -> None:
+    """Raise InvalidArgumentError if a worker's answer has too many epoch ends, or invalid numbers."""
+    if len(answer.ends) > ANSWER_ENDS_MAX:
+        raise InvalidArgumentError(
+            f"a worker's answer to a state query must list at most {ANSWER_ENDS_MAX} ends of epochs, "
+            f"got {len(answer.ends)}{_REMEDY}"
+        )
+    check_capabilities(answer)
+    check_counts(ended_epoch=answer.ended_epoch, ended_total=answer.ended_total)
+    for end in answer.ends:
+        check_counts(epoch=end.epoch, total=end.total)
+
+
+def check_counts(**values: int) -> None:
+    """Raise InvalidArgumentError if a count, given by its name in the request, is not between 0 and MOST."""
+    for name, value in values.items():
+        if not 0 <= value <= MOST:
+            raise InvalidArgumentError(
+                f"{name} in a request to the coordinator must be between 0 and {MOST}, got {value}{_REMEDY}"
+            )
+
+
+def check_number(what: str, number: int, most: int) -> None:
+    """Raise InvalidArgumentError if a request has more than `most` elements of one kind, because handling each element
+    takes time. `what`: name of the elements, in the plural."""
+    if number > most:
+        raise InvalidArgumentError(f"the number of {what} must be at most {most}, got {number}{_REMEDY}")
+
+
+def check_name(what: str, name: str) -> None:
+    """Raise InvalidArgumentError if a name is too long, is not one printable line, or begins or ends with a blank."""
+    if len(name) > LONGEST_NAME:
+        raise InvalidArgumentError(
+            f"the name of a {what} must have at most {LONGEST_NAME} characters, got {len(name)}: choose a shorter name"
+        )
+    if name != name.strip() or not name.isprintable():
+        raise InvalidArgumentError(
+            f"the name of a {what} must be printable text without blanks at its ends, got {name!a}: choose another name"
+        )

@@ -1,0 +1,421 @@
+"""Journal of the coordinator: the cluster state on disk, in SQLite with WAL and synchronous=FULL. The only writer
+commits before any reply.
+
+The file journal.db holds the ownership: runs, attempts, boxes, slots, with a few rows for each change and about 110 us
+per commit. Changes are collected in memory, and `commit` writes each changed row as a whole. If a commit fails (disk
+full), the changes stay in memory: no call is acknowledged, and the next call tries again. Snapshots, which are large
+and less valuable, are in a database of their own (snapshot_store.py).
+
+A file that cannot be read is never reset: the error names it, and a person decides. WAL does not work on network
+filesystems, because their locks and shared memory do not behave as SQLite needs, so such a filesystem is refused. A
+state directory can have only one coordinator at a time. An advisory lock ensures that; the kernel releases it when the
+process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import secrets
+import sqlite3
+import stat
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock.appliance.journal.database import CommitMarks, CommitNumber, behind, damaged, open_database, transaction
+from penstock.proto.errors import JournalError
+from penstock.runtime.files import filesystems
+from penstock.runtime.telemetry.counters import Histogram
+
+Rows = dict[tuple[Any, ...], tuple[str, Any]]
+"""Rows to write: key -> (SQL statement, values). A later write with the same key replaces an earlier one. For `put_all`
+the values are a function that makes the values of many rows."""
+
+TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    # table: key columns, other columns. A seed is text: SQLite's integers are signed, seeds are unsigned 64-bit.
+    "runs": (("run",), ("seed", "num_boxes", "num_workers", "attempt", "generation")),
+    "attempts": (("run", "attempt"), ("key", "opened_by", "state", "why")),
+    "boxes": (("run", "attempt", "box"), ("client_id", "place", "opening")),
+    "slots": (
+        ("run", "attempt", "box", "slot"),
+        (
+            "generation",
+            "phase",
+            "worker",
+            "session",
+            "ever_ready",
+            "recovery",
+            "restarts",
+            "note",
+            "capabilities",
+            "error",
+        ),
+    ),
+    "skips": (("run", "attempt", "box", "slot", "epoch", "total"), ("count", "own")),
+    # The highest generation reserved for a migration target of a slot: see migration.py.
+    "reserved": (("run", "attempt", "box", "slot"), ("generation",)),
+    "abandoned": (("run", "attempt", "box", "epoch"), ("step",)),
+    # For `penstock replay` alone: see box_history.py. They stay when an attempt is over, as its rows in "boxes" do.
+    "tracks": (("run", "attempt", "box"), ("over", "history")),
+    # Runs that have delivered nothing yet: see box_progress.py. An older release's run has no row, and counts as used.
+    "unused": (("run",), ()),
+    # Changes of the weights of a run's mixture, numbered from 0: see mixture_orders.py.
+    "mixture_changes": (("run", "number"), ("change",)),
+}
+_COLUMNS = {table: (*keys, *values) for table, (keys, values) in TABLES.items()}
+_INSERT = {
+    table: f"INSERT OR REPLACE INTO {table} ({', '.join(columns)}, sum) VALUES ({', '.join('?' * (len(columns) + 1))})"
+    for table, columns in _COLUMNS.items()
+}
+
+
+def make_private(path: Path) -> None:
+    """Create a state directory if it is missing. Raises JournalError for a directory that belongs to another user or
+    that others can read, and OSError for one that cannot be created."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid != os.geteuid():
+        raise JournalError(
+            f"the owner of the state directory {path} must be the coordinator's user {os.geteuid()}, got user "
+            f"{found.st_uid}, who could have changed its files: choose another directory"
+        )
+    if mode & 0o077:
+        raise JournalError(
+            f"the state directory {path} must have mode 0700, because it holds a secret key, got mode {mode:04o}: run "
+            f"chmod 700 {path}"
+        )
+
+
+class StateDir:
+    """State directory, locked by this coordinator until `close`. Only the coordinator's user may read it, because the
+    journal holds the secret from which tickets are derived. Raises JournalError."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            make_private(self.path)
+            kind = filesystems.filesystem(self.path, Path("/proc/self/mountinfo").read_text())
+            if kind in filesystems.NETWORK:
+                raise JournalError(
+                    f"the state directory {self.path} is on a network filesystem ({kind}), where SQLite's journal is "
+                    "not safe: choose a directory on a local disk"
+                )
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise JournalError(
+                f"the state directory {self.path} cannot be used: {error.strerror}; choose a folder that the "
+                "coordinator's user can create and write to (--state-dir)"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._lock, 64, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._lock)
+            raise JournalError(
+                f"the state directory {self.path} is in use by another coordinator (process {holder}): stop that "
+                "coordinator, or pass another --state-dir"
+            ) from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+def _is_blank(path: Path) -> bool:
+    return not path.exists() or path.stat().st_size == 0
+
+
+def _table(name: str) -> str:
+    keys, values = TABLES[name]
+    columns = ", ".join((*keys, *values, "sum"))
+    return f"CREATE TABLE IF NOT EXISTS {name} ({columns}, PRIMARY KEY ({', '.join(keys)})) WITHOUT ROWID"
+
+
+class Journal:
+    """Journal of the coordinator: collects rows, writes them at a commit, and returns whole tables at the start."""
+
+    def __init__(self, directory: StateDir | None) -> None:
+        self._path = directory.path / "journal.db" if directory else None
+        if self._path is not None and self._path.with_name("snapshots.db").exists() and _is_blank(self._path):
+            # The journal is made before snapshots.db. SQLite would take an empty file for a new database.
+            raise JournalError(
+                f"{self._path} is missing or empty, although snapshots.db beside it shows that it was written before: "
+                "restore a copy of the file, or move the whole directory away to start anew"
+            )
+        self._commits = CommitNumber(self._path)
+        self.found = self._commits.number
+        """Number of the last commit that was on disk at the start."""
+        self._db = open_database(self._path, "\n".join(f"{_table(table)};" for table in TABLES))
+        self._db.row_factory = sqlite3.Row
+        self.pending: Rows = {}
+        self.deferred = False
+        """True if `commit` does nothing, because GroupCommit writes the rows."""
+        self.lost: JournalError | None = None
+        """Error that is set when a peer's commit mark shows that commits are missing in this journal. No call is
+        answered after that, and the process ends."""
+        try:
+            (verdict,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(" ".join(str(verdict).split()))
+            self.secret = bytes.fromhex(self._meta("secret", secrets.token_hex(32)))
+            """Secret from which tickets are derived. It is stored so that tickets stay valid after a restart."""
+            self.marks = CommitMarks(self.secret, secrets.token_bytes(8), self.found)
+            self.boots = int(self._meta("boots", "0")) + 1
+            """Number of coordinator processes that have opened this journal, with this one. Version numbers of this
+            process start above those of the last one, so that no peer takes a new view for one that it has already
+            seen."""
+            with transaction(self._db, self._commits):
+                for table in TABLES:  # an older release that wrote this journal may not have made all tables
+                    self._db.execute(_table(table))
+                self._db.execute("UPDATE meta SET value=? WHERE name='boots'", (str(self.boots),))
+        except sqlite3.Error as error:
+            self.close()
+            raise damaged(self.name, error) from error
+
+    def _meta(self, name: str, default: str) -> str:
+        self._db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (name, default))
+        (value,) = self._db.execute("SELECT value FROM meta WHERE name=?", (name,)).fetchone()
+        return str(value)
+
+    @property
+    def path(self) -> Path | None:
+        """Path of the journal's file; None if the journal is in memory."""
+        return self._path
+
+    @property
+    def name(self) -> str:
+        """Name of the journal in messages: its path, if it has one."""
+        return str(self._path or "the journal in memory")
+
+    def note(self, name: str, value: str) -> None:
+        """Store a small value under a name, with the next commit."""
+        self._add(("meta", name), "INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
+
+    def noted(self, name: str, default: str) -> str:
+        """Return the value that is stored under this name. If there is none, store `default` and return it."""
+        try:
+            return self._meta(name, default)
+        except sqlite3.Error as error:
+            raise damaged(self.name, error) from error
+
+    def rows(self, table: str) -> list[Mapping[str, Any]]:
+        """Return all rows of a table, sorted by key."""
+        keys, _ = TABLES[table]
+        try:
+            rows = self._db.execute(f"SELECT * FROM {table} ORDER BY {', '.join(keys)}")
+            return [checked(table, row, self.name) for row in rows]
+        except sqlite3.Error as error:
+            raise damaged(self.name, error) from error
+
+    def put(self, table: str, row: Mapping[str, Any]) -> None:
+        """Write a whole row of the table with the next commit. A value that is a callable is called when the row is
+        written."""
+        key = (table, *(row[key] for key in TABLES[table][0]))
+        self._add(key, _INSERT[table], (*(row[column] for column in _COLUMNS[table]), _SUM))
+
+    def put_all(self, table: str, rows: Callable[[], Iterable[Mapping[str, Any]]], **which: str | int) -> None:
+        """Write many rows of the table with the next commit. `rows` returns them. It is called at the commit, possibly
+        in another thread and more than once, so the objects that it reads must not change any more. `which`: names the
+        set of rows. Of two calls with the same table and `which` before a commit, only the later one counts."""
+
+        def values() -> Iterator[tuple[Any, ...]]:
+            return ((*(row[column] for column in _COLUMNS[table]), _SUM) for row in rows())
+
+        self._add(("all", table, *which.items()), _INSERT[table], values)
+
+    def drop(self, table: str, **where: str | int) -> None:
+        """Remove the table's rows that have the column values `where`, with the next commit."""
+        condition = " AND ".join(f"{column}=?" for column in where)
+        self._add(("drop", table, *where.items()), f"DELETE FROM {table} WHERE {condition}", tuple(where.values()))
+
+    def _add(self, key: tuple[Any, ...], sql: str, values: Any) -> None:
+        self.pending.pop(key, None)  # a row put twice is written once, at its latest position in the order
+        self.pending[key] = (sql, values)
+
+    def commit(self) -> None:
+        """Write all pending changes to disk. Raises JournalError if the write fails; the next call tries again."""
+        if not self.pending or self.deferred:
+            return
+        rows = self.take()
+        try:
+            self.write(rows)
+        except JournalError:
+            self.put_back(rows)
+            raise
+
+    def take(self) -> Rows:
+        """Remove all waiting rows from `pending` and return them. The caller must write them or put them back."""
+        rows, self.pending = self.pending, {}
+        return rows
+
+    def put_back(self, rows: Rows) -> None:
+        """Put back rows that could not be written. A row that was put since then is kept in place of the older one."""
+        newer, self.pending = self.pending, rows
+        for key, (sql, values) in newer.items():
+            self._add(key, sql, values)
+
+    def write(self, rows: Rows) -> None:
+        """Write the rows to disk in one commit. Any thread may call this, but only one at a time. Raises
+        JournalError."""
+        if self.lost is not None:
+            raise JournalError(self.lost.message)
+        try:
+            with transaction(self._db, self._commits):
+                for sql, values in rows.values():
+                    if callable(values):
+                        self._db.executemany(sql, map(_made, values()))
+                    else:
+                        self._db.execute(sql, _made(values))
+        except sqlite3.Error as error:
+            raise JournalError(
+                f"{self.name} cannot be written ({error}); {len(rows)} changes of {_bytes_of(rows)} bytes wait. Free "
+                "space on the disk, or make the file writable; the next call tries again"
+            ) from error
+
+    # ---- commit marks that peers keep
+
+    def mark(self) -> bytes:
+        """Return the commit mark of the last commit, its signed number. A peer keeps it for the next coordinator."""
+        return self.marks.make(self.committed)
+
+    @property
+    def committed(self) -> int:
+        """Number of the last commit that is on disk."""
+        return self._commits.number
+
+    def confirm(self, mark: bytes, witness: str) -> None:
+        """Check a commit mark that a peer has kept. If it shows that commits are missing in this journal, raise
+        JournalError in this call and in each later one. `witness`: name of the peer, for the message."""
+        number = self.marks.missing(mark)
+        if number is not None and self.lost is None:
+            self.lost = self._missing(number, witness)
+        if self.lost is not None:
+            raise JournalError(self.lost.message)
+
+    def _missing(self, number: int, witness: str) -> JournalError:
+        self._commits.expect(max(number, self.committed + 1))  # this process's commits reuse the lost numbers
+        return behind(self.name, self.found, number, f"as a mark of {witness} shows")
+
+    def close(self) -> None:
+        self._db.close()
+        self._commits.close()
+
+
+_SUM = object()
+"""Placeholder in a row for the checksum of the row's other values."""
+
+
+def _made(values: tuple[Any, ...]) -> list[Any]:
+    """Return the values to write. Callables are called, and the row's checksum takes the place of its placeholder."""
+    made = [value() if callable(value) else value for value in values]
+    return [*made[:-1], _sum(made[:-1])] if made and made[-1] is _SUM else made
+
+
+def _sum(values: list[Any]) -> int:
+    return zlib.crc32(repr([int(value) if isinstance(value, bool) else value for value in values]).encode())
+
+
+def checked(table: str, row: sqlite3.Row, name: str) -> dict[str, Any]:
+    """Return the row without its checksum. Raises JournalError if the checksum does not match. SQLite has checksums in
+    its log and none in its pages, so a flipped bit in a page may change a number without an error. Rows of older
+    releases have no checksum and are not checked. `name`: name of the database in messages."""
+    keys, values = TABLES[table]
+    found = {name: row[name] for name in (*keys, *values)}
+    if "sum" in row.keys() and row["sum"] not in (None, _sum(list(found.values()))):  # noqa: SIM118 (no mapping)
+        at = ", ".join(f"{key} {found[key]}" for key in keys)
+        raise damaged(name, f"table {table}, row with {at}: its checksum does not match")
+    return found
+
+
+def _bytes_of(rows: Rows) -> int:
+    """Return the size of the rows' values in bytes, without those of `put_all`. SQLite writes more, because it writes
+    whole pages."""
+    put = (values for _, values in rows.values() if not callable(values))
+    made = (value for values in put for value in values if value is not _SUM)
+    return sum(len(value) if isinstance(value, str | bytes) else 8 for value in made)
+
+
+COMMIT_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+"""Upper bounds of the buckets of the commit histogram in seconds, from an idle local disk to a failing one."""
+
+
+class GroupCommit:
+    """Writer of the journal, in a thread of its own: many calls share one commit. Once it exists, `Journal.commit` does
+    nothing.
+
+    A commit takes as long as the disk needs to flush: a tenth of a millisecond on an idle local disk, several on a
+    cloud or shared disk. When a job of 10,000 slots starts, each of 30,000 calls has something to write. A coordinator
+    that waited for each commit would receive no heartbeats meanwhile and take every peer for dead. So the state machine
+    goes on with the next call, and each reply waits until all rows that were put before it are on disk.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        journal.deferred = True
+        self.seconds = Histogram(COMMIT_BOUNDS_S)
+        """Histogram of the durations of commits, in seconds."""
+        self._thread = ThreadPoolExecutor(1, "penstock-journal")
+        self._waiting: list[asyncio.Future[None]] = []
+        self._writer: asyncio.Task[None] | None = None
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    @asynccontextmanager
+    async def synced(self) -> AsyncIterator[None]:
+        """Return a context in which the state machine handles a call. Leaving the context waits until all changes so
+        far are on disk, so that the caller gets the reply or the error only after that. A call that is cancelled does
+        not wait: its rows are written with the next call or tick."""
+        try:
+            yield
+        except Exception:
+            await self.sync()
+            raise
+        await self.sync()
+
+    async def sync(self) -> None:
+        """Wait until all rows put so far are on disk.
+
+        Raises JournalError if the write failed, or if earlier commits are missing. The next call tries a failed write
+        again. If commits are missing (`Journal.lost`), the coordinator answers no call from then on.
+        """
+        if self._journal.lost is not None:
+            raise JournalError(self._journal.lost.message)
+        busy = self._writer is not None and not self._writer.done()
+        if not busy and not self._journal.pending:
+            return
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(written)
+        if not busy:
+            self._writer = asyncio.ensure_future(self._write())
+        await written
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            waiting, self._waiting = self._waiting, []
+            rows, failure = self._journal.take(), None
+            if rows:
+                began = time.perf_counter()
+                try:
+                    await loop.run_in_executor(self._thread, self._journal.write, rows)
+                except Exception as error:
+                    self._journal.put_back(rows)
+                    failure = error
+                else:
+                    self.seconds.add(time.perf_counter() - began)
+            for written in waiting:
+                if written.done():  # the waiting call was cancelled
+                    continue
+                if failure is None:
+                    written.set_result(None)
+                else:
+                    written.set_exception(failure)

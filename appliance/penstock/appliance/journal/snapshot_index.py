@@ -1,0 +1,294 @@
+"""Index of snapshots.db: the kept snapshots and blobs, without their data, and those that may be removed from disk.
+
+A slot may have to restart strictly before its last delivered batch, and the state of each of the last `retention_steps`
+steps (the retention window) may be requested. So the newest snapshot before this window is kept, and all newer ones.
+Older snapshots are not needed any more. The beginning of the window, as a position of the slot, is taken from positions
+that the box reported. It does not follow from the step alone: near the end of an epoch, the slots that still have
+batches take the steps of those that have ended.
+
+Pure: the index decides what to remove, and the service removes it from disk once its replacement is stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.proto.rpc.bounds.reply_parts import VALUE_MAX
+
+REPLAY_SHARE = 0.9
+"""Share of the budget that is open to snapshots whose only use is a shorter replay. The rest is reserved for the first
+snapshot of each slot and for saved states, without which no run can start."""
+BLOB_SHARE = 0.9
+"""Share of the budget that blobs may use. The rest is reserved for snapshots, without which no run can start."""
+BLOB_TOKEN_SHARE = 0.6
+"""Share of the budget that the blobs of one credential token may use, if the coordinator has several tokens."""
+BLOB_IDLE_S = 3600.0
+"""Age in seconds at which a blob is dropped if no open attempt uses it. Boxes send blobs before they open the run."""
+_MORE = (
+    "end jobs that are no longer needed, or raise the budget (penstock coordinator --budget; "
+    "PENSTOCK_COORDINATOR_BUDGET, which an embedded coordinator reads too)"
+)
+
+
+class SlotKey(NamedTuple):
+    """Key of a slot, unique in the cluster: its run, attempt and box, and its number in the box."""
+
+    run: str
+    attempt: int
+    box: int
+    slot: int
+
+
+@dataclass(frozen=True, order=True)
+class DurableSnapshot:
+    """Position and size of one durable snapshot."""
+
+    total: int
+    epoch: int
+    size: int
+    epoch_start: bool = False
+    """True if the snapshot was taken at the start of an epoch, False if after a batch."""
+
+    @property
+    def is_sure(self) -> bool:
+        """True if every loader can restart from this snapshot: it was taken after a batch, or at the start of epoch 0.
+        The state at the start of a later epoch may still be that of the epoch before, because some loaders begin an
+        epoch only in the first next(). Such a loader, restored there, would end at once."""
+        return not self.epoch_start or self.epoch == 0
+
+
+@dataclass(frozen=True)
+class DropSnapshot:
+    """Order to remove one snapshot from disk."""
+
+    key: SlotKey
+    total: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class DropAttempt:
+    """Order to remove all snapshots of an attempt from disk."""
+
+    run: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class DropBlob:
+    """Order to remove a blob (uploaded data: a saved state, or large arguments) from disk."""
+
+    name: str
+
+
+Drop = DropSnapshot | DropAttempt | DropBlob
+
+
+@dataclass
+class _Blob:
+    size: int
+    touched: float
+    credential: str = ""
+    """Digest of the sender's credential token; "" = not known, because the coordinator has restarted since."""
+
+
+class SnapshotIndex:
+    """Index of the snapshots and blobs on disk, in memory. `budget`: largest number of bytes of all of them."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._snapshots: dict[tuple[str, int], dict[SlotKey, list[DurableSnapshot]]] = {}
+        """(run, attempt) -> key of a slot -> the slot's snapshots, so that an attempt can be dropped without a
+        search."""
+        self._blobs: dict[str, _Blob] = {}
+        self._drops: list[Drop] = []
+        self.used = 0
+        """Size in bytes of all snapshots and blobs on disk."""
+        self.coming = 0
+        """Number of bytes that transfers under way have declared. They count, so that transfers together do not exceed
+        the budget."""
+
+    @property
+    def free(self) -> int:
+        """Number of bytes that the budget leaves for further snapshots and blobs."""
+        return max(0, self.budget - self.used - self.coming)
+
+    @contextmanager
+    def expecting(self, size: int) -> Iterator[None]:
+        """Return a context during which a value of `size` bytes counts as being received."""
+        self.coming += size
+        try:
+            yield
+        finally:
+            self.coming -= size
+
+    def load(
+        self, snapshots: Iterable[tuple[SlotKey, DurableSnapshot]], blobs: Iterable[tuple[str, int]], now: float
+    ) -> None:
+        """Add the snapshots, and the blobs as (name, size), that the database holds at the start. `now`: monotonic
+        seconds."""
+        for key, kept in snapshots:
+            self.add(key, kept)
+        for name, size in blobs:
+            self.add_blob(name, size, now)
+
+    def take_drops(self) -> list[Drop]:
+        """Return the orders to remove values from disk that were given since the last call."""
+        drops, self._drops = self._drops, []
+        return drops
+
+    # ------------------------------------------------------------------------------------------------ snapshots
+
+    def snapshots(self, key: SlotKey) -> list[DurableSnapshot]:
+        """Return the slot's snapshots, oldest first."""
+        return list(self._of(key))
+
+    def _of(self, key: SlotKey) -> Sequence[DurableSnapshot]:
+        of_attempt = self._snapshots.get((key.run, key.attempt))
+        return of_attempt.get(key, ()) if of_attempt is not None else ()
+
+    def find(self, key: SlotKey, total: int, epoch: int) -> DurableSnapshot:
+        """Return the snapshot at this position. If the index does not have it, for example because the attempt is over,
+        return an entry with a size of 0."""
+        there = (kept for kept in self._of(key) if (kept.total, kept.epoch) == (total, epoch))
+        return next(there, DurableSnapshot(total, epoch, 0))
+
+    def attempts(self) -> set[tuple[str, int]]:
+        return set(self._snapshots)
+
+    def why_refused(self, key: SlotKey, size: int) -> str:
+        """Return the reason why a snapshot of `size` bytes may not be written now, with a remedy; "" if it may be
+        written."""
+        if size > VALUE_MAX:
+            return (
+                f"a snapshot must have at most {VALUE_MAX} bytes, got {size}: return less from the "
+                "loader's state_dict()"
+            )
+        share = REPLAY_SHARE if self._of(key) else 1.0
+        limit = int(self.budget * share)
+        if self.used + self.coming + size > limit:
+            used = f"{self.used + self.coming} of {limit} bytes of the coordinator's snapshot budget are in use"
+            return f"a snapshot of {size} bytes does not fit into the budget: {used}; {_MORE}"
+        return ""
+
+    def add(self, key: SlotKey, kept: DurableSnapshot) -> None:
+        """Add a snapshot that is on disk, in place of one of the same position."""
+        others = []
+        for old in self._of(key):
+            if (old.total, old.epoch) == (kept.total, kept.epoch):
+                self.used -= old.size
+            else:
+                others.append(old)
+        # By epoch first, then by total: snapshots beyond the last delivered batch of an abandoned epoch are useless,
+        # but have a higher total than later ones.
+        of_attempt = self._snapshots.setdefault((key.run, key.attempt), {})
+        of_attempt[key] = sorted([*others, kept], key=lambda one: (one.epoch, one.total))
+        self.used += kept.size
+
+    def trim(self, key: SlotKey, edge: int) -> None:
+        """Drop the slot's old snapshots. `edge`: number of the slot's batches at the oldest position to which the box
+        can still return.
+
+        Of the snapshots with a smaller total than `edge`, the newest one from which every loader can restart
+        (`is_sure`) is kept; if there is none, the newest one. All snapshots after it are kept too. Snapshots are
+        ordered by epoch and then by total, because a snapshot of an abandoned epoch can have a higher total than later
+        ones.
+        """
+        kept = self._of(key)
+        if not kept:
+            return
+        below = [index for index, snapshot in enumerate(kept) if snapshot.total < edge]
+        sure = [index for index in below if kept[index].is_sure]
+        first = min((sure or below)[-1:], default=0)
+        for old in kept[:first]:
+            self.used -= old.size
+            self._drops.append(DropSnapshot(key, old.total, old.epoch))
+        self._snapshots[key.run, key.attempt][key] = list(kept[first:])
+
+    def drop_beyond(self, key: SlotKey, total: int) -> None:
+        """Drop the slot's snapshots after its batch number `total`, because a change of the mixture has made them
+        invalid."""
+        for old in [kept for kept in self._of(key) if kept.total > total]:
+            self.used -= old.size
+            self._drops.append(DropSnapshot(key, old.total, old.epoch))
+            self._snapshots[key.run, key.attempt][key].remove(old)
+
+    def discard(self, key: SlotKey, kept: DurableSnapshot) -> None:
+        """Drop a snapshot that was written to disk too late: its attempt is over, or a change of the mixture has made
+        it invalid. If the index has a snapshot of the same position, drop that one too, because the late one has
+        replaced it on disk."""
+        for old in [one for one in self._of(key) if (one.total, one.epoch) == (kept.total, kept.epoch)]:
+            self.used -= old.size
+            self._snapshots[key.run, key.attempt][key].remove(old)
+        self._drops.append(DropSnapshot(key, kept.total, kept.epoch))
+
+    def drop_attempt(self, run: str, attempt: int) -> None:
+        for kept in self._snapshots.pop((run, attempt), {}).values():
+            self.used -= sum(snapshot.size for snapshot in kept)
+        self._drops.append(DropAttempt(run, attempt))
+
+    # ---------------------------------------------------------------------------------------------------- blobs
+
+    def has_blob(self, name: str) -> bool:
+        return name in self._blobs
+
+    def blob_size(self, name: str) -> int:
+        """Return the blob's size in bytes; 0 for an unknown blob."""
+        blob = self._blobs.get(name)
+        return 0 if blob is None else blob.size
+
+    def why_blob_refused(self, size: int, credential: str = "") -> str:
+        """Return the reason why a blob of `size` bytes may not be written now, with a remedy; "" if it may be written.
+        `credential`: digest of the sender's credential token; "" = no limit for a single token."""
+        if size > VALUE_MAX:
+            return (
+                f"a stored value must have at most {VALUE_MAX} bytes, got {size}: give input_fn smaller "
+                "arguments, or return less from the loader's state_dict()"
+            )
+        if self.used + self.coming + size > self.budget:
+            used = f"{self.used + self.coming} of {self.budget} bytes of the coordinator's budget are in use"
+            return f"its {size} bytes do not fit into the budget: {used}; {_MORE}"
+        shares = [("such values", list(self._blobs.values()), BLOB_SHARE)]
+        if credential:
+            own = [blob for blob in self._blobs.values() if blob.credential == credential]
+            shares.append(("such values from one token", own, BLOB_TOKEN_SHARE))
+        for what, blobs, share in shares:
+            held, limit = sum(blob.size for blob in blobs), int(self.budget * share)
+            if held + size > limit:
+                used = f"{held} of {limit} bytes of the coordinator's budget for {what} are in use"
+                return f"its {size} bytes do not fit into the budget: {used}; {_MORE}"
+        return ""
+
+    def spare(self, drop: Drop) -> None:
+        """Cancel an order to remove a value, because the value is about to be written again."""
+        self._drops = [other for other in self._drops if other != drop]
+
+    def add_blob(self, name: str, size: int, now: float, credential: str = "") -> None:
+        """Add a blob that is on disk. If it is known already, only its age begins again. `now`: monotonic seconds."""
+        known = self._blobs.get(name)
+        if known is not None:
+            known.touched = now
+            return
+        self.used += size
+        self._blobs[name] = _Blob(size, now, credential)
+
+    def release_blobs(self, names: Iterable[str]) -> None:
+        """Let `drop_idle_blobs` drop these blobs at once, unless an open attempt uses them."""
+        for name in names:
+            if name in self._blobs:
+                self._blobs[name].touched = -math.inf
+
+    def drop_idle_blobs(self, named: set[str], now: float) -> None:
+        """Drop the blobs that no open attempt uses, and that were neither sent nor used for BLOB_IDLE_S
+        seconds. `named`: names of the blobs in use; `now`: monotonic seconds."""
+        for name, blob in list(self._blobs.items()):
+            if name in named:
+                blob.touched = now
+            elif now - blob.touched > BLOB_IDLE_S:
+                del self._blobs[name]
+                self.used -= blob.size
+                self._drops.append(DropBlob(name))

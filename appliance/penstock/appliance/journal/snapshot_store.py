@@ -1,0 +1,337 @@
+"""Store: the database snapshots.db, with the data of snapshots and blobs and the last states of ended runs. The
+snapshot index decides which values the store holds; the store writes, reads and removes them.
+
+Only the service's writer thread uses the store, so that the commit of a large value does not delay the event loop and
+with it the leases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from penstock.appliance.journal.database import CommitNumber, open_database, transaction
+from penstock.appliance.journal.journal import StateDir
+from penstock.appliance.journal.snapshot_index import (
+    Drop,
+    DropAttempt,
+    DropBlob,
+    DropSnapshot,
+    DurableSnapshot,
+    SlotKey,
+)
+from penstock.proto.errors import JournalError
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+_SCRIPT = """
+CREATE TABLE snapshots (
+    run TEXT, attempt INTEGER, box INTEGER, slot INTEGER, total INTEGER, epoch INTEGER,
+    size INTEGER, header BLOB, data BLOB, PRIMARY KEY (run, attempt, box, slot, total, epoch));
+CREATE TABLE blobs (name TEXT PRIMARY KEY, size INTEGER, data BLOB);
+CREATE TABLE closed (run TEXT PRIMARY KEY, attempt INTEGER, step INTEGER, wall REAL, size INTEGER);
+CREATE TABLE closed_parts (run TEXT, number INTEGER, part BLOB, PRIMARY KEY (run, number));
+"""
+_AT = "run=? AND attempt=? AND box=? AND slot=? AND total=? AND epoch=?"
+
+
+PIECE = 256
+"""Largest number of rows that one call of `drop` removes."""
+VACUUM_PAGES = 1024
+"""Largest number of pages of 4 KiB that one call of `drop` gives back to the filesystem. New snapshots reuse free pages
+anyway, and giving back all pages at once would rewrite the whole file while snapshots arrive."""
+
+
+@dataclass(frozen=True)
+class ClosedRun:
+    """Description of the one state that is kept of an ended run: the state that had the highest step of those in memory
+    when the run ended. The state itself is in the database."""
+
+    run: str
+    attempt: int
+    step: int
+    wall_s: float
+    """End of the run, in seconds since the Unix epoch."""
+    size: int
+    """Size of the state in serialised messages, in bytes."""
+
+
+class Store:
+    """Database with the data of snapshots and blobs, and the last states of ended runs. `directory`: None = in memory.
+    Every method raises JournalError if the disk fails."""
+
+    def __init__(self, directory: StateDir | None) -> None:
+        self._path = directory.path / "snapshots.db" if directory else None
+        self._commits = CommitNumber(self._path)
+        self._db = open_database(self._path, _SCRIPT)
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise JournalError(
+                f"{self._path or 'the snapshot store in memory'}: {what}: {error}. Free space on the disk, or repair it"
+            ) from error
+
+    def index(self) -> tuple[list[tuple[SlotKey, DurableSnapshot]], list[tuple[str, int]]]:
+        """Return all snapshots as (slot, snapshot), and all blobs as (name, size in bytes), without their data."""
+        with self._errors("cannot be read"):
+            columns = "run, attempt, box, slot, total, epoch, size, header"
+            rows = self._db.execute(f"SELECT {columns} FROM snapshots").fetchall()
+            blobs = self._db.execute("SELECT name, size FROM blobs").fetchall()
+        kept = []
+        for *key, total, epoch, size, header in rows:
+            kept.append(
+                (SlotKey(*key), DurableSnapshot(total, epoch, size, pb.SnapshotHeader.FromString(header).epoch_start))
+            )
+        return kept, blobs
+
+    def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> None:
+        self.put_snapshots([(header, data)])
+
+    def put_snapshots(self, snapshots: Sequence[tuple[pb.SnapshotHeader, bytes]]) -> None:
+        """Write all these snapshots, as (header, data), in one commit. If the commit fails, none is written."""
+        size = sum(len(data) for _, data in snapshots)
+        with self._errors(f"{len(snapshots)} snapshots of {size} bytes cannot be written"), self._transaction():
+            for header, data in snapshots:
+                place = (header.run, header.attempt, header.box, header.slot, header.total, header.epoch)
+                row = (*place, len(data), header.SerializeToString(), data)
+                self._db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with transaction(self._db, self._commits):
+            yield
+
+    def snapshot(self, key: SlotKey, kept: DurableSnapshot) -> tuple[pb.SnapshotHeader, bytes] | None:
+        """Return the snapshot's header and data; None if the snapshot was removed from disk."""
+        with self._errors("a snapshot cannot be read"):
+            found = self._db.execute(
+                f"SELECT header, data FROM snapshots WHERE {_AT}", (*key, kept.total, kept.epoch)
+            ).fetchone()
+        return None if found is None else (pb.SnapshotHeader.FromString(found[0]), bytes(found[1]))
+
+    def put_blob(self, name: str, data: bytes) -> None:
+        with self._errors(f"a blob of {len(data)} bytes cannot be written"), self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO blobs VALUES (?, ?, ?)", (name, len(data), data))
+
+    def blob(self, name: str) -> bytes | None:
+        with self._errors("a blob cannot be read"):
+            found = self._db.execute("SELECT data FROM blobs WHERE name=?", (name,)).fetchone()
+        return None if found is None else bytes(found[0])
+
+    # ---- states of runs that have ended: see closed_runs.py
+
+    def closed(self) -> list[ClosedRun]:
+        with self._errors("cannot be read"):
+            return [ClosedRun(*row) for row in self._db.execute("SELECT run, attempt, step, wall, size FROM closed")]
+
+    def keep_closed(self, one: ClosedRun, parts: Sequence[bytes], gone: Iterable[str]) -> None:
+        """Write the last state of a run in place of an older one. Remove the states of the runs `gone`. `parts`: the
+        state as serialised messages."""
+        with self._errors(f"a state of {one.size} bytes cannot be written"), self._transaction():
+            for run in (*gone, one.run):
+                for table in ("closed", "closed_parts"):
+                    self._db.execute(f"DELETE FROM {table} WHERE run=?", (run,))
+            row = (one.run, one.attempt, one.step, one.wall_s, one.size)
+            self._db.execute("INSERT INTO closed VALUES (?, ?, ?, ?, ?)", row)
+            rows = [(one.run, number, part) for number, part in enumerate(parts)]
+            self._db.executemany("INSERT INTO closed_parts VALUES (?, ?, ?)", rows)
+
+    def closed_parts(self, run: str) -> list[bytes]:
+        with self._errors("a state cannot be read"):
+            rows = self._db.execute("SELECT part FROM closed_parts WHERE run=? ORDER BY number", (run,))
+            return [bytes(part) for (part,) in rows]
+
+    def drop(self, drops: Sequence[Drop]) -> list[Drop]:
+        """Carry out the first of these orders to remove values from disk, about PIECE rows. Return the orders that are
+        left."""
+        left = list(drops)
+        with self._errors("old values cannot be removed"):
+            with self._transaction():
+                rows = 0
+                while left and rows < PIECE:
+                    match left[0]:
+                        case DropSnapshot(key, total, epoch):
+                            self._db.execute(f"DELETE FROM snapshots WHERE {_AT}", (*key, total, epoch))
+                            rows += 1
+                        case DropAttempt(run, attempt):
+                            few = "SELECT rowid FROM snapshots WHERE run=? AND attempt=? LIMIT ?"
+                            done = self._db.execute(
+                                f"DELETE FROM snapshots WHERE rowid IN ({few})", (run, attempt, PIECE - rows)
+                            )
+                            rows += max(1, done.rowcount)
+                            if rows >= PIECE:
+                                break  # the attempt may have more rows
+                        case DropBlob(name):
+                            self._db.execute("DELETE FROM blobs WHERE name=?", (name,))
+                            rows += 1
+                    del left[0]
+            self._db.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
+        return left
+
+    def close(self) -> None:
+        self._db.close()
+        self._commits.close()
+
+
+# ---- writing
+
+COMMIT_BYTES = 8 << 20
+"""Largest size of a commit of several snapshots, in bytes. Such a commit takes a tenth of a second on a disk of 80
+MB/s, in which removals and reads wait. A larger snapshot has a commit of its own."""
+
+_Result = TypeVar("_Result")
+
+
+SMALL_SHARE = 8
+"""Divisor of the memory budget: a value of at most an eighth of the budget counts as small."""
+
+
+class InflowBudget:
+    """Memory budget of snapshots or blobs that are being received or sent. One half is for small values and one for
+    large ones, so that a small value never waits for a large one whose sender is slow."""
+
+    def __init__(self, limit: int) -> None:
+        self._small_size = limit // SMALL_SHARE
+        self._small, self._large = MemoryBudget(limit // 2), MemoryBudget(limit // 2)
+
+    def taken(self, size: int, credential: str = "") -> AbstractAsyncContextManager[None]:
+        """Return a context that holds `size` bytes of the budget for a caller with this credential token. Entering the
+        context waits until the bytes are free."""
+        return (self._small if size <= self._small_size else self._large).taken(size, credential)
+
+
+class MemoryBudget:
+    """Budget of bytes in memory, with a queue of the values that wait for memory. The next value is of the credential
+    token that holds the fewest bytes; values of one token are admitted in the order of their arrival. So no token waits
+    for the whole queue of another token."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = 0
+        self._by_token: Counter[str] = Counter()
+        self._waiting: deque[tuple[int, str, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def taken(self, size: int, credential: str = "") -> AsyncIterator[None]:
+        """Hold `size` bytes of the budget while the context is open. Entering the context waits until the bytes are
+        free, without a deadline, because each waiting call has its own. A value that is larger than the budget is
+        admitted when nothing else is in memory."""
+        if self._waiting or not self._fits(size):
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            entry = (size, credential, turn)
+            self._waiting.append(entry)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if entry in self._waiting:
+                    self._waiting.remove(entry)
+                elif not turn.cancelled():  # admitted just before; a cancelled entry is skipped and not counted
+                    self._count(-size, credential)
+                self._admit_waiting()
+                raise
+        else:
+            self._count(size, credential)
+        try:
+            yield
+        finally:
+            self._count(-size, credential)
+            self._admit_waiting()
+
+    def _count(self, size: int, credential: str) -> None:
+        self._used += size
+        self._by_token[credential] += size
+        if not self._by_token[credential]:
+            del self._by_token[credential]
+
+    def _fits(self, size: int) -> bool:
+        return self._used == 0 or self._used + size <= self._limit
+
+    def _admit_waiting(self) -> None:
+        while self._waiting:
+            entry = min(self._waiting, key=lambda one: self._by_token[one[1]])
+            size, credential, turn = entry
+            if not self._fits(size):
+                return
+            self._waiting.remove(entry)
+            if not turn.done():
+                self._count(size, credential)
+                turn.set_result(None)
+
+
+class SnapshotWriter:
+    """Writer of the store: its operations run in a thread of its own, one after the other."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._thread = ThreadPoolExecutor(1, "penstock-store")
+        self._queue: deque[tuple[pb.SnapshotHeader, bytes, asyncio.Future[None]]] = deque()
+        self._writing: asyncio.Task[None] | None = None
+        self._dropping: asyncio.Task[None] | None = None
+        self._spared: set[Drop] = set()
+        """Orders to remove values that are being written again, so that these values must be kept."""
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    async def run(self, work: Callable[..., _Result], *args: Any) -> _Result:
+        """Run `work` in the writer's thread and return its result."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+    async def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> None:
+        """Write the snapshot and return when it is on disk. Raises JournalError if the write fails."""
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append((header, data, written))
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.ensure_future(self._write())
+        await written
+
+    async def _write(self) -> None:
+        while self._queue:
+            batch: list[tuple[pb.SnapshotHeader, bytes, asyncio.Future[None]]] = []
+            size = 0
+            while self._queue and (not batch or size + len(self._queue[0][1]) <= COMMIT_BYTES):
+                batch.append(self._queue.popleft())
+                size += len(batch[-1][1])
+            failure: Exception | None = None
+            try:
+                await self.run(self._store.put_snapshots, [(header, data) for header, data, _ in batch])
+            except Exception as error:
+                failure = error
+            for _, _, written in batch:
+                if written.done():  # its call was cancelled
+                    continue
+                if failure is None:
+                    written.set_result(None)
+                else:
+                    written.set_exception(failure)
+
+    @property
+    def is_dropping(self) -> bool:
+        return self._dropping is not None and not self._dropping.done()
+
+    def drop(self, drops: list[Drop], failed: Callable[[list[Drop], Exception], None]) -> None:
+        """Carry out orders to remove values from disk, in the background and a few at a time, so that concurrent writes
+        do not wait long. Call this only while `is_dropping` is false. `failed`: called with the orders that were not
+        carried out, and the error."""
+        self._spared = set()
+        self._dropping = asyncio.ensure_future(self._drop(drops, failed))
+
+    def spare(self, drop: Drop) -> None:
+        """Cancel an order of an earlier call of `drop`, because its value is about to be written again."""
+        self._spared.add(drop)
+
+    async def _drop(self, drops: list[Drop], failed: Callable[[list[Drop], Exception], None]) -> None:
+        while drops := [drop for drop in drops if drop not in self._spared]:
+            try:
+                drops = await self.run(self._store.drop, drops)
+            except Exception as error:
+                failed([drop for drop in drops if drop not in self._spared], error)
+                return

@@ -1,1 +1,0 @@
-"""Entities of the coordinator and its limits: plain data."""

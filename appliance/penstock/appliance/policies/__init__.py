@@ -1,1 +1,0 @@
-"""Policies of the coordinator, as functions of its entities: placement, leases, quarantine, bottlenecks."""

@@ -1,0 +1,125 @@
+"""Calls of ChangeMixture (`penstock mix`). This module waits; mixture_orders.py decides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError
+
+from penstock.appliance.core.cluster import Topic
+from penstock.appliance.core.mixture_orders import MixtureOrders, Proposal
+from penstock.appliance.core.state_machine import StateMachine
+from penstock.appliance.core.state_query import BoxState, MixtureTrial, StateQuery
+from penstock.proto.errors import DeadlineError, ProtocolError
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+__all__ = ["MixtureCalls"]
+
+LOOK_S = 0.2
+"""Longest time in seconds until a waiting change is checked again, if no box reports before."""
+
+TRIALS_AT_ONCE = 16
+"""Largest number of workers that try a change at the same time."""
+
+T = TypeVar("T")
+_Complete = Callable[[StateQuery, int, float, float], Awaitable[BoxState]]
+
+
+class MixtureCalls:
+    """Handler of ChangeMixture calls, in the coordinator's event loop.
+
+    Args:
+        state_machine: the coordinator's state machine.
+        on: returns a context in which a call waits for a topic (TopicSignals.on).
+        complete: waits until all slots of a query's box have answered (Service._complete).
+    """
+
+    def __init__(
+        self,
+        state_machine: StateMachine,
+        on: Callable[[Topic], AbstractContextManager[asyncio.Event]],
+        complete: _Complete,
+    ) -> None:
+        self._state_machine, self._on, self._complete = state_machine, on, complete
+        self._orders = MixtureOrders(state_machine.cluster, state_machine.placement, state_machine.state_queries)
+
+    async def change(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply:
+        """Try a change of a mixture on a worker, or on all workers of the run if it adds sources, and then make it.
+        With `dry_run` only try it. If the same request was carried out before, return its change at once. Raises an
+        error if the change was not made, or if the trial failed."""
+        made = self._orders.repeated(request)
+        if made is not None:
+            return made
+        loop = asyncio.get_running_loop()
+        until = loop.time() + request.deadline_s
+        trials = self._orders.trials(request)
+        turns = asyncio.Semaphore(TRIALS_AT_ONCE)
+        plans = await _all(self._tried(trial, turns, until, request.deadline_s) for trial in trials)
+        made = self._orders.repeated(request)
+        if made is not None:  # the same call came twice, and the other one has made the change
+            return made
+        proposal = self._orders.proposed(request, trials, plans)
+        if not request.dry_run:
+            await self._make(proposal, min(until, loop.time() + self._orders.patience(proposal)))
+        return pb.ChangeMixtureReply(
+            run=proposal.run.name,
+            change=proposal.change,
+            shares=proposal.shares,
+            slots=proposal.slots,
+            batches=proposal.batches,
+        )
+
+    async def _tried(
+        self, trial: MixtureTrial, turns: asyncio.Semaphore, until: float, deadline_s: float
+    ) -> pb.MixturePlan:
+        state_machine = self._state_machine
+        async with turns:
+            state_machine.state_queries.begin_trial(trial, state_machine.cluster.events.now + deadline_s)
+            try:
+                state_machine.settle()
+                state = await self._complete(trial, 0, until, deadline_s)
+            finally:
+                state_machine.state_queries.end(trial)
+        try:
+            return pb.MixturePlan.FromString(state.records[0][1])
+        except DecodeError as error:
+            raise ProtocolError(
+                f"a worker's answer to the trial of a mixture cannot be read: {error}. Use one release of Penstock on "
+                "all machines"
+            ) from error
+
+    async def _make(self, proposal: Proposal, until: float) -> None:
+        """Let all boxes wait before the change's step, and make the change once all of them do. Raises DeadlineError at
+        `until`, in the event loop's time."""
+        orders, state_machine = self._orders, self._state_machine
+        try:
+            with self._on(("mixture", proposal.run.name)) as event:
+                orders.fence(proposal)
+                state_machine.settle()
+                while waits_for := orders.undecided(proposal):
+                    event.clear()
+                    if asyncio.get_running_loop().time() > until:
+                        raise DeadlineError(
+                            f"the mixture of run {proposal.run.name} has not changed: the order still waited for "
+                            f"{waits_for} at its deadline. Run `penstock mix` again"
+                        )
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_S):
+                            await event.wait()
+            orders.make(proposal)
+            state_machine.settle()
+        finally:
+            orders.withdraw(proposal)
+
+
+async def _all(waits: Iterable[Awaitable[T]]) -> list[T]:
+    """Return the results of all awaitables, once all have ended. Raises the first error."""
+    results = await asyncio.gather(*waits, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]

@@ -1,0 +1,108 @@
+"""Recent state queries: checkpoints of training jobs, and states that operators fetched.
+
+Every rank of a job requests the same step when it saves. Such requests are one entry with a count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from penstock.appliance.core.state_query import StateQuery
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+MOST = 64
+"""Number of entries that are kept, over all runs."""
+TOGETHER_S = 60.0
+"""Seconds within which requests for the same step count as one checkpoint."""
+_ERROR = 400
+
+
+OPERATOR = "operator"
+"""Name of the caller of a request that does not come from a training job."""
+
+
+@dataclass
+class StateFetch:
+    """Description of one request for a state, or of several requests for the same step."""
+
+    run: str
+    attempt: int
+    caller: str
+    at: float
+    wall_s: float
+    step: int
+    seconds: float = 0.0
+    bytes: int = 0
+    error: str = ""
+    callers: int = 1
+
+    def of(self, query: StateQuery) -> None:
+        """Set attempt and step to those of the query, because the request may have asked for the newest step."""
+        self.attempt, self.step = query.attempt, query.step
+
+    def is_with(self, other: StateFetch) -> bool:
+        """Return whether this request and `other` belong to the same checkpoint."""
+        same = (self.run, self.attempt, self.step) == (other.run, other.attempt, other.step)
+        return (
+            same and (self.caller == OPERATOR) == (other.caller == OPERATOR) and bool(self.error) == bool(other.error)
+        )
+
+
+class RecentQueries:
+    """List of the latest requests for states.
+
+    Args:
+        clock: returns monotonic seconds.
+        wall: returns seconds since the Unix epoch.
+    """
+
+    def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:
+        self._clock, self._wall = clock, wall
+        self._done: deque[StateFetch] = deque(maxlen=MOST)
+
+    @contextmanager
+    def noted(self, request: pb.FetchStateRequest) -> Iterator[StateFetch]:
+        """Return a context that adds a request to the list when it has been answered, with the error that ended it. An
+        end of the caller's connection counts as an error."""
+        caller = f"box {request.progress.box}" if request.HasField("progress") else OPERATOR
+        fetch = StateFetch(request.run, request.attempt, caller, self._clock(), self._wall(), request.step)
+        try:
+            yield fetch
+        except (GeneratorExit, asyncio.CancelledError):
+            fetch.error = "the caller disconnected"
+            raise
+        except BaseException as error:
+            fetch.error = str(error)[:_ERROR] or type(error).__name__
+            raise
+        finally:
+            fetch.seconds = self._clock() - fetch.at
+            if not request.aggregate_blob:  # an aggregation fetches no state: the caller has the states already
+                self._enter(fetch)
+
+    def _enter(self, fetch: StateFetch) -> None:
+        for known in reversed(self._done):
+            if fetch.is_with(known) and fetch.at - known.at <= TOGETHER_S:
+                known.callers += 1
+                known.seconds = max(known.seconds, fetch.seconds)
+                return
+        self._done.append(fetch)
+
+    def messages(self) -> dict[str, list[pb.StateFetch]]:
+        """Return run -> its requests as messages for a status reply, oldest first."""
+        by_run: defaultdict[str, list[pb.StateFetch]] = defaultdict(list)
+        for fetch in self._done:
+            message = pb.StateFetch(
+                step=fetch.step,
+                asker=fetch.caller,
+                wall_s=fetch.wall_s,
+                seconds=fetch.seconds,
+                bytes=fetch.bytes,
+                error=fetch.error,
+                askers=fetch.callers,
+            )
+            by_run[fetch.run].append(message)
+        return by_run

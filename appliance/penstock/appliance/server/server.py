@@ -1,0 +1,265 @@
+"""Coordinator process, from the loading of its cluster state to its end.
+
+The coordinator can be ended in three orderly ways: by SIGTERM or SIGINT; by the event `stop`, for a program that runs
+the coordinator in its own event loop; or, with a parent watch, by the end of its parent process. The parent watch is a
+pidfd, which becomes readable when exactly that process ends, for any reason, and also if its process id is used again.
+(A parent-death signal would be sent when the *thread* that started the coordinator ends.) With a parent watch the
+coordinator ignores SIGINT: Ctrl-C reaches the whole process group, and a training loop that saves on Ctrl-C still needs
+the coordinator.
+
+An orderly end is short: health reports NOT_SERVING, long polls are answered, and calls under way get a moment to end.
+Clients and workers keep running and connect to the next coordinator. Everything in their replies is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from secrets import randbits
+
+from penstock.appliance.core.recent_events import log_event
+from penstock.appliance.core.state_machine import StateMachine
+from penstock.appliance.journal.journal import Journal, StateDir
+from penstock.appliance.journal.snapshot_index import SnapshotIndex
+from penstock.appliance.journal.snapshot_store import Store
+from penstock.appliance.limits import MEMORY_BUDGET, Limits
+from penstock.appliance.server.queue_probe import QueueProbe
+from penstock.appliance.server.service import Service, TopicSignals
+from penstock.proto.errors import JournalError
+from penstock.proto.rpc.channel import RunningServer, Tls, host_id, server_aio
+from penstock.proto.rpc.connection_limits import raise_file_limit
+from penstock.proto.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
+from penstock.runtime.files.private_folders import PrivateFolder
+from penstock.runtime.process.watch import Process
+from penstock.runtime.telemetry.counters import CallCounters
+
+log = logging.getLogger("penstock.appliance")
+
+STOP_GRACE_S = 1.0
+"""Longest time for calls under way to end when the coordinator stops, in seconds."""
+ON_DEMAND = "127.0.0.1:0"
+"""Address of a dashboard that starts on demand. Most dashboards of embedded coordinators would never be looked at."""
+COLLECT_EVERY_S = 60.0
+"""Shortest time between two full collections of garbage, in seconds."""
+COLLECT_SHARE = 0.005
+"""Largest share of the time spent in full collections, so that they delay fewer than one heartbeat in a hundred."""
+IN_MEMORY = ":memory:"
+"""Value of `state_dir` for a coordinator that keeps its cluster state in memory."""
+
+
+async def serve(
+    listen: str,
+    state_dir: str | os.PathLike[str],
+    tokens: str,
+    *,
+    tls: Tls | None = None,
+    insecure: bool = False,
+    parent_pid: int | None = None,
+    ready: Callable[[str], None] = lambda address: None,
+    limits: Limits | None = None,
+    stop: asyncio.Event | None = None,
+    http: str = "",
+    http_any_port: bool = False,
+    http_on_demand: bool = False,
+) -> None:
+    """Run a coordinator until it is stopped.
+
+    Args:
+        listen: "host:port" (port 0 takes a free one) or "unix:/path", in a folder of this user alone.
+        state_dir: a directory on a local disk, made if it is missing; ":memory:" keeps the cluster state in memory.
+        tokens: credential tokens of callers, one bare token or lines "role:token".
+        tls: certificate of the coordinator; with a CA file, callers must present certificates too.
+        insecure: allows an address that other machines can reach without TLS.
+        parent_pid: id of the parent process, whose end also ends the coordinator; None: the parent is not watched.
+            If the parent has ended already, return without a coordinator.
+        ready: called with the coordinator's address, once calls are accepted.
+        limits: leases, budgets and other limits; None: the defaults.
+        stop: event that stops the coordinator, for a process that runs other code too. In the main thread SIGTERM and
+            SIGINT stop the coordinator too. None: only they, or the end of the parent.
+        http: "host:port" of the dashboard (see pages.py); "" = none. On loopback it is plain HTTP, `tls` or not.
+        http_any_port: use a free port if that of `http` is in use.
+        http_on_demand: without `http`, start the dashboard on loopback once an operator asks for it (OpenDashboard).
+
+    Raises JournalError, PortTakenError, InvalidArgumentError, AuthenticationError, TlsError before `ready` is called,
+    and JournalError later if a peer's report shows that commits are missing in the journal.
+    """
+    loop = asyncio.get_running_loop()
+    own_process = stop is None
+    stop = stop or asyncio.Event()
+    in_memory = os.fspath(state_dir) == IN_MEMORY
+    if limits is None:
+        limits = replace(Limits(), budget=MEMORY_BUDGET) if in_memory else Limits()
+    with contextlib.ExitStack() as closing:
+        if own_process:
+            closing.enter_context(_paced(loop))
+            raise_file_limit()
+        _stop_by_signal(loop, stop, closing, leave_interrupt=parent_pid is not None)
+        if parent_pid is not None:
+            try:
+                parent = Process.parent(parent_pid)
+            except ProcessLookupError:
+                return
+            closing.callback(parent.close)
+            parent.on_end(stop.set)
+        directory = None
+        if not in_memory:
+            directory = StateDir(Path(state_dir))
+            closing.callback(directory.close)
+        journal = Journal(directory)
+        closing.callback(journal.close)
+        store = Store(directory)
+        closing.callback(store.close)
+        snapshot_index = SnapshotIndex(limits.budget)
+        snapshot_index.load(*store.index(), time.monotonic())
+        signals = TopicSignals()
+        state_machine = StateMachine(
+            journal,
+            snapshot_index,
+            limits,
+            clock=time.monotonic,
+            wall=time.time,
+            fresh_seed=lambda: randbits(63),
+            changed=signals.changed,
+            host=host_id(),
+        )
+        state_machine.cluster.events.listen(log_event)
+        probe = _queue_probe(limits, closing)
+        service = Service(state_machine, store, signals, probe.unreceived_s if probe else lambda: 0.0)
+        closing.callback(service.close)
+        calls = CallCounters()
+        served: RunningServer | None = None
+
+        def open_dashboard(address: str, *, any_port: bool = False) -> None:
+            # imported here: without these modules an embedded coordinator starts about 0.1 s sooner
+            from penstock.appliance.server.dashboard import serve_dashboard
+
+            service.dashboard = serve_dashboard(
+                service,
+                address,
+                tokens,
+                any_port=any_port,
+                tls=tls,
+                insecure=insecure,
+                calls=calls,
+                address=lambda: served.address if served is not None else "",
+                tls_files=lambda: served.files if served is not None else None,
+                closing=closing,
+            )
+
+        opening = asyncio.Lock()
+
+        async def open_on_demand() -> str:
+            async with opening:
+                if not service.dashboard:
+                    # in a thread, because it takes longer than other calls should wait
+                    await asyncio.to_thread(importlib.import_module, "penstock.appliance.server.dashboard")
+                    open_dashboard(ON_DEMAND)
+                return service.dashboard
+
+        if http:
+            open_dashboard(http, any_port=http_any_port)
+        elif http_on_demand:
+            service.open_dashboard = open_on_demand
+        served = await server_aio(
+            listen,
+            tokens,
+            lambda server: add_CoordinatorServicer_to_server(service, server),
+            tls=tls,
+            insecure=insecure,
+            calls=calls,
+            inner=probe.address if probe else None,
+        )
+        if probe:
+            closing.callback(loop.create_task(probe.run()).cancel)
+        ticker = loop.create_task(service.run_ticker())
+        # the ticker ends only by an exception, which must end the process
+        ticker.add_done_callback(lambda _: stop.set())
+        try:
+            ready(served.address)
+            await stop.wait()
+        finally:
+            service.wind_down()
+            await served.stop(STOP_GRACE_S)
+            ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await ticker
+            with contextlib.suppress(JournalError):  # the disk may be full; only `penstock replay` needs these rows
+                await service.save_histories()
+
+
+@contextlib.contextmanager
+def _paced(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Let only the event loop start full collections of garbage in this process, at most one every COLLECT_EVERY_S
+    seconds.
+
+    A long poll is held for seconds, so the collector counts its objects as old. By default it would then start a full
+    collection of all objects every few seconds. With 4,000 workers each collection took 0.4 s, in which no heartbeat
+    was received; collections took a seventh of the coordinator's time. Nearly all objects are freed by reference
+    counting alone, and those in reference cycles can wait.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(before[0], before[1], 1 << 30)
+    collecting = loop.create_task(_collect())
+    try:
+        yield
+    finally:
+        collecting.cancel()
+        gc.set_threshold(*before)
+
+
+async def _collect() -> None:
+    took_s = 0.0
+    while True:
+        await asyncio.sleep(max(COLLECT_EVERY_S, took_s / COLLECT_SHARE))
+        began = time.monotonic()
+        gc.collect()
+        took_s = time.monotonic() - began
+
+
+def _queue_probe(limits: Limits, closing: contextlib.ExitStack) -> QueueProbe | None:
+    try:
+        folder = PrivateFolder()
+    except OSError as error:
+        log.warning(
+            "the delay of queued calls cannot be measured, so an overloaded coordinator may count live workers and "
+            "training jobs as dead: a temporary folder for a socket cannot be made: %s",
+            error,
+        )
+        return None
+    closing.callback(folder.close)
+    return QueueProbe(f"unix:{folder.path}/own", limits.tick_s)
+
+
+def _stop_by_signal(
+    loop: asyncio.AbstractEventLoop, stop: asyncio.Event, closing: contextlib.ExitStack, *, leave_interrupt: bool
+) -> None:
+    # Outside the main thread no signals can be handled; the program that runs the coordinator there uses `stop`.
+    with contextlib.suppress(RuntimeError, ValueError):
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
+        closing.callback(loop.remove_signal_handler, signal.SIGTERM)
+        loop.add_signal_handler(signal.SIGINT, (lambda: None) if leave_interrupt else stop.set)
+        closing.callback(loop.remove_signal_handler, signal.SIGINT)
+
+
+def announcer(ready_fd: int | None) -> Callable[[str], None]:
+    """Return a function for the argument `ready` of `serve`, which writes the address as one line to the descriptor
+    `ready_fd` and closes the descriptor. None: standard output, which stays open."""
+
+    def ready(address: str) -> None:
+        line = f"{address}\n".encode()
+        if ready_fd is None:
+            os.write(1, line)
+        else:
+            os.write(ready_fd, line)
+            os.close(ready_fd)
+
+    return ready

@@ -1,0 +1,673 @@
+"""The coordinator's gRPC service: adds waits, transfers of data and deadlines to the state machine, which has none.
+
+One event loop and no locks: a method of the state machine runs from start to end without interruption. Its changes are
+on disk before its reply or its error is sent (GroupCommit). Long polls are coroutines that wait for the topics that
+the state machine announces. A thread of its own writes and reads the data of snapshots and blobs (SnapshotWriter),
+so that a slow disk delays a snapshot and never a lease.
+
+A value that arrives in parts is collected in memory, up to the size that its header declares. That size is checked
+against the memory budget when the first part is here. While memory is short, the other parts are not read and stay at
+the sender.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from penstock.appliance.core import box_history
+from penstock.appliance.core.cluster import Topic
+from penstock.appliance.core.entities import Attempt
+from penstock.appliance.core.request_checks import check_counts, check_name
+from penstock.appliance.core.state_machine import StateMachine
+from penstock.appliance.core.state_queries import ANSWERS_FREED
+from penstock.appliance.core.state_query import BoxState, StateQuery
+from penstock.appliance.journal.journal import GroupCommit
+from penstock.appliance.journal.snapshot_index import Drop, DropBlob, DropSnapshot, SlotKey
+from penstock.appliance.journal.snapshot_store import InflowBudget, SnapshotWriter, Store
+from penstock.appliance.server.closed_runs import ClosedRuns, boxes_of, parts_of
+from penstock.appliance.server.mixture_calls import MixtureCalls
+from penstock.appliance.server.rate_limits import RateLimiter, address_of
+from penstock.appliance.server.recent_queries import RecentQueries
+from penstock.appliance.server.state_stream import LoopTurns, in_json, packed, parts
+from penstock.appliance.server.transfers import MinimumRate, Transfer, ended_when_slow
+from penstock.proto.errors import (
+    DeadlineError,
+    InvalidArgumentError,
+    JournalError,
+    OverloadedError,
+    ProtocolError,
+    StateUnavailableError,
+)
+from penstock.proto.rpc.auth_interceptor import credential, jobs_share_token
+from penstock.proto.rpc.bounds.reply_parts import VALUE_MAX
+from penstock.proto.rpc.calls import blob_name, pieces
+from penstock.proto.rpc.channel import CHUNK, detail_of, error_of
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer
+from penstock.runtime.telemetry.counters import CallCounters, Histogram
+
+log = logging.getLogger("penstock.appliance")
+
+TRANSFERS_MAX = 64 << 20
+"""Largest number of bytes in memory of received snapshots that wait to be written. The same limit holds for blobs. Half
+of it is reserved for small values."""
+READS_MAX = 128 << 20
+"""Largest number of bytes of snapshots and blobs in memory that are being sent to readers. Half of it is reserved for
+small values."""
+JSON_MAX = 8 << 20
+"""Largest state of one slot that is sent as JSON, in bytes. Encoding it takes some 50 ms, in which heartbeats wait."""
+WATCHES_MAX = 4
+"""Largest number of long polls held for one box or one worker. A further poll makes the coordinator answer the oldest
+one at once: a peer that calls again has lost the connection of its earlier call."""
+QUERIES_OF_TOKEN_MAX = 1024
+"""Largest number of state queries that one credential token may have open at a time, over all runs."""
+REPORT_S = 2.0
+"""Longest wait for a box's report of its present position, before its history is sent to a caller, in seconds."""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TopicWaiter(asyncio.Event):
+    """Event for which one held call waits."""
+
+    over = False
+    """True if the call must be answered now, because too many calls wait for the same topic."""
+
+
+class TopicSignals:
+    """Topics (things that change) and the calls that wait for them. Calls are woken in the order of their arrival, so
+    that runs of the simulation are repeatable."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Topic, dict[TopicWaiter, None]] = {}
+
+    def changed(self, topic: Topic) -> None:
+        for event in self._waiting.get(topic, ()):
+            event.set()
+
+    def wake_all(self) -> None:
+        for topic in self._waiting:
+            self.changed(topic)
+
+    @contextlib.contextmanager
+    def on(self, topic: Topic, most: int | None = None) -> Iterator[TopicWaiter]:
+        """Return a context in which a call waits for a topic by the yielded event. `most`: largest number of calls that
+        may wait for the topic; one more ends the wait of the oldest (`over`). None: no limit."""
+        event = TopicWaiter()
+        events = self._waiting.setdefault(topic, {})
+        if most is not None and len(events) >= most:
+            oldest = next(iter(events))
+            del events[oldest]
+            oldest.over = True
+            oldest.set()
+        events[event] = None
+        try:
+            yield event
+        finally:
+            events.pop(event, None)
+            if not events and self._waiting.get(topic) is events:
+                del self._waiting[topic]
+
+
+@dataclass(frozen=True)
+class CoordinatorCounters:
+    """Figures of the coordinator that are in the metrics but not in a status reply."""
+
+    calls: CallCounters
+    commits: Histogram
+    snapshot_bytes: int
+    snapshot_limit: int
+    boxes: dict[tuple[str, int], tuple[int, int]]
+    """(run, box) -> the step at which the attempt began, and 1 + the slot for which the box waits (0 = it does not
+    wait)."""
+
+
+class Service(CoordinatorServicer):
+    """The Coordinator service of coordinator.proto. All methods run in one event loop.
+
+    Args:
+        state_machine: state machine that decides about every call.
+        store: database with the data of snapshots and blobs; only the writer's thread uses it.
+        signals: topics and the calls that wait for them; the state machine must announce its changes to it.
+        unreceived_s: returns the age in seconds of the oldest call that may still be queued in gRPC.
+    """
+
+    def __init__(
+        self,
+        state_machine: StateMachine,
+        store: Store,
+        signals: TopicSignals,
+        unreceived_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._unreceived_s = unreceived_s
+        self._state_machine = state_machine
+        self._snapshot_index = state_machine.cluster.snapshot_index
+        self._store = store
+        self._signals = signals
+        self._rate_limiter = RateLimiter(time.monotonic)
+        self._journal = GroupCommit(state_machine.cluster.journal)
+        self._disk = SnapshotWriter(store)
+        self._snapshots_in, self._blobs_in = InflowBudget(TRANSFERS_MAX), InflowBudget(TRANSFERS_MAX)
+        self._reads = InflowBudget(READS_MAX)
+        self._queries: Counter[str] = Counter()
+        """Digest of a caller's credential token -> number of its state queries under way."""
+        self._turns = LoopTurns()
+        self._drops: list[Drop] = []
+        self._heartbeats: Counter[tuple[str, str]] = Counter()
+        """(name, session) of a worker -> number of its heartbeats under way."""
+        self._closing = False
+        self._fetches = RecentQueries(time.monotonic, time.time)
+        self._mixtures = MixtureCalls(state_machine, signals.on, self._complete)
+        self._closed = ClosedRuns(store.closed(), time.time)
+        self._status_task: asyncio.Task[pb.StatusReply] | None = None
+        self.dashboard = ""
+        """URL of the dashboard; "" if none is served."""
+        self.open_dashboard: Callable[[], Awaitable[str]] | None = None
+        """Function that starts the dashboard and returns its URL; None if no dashboard starts on demand."""
+
+    async def run_ticker(self) -> None:
+        """Check the leases and remove dropped snapshots and blobs from disk, until cancelled. Raises JournalError if a
+        peer's report shows that commits are missing in the journal."""
+        journal = self._state_machine.cluster.journal
+        while True:
+            await asyncio.sleep(self._state_machine.cluster.limits.tick_s)
+            if journal.lost is not None:
+                raise journal.lost
+            try:
+                async with self._journal.synced():
+                    self._state_machine.tick(self._unreceived_s())
+                await self._keep_closed()
+                self._drops += self._snapshot_index.take_drops()
+                if self._drops and not self._disk.is_dropping:
+                    drops, self._drops = self._drops, []
+                    self._disk.drop(drops, self._not_dropped)
+            except JournalError as error:
+                log.error("%s", error)  # e.g. a full disk; no call was acknowledged, and the next tick tries again
+
+    async def _keep_closed(self) -> None:
+        """Write to disk the last fetched state of each run that has ended since the last call of this method."""
+        for query in self._state_machine.state_queries.take_closed():
+            parts = parts_of(query)
+            one = self._closed.of(query, parts)
+            gone = self._closed.superfluous(one)
+            if gone is None:
+                log.info(
+                    "run %s is closed; its last state has %d bytes, more than are kept for ended runs, and is dropped",
+                    one.run,
+                    one.size,
+                )
+                continue
+            try:
+                await self._disk.run(self._store.keep_closed, one, parts, gone)
+            except JournalError as error:
+                log.error("run %s is closed; its last state cannot be written and is not kept: %s", one.run, error)
+            else:
+                self._closed.add(one, gone)
+
+    def _not_dropped(self, drops: list[Drop], error: Exception) -> None:
+        log.error("%s", error)
+        self._drops += drops  # the next tick tries again
+
+    def _spare(self, drop: Drop) -> None:
+        """Cancel the queued removal of a snapshot or blob that is about to be written again."""
+        self._snapshot_index.spare(drop)
+        self._drops = [other for other in self._drops if other != drop]
+        self._disk.spare(drop)
+
+    def wind_down(self) -> None:
+        """Answer all long polls at once. The server calls this before it stops."""
+        self._closing = True
+        self._signals.wake_all()
+
+    async def save_histories(self) -> None:
+        """Write the history of each open box that has reported to the journal, before the coordinator ends."""
+        cluster = self._state_machine.cluster
+        for attempt in cluster.open_attempts():
+            for box in attempt.boxes.values():
+                if box.reported:
+                    cluster.save_history(attempt, box)
+        await self._journal.sync()
+
+    def close(self) -> None:
+        self._disk.close()
+        self._journal.close()
+
+    async def _hold(self, topic: Topic, hold_s: float, seen: float, version: Callable[[], float]) -> None:
+        """Hold a long poll until `version()` differs from `seen`, for at most `hold_s` seconds. `version` is called
+        again each time the topic changes."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + hold_s
+        if hold_s <= 0 or version() != seen:
+            return
+        with self._signals.on(topic, WATCHES_MAX) as event:
+            while version() == seen and not self._closing and not event.over and loop.time() < until:
+                event.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(until):
+                        await event.wait()
+
+    # -------------------------------------------------------------------------------------------------------- clients
+
+    async def OpenRun(self, request: pb.OpenRunRequest, context: _Context) -> pb.OpenRunReply:
+        self._rate_limiter.admit(address_of(context.peer()), "OpenRun")
+        # checked only here, because the journal may hold names that older releases accepted
+        check_name("job", request.job)
+        async with self._journal.synced():
+            return self._state_machine.attempts.open_run(request, credential())
+
+    async def WatchRun(self, request: pb.WatchRunRequest, context: _Context) -> pb.WatchRunReply:
+        state_machine = self._state_machine
+        async with self._journal.synced():
+            state_machine.attempts.report_box(request)
+            self._signals.changed(("report", request.run, request.box))
+            topic = ("box", request.run, request.attempt, request.box)
+            hold_s, seen = state_machine.attempts.box_hold(request), request.seen_version
+            await self._hold(topic, hold_s, seen, lambda: state_machine.attempts.box_version(request))
+            return state_machine.attempts.box_view(request)
+
+    async def CloseRun(self, request: pb.CloseRunRequest, context: _Context) -> pb.CloseRunReply:
+        async with self._journal.synced():
+            self._state_machine.attempts.close_run(request)
+        await self._keep_closed()
+        return pb.CloseRunReply()
+
+    async def FetchState(self, request: pb.FetchStateRequest, context: _Context) -> AsyncIterator[Any]:
+        """Yield the requested state in parts, box after box. If the caller accepts packed parts (`packs`), yield
+        serialised messages with several parts each."""
+        loop = asyncio.get_running_loop()
+        until, sent, restarts = loop.time() + request.deadline_s, 0, None
+        query: StateQuery | None = None
+        with self._counted_query(credential()), self._fetches.noted(request) as noted:
+            closed = self._closed.find(request) if self._is_over(request) else None
+            if closed is not None:
+                noted.attempt, noted.step = closed.attempt, closed.step
+                for state in boxes_of(await self._disk.run(self._store.closed_parts, closed.run)):
+                    noted.bytes += state.size
+                    for part in parts([await self._written(state, request)]):
+                        await self._turns.next()
+                        yield part
+                return
+            try:
+                async with self._journal.synced():
+                    query = self._state_machine.begin_state(request)
+                noted.of(query)
+                restarts = query.restarts
+                while sent < query.num_boxes:
+                    async with self._journal.synced():
+                        states = await self._message(query, sent, until, request)
+                    before = loop.time()
+                    noted.bytes += sum(state.size for state in states)
+                    written = [await self._written(state, request) for state in states]
+                    if query.restarts != restarts:  # what was sent does not belong to the present answers
+                        if sent and not request.packs:
+                            raise query.restarted()
+                        if sent:
+                            yield pb.StatePart(anew=True).SerializeToString()
+                        sent, restarts = 0, query.restarts
+                        continue
+                    for message in packed(written) if request.packs else parts(written):
+                        await self._turns.next()
+                        yield message
+                        # The time that a slow reader of the answer takes does not count against the workers' deadline.
+                        until, before = until + loop.time() - before, loop.time()
+                        query.deadline = max(query.deadline, until)
+                    for _ in states:
+                        if query.restarts == restarts:
+                            self._state_machine.state_queries.sent(query, sent)
+                        sent += 1
+            finally:
+                if query is not None:  # the query counts this caller, even if the journal could not be written
+                    self._state_machine.state_queries.end(query, sent if query.restarts == restarts else 0)
+
+    @contextlib.contextmanager
+    def _counted_query(self, token: str) -> Iterator[None]:
+        """Count a state query of this credential token while the context is open. Raises OverloadedError if the token
+        has too many open queries."""
+        if self._queries[token] >= QUERIES_OF_TOKEN_MAX:
+            raise OverloadedError(
+                f"one token must have at most {QUERIES_OF_TOKEN_MAX} open state queries, got one more: "
+                "retry once an earlier query is answered"
+            )
+        self._queries[token] += 1
+        try:
+            yield
+        finally:
+            self._queries[token] -= 1
+            if not self._queries[token]:
+                del self._queries[token]
+
+    def _is_over(self, request: pb.FetchStateRequest) -> bool:
+        """Return whether the request asks for the last state of a run that has ended."""
+        run = self._state_machine.cluster.runs.get(request.run)
+        own = request.HasField("progress") or request.aggregate_blob
+        return run is not None and run.current is None and not own
+
+    async def _written(self, state: BoxState, request: pb.FetchStateRequest) -> BoxState:
+        """Return the box's states in the format that the request names: binary, or JSON."""
+        if request.format != pb.STATE_JSON or request.aggregate_blob:
+            return state
+        return await asyncio.to_thread(in_json, state, JSON_MAX)
+
+    async def _message(
+        self, query: StateQuery, number: int, until: float, request: pb.FetchStateRequest
+    ) -> list[BoxState]:
+        """Wait for the states of the boxes in the next message, and return them. The first is box `number`. If the
+        caller accepts packed messages, wait also for the following boxes, and add those that fit into the message:
+        otherwise each caller would get hundreds of messages. `until`: deadline, in the event loop's time."""
+        states: list[BoxState] = []
+        free_bytes = CHUNK
+        while number < query.num_boxes:
+            state = await self._complete(query, number, until, request.deadline_s)
+            if states and state.message_size > free_bytes:
+                break
+            states.append(state)
+            free_bytes -= state.message_size
+            number += 1
+            if not request.packs or free_bytes <= 0:
+                break
+        return states
+
+    async def _complete(self, query: StateQuery, number: int, until: float, deadline_s: float) -> BoxState:
+        """Wait until all slots of box `number` have answered, and return their states. Raises the error with which the
+        query failed, and DeadlineError at `until`."""
+        with self._signals.on(query.topic(number)) as event:
+            while number not in query.boxes and query.failure is None:
+                event.clear()
+                try:
+                    async with asyncio.timeout_at(until):
+                        await event.wait()
+                except TimeoutError as error:
+                    raise DeadlineError(
+                        f"the {query.title} was not complete after {deadline_s:g} s; waited for {query.waits_for()}. "
+                        "Retry, or allow more time"
+                    ) from error
+        if query.failure is not None:
+            raise error_of(detail_of(query.failure))  # a copy, because several callers raise it
+        return query.boxes[number]
+
+    # -------------------------------------------------------------------------------------------------------- workers
+
+    async def RegisterWorker(self, request: pb.RegisterWorkerRequest, context: _Context) -> pb.RegisterWorkerReply:
+        self._rate_limiter.admit(address_of(context.peer()), "RegisterWorker")
+        check_name("worker", request.worker)
+        async with self._journal.synced():
+            return self._state_machine.workers.register_worker(request)
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: _Context) -> pb.HeartbeatReply:
+        state_machine, who = self._state_machine, (request.worker, request.session)
+        self._heartbeats[who] += 1
+        try:
+            async with self._journal.synced():
+                state_machine.workers.report_worker(request)
+                hold_s, seen = state_machine.workers.worker_hold(request), request.seen_version
+                topic = ("worker", request.worker)
+                await self._hold(topic, hold_s, seen, lambda: state_machine.workers.worker_version(request))
+                reply = pb.HeartbeatReply()
+                for _ in state_machine.workers.worker_view_steps(request, reply):
+                    await asyncio.sleep(0)  # thousands of slots go into the reply in steps
+                return reply
+        except asyncio.CancelledError:
+            # A worker with another heartbeat under way is alive: the worker has reconnected before the old
+            # connection's end was noticed.
+            if self._heartbeats[who] == 1 and not self._closing:
+                state_machine.workers.worker_hung_up(*who)
+            raise
+        finally:
+            self._heartbeats[who] -= 1
+            if not self._heartbeats[who]:
+                del self._heartbeats[who]
+
+    async def DeregisterWorker(
+        self, request: pb.DeregisterWorkerRequest, context: _Context
+    ) -> pb.DeregisterWorkerReply:
+        async with self._journal.synced():
+            self._state_machine.workers.deregister_worker(request)
+        return pb.DeregisterWorkerReply()
+
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: _Context) -> pb.DrainWorkerReply:
+        async with self._journal.synced():
+            return self._state_machine.workers.drain_worker(request)
+
+    async def PutSnapshot(self, parts: AsyncIterator[pb.SnapshotPart], context: _Context) -> pb.PutSnapshotReply:
+        coming = MinimumRate("PutSnapshot", parts)
+        async with self._journal.synced():
+            first = await anext(coming, pb.SnapshotPart())
+            header = first.header
+            check_counts(epoch=header.epoch, total=header.total, delivered=header.delivered)
+            check_counts(samples=header.samples, step=header.step)
+            key = SlotKey(header.run, header.attempt, header.box, header.slot)
+            self._state_machine.slot_of_generation(key, header.generation)
+            if refused := self._snapshot_index.why_refused(key, header.size):
+                return pb.PutSnapshotReply(refused=refused, free_bytes=self._snapshot_index.free)
+            transfer = Transfer("PutSnapshot", header.size)
+            async with self._snapshots_in.taken(header.size, credential()):
+                # checked again, because the budget may have changed during the transfer
+                if refused := self._snapshot_index.why_refused(key, header.size):
+                    return pb.PutSnapshotReply(refused=refused, free_bytes=self._snapshot_index.free)
+                with self._snapshot_index.expecting(header.size):
+                    transfer.add(first.data)
+                    async for part in coming:
+                        transfer.add(part.data)
+                    self._state_machine.slot_of_generation(key, header.generation)
+                    self._spare(DropSnapshot(key, header.total, header.epoch))
+                    await self._disk.put_snapshot(header, transfer.all())
+            self._state_machine.snapshot_stored(header)
+            return pb.PutSnapshotReply(free_bytes=self._snapshot_index.free)
+
+    async def GetSnapshots(self, request: pb.GetSnapshotsRequest, context: _Context) -> AsyncIterator[pb.SnapshotPart]:
+        key = SlotKey(request.run, request.attempt, request.box, request.slot)
+        async with self._journal.synced():
+            slot = self._state_machine.slot_to_recover(key, request.generation)
+        firsts = [records_pb2.FirstBatch(epoch=e, began=t, digest=d) for (e, t), d in sorted(slot.firsts.items())]
+        for kept in self._snapshot_index.snapshots(key):
+            async with self._reads.taken(kept.size, credential()):
+                found = await self._disk.run(self._store.snapshot, key, kept)
+                if found is None:
+                    continue  # dropped since the listing; a newer one that serves as well follows
+                header, data = found
+                header.firsts.extend(firsts)
+                firsts = []
+                yield pb.SnapshotPart(header=header)
+                async for piece in self._read("GetSnapshots", data):
+                    yield pb.SnapshotPart(data=piece)
+
+    async def PutState(self, parts: AsyncIterator[pb.AnswerPart], context: _Context) -> pb.PutStateReply:
+        coming = MinimumRate("PutState", parts)
+        first = await anext(coming, pb.AnswerPart())
+        answer, queries = first.answer, self._state_machine.state_queries
+        if answer.state_bytes > VALUE_MAX:
+            raise InvalidArgumentError(
+                f"a worker's state must have at most {VALUE_MAX} bytes, got {answer.state_bytes}: return "
+                "less from the loader's state_dict()"
+            )
+        if not queries.wanted(answer.request):
+            return pb.PutStateReply()  # a late answer: no query needs its bytes
+        await self._admitted(answer)
+        if not queries.wanted(answer.request):
+            return pb.PutStateReply()  # its callers left while it waited, so no query counts its bytes
+        transfer = Transfer("PutState", answer.state_bytes)
+        try:
+            transfer.add(first.data)
+            async for part in coming:
+                if not queries.wanted(answer.request):
+                    return pb.PutStateReply()
+                transfer.add(part.data)
+            async with self._journal.synced():
+                self._state_machine.answer_state(answer, transfer.all())
+        except BaseException:
+            queries.lost(answer.request)
+            raise
+        return pb.PutStateReply()
+
+    async def _admitted(self, answer: pb.StateAnswer) -> None:
+        """Wait until the coordinator has memory for the data of a worker's answer. Raises DeadlineError if the deadline
+        of its query passes first."""
+        queries, now = self._state_machine.state_queries, self._state_machine.clock
+        with self._signals.on(ANSWERS_FREED) as event:
+            while (left_s := queries.admit(answer.request, answer.state_bytes, now())) is not None:
+                event.clear()
+                try:
+                    async with asyncio.timeout(left_s):
+                        await event.wait()
+                except TimeoutError as error:
+                    raise DeadlineError(
+                        f"a worker's state of {answer.state_bytes} bytes (request {answer.request}) was not accepted "
+                        "before its deadline, because the coordinator's memory for states is full: fetch fewer states "
+                        "at once, and read them faster"
+                    ) from error
+
+    # ---------------------------------------------------------------------------------------------- blobs, operators
+
+    async def PutBlob(self, parts: AsyncIterator[pb.BlobPart], context: _Context) -> pb.PutBlobReply:
+        coming = MinimumRate("PutBlob", parts)
+        first = await anext(coming, pb.BlobPart())
+        name, size = first.blob, first.size
+        if not self._snapshot_index.has_blob(name):
+            self._check_blob(first)
+            async with self._blobs_in.taken(size, credential()):
+                if not self._snapshot_index.has_blob(name):  # else another box has sent the same blob meanwhile
+                    await self._take_blob(first, coming)
+        self._state_machine.blob_stored(name, size, credential())
+        return pb.PutBlobReply(blob=name)
+
+    def _check_blob(self, first: pb.BlobPart) -> None:
+        refused = self._snapshot_index.why_blob_refused(first.size, "" if jobs_share_token() else credential())
+        if refused:
+            raise InvalidArgumentError(
+                f"the value for run {first.run_hint or '?'} (a state to resume from, or large arguments) cannot be "
+                f"stored: {refused}"
+            )
+
+    async def _take_blob(self, first: pb.BlobPart, coming: MinimumRate[pb.BlobPart]) -> None:
+        self._check_blob(first)
+        name, size = first.blob, first.size
+        transfer = Transfer("PutBlob", size)
+        with self._snapshot_index.expecting(size):
+            async for part in coming:
+                transfer.add(part.data)
+            data = transfer.all()
+            if await self._disk.run(blob_name, data) != name:
+                raise ProtocolError(
+                    f"PutBlob: the {size} bytes received do not have the declared digest {name}: send them again"
+                )
+            self._spare(DropBlob(name))
+            await self._disk.run(self._store.put_blob, name, data)
+
+    async def GetBlob(self, request: pb.GetBlobRequest, context: _Context) -> AsyncIterator[pb.BlobPart]:
+        async with self._reads.taken(self._snapshot_index.blob_size(request.blob), credential()):
+            data = await self._disk.run(self._store.blob, request.blob)
+            if data is None:
+                raise StateUnavailableError(
+                    f"the coordinator does not have the value {request.blob!r} (a state to resume from, or large "
+                    "arguments), because its run is over or the value was never sent: start the job again"
+                )
+            async for piece in self._read("GetBlob", data):
+                yield pb.BlobPart(data=piece)
+
+    async def _read(self, what: str, data: bytes) -> AsyncIterator[bytes]:
+        """Yield the data in pieces to a caller. A caller that reads too slowly gets its call cancelled."""
+        with ended_when_slow(what) as reader:
+            for piece in pieces(data):
+                await self._turns.next()
+                yield piece
+                reader.took(len(piece))
+
+    async def FetchHistory(self, request: pb.FetchHistoryRequest, context: _Context) -> AsyncIterator[pb.HistoryPart]:
+        if request.HasField("snapshot"):
+            at = request.snapshot
+            check_counts(attempt=at.attempt, epoch=at.epoch, total=at.total)
+            key = SlotKey(at.run, at.attempt, at.box, at.slot)
+            kept = self._snapshot_index.find(key, at.total, at.epoch)
+            async with self._reads.taken(kept.size, credential()):
+                found = await self._disk.run(self._store.snapshot, key, kept)
+                if found is None:
+                    raise StateUnavailableError(
+                        f"the snapshot after batch {at.total} of box {at.box} slot {at.slot} of run {at.run} was "
+                        "dropped, because a newer one has replaced it or its attempt is over: retry"
+                    )
+                async for piece in self._read("FetchHistory", found[1]):
+                    yield pb.HistoryPart(data=piece)
+            return
+        await self._renew_report(request.run, request.box)
+        cluster = self._state_machine.cluster
+        journal, present = cluster.journal.path, cluster.history(request.run, request.box)
+        past = [] if journal is None else await asyncio.to_thread(box_history.past, journal, request.run, request.box)
+        for one in past:
+            if present is None or one.attempt != present.attempt:  # else the attempt has ended meanwhile
+                yield pb.HistoryPart(history=one)
+        if present is not None:
+            yield pb.HistoryPart(history=await asyncio.to_thread(present.message))
+
+    async def _renew_report(self, run: str, number: int) -> None:
+        """Ask box `number` for its present position, and wait for the report, for at most REPORT_S seconds."""
+        box = self._state_machine.attempts.ask(run, number)
+        if box is not None:
+            await self._hold(("report", run, number), REPORT_S, box.reported_at, lambda: box.reported_at)
+
+    async def EndRun(self, request: pb.EndRunRequest, context: _Context) -> pb.EndRunReply:
+        async with self._journal.synced():
+            reply = self._state_machine.attempts.end_run(request)
+        await self._keep_closed()
+        return reply
+
+    async def ChangeMixture(self, request: pb.ChangeMixtureRequest, context: _Context) -> pb.ChangeMixtureReply:
+        async with self._journal.synced():
+            return await self._mixtures.change(request)
+
+    async def OpenDashboard(self, request: pb.OpenDashboardRequest, context: _Context) -> pb.OpenDashboardReply:
+        if not self.dashboard:
+            if self.open_dashboard is None:
+                raise InvalidArgumentError(
+                    "the coordinator serves no dashboard: start the coordinator with --http HOST:PORT"
+                )
+            return pb.OpenDashboardReply(url=await self.open_dashboard())
+        return pb.OpenDashboardReply(url=self.dashboard)
+
+    async def Status(self, request: pb.StatusRequest, context: _Context) -> pb.StatusReply:
+        return await self.snapshot()
+
+    def counters(self, calls: CallCounters) -> CoordinatorCounters:
+        """Return the figures that are in the metrics but not in a status reply. `calls`: the server's counters of
+        calls."""
+        cluster = self._state_machine.cluster
+        boxes = {
+            (attempt.run, box.number): (box.start.step, box.waiting_for)
+            for attempt in cluster.open_attempts()
+            for box in attempt.boxes.values()
+        }
+        used, budget = self._snapshot_index.used, self._snapshot_index.budget
+        return CoordinatorCounters(calls, self._journal.seconds, used, budget, boxes)
+
+    def attempts(self) -> list[Attempt]:
+        """Return the open attempts."""
+        return self._state_machine.cluster.open_attempts()
+
+    async def snapshot(self) -> pb.StatusReply:
+        """Return a status with everything that an operator may see, as of now. Callers at the same time share one."""
+        if self._status_task is None or self._status_task.done():
+            self._status_task = asyncio.get_running_loop().create_task(self._make_status())
+        return await asyncio.shield(self._status_task)
+
+    async def _make_status(self) -> pb.StatusReply:
+        reply = pb.StatusReply()
+        for _ in self._state_machine.status_steps(reply):
+            await asyncio.sleep(0)  # thousands of slots go into the reply in steps, between which other tasks run
+        states = self._fetches.messages()
+        for run in reply.runs:
+            if run.run in states:
+                run.states.extend(states[run.run])
+            kept = None if run.open else self._closed.get(run.run)
+            if kept is not None:
+                run.kept_step, run.kept_wall_s = kept.step, kept.wall_s
+        reply.dashboard = self.dashboard
+        return reply

@@ -1,0 +1,122 @@
+"""Messages in which states are sent to callers, and the order of sending.
+
+When hundreds of boxes save at one step, they request each other's states at the same time. Two measures keep the
+coordinator able to receive heartbeats. First, states are serialised once for all callers, and each caller's messages
+are joined from these bytes. Second, each turn of the event loop sends only one large message. A heartbeat needs some
+turns to be received and answered, so it never waits for hundreds of messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from penstock.appliance.core.state_query import BoxState
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.rpc.calls import pieces
+from penstock.proto.rpc.channel import CHUNK
+from penstock.proto.state.state_json import state_as_json
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+__all__ = ["LoopTurns", "in_json", "packed", "parts"]
+
+
+class LoopTurns:
+    """Queue of callers that wait for a turn (an iteration) of the event loop. Each turn goes to one caller, in the
+    order of arrival."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def next(self) -> None:
+        """Wait for a turn of the event loop that goes to this caller alone."""
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(turn)
+        if len(self._waiting) == 1:
+            loop.call_soon(self._give, loop)
+        await turn
+
+    def _give(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else its call was cancelled
+                turn.set_result(None)
+                break
+        if self._waiting:
+            loop.call_soon(self._give, loop)
+
+
+def parts(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
+    """Yield the states as messages: one for each slot, or several if the state of a slot is large."""
+    for state in states:
+        for index, (record, data) in enumerate(state.records):
+            first, *more = pieces(data) if data else [b""]
+            yield pb.StatePart(record=record, data=first, position=None if index else state.position)
+            for piece in more:
+                yield pb.StatePart(data=piece)
+
+
+def in_json(state: BoxState, limit: int) -> BoxState:
+    """Return the same states as JSON. `limit`: largest size of one slot's state in binary form, in bytes. Raises
+    InvalidArgumentError above it."""
+    records = []
+    for record, data in state.records:
+        if len(data) > limit:
+            raise InvalidArgumentError(
+                f"a worker's state must have at most {limit} bytes to be sent as JSON, got {len(data)} from box "
+                f"{record.box} slot {record.local_worker_id}: fetch the state in binary form (format STATE_ENVELOPE)"
+            )
+        changed, text = pb.WorkerRecord(), state_as_json(data)
+        changed.CopyFrom(record)
+        changed.state_bytes = len(text)
+        records.append((changed, text))
+    return replace(state, records=records)
+
+
+def packed(states: Iterable[BoxState]) -> Iterator[bytes]:
+    """Yield the states as serialised messages, for a caller that accepts packed messages: states up to half of CHUNK
+    bytes share a message (StatePart.parts); a larger state has one or more messages of its own."""
+    pack: list[bytes] = []
+    size = 0
+    for part in _serialised(states):
+        nbytes = sum(map(len, part))
+        if pack and (size + nbytes > CHUNK or nbytes > CHUNK // 2):
+            yield b"".join(pack)
+            pack, size = [], 0
+        if nbytes > CHUNK // 2:
+            yield b"".join(part)
+        else:
+            pack += [_head(pb.StatePart.PARTS_FIELD_NUMBER, nbytes), *part]
+            size += nbytes
+    if pack:
+        yield b"".join(pack)
+
+
+def _serialised(states: Iterable[BoxState]) -> Iterator[list[bytes]]:
+    """Yield each message serialised, as a list of pieces to concatenate, so that no data is copied here. The bytes
+    differ from those of SerializeToString only in the order of fields."""
+    number = pb.StatePart.DATA_FIELD_NUMBER
+    for state in states:
+        for head, (_, data) in zip(state.heads, state.records, strict=True):
+            first, *more = pieces(data) if len(data) > CHUNK else [data]
+            yield [head, _head(number, len(first)), first]
+            for piece in more:
+                yield [_head(number, len(piece)), piece]
+
+
+def _head(number: int, size: int) -> bytes:
+    """Return the bytes that precede the content of a protobuf field of type bytes or message: the field's tag, and the
+    content's length in bytes."""
+    return _varint(number << 3 | 2) + _varint(size)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
