@@ -286,7 +286,6 @@ class Attempts:
                 self._note_use(self._cluster.runs[attempt.run])
 
     def _note_abandoned(self, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
-        """Record the epochs that the box's loop abandoned by `break`."""
         touched: list[Box] = []
         for abandoned_epoch in request.abandoned:
             if abandoned_epoch.epoch in box.abandoned:

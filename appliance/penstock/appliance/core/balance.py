@@ -181,8 +181,6 @@ def _elsewhere(cluster: ClusterState, placement: Placement, slot: Slot, slow: se
 
 
 def _unreachable(cluster: ClusterState, box: Box) -> set[str]:
-    """Return the names of the workers that the box reported as unreachable within the last UNREACHABLE_S
-    seconds."""
     return box.unreachable_since(cluster.events.now - UNREACHABLE_S)
 
 

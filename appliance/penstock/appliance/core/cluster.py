@@ -103,7 +103,6 @@ class ClusterState:
         return lane_key(self.journal.secret, *key, generation)
 
     def ticket(self, key: SlotKey, generation: int) -> str:
-        """Return the ticket that a client must present when it opens the slot's lane."""
         return make_ticket(self.lane_key(key, generation), self.tickets_expire)
 
     # ----------------------------------------------------------------------------------------------------- finding
@@ -148,7 +147,6 @@ class ClusterState:
         return [run.current for run in self.runs.values() if run.current is not None]
 
     def is_open(self, slot: Slot) -> bool:
-        """Return whether the slot's attempt is open."""
         return self.slot(slot.key) is slot
 
     def box_of(self, slot: Slot) -> tuple[Attempt, Box]:
@@ -208,7 +206,6 @@ class ClusterState:
         self.journal.put("abandoned", row)
 
     def save_history(self, attempt: Attempt, box: Box) -> None:
-        """Save the box's history in the journal, for `penstock replay` after the attempt's end."""
         self.journal.put("tracks", history_row(attempt, box))
 
     def history(self, run_name: str, box_number: int) -> box_history.BoxHistory | None:

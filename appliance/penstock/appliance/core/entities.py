@@ -188,7 +188,6 @@ class Slot:
 
     @property
     def next_generation(self) -> int:
-        """Next unused generation of the slot."""
         return max(self.generation, self.reserved) + 1
 
     def __str__(self) -> str:
@@ -279,7 +278,6 @@ class Box:
 
     @property
     def launch_resume(self) -> records_pb2.Resume:
-        """State from which new runners start at `launch_start`."""
         return self.opening.restart.resume if self.opening.HasField("restart") else self.opening.resume
 
     @property
@@ -539,7 +537,6 @@ class Run:
 
 
 def known_run(runs: Mapping[str, Run], name: str) -> Run:
-    """Return the run of this name (JOB/N). Raises UnknownRunError."""
     run = runs.get(name)
     if run is None:
         raise UnknownRunError(
@@ -550,7 +547,6 @@ def known_run(runs: Mapping[str, Run], name: str) -> Run:
 
 
 def attempt_over(past: ClosedAttempt) -> SupersededError:
-    """Return the error for a call of an attempt that is over."""
     if past.state is AttemptState.SUPERSEDED:
         return SupersededError(f"{past.why}: end this process, and give jobs that run side by side different names")
     return SupersededError(f"{past.why}: start the job again to continue from its last checkpoint")

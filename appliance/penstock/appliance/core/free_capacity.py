@@ -88,7 +88,6 @@ class FreeCapacity:
             self._rebuild()
 
     def _rebuild(self) -> None:
-        """Build the heaps again without stale entries."""
         self._heaps, self._entries = {}, 0
         for worker in self._workers.values():
             if worker.free > 0:

@@ -208,7 +208,6 @@ class MixtureOrders:
             cluster.bump_box(attempt, box)
 
     def withdraw(self, proposal: Proposal) -> None:
-        """End the wait of the boxes, if the change was not made."""
         attempt = proposal.attempt
         if attempt.fence is None or attempt.fence.key != proposal.fence:
             return
@@ -297,7 +296,6 @@ def _too_early(attempt: Attempt, step: int, lowest: int) -> InvalidArgumentError
 
 
 def _check(request: pb.ChangeMixtureRequest) -> None:
-    """Check the names, numbers and sizes of an order. Raises InvalidArgumentError."""
     check_name("run", request.run)
     check_name("change", request.key)
     check_measures(deadline_s=request.deadline_s)

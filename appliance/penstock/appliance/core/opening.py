@@ -107,8 +107,6 @@ def validate(request: pb.OpenRunRequest) -> Position:
 
 
 def start_of(request: pb.OpenRunRequest) -> Position:
-    """Return the position where the box starts. The request contains it if the box resumes from a saved state on the
-    same topology; otherwise it is the start of an epoch, with no batch taken from any slot."""
     start = request.start
     if start.slots:
         return Position.received(start, InvalidArgumentError)
@@ -245,7 +243,6 @@ def decide(
 
 
 def _taken(attempt: Attempt, held: Box, now: float, remedy: str) -> BoxTakenError:
-    """Return the error for a request for a box that a live client holds."""
     return BoxTakenError(
         f"box {held.number} of run {attempt.run} (attempt {attempt.number}) is held by {held.who()}, which reported "
         f"{max(0.0, now - held.reported_at):.1f} s ago{remedy}"

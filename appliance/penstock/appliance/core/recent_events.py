@@ -74,7 +74,6 @@ class RecentEvents:
 
     @property
     def now(self) -> float:
-        """Present monotonic time, in seconds."""
         return self._clock()
 
     def add(self, kind: str, text: str, *, run: str = "", worker: str = "", **place: int) -> None:

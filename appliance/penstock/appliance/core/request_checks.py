@@ -44,7 +44,6 @@ ANSWER_ENDS_MAX = 4096
 
 
 def check_measures(**values: float) -> None:
-    """Raise InvalidArgumentError if a measurement, given by its name in the request, is not between 0 and LONGEST_S."""
     for name, value in values.items():
         if not 0.0 <= value <= LONGEST_S:  # also false for NaN
             raise InvalidArgumentError(
@@ -53,8 +52,6 @@ def check_measures(**values: float) -> None:
 
 
 def check_reports(reports: Sequence[pb.SlotReport], capacity: int) -> None:
-    """Raise InvalidArgumentError if a worker's reports about its slots have an invalid measurement or too large
-    capabilities of a loader, or if there are more than REPORTS_PER_SLOT reports for each of its `capacity` slots."""
     check_number("slots in a heartbeat", len(reports), REPORTS_PER_SLOT * capacity)
     for report in reports:
         check_capabilities(report)
@@ -67,8 +64,6 @@ def check_reports(reports: Sequence[pb.SlotReport], capacity: int) -> None:
 
 
 def check_capabilities(report: pb.SlotReport | pb.StateAnswer) -> None:
-    """Raise InvalidArgumentError if the description of what a loader can do (its capabilities) is larger than
-    CAPABILITIES_MAX."""
     if report.HasField("capabilities") and (size := report.capabilities.ByteSize()) > CAPABILITIES_MAX:
         raise InvalidArgumentError(
             f"the loader's capabilities in a worker's report must have at most {CAPABILITIES_MAX} bytes, got "
@@ -77,7 +72,6 @@ def check_capabilities(report: pb.SlotReport | pb.StateAnswer) -> None:
 
 
 def check_registration(request: pb.RegisterWorkerRequest) -> None:
-    """Raise InvalidArgumentError if the worker gives no name, no session or no slots, or exceeds a limit."""
     if not request.worker or not request.session or request.slots < 1:
         raise InvalidArgumentError(
             "the registration of a worker must have a name, a session and slots >= 1, got worker="
@@ -96,8 +90,6 @@ def check_registration(request: pb.RegisterWorkerRequest) -> None:
 
 
 def check_progress(request: pb.WatchRunRequest, num_workers: int) -> None:
-    """Raise InvalidArgumentError if a box's report has invalid numbers, too long names, more entries than the limits
-    allow, or a position without exactly one entry for each of the box's workers."""
     check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
     check_measures(waited_s=request.waited_s, waited_by_slot_s=sum(request.waited_by_slot_s))
     check_number("unreachable slots", len(request.unreachable), num_workers)
@@ -122,8 +114,6 @@ def check_progress(request: pb.WatchRunRequest, num_workers: int) -> None:
 
 
 def check_state_query(request: pb.FetchStateRequest) -> None:
-    """Raise InvalidArgumentError if the request has invalid numbers, or contains the progress of another run or
-    attempt."""
     check_measures(deadline_s=request.deadline_s)
     check_counts(step=request.step)
     progress = request.progress
@@ -135,7 +125,6 @@ def check_state_query(request: pb.FetchStateRequest) -> None:
 
 
 def check_answer(answer: pb.StateAnswer) -> None:
-    """Raise InvalidArgumentError if a worker's answer has too many epoch ends, or invalid numbers."""
     if len(answer.ends) > ANSWER_ENDS_MAX:
         raise InvalidArgumentError(
             f"a worker's answer to a state query must list at most {ANSWER_ENDS_MAX} ends of epochs, "
@@ -148,7 +137,6 @@ def check_answer(answer: pb.StateAnswer) -> None:
 
 
 def check_counts(**values: int) -> None:
-    """Raise InvalidArgumentError if a count, given by its name in the request, is not between 0 and MOST."""
     for name, value in values.items():
         if not 0 <= value <= MOST:
             raise InvalidArgumentError(

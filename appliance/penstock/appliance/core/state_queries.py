@@ -97,8 +97,6 @@ class StateQueries:
         return self._ask(self._joinable.get(wanted.key) or wanted, now + request.deadline_s)
 
     def begin_trial(self, trial: MixtureTrial, deadline: float) -> StateQuery:
-        """Start a query in which a worker tries whether its loader accepts a change of the mixture's weights.
-        `deadline`: in monotonic seconds."""
         return self._ask(trial, deadline)
 
     def are_open(self, run: str) -> bool:
@@ -128,8 +126,6 @@ class StateQueries:
             )
 
     def sent(self, query: StateQuery, box: int) -> None:
-        """Record that the box's states were sent to one of the query's callers. Drop the states that were sent to all
-        callers, if more than half of ANSWERS_MAX is used."""
         query.sent[box] += 1
         if query.sent[box] >= query.callers and self.held > ANSWERS_MAX // 2:
             self._release(query)
@@ -152,7 +148,6 @@ class StateQueries:
 
     @property
     def held(self) -> int:
-        """Number of bytes of all answers in memory or in transfer."""
         kept = {query.serial: query.held for query in (*self._open.values(), *self._finished.values())}
         return sum(kept.values())
 
@@ -189,7 +184,6 @@ class StateQueries:
                 self._release(query)
 
     def _release(self, query: StateQuery) -> None:
-        """Drop those states of the query that were sent to all of its callers."""
         for box in [box for box, callers in query.sent.items() if callers >= query.callers]:
             del query.sent[box]
             query.held -= query.boxes.pop(box).size

@@ -268,7 +268,6 @@ class StateQuery:
         return ", ".join([*missing, *asked, *([f"{later} boxes after these"] if later > 0 else [])])
 
     def is_next(self, slot_request: SlotStateRequest) -> bool:
-        """Return whether the request is for the first incomplete box, whose states the callers need next."""
         return slot_request.key.box == min(self._open_requests, default=self._asked_boxes)
 
     def fail(self, error: PenstockError) -> None:

@@ -109,7 +109,6 @@ def assignment(
 
 
 def _preparation(box: Box, slot: Slot, *, is_target: bool) -> dict[str, Any]:
-    """Return the fields of an assignment that say how far the slot's migration is prepared."""
     target = slot.target
     if target is None or not target.ready_at or (is_target and target.delivered is None):
         return {}

@@ -179,7 +179,6 @@ class Workers:
         reply.commit_mark = cluster.journal.mark()
 
     def worker_hold(self, request: pb.HeartbeatRequest) -> float:
-        """Return the seconds for which a Heartbeat call is held if nothing changes."""
         return min(request.hold_s, self._cluster.worker_lease_policy().left(self._clock(), request.worker))
 
     def worker_version(self, request: pb.HeartbeatRequest) -> int:
@@ -203,7 +202,6 @@ class Workers:
         self._settle()
 
     def drain_worker(self, request: pb.DrainWorkerRequest) -> pb.DrainWorkerReply:
-        """Start or end the drain of a worker for an operator, or report its state."""
         reply = self._migrations.order(request, self._clock())
         self._settle()
         return reply

@@ -48,7 +48,6 @@ log = logging.getLogger("penstock.appliance")
 
 
 def damaged(name: str, why: object) -> JournalError:
-    """Return the error for a damaged database. `name`: its path; `why`: what is wrong."""
     return JournalError(f"{name} is damaged ({why}): restore a copy of the file, or move the file away to start anew")
 
 

@@ -187,12 +187,10 @@ class Journal:
 
     @property
     def path(self) -> Path | None:
-        """Path of the journal's file; None if the journal is in memory."""
         return self._path
 
     @property
     def name(self) -> str:
-        """Name of the journal in messages: its path, if it has one."""
         return str(self._path or "the journal in memory")
 
     def note(self, name: str, value: str) -> None:
@@ -252,7 +250,6 @@ class Journal:
             raise
 
     def take(self) -> Rows:
-        """Remove all waiting rows from `pending` and return them. The caller must write them or put them back."""
         rows, self.pending = self.pending, {}
         return rows
 
@@ -283,12 +280,10 @@ class Journal:
     # ---- commit marks that peers keep
 
     def mark(self) -> bytes:
-        """Return the commit mark of the last commit, its signed number. A peer keeps it for the next coordinator."""
         return self.marks.make(self.committed)
 
     @property
     def committed(self) -> int:
-        """Number of the last commit that is on disk."""
         return self._commits.number
 
     def confirm(self, mark: bytes, witness: str) -> None:

@@ -114,7 +114,6 @@ class SnapshotIndex:
 
     @property
     def free(self) -> int:
-        """Number of bytes that the budget leaves for further snapshots and blobs."""
         return max(0, self.budget - self.used - self.coming)
 
     @contextmanager

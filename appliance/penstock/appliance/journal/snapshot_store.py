@@ -286,7 +286,6 @@ class SnapshotWriter:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     async def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> None:
-        """Write the snapshot and return when it is on disk. Raises JournalError if the write fails."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append((header, data, written))
         if self._writing is None or self._writing.done():

@@ -375,7 +375,6 @@ class ShareSeries:
         self.seconds.append((at, point))
 
     def caption(self) -> dict[str, Any]:
-        """Return what the dashboard page writes above the chart of shares."""
         return {"unit": "tokens" if self.of_tokens else "samples", "imbalance": round(self.imbalance, 3)}
 
     def as_dict(self) -> dict[str, Any]:

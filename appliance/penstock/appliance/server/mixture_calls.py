@@ -117,7 +117,6 @@ class MixtureCalls:
 
 
 async def _all(waits: Iterable[Awaitable[T]]) -> list[T]:
-    """Return the results of all awaitables, once all have ended. Raises the first error."""
     results = await asyncio.gather(*waits, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

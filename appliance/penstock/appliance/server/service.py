@@ -347,13 +347,11 @@ class Service(CoordinatorServicer):
                 del self._queries[token]
 
     def _is_over(self, request: pb.FetchStateRequest) -> bool:
-        """Return whether the request asks for the last state of a run that has ended."""
         run = self._state_machine.cluster.runs.get(request.run)
         own = request.HasField("progress") or request.aggregate_blob
         return run is not None and run.current is None and not own
 
     async def _written(self, state: BoxState, request: pb.FetchStateRequest) -> BoxState:
-        """Return the box's states in the format that the request names: binary, or JSON."""
         if request.format != pb.STATE_JSON or request.aggregate_blob:
             return state
         return await asyncio.to_thread(in_json, state, JSON_MAX)
@@ -575,7 +573,6 @@ class Service(CoordinatorServicer):
                 yield pb.BlobPart(data=piece)
 
     async def _read(self, what: str, data: bytes) -> AsyncIterator[bytes]:
-        """Yield the data in pieces to a caller. A caller that reads too slowly gets its call cancelled."""
         with ended_when_slow(what) as reader:
             for piece in pieces(data):
                 await self._turns.next()
@@ -609,7 +606,6 @@ class Service(CoordinatorServicer):
             yield pb.HistoryPart(history=await asyncio.to_thread(present.message))
 
     async def _renew_report(self, run: str, number: int) -> None:
-        """Ask box `number` for its present position, and wait for the report, for at most REPORT_S seconds."""
         box = self._state_machine.attempts.ask(run, number)
         if box is not None:
             await self._hold(("report", run, number), REPORT_S, box.reported_at, lambda: box.reported_at)
@@ -637,8 +633,6 @@ class Service(CoordinatorServicer):
         return await self.snapshot()
 
     def counters(self, calls: CallCounters) -> CoordinatorCounters:
-        """Return the figures that are in the metrics but not in a status reply. `calls`: the server's counters of
-        calls."""
         cluster = self._state_machine.cluster
         boxes = {
             (attempt.run, box.number): (box.start.step, box.waiting_for)
@@ -649,7 +643,6 @@ class Service(CoordinatorServicer):
         return CoordinatorCounters(calls, self._journal.seconds, used, budget, boxes)
 
     def attempts(self) -> list[Attempt]:
-        """Return the open attempts."""
         return self._state_machine.cluster.open_attempts()
 
     async def snapshot(self) -> pb.StatusReply:
