@@ -337,17 +337,19 @@ class ArrowReader(BlocksReader):
         self._file: _ArrowFile | None = file
         self._mapped = file.mapped() if file.by_rows and file.size and _is_local(path.absolute().parent) else None
         """Bytes of the file, mapped; None if they are read."""
+        self._marks_use = self._mapped is None  # opening a mapped record batch again costs little
 
     def close(self) -> None:
         super().close()
         self._file = self._mapped = None
 
     def _check_file(self) -> None:
-        file = self._opened()
-        if self._mapped is not None:
-            status = os.fstat(file.descriptor.fileno())
-            if (status.st_size, status.st_mtime_ns) != (file.size, file.version):
-                raise self._changed()
+        file = self._file
+        if file is None:
+            raise self._closed()
+        # A seek is the fastest way to learn the size, and nothing uses the position.
+        if self._mapped is not None and os.lseek(file.descriptor.fileno(), 0, os.SEEK_END) != file.size:
+            raise self._changed()
 
     def _opened(self) -> _ArrowFile:
         file = self._file
@@ -364,6 +366,8 @@ class ArrowReader(BlocksReader):
         read_batch = _pyarrow().ipc.read_record_batch
         nbytes = len(self._wanted) * (COLUMN_BYTES + 8 * file.rows[number])
         if self._mapped is not None:
+            if os.fstat(file.descriptor.fileno()).st_mtime_ns != file.version:
+                raise self._changed()
             begin, body, size, _ = file.batches[number]
             data = self._mapped.slice(file.offset(begin), body + size - begin)
             return Block(self._columns(self._checked(number, read_batch(data, file.schema))), nbytes)

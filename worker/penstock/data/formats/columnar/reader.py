@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
@@ -73,6 +73,8 @@ class BlocksReader(ABC):
         self._kept: dict[int, Block] = {}
         """Blocks in memory, by number. The process's MEMORY counts their bytes and drops them."""
         self._owner = MEMORY.add_owner(self)
+        self._marks_use = True
+        """True if MEMORY is told of each use of a block, so that it drops the block that was not used for longest."""
 
     @abstractmethod
     def _decode(self, number: int) -> Block:
@@ -100,7 +102,7 @@ class BlocksReader(ABC):
         self._check_file()
         number = self._number_of(index)
         sample = self._sample(number, index)
-        MEMORY.used(self._owner, (number,))
+        self._used((number,))
         return sample
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
@@ -111,7 +113,7 @@ class BlocksReader(ABC):
         self._check_file()
         first, last = self._number_of(min(rows)), self._number_of(max(rows))
         if first == last:
-            MEMORY.used(self._owner, (first,))
+            self._used((first,))
             return self._of_block(first, rows)
         places: dict[int, list[int]] = {}
         for place, index in enumerate(rows):
@@ -124,7 +126,7 @@ class BlocksReader(ABC):
                 continue
             for place, sample in zip(inside, self._of_block(number, [rows[place] for place in inside]), strict=True):
                 samples[place] = sample
-        MEMORY.used(self._owner, places)
+        self._used(places)
         return samples
 
     def get_columns(self, rows: Ints) -> Columns | None:
@@ -132,12 +134,12 @@ class BlocksReader(ABC):
         self._check_file()
         low, high = self._number_of(int(rows.min())), self._number_of(int(rows.max()))
         if low == high:
-            MEMORY.used(self._owner, (low,))
+            self._used((low,))
             return self._batch_of(low, rows)
         numbers = np.searchsorted(self._begins, rows, side="right") - 1
         listed = numbers.tolist()
         kept = {number: self._kept.get(number) for number in set(listed)}
-        MEMORY.used(self._owner, kept)
+        self._used(kept)
         loaded = {number: block for number, block in kept.items() if block is not None}
         if len(loaded) < len(kept) or len(rows) >= FEW_ROWS * len(kept):
             # one block after the other, because all of them may not fit into memory
@@ -170,6 +172,10 @@ class BlocksReader(ABC):
             self._is_open = False
             self._kept = {}
         MEMORY.remove_owner(self._owner)
+
+    def _used(self, numbers: Iterable[int]) -> None:
+        if self._marks_use:
+            MEMORY.used(self._owner, numbers)
 
     def _number_of(self, index: int) -> int:
         if not 0 <= index < len(self):
