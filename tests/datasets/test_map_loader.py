@@ -362,8 +362,8 @@ def test_state_of_other_order_is_refused_by_name(dataset: Numbers, changed: dict
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"length": 11}, "of worker 0 and worker 1 differ: length 10 and 11, samples 10 and 11"),
-        ({"skip": [range(4)]}, r"skip \(\) and \(\(0, 4\),\)"),
+        ({"length": 11}, "worker 0 to worker 1, length was 10 and is 11 now, samples was 10 and is 11"),
+        ({"skip": [range(4)]}, r"skip was \[\] and is \[\(0, 4\)\]"),
     ],
 )
 def test_workers_of_unlike_orders_are_refused(options: dict[str, Any], says: str) -> None:
