@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -66,6 +67,7 @@ LISTS: list[tuple[str, Any]] = [
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Read files as on a local disk, and as on a network file system."""
     monkeypatch.setattr(arrow_file, "_is_local", lambda folder: request.param == "mapped")
+    monkeypatch.setattr(arrow_file, "MERGED_BYTES", 0)
     return str(request.param)
 
 
@@ -142,6 +144,18 @@ def test_rows_read_together_are_the_same(nulls: bool, tmp_path: Path) -> None:
         for sample, row in zip(together, rows, strict=True):
             assert [*map(type, sample.values())] == [*map(type, alone[row].values())]
             assert all(each.flags.writeable for each in sample.values() if isinstance(each, np.ndarray))
+
+
+def test_small_record_batches_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrow_file, "MERGED_BYTES", 5000)
+    path = write(tmp_path / "a.arrow", numbers(900), rows=17)
+    reader = opened(path)
+    assert 3 < len(reader._begins) - 1 < 20
+    order = random.Random(3).sample(range(900), 900)
+    assert [row["number"] for row in reader.get_many(order)] == order
+    columns = reader.get_columns(np.array(order))
+    assert columns is not None
+    assert list(columns["text"]) == [f"row {number}" for number in order]
 
 
 def test_damage_among_rows_is_named(tmp_path: Path) -> None:
@@ -250,7 +264,9 @@ def test_a_file_that_shrinks_is_named(where: str, tmp_path: Path) -> None:
     reader = opened(path)
     reader[0]
     os.truncate(path, 5000)
-    for read in (lambda: reader[4900], lambda: reader.get_many([4900, 0])):
+    reads: list[Callable[[], Any]] = [lambda: reader[4900], lambda: reader.get_many([4900, 0])]
+    reads += [lambda: reader[0]] if where == "mapped" else []
+    for read in reads:
         with pytest.raises(ShardCorruptError, match="must not change" if where == "mapped" else "is truncated"):
             read()
     reader.close()

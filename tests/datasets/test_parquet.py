@@ -380,9 +380,12 @@ def test_texts_are_counted_batch_by_batch(tmp_path: Path, monkeypatch: pytest.Mo
     same = pyarrow.array(["y" * 5000]).dictionary_encode().take(pyarrow.array([0] * rows))
     table = pyarrow.table(
         {"own": texts, "same": same.cast(pyarrow.string()), "nested": [["z" * 5000, text] for text in texts]}
+        | {"delta": ["d" * 5000] * rows}
     )
     path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(table, path, store_schema=False)
+    dictionaries = ["own", "same", "nested.list.element"]
+    encoding = {"delta": "DELTA_BYTE_ARRAY"}
+    pyarrow.parquet.write_table(table, path, store_schema=False, use_dictionary=dictionaries, column_encoding=encoding)
     monkeypatch.setattr(parquet_reader, "EXPANDED_BYTES", 1 << 20)
     monkeypatch.setattr(parquet_reader, "BATCH_BYTES", 1 << 20)
     reader = opened(path)

@@ -1,9 +1,10 @@
 """Samples of Arrow IPC files, in the file format and in the stream format: a row is a sample, a file is a shard.
 
-pyarrow opens a record batch without a copy, and its offsets are checked once (`_check`); rows are then slices of its
-buffers, so rows in any order cost the same. Files with compressed record batches, or with columns that are not stored
-row by row (dictionaries), are decoded by whole record batches. Only such record batches are blocks in the index, like
-the row groups of Parquet: a shuffle keeps the samples of a block near each other.
+pyarrow opens a record batch without a copy, and its offsets are checked once (`_check_columns`); rows are then slices
+of its buffers, so rows in any order cost the same. Small record batches are copied together (MERGED_BYTES). Files with
+compressed record batches, or with columns that are not stored row by row (dictionaries), are decoded by whole record
+batches. Only such record batches are blocks in the index, like the row groups of Parquet: a shuffle keeps the samples
+of a block near each other.
 
 A file on a local disk is mapped. Where it is truncated while it is read, the next call raises an error; but if that
 happens within a call, the process ends by SIGBUS. On a network file system, where this also happens when the server
@@ -59,6 +60,9 @@ __all__ = [
     "read_header",
 ]
 
+MERGED_BYTES = 256 << 10
+"""Largest size in bytes of record batches that are copied together into one block. One read of 256 KiB costs less than
+to look up the columns of ten record batches for the rows of one batch."""
 PAGE_BYTES = 4096
 """Smallest number of bytes that are read at a time from a file that is not mapped."""
 COLUMN_BYTES = 2048
@@ -143,6 +147,17 @@ class _ArrowFile:
     def _messages_of(self, part: ArrowPart) -> Iterator[Message]:
         yield from messages_between(self._peek, 0, len(part.header))
         yield from messages_between(self._peek, part.begin, part.begin + self.size)
+
+    def blocks(self) -> list[int]:
+        """Return the number of the first record batch of each block, then the number of record batches. A block is a
+        record batch, or several small ones that are read by rows."""
+        firsts, total = [0], 0
+        for number, (begin, body, size, _) in enumerate(self.batches):
+            total += body + size - begin
+            if number > firsts[-1] and (not self.by_rows or total > MERGED_BYTES):
+                firsts.append(number)
+                total = body + size - begin
+        return [*firsts, len(self.batches)] if self.batches else [0]
 
     def mapped(self) -> Any:
         """Return all bytes of the file, mapped, as a pyarrow buffer."""
@@ -299,16 +314,17 @@ def _is_copied(kind: Any) -> bool:
     return storage_of(kind) != kind or (hasattr(kind, "value_type") and types.is_boolean(kind.value_type))
 
 
-def _check(array: Any) -> None:
-    """Raise ValueError if an array's buffers are too small, or its offsets are not ascending. Texts are checked when
+def _check_columns(batch: Any) -> None:
+    """Raise ValueError if a column's buffers are too small, or its offsets are not ascending. Texts are checked when
     they are decoded: otherwise all of them would be read for the first row."""
     arrow = _pyarrow()
-    array.validate()
-    if array.type == arrow.string():
-        array = array.view(arrow.binary())
-    elif array.type == arrow.large_string():
-        array = array.view(arrow.large_binary())
-    array.validate(full=True)
+    plain = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
+    for name, array in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            array.validate()
+            (array.view(plain[array.type]) if array.type in plain else array).validate(full=True)
+        except ValueError as error:
+            raise ValueError(f"column {name!r}: {error}") from error
 
 
 class ArrowReader(BlocksReader):
@@ -333,11 +349,20 @@ class ArrowReader(BlocksReader):
                 f"{stored.name}: the record batches must have the numbers of rows that the dataset's index lists. The "
                 "file was changed: index the folder again with index_folder"
             )
-        super().__init__(stored.name, file.rows, file.names, 0, part.first if part else 0)
+        self._firsts = file.blocks()
+        """Number of the first record batch of each block, then the number of record batches."""
+        blocks = [sum(file.rows[first:end]) for first, end in itertools.pairwise(self._firsts)]
+        super().__init__(stored.name, blocks, file.names, 0, part.first if part else 0)
         self._file: _ArrowFile | None = file
         self._mapped = file.mapped() if file.by_rows and file.size and _is_local(path.absolute().parent) else None
         """Bytes of the file, mapped; None if they are read."""
+        self._is_listed = bool(shard.blocks)
         self._marks_use = self._mapped is None  # opening a mapped record batch again costs little
+
+    def load(self, block: int) -> None:
+        """Decode block `block` of the index, if it is not in memory."""
+        if self._is_listed:
+            super().load(block)
 
     def close(self) -> None:
         super().close()
@@ -358,21 +383,26 @@ class ArrowReader(BlocksReader):
         return file
 
     def _decode(self, number: int) -> Block:
-        file = self._opened()
+        file, first, end = self._opened(), *self._firsts[number : number + 2]
         if not file.by_rows:
-            MEMORY.make_room(file.batches[number][2])
-            table = self._checked(number, file.whole(number))
+            MEMORY.make_room(file.batches[first][2])
+            table = self._checked(first, file.whole(first))
             return Block([(name, column_of(name, table[name])) for name in self._wanted], table.nbytes)
-        read_batch = _pyarrow().ipc.read_record_batch
-        nbytes = len(self._wanted) * (COLUMN_BYTES + 8 * file.rows[number])
+        if self._mapped is not None and os.fstat(file.descriptor.fileno()).st_mtime_ns != file.version:
+            raise self._changed()
+        arrow = _pyarrow()
+        nbytes = len(self._wanted) * (COLUMN_BYTES + 8 * file.rows[first])
+        if end > first + 1:
+            batches = [self._batch(each, self._data(each)).select(self._wanted) for each in range(first, end)]
+            for batch in batches:
+                _check_columns(batch)
+            table = arrow.Table.from_batches(batches).combine_chunks()
+            columns = [(name, column_of(name, table[name])) for name in self._wanted]
+            return Block(columns, nbytes + table.nbytes)
         if self._mapped is not None:
-            if os.fstat(file.descriptor.fileno()).st_mtime_ns != file.version:
-                raise self._changed()
-            begin, body, size, _ = file.batches[number]
-            data = self._mapped.slice(file.offset(begin), body + size - begin)
-            return Block(self._columns(self._checked(number, read_batch(data, file.schema))), nbytes)
-        copy = _Copy(file, number)
-        batch = self._checked(number, read_batch(copy.buffer, file.schema))
+            return Block(self._columns(self._batch(first, self._data(first))), nbytes)
+        copy = _Copy(file, first)
+        batch = self._batch(first, copy.buffer)
         arrays = [batch[name] for name in self._wanted]
         for array in arrays:
             _need_structure(array, copy.need)
@@ -388,19 +418,25 @@ class ArrowReader(BlocksReader):
 
         return Block(self._columns(batch), nbytes + copy.nbytes, fetch)
 
+    def _data(self, number: int) -> Any:
+        """Return the bytes of record batch `number` as a pyarrow buffer."""
+        file = self._opened()
+        begin, body, size, _ = file.batches[number]
+        if self._mapped is None:
+            return _pyarrow().py_buffer(file.read(begin, body + size - begin))
+        return self._mapped.slice(file.offset(begin), body + size - begin)
+
+    def _batch(self, number: int, data: Any) -> Any:
+        return self._checked(number, _pyarrow().ipc.read_record_batch(data, self._opened().schema))
+
     def _columns(self, batch: Any) -> list[tuple[str, Column]]:
-        columns = []
-        for name in self._wanted:
-            array = batch[name]
-            try:
-                _check(array)
-            except ValueError as error:
-                raise ValueError(f"column {name!r}: {error}") from error
-            columns.append((name, column_of(name, _pyarrow().chunked_array([array]))))
-        return columns
+        batch = batch.select(self._wanted)
+        _check_columns(batch)
+        arrays = zip(self._wanted, batch.columns, strict=True)
+        return [(name, column_of(name, _pyarrow().chunked_array([array]))) for name, array in arrays]
 
     def _checked(self, number: int, batch: Any) -> Any:
-        if batch.num_rows != self._begins[number + 1] - self._begins[number]:
+        if batch.num_rows != self._opened().rows[number]:
             raise self._changed()
         return batch
 

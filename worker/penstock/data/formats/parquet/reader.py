@@ -41,8 +41,10 @@ EXPANDED_BYTES = 64 << 20
 """Largest size in bytes of the texts of a column in one row group for which each row gets a text of its own, if the
 file has less than half of it. A larger column stays a dictionary: each different text once, and for each row the text's
 number."""
-BATCH_BYTES = 128 << 20
-"""Largest size in bytes of the texts that are decoded before they are counted."""
+BATCH_BYTES = 256 << 20
+"""Largest size in bytes of the texts that are decoded before they are counted, if four times as much is free."""
+LARGE_ROW_BYTES = 4096
+"""Mean size in bytes of rows above which a look-up among the batches costs less than to copy them together."""
 PAST_END = 128
 """Number of bytes after a column's end that pyarrow may ask for, because old writers understated the column's size."""
 
@@ -240,7 +242,8 @@ class ParquetReader(BlocksReader):
         """Return row group `number` as a pyarrow table. If the texts of a column exceed their limit, stop and add the
         column's path to `exceeding`."""
         rows = self._groups[number].rows
-        at_once = min((BATCH_BYTES // max(1, text.largest) for text in texts), default=rows)
+        limit = min(BATCH_BYTES, free_memory() // 4)
+        at_once = min((limit // max(1, text.largest) for text in texts), default=rows)
         if rows <= at_once:
             return self._read_group(file, number)
         sizes = dict.fromkeys((text.path for text in texts), 0)
@@ -257,7 +260,8 @@ class ParquetReader(BlocksReader):
                     raise MemoryError(f"column {text.path!r} has more than {sizes[text.path]} bytes")
             if exceeding:
                 return None
-        return importlib.import_module("pyarrow").Table.from_batches(batches).combine_chunks()
+        table = importlib.import_module("pyarrow").Table.from_batches(batches)
+        return table if table.nbytes > LARGE_ROW_BYTES * rows else table.combine_chunks()
 
     def _read_group(self, file: Any, number: int) -> Any:
         """Return row group `number`. pyarrow puts at most 2 GiB of text into one array of a list column, so a larger
