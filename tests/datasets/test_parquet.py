@@ -391,6 +391,10 @@ def test_texts_are_counted_batch_by_batch(tmp_path: Path, monkeypatch: pytest.Mo
     reader = opened(path)
     assert reader.get_many(range(rows)) == table.to_pylist()
     assert reader._repeated == {"same", "nested.list.element"}
+    pyarrow.parquet.write_table(pyarrow.table({"few": [["z" * 5000] * 1000] * 10}), path)
+    reader = opened(path)
+    assert reader[9] == {"few": ["z" * 5000] * 1000}
+    assert reader._repeated == {"few.list.element"}  # one row may have them all
 
 
 def test_equal_numbers_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
