@@ -113,12 +113,12 @@ def test_killed_saved_and_resumed_elsewhere(appliance: Appliance, kind: str) -> 
 @pytest.mark.filterwarnings("ignore:.*was recovered")
 def test_balanced_rows_are_killed_and_resumed(appliance: Appliance) -> None:
     """A step has the same rows, whichever box gets them, and whatever dies; their keys read the same records."""
-    got, state, recoveries = train(appliance, "balanced", 2, 2, 60, None, kill_at=7)
+    got, state, recoveries = train(appliance, "balanced", 2, 2, 160, None, kill_at=7)
     assert recoveries
     for boxes, workers, steps in ((1, 3, 8), (3, 1, 8)):
         batches, state, _ = train(appliance, "balanced", boxes, workers, steps, state)
         got += batches
-    assert [sorted(batch) for batch in got] == [sorted(batch) for batch in alone("balanced", 76)]
+    assert [sorted(batch) for batch in got] == [sorted(batch) for batch in alone("balanced", 176)]
     assert imbalance_of(rows_of_state(state) or {}) is not None
 
 
