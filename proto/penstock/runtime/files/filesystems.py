@@ -1,5 +1,3 @@
-"""Kind of the filesystem that holds a path."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,7 +1,5 @@
-"""Columns of the tables about a cluster, which all displays (`penstock status`, `top`, the dashboard) use.
-
-A display selects columns in its own order. A heading that ends with ">" marks a column of numbers.
-"""
+"""Columns of the tables about a cluster (`penstock status`, `top`, the dashboard). A heading with ">" at its end:
+numbers."""
 
 from __future__ import annotations
 
