@@ -1,6 +1,5 @@
 """Shortened tracebacks for users: frames of Penstock become one line, or none at the outer end. Innermost ones are
-shown in full, because the error is then Penstock's own. faulthandler's stacks, innermost frame first, are shortened
-alike."""
+shown, because the error is then Penstock's own. faulthandler's stacks, innermost first, are shortened alike."""
 
 from __future__ import annotations
 

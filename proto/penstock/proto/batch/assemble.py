@@ -47,13 +47,10 @@ def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
 
 
 CARRIERS: Final = {dtype: _carrier(dtype) for dtype in TORCH_NAMES}
-"""torch dtype -> (numpy dtype of its bytes, torch dtype to view as, if numpy lacks it): bfloat16 -> (int16,
-bfloat16)."""
+"""torch dtype -> (numpy dtype of its bytes, torch dtype to view as, or None): bfloat16 -> (int16, bfloat16)."""
 
 
 class _Ring(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Whole ring as an array of bytes; see wrap_buffer."""
-
     __slots__ = ()
 
 
@@ -88,8 +85,7 @@ _TENSOR, _ARRAY, _SCALAR, _FLOAT, _BOOL, _BYTES = range(6)
 
 
 class Assembler:
-    """Maker of batches of one structure. Raises UnsupportedLeafError for an unknown class, or a dtype that torch
-    lacks."""
+    """Maker of batches of one structure. Raises UnsupportedLeafError for a class or dtype that is not here."""
 
     __slots__ = ("_build", "_dims", "_plan", "_scalars", "structure")
 

@@ -55,9 +55,8 @@ def qualified(cls: type) -> str:
 def class_fields(cls: type) -> tuple[ClassKind, tuple[str, ...]] | None:
     """Return "nt" for a namedtuple or "dc" for a dataclass, and its field names in order; None for other classes.
 
-    None also for a dataclass that cannot be rebuilt from its fields (it is abstract, has slots that are not fields, or
-    a base that `object.__new__` cannot make), and for a tensordict `tensorclass`, whose values are not in its
-    fields."""
+    None also for a dataclass that cannot be rebuilt from its fields (it is abstract, has other slots, or a base that
+    `object.__new__` cannot make), and for a tensordict `tensorclass`, with its values elsewhere."""
     if issubclass(cls, tuple):
         names = getattr(cls, "_fields", None)
         if type(names) is tuple and all(type(name) is str for name in names):

@@ -58,8 +58,7 @@ __all__ = [
 
 
 class DigestCover(IntEnum):
-    """Bytes of a batch that its digest covers: a SAMPLE, all (FULL), or each row by itself. Part of a BATCH frame's
-    flags."""
+    """Bytes that a batch's digest covers: a SAMPLE, all (FULL), or each row by itself. In a BATCH frame's flags."""
 
     SAMPLE = 0
     FULL = 1
@@ -145,8 +144,7 @@ def _gatherer(words: list[slice]) -> Callable[[memoryview, int, int], Any]:
 def sampling_of(structure: Structure, nbytes: int, shapes: Sequence[int]) -> Sampling | None:
     """Return which bytes a digest covers; None: all, also for a malformed frame, which is refused later.
 
-    A leaf counts with the gap behind it, which is zero. So its end, small leaves behind it and the next beginning are
-    one span."""
+    A leaf counts with the gap behind it, which is zero, so that it is one span with what follows."""
     if nbytes <= FULL_BELOW:
         return None
     leaves = _large_leaves(structure, nbytes, shapes)
@@ -180,7 +178,6 @@ def _add_span(begin: int, end: int, words: list[slice], spans: list[slice]) -> N
 
 
 def _large_leaves(structure: Structure, nbytes: int, shapes: Sequence[int]) -> list[tuple[int, int]]:
-    """(offset, size) of each leaf above SMALL_LEAF, with the gap behind it; [] if the arguments do not fit together."""
     large: list[tuple[int, int]] = []
     if len(shapes) != structure.dims:
         return large
@@ -219,8 +216,7 @@ _plans = _Cache()
 
 
 def plan_digest(structure: Structure, nbytes: int, shapes: Sequence[int]) -> tuple[int, bytes, Sampling | None]:
-    """Return the hash seed of a digest (a hash of structure, shapes and size), the packed shapes, and what is
-    sampled."""
+    """Return a digest's hash seed (a hash of structure, shapes and size), the packed shapes, and what is sampled."""
     key = structure.key, nbytes, tuple(shapes)
     plan: tuple[int, bytes, Sampling | None] | None = _plans.get(key)
     if plan is None:

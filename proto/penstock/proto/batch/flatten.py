@@ -112,8 +112,8 @@ class FlatBatch:
         self._held = held
 
     def write_to(self, address: int) -> None:
-        """Copy the leaves to `nbytes` bytes at `address`, and clear the gaps, but no leaf that is there (`settle`).
-        With less memory the process crashes."""
+        """Copy the leaves to `address`, but those there already (`settle`), and clear the gaps. Writes `nbytes`
+        bytes."""
         memory: Any = None
         start = 0
         for source, size in zip(self._sources, self._sizes, strict=True):
@@ -203,14 +203,9 @@ _Taker = tuple[Callable[[Any], Sequence[Any]], bool]
 
 
 class Flattener:
-    """Maker of FlatBatch objects, for one stream of batches and one thread.
-
-    Args:
-        strict: require that every batch has the structure of the first.
-        max_leaves: at most 65,536, which is what a receiver accepts.
-        max_depth: largest number of nested containers in a batch, at most 64.
-        max_structures: number of structures to cache; batches with a cached structure share one Structure object.
-    """
+    """Maker of FlatBatch objects, for one stream of batches and one thread. `strict`: require that every batch has the
+    structure of the first. `max_leaves`, `max_depth`: at most 65,536 and 64, which a receiver accepts.
+    `max_structures`: number of structures to cache, each of which its batches share."""
 
     def __init__(
         self,
@@ -349,7 +344,7 @@ class Flattener:
             raise _give_up()
 
     def _taker(self, cls: type) -> _Taker:
-        """Function that takes an instance apart (fields, or a pair of pytrees.py); and whether it can have other
+        """Function that takes an instance apart (fields, or a pair of pytrees.py); and if it can have more
         attributes."""
         record, pair = class_fields(cls), pair_of(cls)
         if record is not None:
@@ -402,8 +397,7 @@ def _fields_taker(kind: ClassKind, names: tuple[str, ...]) -> Callable[[Any], Se
 
 
 def _give_up() -> UnsupportedLeafError:
-    """Error with which the fast traversal stops. Users see it only if another thread has changed the batch
-    meanwhile."""
+    """Error with which the fast traversal stops. Users see it only if another thread changes the batch meanwhile."""
     return UnsupportedLeafError("the batch was changed while it was copied: do not change a batch after yielding it")
 
 

@@ -104,8 +104,7 @@ def is_plain(tree: Tree) -> bool:
 
 
 def extra_attributes(value: Any, known: tuple[str, ...] = ()) -> list[str]:
-    """Return the attributes that user code has set, without `known`, cached properties, and what typing sets on
-    generics."""
+    """Return attributes that user code has set: not `known`, cached properties, or what typing sets on generics."""
     return [
         name
         for name in getattr(value, "__dict__", ())

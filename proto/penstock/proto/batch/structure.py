@@ -146,8 +146,7 @@ class Leaf:
 
     @property
     def dims(self) -> int:
-        """Its values in a batch's `shapes`: the rank of a tensor or array; 1 (length in bytes) for str, bytes and
-        int."""
+        """Its values in a batch's `shapes`: a tensor's or array's rank; 1 (length in bytes) for str, bytes and int."""
         return self.rank if self.kind in _ARRAYS else int(self.kind in _ONE_DIM)
 
     @property
@@ -208,8 +207,7 @@ class Structure:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Structure:
-        """Return the structure that a peer announced, without looking up classes. Raises ProtocolError for bytes that
-        `to_bytes` would not have written."""
+        """Return a peer's structure, without looking up classes. Raises ProtocolError unless `to_bytes` wrote it."""
         data = bytes(data) if len(data) <= MAX_STRUCTURE_BYTES else b""
         problem = _too_long(data) if data else f"0 bytes, or more than {MAX_STRUCTURE_BYTES}"
         if problem:

@@ -29,9 +29,8 @@ Buffer = bytes | bytearray | memoryview
 PIECE = 256 << 10
 """Bytes of each piece before compression. The number is part of the protocol."""
 SMALLEST = 2 << 10
-"""Smallest batch in bytes that is compressed: where it saves more time at 1 Gbit/s than it costs, measured with token
-ids (benchmarks/compression.md): 2 KiB by lz4 costs 4.5 us and saves 6.9, by zstd 9.6 and 11.3; 1 KiB by lz4 3.7 and
-3.3."""
+"""Smallest batch in bytes that is compressed, where it saves more time at 1 Gbit/s than it costs (measured with token
+ids, benchmarks/compression.md): 2 KiB by lz4 cost 4.5 us and save 6.9, by zstd 9.6 and 11.3; 1 KiB by zstd 7.4, 5.5."""
 ENOUGH = 7 / 8
 """Largest share of its original size that a compressed batch or piece may have. Noisy float32 images decided the value:
 zstd saves 12 % of them at 1.2 GB/s, which pays only on networks below 1 Gbit/s, and little there."""
@@ -190,8 +189,7 @@ class Unpacker:
         return self._table
 
     def step(self) -> memoryview | None:
-        """Process the full buffer. Return the next; None if the batch is complete. Raises ProtocolError for wrong
-        pieces."""
+        """Process the full buffer. Return the next; None if the batch is complete. Raises ProtocolError."""
         index, entry = self._index, self._entry
         if index < 0:
             self._read_table()

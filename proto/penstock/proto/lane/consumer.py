@@ -103,8 +103,7 @@ class Consumer:
                 return frame
 
     def receive_any(self) -> Frame | None:
-        """Return the next frame of any kind, to forward `framed`. A RING frame is returned once its descriptor has
-        arrived."""
+        """Return the next frame of any kind, to forward `framed`. A RING frame is returned with its descriptor."""
         view = self._view
         while self._coming is None:
             if self._unused > MAX_UNUSED:
@@ -217,8 +216,7 @@ class Consumer:
         )
 
     def _turn_to(self, ring_id: int) -> Ring | None:
-        """Make the ring with this id the current one, if known, and drop older ones, to which producers never
-        return."""
+        """Make the ring with this id the current one, if known, and drop older ones, to which no producer returns."""
         ring = self.rings.get(ring_id)
         if ring is not None:
             self._ring_id, self._ring = ring_id, ring
@@ -329,8 +327,7 @@ class Consumer:
         return len(self._unsent) + len(self._released) + len(self._wanted)
 
     def flush(self) -> bool:
-        """Send the collected acks, without blocking. Return False if some do not fit; True, unsent, if the lane is
-        closed or sending fails: `receive` then raises."""
+        """Send the acks, without blocking. False if some do not fit; True on a lost lane: `receive` then raises."""
         unsent = self._unsent
         if self.closed:
             return True

@@ -83,8 +83,7 @@ class LaneDialer(Dialer):
 
 
 def _short_attempt(where: tuple[str, int], timeout_s: float) -> socket.socket:
-    """Connect to each address every STAGGER_S seconds, and return the first success; else raise the last OSError, or
-    TimeoutError if none was answered."""
+    """Try another address every STAGGER_S seconds; return the first success, or raise the last OSError."""
     targets = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
     began, poll = time.monotonic(), select.poll()
     trying: dict[int, socket.socket] = {}

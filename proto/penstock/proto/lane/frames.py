@@ -1,9 +1,8 @@
 """Frames (from producer to consumer) and acks (back), with their limits and checks.
 
 They are fixed headers (lane.proto): one `struct` call writes or reads one, in a quarter of the time of a protobuf
-message. (One that is reused for parsing grows with every message, by 57 to 1,000 bytes.) The limits bound the memory
-that a peer can make this process allocate. They are the same on the Unix socket and over TCP, so frames can be
-forwarded unchanged."""
+message (whose object grows, if reused, by 57 to 1,000 bytes each). The limits bound the memory that a peer can make
+this process allocate. They are the same on the Unix socket and over TCP, so frames can be forwarded unchanged."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ LANE_PROTOCOL = 8
 MAX_FRAME = 64 << 10
 """Largest size of a frame in bytes. The default buffer of a Unix socket holds three of them."""
 HEAD = struct.Struct("<I")
-"""Format of the length before each frame on a local lane (over TCP: the seal of tcp.py), and after a BATCH frame's
+"""Format of the length before each frame on a local lane (TCP: the seal of tcp.py), and after a BATCH frame's
 counts."""
 MAX_PACKET = HEAD.size + MAX_FRAME
 PIECE = 32 << 10
@@ -83,16 +82,14 @@ KNOWN_STRUCTURES = 64
 KNOWN_BYTES = 8 << 20
 """Largest size of all announced structures together in bytes. Objects made for them take up to sixty times as much."""
 MAX_UNUSED = 1 << 16
-"""Largest number of frames in a row without a batch or an end of an epoch: a peer must not keep its reader busy
-forever."""
+"""Largest number of frames in a row without a batch or end of an epoch: a peer must not keep its reader busy."""
 
 BATCH, RING, STRUCTURE, END, ERROR, CLOSE = range(1, 7)
 
 COVER = 0x03
 """Bits of a BATCH frame's flags that say which bytes of the batch its digest covers (DigestCover)."""
 COUNTED = 0x80
-"""Flag of a BATCH frame with counts (penstock.proto.state.counts) after the dims, before their length in bytes, a
-u32."""
+"""Flag of a BATCH frame with counts (penstock.proto.state.counts) after the dims, before their length, a u32."""
 
 LOST = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF})
 """Error numbers of a send if the peer is gone. Data that the peer sent before may still be read."""
@@ -130,8 +127,7 @@ _pack_frame, _unpack_frame, _new = _FRAME.pack, _FRAME.unpack_from, tuple.__new_
 
 
 class Frame(NamedTuple):
-    """Message that a producer sends: the fields of the header, in order; lane.proto says what they mean in each
-    kind."""
+    """Message of a producer: the fields of the header, in order; lane.proto says what they mean in each kind."""
 
     kind: int = 0
     codec: int = 0
@@ -195,8 +191,7 @@ def framed_batch(
     rest: bytes,
     counts: bytes = b"",
 ) -> bytes:
-    """Return a BATCH frame with its length before it, without a Frame object, because each batch needs one. `counts`
-    are added after `rest`, and set COUNTED."""
+    """Return a framed BATCH without a Frame object, because each batch needs one. `counts` set COUNTED."""
     if counts:
         flags, rest = flags | COUNTED, rest + counts + HEAD.pack(len(counts))
     return (
@@ -279,8 +274,7 @@ _SO_PEEK_OFF = 42
 
 
 def unread_break(sock: socket.socket) -> bool:
-    """True if an ack that abandons an epoch waits on a local lane. Nothing is taken from the socket, which others may
-    read."""
+    """True if an ack that abandons an epoch waits on a local lane. It stays there; others may read it meanwhile."""
     buffer = bytearray(MAX_FRAME)  # of a longer message the next recv would give the rest
     try:
         sock.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, 0)
@@ -359,8 +353,8 @@ def connect_local(address: str, timeout: float) -> socket.socket:
 
 
 def check_peer(sock: socket.socket) -> int:
-    """Return the peer's pid. Raises ProtocolError unless it runs as this user or root: abstract names have no
-    permissions."""
+    """Return the peer's pid. Raises ProtocolError unless it is this user's or root's: an abstract name is open to
+    all."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid not in (0, os.getuid()):
         raise ProtocolError(

@@ -103,7 +103,6 @@ class _Kept:
     total: int
     epoch: int
     message: bytes
-    """With its length before it."""
     reserved: FreeEntry | None
     structure: int
     number: int
@@ -309,8 +308,7 @@ class Producer:
         return self.reserve_current()
 
     def reserve_current(self) -> FreeEntry | None:
-        """Return a free entry of the current ring, perhaps one of several, for a batch built before its size is
-        known."""
+        """Return a free entry of the current ring, perhaps one of several, for a batch of a size not yet known."""
         ring = self._rings.get(self._current)
         if ring is None or not self._free:
             return None
@@ -340,9 +338,8 @@ class Producer:
         return structure in self._structures
 
     def know_structure(self, structure: int, data: bytes) -> None:
-        """Register an encoded structure before each `publish` of a batch that has it. At twice KNOWN_STRUCTURES or
-        KNOWN_BYTES the oldest unused ones are dropped until half is left. Raises ProtocolError if the id stands for
-        another structure."""
+        """Register an encoded structure before each `publish` with it. At twice KNOWN_STRUCTURES or KNOWN_BYTES the
+        oldest unused ones are dropped until half is left. Raises ProtocolError for another one of this id."""
         known = self._structures
         if structure not in known and (
             len(known) >= 2 * KNOWN_STRUCTURES or sum(map(len, known.values())) > 2 * KNOWN_BYTES
@@ -390,8 +387,7 @@ class Producer:
         self._keep_and_send(reserved, total, epoch, structure, message, more)
 
     def forward(self, reserved: FreeEntry, frame: Frame, more: bool = False) -> None:
-        """Send another producer's BATCH frame. `reserved`: entry with the uncompressed batch, which replaces the
-        frame's."""
+        """Send another producer's BATCH frame. `reserved`: entry with the uncompressed batch, instead of its own."""
         _, _, flags, _, _, structure, abandons, size, total, epoch, nbytes, digest, _, dims = frame
         message = framed_batch(
             flags, reserved.ring_id, reserved.entry, structure, abandons, size, total, epoch, nbytes, digest, dims
@@ -449,8 +445,8 @@ class Producer:
     # ---- another process of the owner
 
     def hand_over(self) -> tuple[dict[str, Any], list[int]]:
-        """Return what `take_over` needs in another process: plain values, and the descriptors that they name. Reserved
-        entries become free. Do not use this object afterwards."""
+        """Return what `take_over` needs: values and descriptors. Reserved entries become free, and this object
+        useless."""
         fds = [] if self._sock is None else [self._sock.fileno()]
         fds += [ring.fd for ring in self._rings.values()]
         for ring_id, lent in self._lent.items():
@@ -481,8 +477,7 @@ class Producer:
         }, fds
 
     def take_over(self, record: dict[str, Any], fds: list[int]) -> None:
-        """Continue another process's end of a lane, and own its descriptors. The rings are not mapped: see
-        `map_rings`."""
+        """Continue another process's end of a lane, and own `fds`. The rings are not mapped: see `map_rings`."""
         if self._frame_log is not None:
             self._frame_log.resume()
         if self._sock is not None:
@@ -523,9 +518,9 @@ class Producer:
             setattr(self, name, record[name])
 
     def begin_anew(self, sent_total: int) -> None:
-        """Forget all that was made: the lane's process was killed, because the loop has abandoned its epoch. Only the
-        connection stays, with unread acks. Batches that the loop holds stay valid: it has mapped their rings.
-        `sent_total`: last batch sent."""
+        """Forget all that was made: the lane's process was killed, because the loop has abandoned its epoch. The
+        connection stays, with unread acks; batches that the loop holds stay valid. `sent_total`: last batch sent, over
+        the run."""
         if self._frame_log is not None:
             self._frame_log.resume()
         sock, self._sock = self._sock, None
@@ -538,8 +533,7 @@ class Producer:
         self._sent_total = sent_total
 
     def keep_watching(self, sock: socket.socket | None) -> None:
-        """Keep a descriptor of the consumer's socket, which another process has from now on, for `has_unread_break`
-        only."""
+        """Keep a descriptor of the consumer's socket, which another process has now, for `has_unread_break` only."""
         self.release_socket()
         self._sock = sock
 
@@ -710,7 +704,7 @@ class Producer:
 
 
 def _that_fits(error: records_pb2.ErrorDetail) -> records_pb2.ErrorDetail:
-    """Shorten an error so that its frame is smaller than MAX_FRAME. Of a long traceback the end is kept."""
+    """Shorten an error below MAX_FRAME. Of a long traceback the end is kept."""
     return records_pb2.ErrorDetail(
         name=error.name[:256],
         message=error.message.encode()[:16384].decode(errors="ignore"),

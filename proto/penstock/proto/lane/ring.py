@@ -69,8 +69,7 @@ def entries_for(entry_bytes: int, limit: int = BOX_BYTES) -> int:
 
 
 class Ring:
-    """Ring mapped in this process, with entries of whole pages. `fd` is -1 once closed, and after a Consumer has mapped
-    it. Batches are views of `map`, at `address`."""
+    """Ring mapped in this process, with entries of whole pages. `fd` is -1 once closed, or mapped by a Consumer."""
 
     map: mmap.mmap
     view: memoryview
@@ -185,8 +184,7 @@ class Ring:
 
 
 class RingBudget:
-    """Limit on all rings of a process together, whose sizes peers choose. A ring counts until its last view is gone.
-    `limit`: bytes; 0 for MOST_OF_FREE."""
+    """Limit on all rings of a process, whose sizes peers choose, until their last views are gone. 0: MOST_OF_FREE."""
 
     def __init__(self, limit: int = 0) -> None:
         self._limit = limit or int(MOST_OF_FREE * free_memory())

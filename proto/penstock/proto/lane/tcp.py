@@ -63,8 +63,7 @@ _NO_RTT_US = (1 << 32) - 1
 
 
 def tune(sock: socket.socket, *, user_timeout: bool = False) -> None:
-    """Send small messages at once, and detect dead peers. `user_timeout`: set TCP_USER_TIMEOUT, and probe each
-    second."""
+    """Send small messages at once, and detect dead peers. `user_timeout`: TCP_USER_TIMEOUT, and probes each second."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)

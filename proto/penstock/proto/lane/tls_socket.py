@@ -31,8 +31,7 @@ __all__ = [
 
 
 def check_damage(error: OSError, *, heard: bool) -> None:
-    """Raise BatchCorruptError if a TLS error means damage in transit: if data had arrived (`heard`), every one does,
-    except the connection's end."""
+    """Raise BatchCorruptError for damage in transit: any error once data had arrived (`heard`), except an end."""
     ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
     if is_damage(error) or (heard and isinstance(error, ssl.SSLError) and not ended):
         raise BatchCorruptError(
@@ -108,8 +107,7 @@ def _wrapped(context: ssl.SSLContext, sock: socket.socket, **options: Any) -> Tl
 
 
 def connect_tls(sock: socket.socket, tls: Tls, host: str) -> TlsSocket:
-    """Start TLS on a connection that this process opened. The timeout applies to each message. Raises OSError (for
-    `tls.explain`), after closing the socket."""
+    """Start TLS on a connection of this process. On an OSError (for `tls.explain`) the socket is closed."""
     wrapped = _wrapped(tls.client_context(), sock, server_hostname=tls.expected("worker") or host)
     try:
         wrapped.do_handshake()

@@ -33,8 +33,7 @@ def socket_path(address: str) -> Path | None:
 
 
 def refuse_strangers(address: str) -> None:
-    """Raise UnsafeBindError if another user made or could replace a Unix socket. Its folder is checked even without
-    one."""
+    """Raise UnsafeBindError for a Unix socket that another user made or could replace, now or later."""
     path = socket_path(address)
     if path is None:
         return
@@ -70,8 +69,7 @@ def is_local(address: str) -> bool:
 
 
 def refuse_unsafe(listen: str, *, encrypted: bool, insecure: bool) -> None:
-    """Raise UnsafeBindError if other machines can reach the address without encryption. `insecure`: the user allows
-    it."""
+    """Raise UnsafeBindError if others can reach the address without encryption. `insecure`: the user allows it."""
     if encrypted or insecure or is_local(listen):
         return
     raise UnsafeBindError(

@@ -104,8 +104,7 @@ class AuthInterceptor(grpc.GenericRpcHandler):
 
     def _accept(self, name: str, connection: Callable[[str], None], context: _Context) -> None:
         """Record that an accepted call's connection has a token, note the digest for `credential`, and send this
-        server's proof. Raises NotPermittedError if the certificate is for another role: here, because gRPC does not
-        report it earlier."""
+        server's proof. Raises NotPermittedError for another role's certificate: gRPC does not report it earlier."""
         connection(context.peer())
         caller = self._caller(dict(context.invocation_metadata() or ()))
         if isinstance(caller, Caller):
@@ -126,8 +125,7 @@ class AuthInterceptor(grpc.GenericRpcHandler):
             )
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return the handler for a call, or one that refuses it. None for an unknown service: gRPC answers
-        UNIMPLEMENTED."""
+        """Return a call's handler, or one that refuses it. None for an unknown service, for gRPC to refuse."""
         method = handler_call_details.method
         called = method.removeprefix(_OURS)
         if method.startswith(_OURS):

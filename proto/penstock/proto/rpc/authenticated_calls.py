@@ -39,8 +39,7 @@ Trailing = Iterable[tuple[str, str | bytes]] | None
 Answer = tuple[Any, Trailing]
 _RELEASE = ((PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, VERSION))
 _OWN_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Status codes that gRPC sets if no coordinator has answered: accepted without proof, unless the error came with the
-details that Penstock's servers add."""
+"""Status codes that gRPC sets without a server: accepted unproven, but not with Penstock's own details."""
 
 
 class AuthenticatedCall:
@@ -68,8 +67,8 @@ class AuthenticatedCall:
         raise NotImplementedError
 
     def _renew_files(self) -> None:
-        """Connect with new certificates after a failed call, if the files have changed, but not for calls in
-        progress."""
+        """Connect with new certificates after a failed call, if the files have changed. Open calls keep their
+        channel."""
         if self._files is not None and not self._closed and self._files.renew():
             self._open()
 

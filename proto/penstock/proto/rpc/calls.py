@@ -111,8 +111,7 @@ def _parsed_part(method: str, part: bytes) -> Any:
 
 
 def _sendable(address: str, method: str, request: Any) -> Any:
-    """Raises InvalidArgumentError for too large a request: gRPC would refuse it without a proof, as if another server
-    had answered."""
+    """Raises InvalidArgumentError for too large a request, which gRPC would refuse without a proof of the token."""
     if isinstance(request, Message) and (size := request.ByteSize()) > REQUEST_MAX:
         raise InvalidArgumentError(
             f"the request {method} to the coordinator at {address} must have at most {REQUEST_MAX} bytes, got {size}. "
@@ -171,7 +170,6 @@ class CoordinatorClient(AuthenticatedCall):
             raise
 
     def _made(self, method: str, deadline_s: float, once: Callable[[Call], Answer]) -> Any:
-        """Make a call until the server has proven that it knows the token. `once`: makes one try."""
         with self._guarded(method, deadline_s):
             call = Call(self)
             while True:
@@ -264,8 +262,7 @@ class CoordinatorClient(AuthenticatedCall):
         return FetchedState(state.records(), state.positions)
 
     def put_blob(self, data: bytes, run_hint: str = "", *, deadline_s: float = TRANSFER_DEADLINE_S) -> str:
-        """Store bytes at the coordinator, unless it has them, and return their name. `run_hint`: the run, for
-        messages."""
+        """Store bytes at the coordinator, unless it has them. Return their name. `run_hint`: the run, for messages."""
         return self._ask("PutBlob", deadline_s, partial(blob_parts, data, run_hint), pb.PutBlobReply).blob
 
     def get_blob(self, name: str, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
@@ -296,13 +293,11 @@ class CoordinatorClient(AuthenticatedCall):
         return self._ask("EndRun", self.deadline_s, lambda: pb.EndRunRequest(run=run), pb.EndRunReply)
 
     def change_mixture(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply:
-        """Change the weights of a run's mixture. Waits up to `deadline_s` for workers to try it, and boxes to
-        answer."""
+        """Change a run's mixture. Waits up to `deadline_s` for workers to try it, and for boxes to answer."""
         return self._ask("ChangeMixture", request.deadline_s + 5.0, lambda: request, pb.ChangeMixtureReply)
 
     def open_dashboard(self) -> str:
-        """Return the URL of the dashboard, which an embedded coordinator starts now. Raises InvalidArgumentError if
-        none."""
+        """Return the dashboard's URL; an embedded coordinator starts it now. Raises InvalidArgumentError if none."""
         return self._ask("OpenDashboard", self.deadline_s, lambda: pb.OpenDashboardRequest(), pb.OpenDashboardReply).url
 
     def fetch_histories(self, run: str, box: int) -> list[pb.History]:

@@ -64,8 +64,7 @@ REPLY_MAX = 32 * 1024 * 1024
 """Largest reply in bytes. That to a heartbeat has an assignment for each slot."""
 
 PENDING_MAX = 16_384
-"""Largest number of calls that wait for the event loop; gRPC cancels more. Each takes some 20 KiB, and a fleet of
-10,000 workers may register at once."""
+"""Largest number of waiting calls (20 KiB each); gRPC cancels more. 10,000 workers may register at once."""
 
 RENEW_S = 2.0
 """Seconds between checks of the token file, for which a removed token stays valid."""

@@ -44,7 +44,6 @@ FILES_MAX = 1 << 20
 log = logging.getLogger("penstock.connections")
 
 Peer = tuple[str, int]
-"""IP address and port of the other end of a connection."""
 
 
 def raise_file_limit() -> None:
@@ -115,9 +114,7 @@ class Connections:
         self._clock = clock
         self._port = 0
         self._callers: dict[str, Peer | None] = {}
-        """gRPC's names of peers that have made a call."""
         self._proven: set[Peer | None] = set()
-        """Peers that have made a call with a valid token."""
         self._known: dict[str, Connection] = {}
         self._missing: set[str] = set()
         """Names in `_callers` whose connection the last check did not find."""
@@ -209,7 +206,6 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
 
 
 def _ends(fd: int) -> tuple[int, Peer] | None:
-    """Local port and peer of a TCP connection."""
     try:
         with _borrowed(fd) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6):

@@ -144,8 +144,7 @@ def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls
 
 
 class Renewing:
-    """Certificate files that may be replaced. Invalid ones are logged and not used. `role`: as a server; "" for
-    none."""
+    """Certificate files that may be replaced. Invalid ones are logged, not used. `role`: as a server; or ""."""
 
     def __init__(self, tls: Tls, role: str = "") -> None:
         self.tls = tls
@@ -330,8 +329,7 @@ def no_tls_here(what: str) -> TlsError:
 
 
 _DAMAGED = ("BAD_RECORD_MAC", "DECODE_ERROR", "BAD_SIGNATURE", "DIGEST_CHECK_FAILED")
-"""OpenSSL's reasons for damaged bytes, at either end. DECRYPT_ERROR also occurs if a CA was made anew under its old
-name."""
+"""OpenSSL's reasons for damaged bytes. DECRYPT_ERROR also occurs if a CA was made anew under its old name."""
 
 
 def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
@@ -371,8 +369,7 @@ def is_damage(error: OSError) -> bool:
 
 
 def refused_by(what: str, tls: Tls, reason: str = "") -> TlsError:
-    """Error for a connection closed because of this process's certificate. `reason`: the TLS alert, such as
-    UNKNOWN_CA."""
+    """Error for a connection closed because of this process's certificate. `reason`: TLS alert (UNKNOWN_CA)."""
     why = f" ({reason.replace('_', ' ').lower()})" if reason else ""
     if not tls.cert:
         return TlsError(

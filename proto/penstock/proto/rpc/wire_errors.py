@@ -1,8 +1,7 @@
 """Errors between two processes: how an exception is sent, and how it is raised again at the other end.
 
 `abort` sends a PenstockError as its status in the catalogue and an ErrorDetail in trailing metadata; any other
-exception as UNKNOWN with the traceback, to show the bug. `translating` converts back, so that no grpc.RpcError is
-raised."""
+exception as UNKNOWN with the traceback, to show the bug. `translating` converts back, without grpc.RpcError."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def _middle_out(text: str, keep: int) -> str:
 
 
 def detail_of(error: BaseException) -> records_pb2.ErrorDetail:
-    """Return an error as an ErrorDetail. A PenstockError keeps its name; another exception becomes one with a
-    traceback."""
+    """Return an error as an ErrorDetail. Any but a PenstockError becomes one, with the traceback here."""
     if isinstance(error, PenstockError):
         name = next((cls.__name__ for cls in type(error).__mro__ if cls.__name__ in CATALOGUE), "PenstockError")
         message, remote = error.message, error.remote_traceback
@@ -148,8 +146,7 @@ def _retry_after(trailing: tuple[Any, ...]) -> float:
 
 @contextmanager
 def translating(address: str, method: str, deadline_s: float, closed: Callable[[], bool]) -> Iterator[None]:
-    """Translate gRPC's errors of one call into a PenstockError. `closed`: True if this process has closed the
-    channel."""
+    """Translate gRPC's errors of one call into a PenstockError. `closed`: True if the channel was closed here."""
     try:
         yield
     except grpc.RpcError as error:
@@ -167,10 +164,9 @@ def translating(address: str, method: str, deadline_s: float, closed: Callable[[
 
 
 async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
-    """Return the reply of a call whose request is a stream, or raise an error with the status that the server sent. If
-    a server refuses the call while parts are being written, gRPC for asyncio (up to 1.85 at least) replaces its status
-    by INTERNAL. So the real status is read in the callback of its arrival, the only moment at which it certainly
-    exists."""
+    """Return the reply of a call whose request is a stream, or raise an error with the server's status. If it refuses
+    the call while parts are being written, gRPC for asyncio (up to 1.85 at least) replaces that by INTERNAL. So the
+    status is read in the callback of its arrival, the only moment at which it certainly exists."""
     statuses: list[grpc.aio.AioRpcError] = []
     call.add_done_callback(lambda ended: statuses.append(_ended_with(ended)))
     try:

@@ -115,7 +115,6 @@ WORKER_INFO_TEXTS: dict[int, str] = {
 _OF_BOX = frozenset({"box", "num_boxes"})
 _OF_WORKER = frozenset({"slot", "num_workers_per_box", "global_worker_id", "total_num_workers"})
 _DIVIDING = _OF_BOX | _OF_WORKER
-"""Fields by which a loader divides its samples."""
 
 
 @dataclass
@@ -141,7 +140,6 @@ class Reads:
         return WorkerInfoAnswer.OF_BOX if self.fields else WorkerInfoAnswer.OF_RUN
 
     def ask(self, caller: FrameType) -> WorkerInfoAnswer:
-        """Record a call of get_worker_info(), and return the answer."""
         answer = self.next_answer
         if not self.paused:
             self.asked = True
@@ -171,8 +169,7 @@ def _place(frame: FrameType | None) -> str:
 
 
 class _Watched(Assignment):
-    """Assignment for user code that records which fields are read. To print, compare, hash, copy or pickle is no
-    read."""
+    """Assignment for user code that records reads of its fields. To print, compare, hash, copy or pickle is none."""
 
     def __init__(self, plain: Assignment | None = None, **fields: Any) -> None:
         """Wrap `plain`, or with dataclasses.replace() an assignment with these fields."""
@@ -220,13 +217,12 @@ _reads = Reads()
 
 
 def current_assignment() -> Assignment:
-    """Return the assignment of the worker that runs this code: its number, its box, the numbers of boxes and workers,
-    and the run's seed. Outside a worker, return the assignment of worker 0 of 1, with seed 0.
+    """Return the assignment of the worker that runs this code. Outside a worker, it is that of worker 0 of 1, with seed
+    0.
 
     To divide data inside input_fn: `data[a.global_worker_id :: a.total_num_workers]` with `a = current_assignment()`.
     torch's get_worker_info() then returns None, so that code which asks for it too does not divide the data again. If
-    only `a.box` or `a.num_boxes` is read, it gives the worker's number among the workers of this box.
-    """
+    only `a.box` or `a.num_boxes` is read, it gives the worker's number among the workers of this box."""
     _looked[0] = 1
     return _current if _current is NEUTRAL or _current is _alone else _watched(_current)
 
@@ -320,8 +316,8 @@ def exchange(seat: Seat | None) -> Seat:
 
 
 def step_aside() -> Assignment:
-    """Let this process appear as the only worker, until `step_back`, so that code does not divide its data. Return the
-    real assignment. Its mark does not change."""
+    """Let this process appear as the only worker until `step_back`, and return the real assignment, marked as
+    before."""
     global _current, _alone
     before = _current
     if (_alone.seed, _alone.first_step) != (before.seed, before.first_step):

@@ -2,8 +2,7 @@
 workers (penstock.worker.processes.user_code).
 
 Objects with an importable name, and the training script's own functions and classes, are sent by name; others (a
-lambda, a local function, what a notebook defines) as code by cloudpickle, as both processes run the same
-interpreter."""
+lambda, what a notebook defines) as code by cloudpickle: both processes run the same interpreter."""
 
 from __future__ import annotations
 

@@ -83,7 +83,6 @@ FIELDS = ("name", "bytes", "xxh3", "parts")
 LARGEST_RECORD = 256 << 20
 """Largest size of a manifest or of a rank's report in bytes: enough for some 8 million parts."""
 LONGEST_NAME = 100
-"""Largest size of the file LATEST in bytes."""
 MOST = 1 << 62
 CHUNK = 16 << 20
 BEAT_S = 1.0
@@ -127,7 +126,7 @@ class CheckpointFile:
     name: str
     nbytes: int
     xxh3: str
-    """XXH3 of the whole file, 128 bits, hexadecimal."""
+    """128 bits, hexadecimal."""
     parts: str = ""
     """Checksums of sections of the file, to verify one without the others: BEGIN:XXH3 (offset in bytes, 64 bits in
     hexadecimal), separated by blanks. A section ends where the next begins. "" if unknown."""
@@ -221,8 +220,7 @@ class FoundCheckpoint:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises CheckpointNotFoundError if the folder or its manifest does not exist; CheckpointCorruptError for
-    damage."""
+    """Raises CheckpointNotFoundError if the folder or its manifest is missing; CheckpointCorruptError for damage."""
     where = path / MANIFEST
     try:
         return Manifest.decode(read_plain(where, LARGEST_RECORD), where)
@@ -450,8 +448,7 @@ def sign_of_life(path: Path) -> None:
 
 
 def last_sign(path: Path) -> int:
-    """Return a number that changes with each sign of life; 0 if unreadable. Machines' clocks differ: compare only for
-    equality."""
+    """Number that changes with each sign of life; 0 if unreadable. Compare for equality: machines' clocks differ."""
     try:
         handle = open_plain(path)  # opening makes a network file system read the time from its server
     except OSError:

@@ -75,9 +75,9 @@ _DIRECT_FROM = 1 << 20  # smallest size in bytes of a tensor that is written dir
 
 
 def encode_state(value: object, name: str = "state") -> bytes:
-    """Return `value` as bytes with a checksum. Sets of one plain type are sorted, so equal values usually give equal
-    bytes. `name`: for errors. Raises UnsupportedStateError for an object without a safe encoding, a cycle, and nesting
-    deeper than MAX_DEPTH."""
+    """Return `value` as bytes with a checksum. Equal values usually give equal bytes (sets of one plain type are
+    sorted). `name`: for errors. Raises UnsupportedStateError for unsafe objects, cycles, and nesting deeper than
+    MAX_DEPTH."""
     blobs = _Blobs()
     try:
         node = _pack(value, blobs, 0)
@@ -318,8 +318,7 @@ def _numpy_spec(dtype: np.dtype[Any]) -> str:
 
 @lru_cache(maxsize=256)
 def _spec(dtype: np.dtype[Any], char: str) -> str:
-    """Name of a dtype in a state, usually dtype.str; "" if numpy would read another. `char` tells C's long long,
-    "<q"."""
+    """Name of a dtype in a state, usually dtype.str; "" if numpy would read another. `char`: C's long long is "<q"."""
     spec = dtype.str[0] + char if char in "qQ" else dtype.str
     return spec if _NUMPY_SPEC.fullmatch(spec) and np.dtype(spec) == dtype and np.dtype(spec).char == char else ""
 

@@ -1,10 +1,9 @@
 """Counts of what a run was trained on: samples, tokens, truncated and skipped samples, and lengths, by group: source (a
 data set of a mixture) and key (what the user counts by, such as a language).
 
-A loader counts each batch when it hands it out, and saves its counts with its position, so they are right after a
-recovery or resume. Each BATCH frame has the rows that its batch has changed, of which the training process keeps the
-newest: its counts are those of the delivered batches. A row is FIELDS counts, then BINS numbers of samples by
-length."""
+A loader counts each batch when it hands it out, and saves counts with its position, so they are right after a recovery.
+Each BATCH frame has the rows that changed, of which the training process keeps the newest: its counts are those of the
+delivered batches. A row is FIELDS counts, then BINS numbers of samples by length."""
 
 from __future__ import annotations
 
@@ -128,8 +127,7 @@ def _add(row: Row, other: Sequence[int]) -> None:
 
 
 class Tally:
-    """Counts of a loader, and the rows changed since the last `take`. `shares`: source -> millionths of samples, of
-    tokens."""
+    """Counts of a loader, and rows changed since `take`. `shares`: source -> millionths of samples, of tokens."""
 
     def __init__(self, rows: Mapping[Group, Sequence[int]] | None = None, shares: Shares | None = None) -> None:
         self._shares = shares or {}
@@ -141,7 +139,6 @@ class Tally:
         """Row as bytes, as of the last `take`."""
         self._begun = False
         self.last: Mapping[Group, Sequence[int]] = {}
-        """Counts of the batch that was handed out last."""
 
     def add(self, batch: Mapping[Group, Sequence[int]]) -> None:
         rows = self.rows
@@ -248,8 +245,7 @@ def note_imbalance(rows: Mapping[Group, Row], ratio: float) -> None:
 
 
 def imbalance_of(rows: Mapping[Group, Sequence[int]]) -> float | None:
-    """Return the mean, over the measured steps, of the most expensive box's cost / all boxes' mean cost
-    (penstock.data.Balance)."""
+    """Return the mean of (most expensive box's cost / boxes' mean cost) over measured steps (penstock.data.Balance)."""
     steps = sum(row[MEASURED] for row in rows.values())
     return sum(row[IMBALANCE] for row in rows.values()) / (1e4 * steps) if steps else None
 

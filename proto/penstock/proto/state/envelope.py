@@ -1,5 +1,4 @@
-"""Envelope of an encoded state (layout: codec.py), separate from codec.py so that processes without torch can open
-it."""
+"""Envelope of an encoded state (layout: codec.py), in a module of its own for processes without torch."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ class EnvelopeReader:
         self.view, self.position, self.end = view, position, end
 
     def take(self, nbytes: int) -> int:
-        """Move past `nbytes`, and return their offset. Call it before allocating: it raises ValueError if fewer are
+        """Move past `nbytes`, and return their offset. Call it before allocating: raises ValueError if fewer are
         left."""
         start = self.position
         if not 0 <= nbytes <= self.end - start:

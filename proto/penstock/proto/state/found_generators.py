@@ -106,8 +106,7 @@ def plain_numbers(roots: Iterable[object]) -> dict[str, float]:
 
 
 def defining_modules(objects: Iterable[object]) -> list[types.ModuleType]:
-    """Return the imported modules that define functions, and other objects' classes, without Python's, numpy's,
-    torch's."""
+    """Return the modules that define functions, and other objects' classes, but not Python's, numpy's, torch's."""
     names = dict.fromkeys(_module_name(_unwrapped(value)) for value in objects)
     modules = [_imported(name) for name in names if name.partition(".")[0] not in _LIBRARIES]
     return [module for module in modules if module is not None]

@@ -36,8 +36,7 @@ _pack_step = struct.Struct("<Q").pack
 
 
 def linked(chain: int, digest: int) -> int:
-    """Extend a slot's chain in its epoch by a batch's digest: chain * an odd number + digest, modulo 2^64; 0 at
-    first."""
+    """Extend a slot's chain (0 at first) by a batch's digest: chain * an odd number + digest, modulo 2^64."""
     return (chain * _FACTOR + digest) & MASK
 
 
@@ -75,8 +74,7 @@ class Position:
     xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). With `by_rows` chain(n) = chain(n - 1) +
     (xxh3_64(little-endian u64 n) | 1) * digest, modulo 2^64."""
     by_rows: bool = field(default=False, compare=False)
-    """True if batches' digests are sums over rows: the sum of all boxes' then does not depend on the number of
-    boxes."""
+    """True if digests are sums over rows: the sum of all boxes' then does not depend on the number of boxes."""
     first: int | None = field(default=None, compare=False)
     """Slot with which this epoch began, if the rotation continues across epochs; None: each begins with slot 0."""
     slot_chains: tuple[int, ...] = field(default=(), compare=False)

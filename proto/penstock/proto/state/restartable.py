@@ -67,8 +67,7 @@ class RestartableDataLoader(Protocol):
 
 @dataclass(frozen=True)
 class DataLoaderCheckpoint:
-    """Identity, progress and state of one worker at a checkpoint, with the names of Cerebras' cstorch (CSX, WSE: a
-    box)."""
+    """Identity, progress and state of one worker, with the names of Cerebras' cstorch (a box: CSX, WSE)."""
 
     local_worker_id: int
     """Number of the worker in its box, from 0; usually that of its slot. Loaders with the four methods that distribute

@@ -1,5 +1,4 @@
-"""Cadence of the snapshots of a loader's state: after every batch if they take less than 1% of the time, else less
-often."""
+"""Cadence of snapshots of a loader's state: after every batch if they take less than 1% of the time, else fewer."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ _ONE_JOB = "this setting is for one job, but all jobs read this file: pass it to
 
 
 class TlsFiles(Section):
-    """TLS settings of every process that listens or calls the coordinator. They are names of files, which are not
-    secret."""
+    """TLS settings of every process that listens or calls the coordinator: names of files, which are not secret."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
     table: ClassVar[str] = CLUSTER

@@ -1,8 +1,7 @@
 """Base class of settings. A field of a `Section` declares an option once: its flag, environment variable, key in the
 settings file, line in `penstock config` and row in docs/cli.md.
 
-pydantic checks and converts values. Ours is strictness: the settings file keeps its types, and errors name a value's
-source."""
+pydantic checks and converts values. Ours is strictness: the file keeps its types, and errors name a value's source."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class Unit:
 
 
 class IsPath:
-    """Mark of a field whose value is a path. In the settings file such a path is relative to the folder of that
-    file."""
+    """Mark of a field whose value is a path. In the settings file it is relative to the folder of that file."""
 
 
 FilePath = Annotated[str, IsPath(), Unit("FILE")]
@@ -64,9 +62,8 @@ class IsList:
 
 
 class Section(BaseSettings):
-    """Base class of a set of settings, with the prefix of their variables (`env_prefix`) and their section of the file
-    (`table`). An inherited field keeps those of its declaring class, so that one class has all settings of a
-    command."""
+    """Base class of settings, with the prefix of their variables (`env_prefix`) and their section of the file
+    (`table`). Inherited fields keep those of their class, so that one class has all settings of a command."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", populate_by_name=True)
     table: ClassVar[str] = ""
@@ -130,8 +127,7 @@ class OtherType:
 
 
 def _fits(annotation: Any, value: Any) -> bool:
-    """Return whether a TOML value has a setting's type. True for types other than bool, int, float, str: pydantic
-    checks."""
+    """Return whether a TOML value has a setting's type; True for types but bool, int, float, str: pydantic checks."""
     kinds = set(get_args(annotation) or (annotation,)) - {NoneType}
     if kinds - {bool, int, float, str}:
         return True
@@ -164,8 +160,7 @@ def variable(section: type[Section], field: str) -> str:
 
 
 def stated(section: type[Section]) -> dict[str, tuple[str, Any]]:
-    """Return field -> (source, value) of what a variable or the file sets. Source: its name, or FILE:LINE. Empty is
-    unset."""
+    """Return field -> (source, value) of what a variable (source: name) or the file (FILE:LINE) sets. Empty: unset."""
     file = read_settings_file() if section.table else None
     there = {name.upper(): value for name, value in os.environ.items() if value}
     values: dict[str, tuple[str, Any]] = {}
@@ -193,12 +188,10 @@ class ResolvedSetting:
     source: str
     """Origin of the value: a variable's name, FILE:LINE or "default"; "" if a required setting has no value."""
     problem: str = ""
-    """Reason why the value is invalid; "" if it is valid."""
 
 
 def find(section: type[Section]) -> list[ResolvedSetting]:
-    """Return all settings of a section, except secrets; if one is invalid or missing, as they were given,
-    unconverted."""
+    """Return the settings, except secrets; if one is invalid or missing, all as they were given, unconverted."""
     problems: dict[str, tuple[str, Any]] = {}
     values: dict[str, Any] = {}
     try:

@@ -1,5 +1,4 @@
-"""Atomic writes: if the process (or, for a synced write, the machine) stops, the file has its whole new or old
-content."""
+"""Atomic writes: if the process (or, when synced, the machine) stops, the file has its whole new or old content."""
 
 from __future__ import annotations
 

@@ -56,8 +56,7 @@ def is_strange_link(path: str | Path) -> bool:
 
 
 def refuse_strange_links(path: Path) -> None:
-    """Raise OSError if a path leads through another user's link in a folder such as /tmp, as fs.protected_symlinks=1
-    does."""
+    """Raise OSError if a path leads through a stranger's link in a folder such as /tmp (fs.protected_symlinks=1)."""
     path = path.absolute()
     for part in [*reversed(path.parents), path]:
         try:

@@ -2,8 +2,7 @@
 
 Other users can write to the system's folder, so a private one has a name that cannot be guessed and mode 0700, and is
 reached through its descriptor. A killed process leaves it behind; the next that makes one removes it: only folders of
-this user with mode 0700 (or 0711, for a worker with other users' code) and Penstock's mark, whose lock no process
-holds."""
+this user with mode 0700 (0711 for other users' code) and Penstock's mark, whose lock no process holds."""
 
 from __future__ import annotations
 

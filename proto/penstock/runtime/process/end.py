@@ -40,7 +40,6 @@ def kill_group(pid: int) -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """True if a child of this process has ended. It is not reaped."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

@@ -103,8 +103,7 @@ def silence(fd: int) -> None:
 
 
 def unshare(memory: mmap.mmap, fd: int) -> None:
-    """Make a shared mapping of `fd` private to this process. Raises OSError if that is impossible; it is then still
-    shared."""
+    """Make a shared mapping of `fd` private to this process. Raises OSError if it must stay shared."""
     buffer = ctypes.c_char.from_buffer(memory)
     address = ctypes.addressof(buffer)
     del buffer

@@ -18,7 +18,6 @@ from penstock.runtime.files.plain_files import read_plain
 __all__ = ["Liveness", "LivenessWriter", "read_liveness"]
 
 LONGEST = 200
-"""Largest size of a liveness file in bytes."""
 _log = logging.getLogger("penstock.worker")
 
 
@@ -49,7 +48,6 @@ class LivenessWriter:
             self._failed = True
 
     def note_answer(self) -> None:
-        """Record that a heartbeat round has ended with an answer."""
         self._answered = time.monotonic()
         self.turned()
 

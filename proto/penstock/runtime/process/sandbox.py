@@ -5,8 +5,7 @@ A runner runs as its worker's user, and could trace other jobs' runners, read th
 - no new privileges: programs started here gain none by a setuid bit, so sudo and fusermount do not work;
 - a Landlock domain that restricts only signals: its processes may signal and debug only each other.
 
-Files are not restricted: Penstock does not know which a loader reads, and Landlock forbids moves between folders
-then."""
+Files are not restricted: no one knows which a loader reads, and Landlock forbids moves between folders then."""
 
 from __future__ import annotations
 

@@ -120,17 +120,15 @@ def module(name: str, *arguments: str) -> list[str]:
 
 
 def by_path(program: Path, *needed: ModuleType) -> list[str]:
-    """Return the command that runs a program of Penstock by its file, because `python -m` would import penstock.client,
-    and with it torch. The folders of Penstock and `needed` come last on the path, so that they hide no modules of
-    Python."""
+    """Return the command that runs a program of Penstock by its file: `python -m` would import penstock.client and
+    torch. The folders of Penstock and `needed` come last on the path, so that they hide no modules of Python."""
     places = [Path(path).parent for path in penstock.__path__]
     places += [Path(str(package.__file__)).parents[1] for package in needed]
     return [sys.executable, "-P", "-c", _RUN, str(program), os.pathsep.join(map(str, places))]
 
 
 def environment(*without: str) -> dict[str, str]:
-    """Return this process's environment without some variables. A name that ends in * stands for all with its
-    beginning."""
+    """Return this process's environment without some variables. A name that ends in * stands for a beginning."""
     prefixes = tuple(name[:-1] for name in without if name.endswith("*"))
     return {name: value for name, value in os.environ.items() if name not in without and not name.startswith(prefixes)}
 

@@ -58,8 +58,7 @@ class Process:
 
     @classmethod
     def parent(cls, pid: int) -> Self:
-        """Return the parent, which had this id when it started this process. Raises ProcessLookupError if it has
-        ended."""
+        """Return the parent, which had this id when it started this process. Raises ProcessLookupError."""
         process = cls(pid)
         if os.getppid() != pid:  # the parent ended before it was opened, and its id was reused
             process.close()

@@ -1,4 +1,4 @@
-"""Columns of the tables about a cluster (`penstock status`, `top`, the dashboard). A heading with ">" at its end:
+"""Columns of the tables about a cluster, in `penstock status`, `top` and the dashboard. A ">" ends headings of
 numbers."""
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """View of a cluster: the coordinator's status as plain values, and as text for people.
 
 All displays use it: `penstock status`, `penstock doctor cluster`, the dashboard, Prometheus. It decides remarks, losses
-and formats; they only the layout. All functions are pure functions of `StatusReply`. Scripts rely on the fields of
-these classes in --json and /api/status.json (docs/cli.md). Protobuf's own JSON would write every 64-bit number as
-text."""
+and formats; they only the layout. All functions are pure. Scripts rely on the fields of these classes in --json and
+/api/status.json (docs/cli.md). Protobuf's own JSON would write every 64-bit number as text."""
 
 from __future__ import annotations
 
@@ -113,7 +112,6 @@ class BoxView:
 
     @property
     def going(self) -> bool:
-        """True if the box's loop takes steps."""
         return self.live and not self.epoch_ended
 
     @property
@@ -127,8 +125,6 @@ class BoxView:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Bottleneck of a run: what limits its speed."""
-
     kind: str
     input_bound: bool
     text: str
@@ -322,8 +318,7 @@ class ClusterView:
 
     @property
     def totals(self) -> list[tuple[str, str, str, Alarm]]:
-        """Rows of all open runs: (name, count, text after the count, alarm), such as ("Boxes live", "3", "of 4",
-        "")."""
+        """Rows of all open runs: (name, count, text after the count, alarm): ("Boxes live", "3", "of 4", "")."""
         boxes = [box for run in self.open_runs for box in run.boxes]
         slots = Counter(slot.state for box in boxes for slot in box.slots)
         live = [box for box in boxes if box.live]
@@ -388,8 +383,7 @@ def _slot(run: str, box: int, slot: pb.SlotView) -> SlotView:
 
 
 def _read(cls: type[_View], message: Any, **own: Any) -> _View:
-    """Make a view of the message's fields with the same names, and `own`. An empty field is None where the class
-    allows."""
+    """Make a view of the message's fields of the same names, and `own`. An empty field is None where allowed."""
     kind: Any = cls
     for name, digits, optional, presence in _plan(kind, message.DESCRIPTOR):
         if name in own:

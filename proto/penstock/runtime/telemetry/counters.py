@@ -1,5 +1,4 @@
-"""Counters and histograms of a process, as plain numbers. As in Prometheus, a histogram counts values up to fixed
-bounds."""
+"""Counters and histograms of a process, as plain numbers. As in Prometheus, a histogram counts up to fixed bounds."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from itertools import accumulate
 __all__ = ["CallCounters", "Histogram"]
 
 CALL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Upper bounds of buckets for durations of calls in seconds, from an idle coordinator's to the longest usual
-deadline."""
+"""Upper bounds of buckets for durations of calls in seconds, up to the longest usual deadline."""
 
 
 class Histogram:

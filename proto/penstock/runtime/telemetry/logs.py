@@ -143,8 +143,7 @@ class TextLines(OneLine):
 
 
 class JsonLines(logging.Formatter):
-    """Formatter for machines: a JSON object on one line: time (UTC, RFC 3339), level, logger, message, pid, FIELDS,
-    `always`."""
+    """Formatter for machines: one line of JSON: time (UTC, RFC 3339), level, logger, message, pid, FIELDS, `always`."""
 
     def __init__(self, always: Mapping[str, str | int] | None = None) -> None:
         super().__init__()

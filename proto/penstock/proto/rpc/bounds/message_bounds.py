@@ -113,7 +113,6 @@ def _counted(data: bytes, pos: int, end: int, kind: Descriptor, left: int, level
 
 
 def _varint(data: bytes, pos: int) -> tuple[int, int]:
-    """Protobuf's integer at offset `pos`, and the offset after it. Raises IndexError."""
     value = data[pos]
     if value < 128:
         return value, pos + 1

@@ -37,8 +37,7 @@ def intervals(reply: _Reply) -> tuple[float, float]:
 
 
 class PollPace:
-    """Rate limit for long polls, if the coordinator answers at once: after the first `BURST`, `PER_S` times a
-    second."""
+    """Rate limit for long polls, if all are answered at once: after the first `BURST`, `PER_S` times a second."""
 
     PER_S = 20.0
     BURST = 100

@@ -20,8 +20,7 @@ from penstock.proto.errors import AuthenticationError, SupersededError
 __all__ = ["TERM_S", "check_ticket", "expiry", "lane_key", "make_ticket", "term"]
 
 TERM_S = 6 * 3600
-"""Seconds in which all tickets get the same expiry. A box without its coordinator can reopen lanes for at least one
-term."""
+"""Seconds in which all tickets get one expiry. Without the coordinator lanes reopen for at least one term."""
 _DIGITS = 32
 """Hexadecimal digits of a ticket's signature: 128 bits."""
 MAX_TICKET = 64

@@ -43,8 +43,7 @@ def _nonce() -> str:
 
 
 def _hmac(token: bytes, who: str, challenge: str, nonce: str) -> str:
-    """HMAC for the end `who`, "caller" or "coordinator": they differ, so that neither can use the other's as its
-    own."""
+    """HMAC for `who`, "caller" or "coordinator": they differ, so that neither can use the other's as its own."""
     return hmac.new(token, f"penstock {who} {challenge} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -90,8 +89,6 @@ class TokenProver:
 
 @dataclass(frozen=True)
 class Caller:
-    """Caller of the coordinator, recognised by its token."""
-
     roles: frozenset[Role]
     credential: str
     proof: str = ""
@@ -122,8 +119,7 @@ class TokenVerifier:
             self._known.clear()
 
     def caller(self, authorization: str) -> Caller | Challenged | None:
-        """Return the caller that the header proves; a Challenged if it must first answer; None if its token is
-        wrong."""
+        """Return the caller that the header proves; a Challenged that it must answer; None if its token is wrong."""
         found = self._known.get(authorization) or self._judged(authorization)
         if isinstance(found, Caller):
             if len(self._known) == CALLERS_KEPT:

@@ -145,8 +145,7 @@ def read_tokens(file: str | os.PathLike[str] | None = None) -> str:
 
 
 def admin_tokens(given: str = "", file: str | os.PathLike[str] | None = None) -> str:
-    """Return the tokens for web pages that other machines can reach. Raises AuthenticationError without the role
-    admin."""
+    """Return tokens for web pages that other machines can reach. Raises AuthenticationError without one of admin."""
     text, source = (given, "the token that was given") if given else _text(file)
     tokens = _parsed(text, source)
     if tokens.of("admin") is None:
