@@ -72,8 +72,8 @@ class _Region(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def wrap_buffer(buffer: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return an mmap or another writable buffer as a uint8 array, the form of a ring that `Assembler.assemble` handles
-    fastest. While it or a view of a batch exists, `mmap.close()` raises BufferError."""
+    """Return a writable buffer as a uint8 array, the form of a ring that `Assembler.assemble` handles fastest. While it
+    or a view exists, `mmap.close()` raises BufferError. Raises InvalidArgumentError for read-only memory."""
     ring = np.frombuffer(buffer, _U8).view(_Ring)
     if not ring.flags.writeable:
         raise InvalidArgumentError("buffer must be writable memory, got read-only memory: pass a writable buffer")

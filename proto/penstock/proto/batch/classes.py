@@ -91,8 +91,8 @@ def register_class(cls: T, name: str | None = None) -> T:
     instances.
 
     Needed for a class that is not an attribute of its module (it is defined inside a function), or that the runner and
-    the training process import under different module names: call this in both processes, with the same name, perhaps
-    as a decorator. A class that is defined again (by a notebook cell that is run twice) replaces the earlier one.
+    the training process import under different module names: call this in both processes, with the same name. It can be
+    used as a decorator. A class that is defined again (by a notebook cell that is run twice) replaces the earlier one.
 
     Raises InvalidArgumentError if `cls` is neither a namedtuple nor a dataclass that can be rebuilt from its fields, if
     `name` is empty or too long, or if it belongs to another class."""

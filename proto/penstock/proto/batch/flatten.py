@@ -112,8 +112,8 @@ class FlatBatch:
         self._held = held
 
     def write_to(self, address: int) -> None:
-        """Copy the leaves to `address`, but those there already (`settle`), and clear the gaps. Writes `nbytes`
-        bytes."""
+        """Copy the leaves to `address`, but those there already (`settle`), and set the gaps to zero. With less than
+        `nbytes` bytes of memory there the process crashes."""
         memory: Any = None
         start = 0
         for source, size in zip(self._sources, self._sizes, strict=True):
@@ -344,8 +344,7 @@ class Flattener:
             raise _give_up()
 
     def _taker(self, cls: type) -> _Taker:
-        """Function that takes an instance apart (fields, or a pair of pytrees.py); and if it can have more
-        attributes."""
+        """Function that takes an instance apart (fields, or by pytrees.py); and if it can have other attributes."""
         record, pair = class_fields(cls), pair_of(cls)
         if record is not None:
             take = _fields_taker(*record)

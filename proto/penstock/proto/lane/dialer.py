@@ -83,7 +83,7 @@ class LaneDialer(Dialer):
 
 
 def _short_attempt(where: tuple[str, int], timeout_s: float) -> socket.socket:
-    """Try another address every STAGGER_S seconds; return the first success, or raise the last OSError."""
+    """Connect to each address every STAGGER_S seconds; return the first success, or raise the last OSError."""
     targets = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
     began, poll = time.monotonic(), select.poll()
     trying: dict[int, socket.socket] = {}

@@ -65,8 +65,7 @@ LANE_PROTOCOL = 8
 MAX_FRAME = 64 << 10
 """Largest size of a frame in bytes. The default buffer of a Unix socket holds three of them."""
 HEAD = struct.Struct("<I")
-"""Format of the length before each frame on a local lane (TCP: the seal of tcp.py), and after a BATCH frame's
-counts."""
+"""Format of the length before each frame on a local lane (TCP: a seal, tcp.py), and after a BATCH frame's counts."""
 MAX_PACKET = HEAD.size + MAX_FRAME
 PIECE = 32 << 10
 """Largest part of a structure in one STRUCTURE frame, in bytes."""
@@ -353,8 +352,7 @@ def connect_local(address: str, timeout: float) -> socket.socket:
 
 
 def check_peer(sock: socket.socket) -> int:
-    """Return the peer's pid. Raises ProtocolError unless it is this user's or root's: an abstract name is open to
-    all."""
+    """Return the peer's pid. Raises ProtocolError unless it is this user or root: abstract names are open to all."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid not in (0, os.getuid()):
         raise ProtocolError(

@@ -445,8 +445,7 @@ class Producer:
     # ---- another process of the owner
 
     def hand_over(self) -> tuple[dict[str, Any], list[int]]:
-        """Return what `take_over` needs: values and descriptors. Reserved entries become free, and this object
-        useless."""
+        """Return values and descriptors for `take_over`. Reserved entries become free, and this object useless."""
         fds = [] if self._sock is None else [self._sock.fileno()]
         fds += [ring.fd for ring in self._rings.values()]
         for ring_id, lent in self._lent.items():
@@ -519,8 +518,7 @@ class Producer:
 
     def begin_anew(self, sent_total: int) -> None:
         """Forget all that was made: the lane's process was killed, because the loop has abandoned its epoch. The
-        connection stays, with unread acks; batches that the loop holds stay valid. `sent_total`: last batch sent, over
-        the run."""
+        connection stays, with unread acks; batches that the loop holds stay valid. `sent_total`: last batch sent."""
         if self._frame_log is not None:
             self._frame_log.resume()
         sock, self._sock = self._sock, None

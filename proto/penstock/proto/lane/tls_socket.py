@@ -107,7 +107,7 @@ def _wrapped(context: ssl.SSLContext, sock: socket.socket, **options: Any) -> Tl
 
 
 def connect_tls(sock: socket.socket, tls: Tls, host: str) -> TlsSocket:
-    """Start TLS on a connection of this process. On an OSError (for `tls.explain`) the socket is closed."""
+    """Start TLS. The timeout applies to each message. On an OSError (for `tls.explain`) the socket is closed."""
     wrapped = _wrapped(tls.client_context(), sock, server_hostname=tls.expected("worker") or host)
     try:
         wrapped.do_handshake()

@@ -1,8 +1,7 @@
 """Authenticated calls, for the clients in calls.py: answers are accepted only from a server that knows the token.
 
-It applies credentials.token_proof to a call's metadata and its answer's trailing metadata. Parts of a streamed answer
-need a proof in the initial metadata, or a server without the token could fill the caller's memory until the
-deadline."""
+It applies credentials.token_proof to the metadata of calls and answers. Parts of a streamed answer need a proof in the
+initial metadata, or a server without the token could fill the caller's memory until the deadline."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ class AuthenticatedCall:
         raise NotImplementedError
 
     def _renew_files(self) -> None:
-        """Connect with new certificates after a failed call, if the files have changed. Open calls keep their
-        channel."""
+        """Connect with new certificates after a failed call, if the files have changed. Open calls are kept."""
         if self._files is not None and not self._closed and self._files.renew():
             self._open()
 

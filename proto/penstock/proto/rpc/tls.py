@@ -1,9 +1,9 @@
 """TLS: the certificate files of this process, checks of them, and the reasons why another process refuses them.
 
 Every process has four settings: `ca`, the CA of the other end's certificate; `cert` and `key`, this end's; `name`, the
-name expected in the other end's certificate instead of its address, where `*` stands for its role: with *.penstock, the
-coordinator must be coordinator.penstock, then worker, client and admin. A coordinator needs cert and key, and requests
-certificates if it has a ca; a job or command needs the ca; a worker all three files.
+name expected in the other end's certificate instead of its address. A `*` in it stands for the other end's role:
+*.penstock means coordinator.penstock, worker.penstock, client.penstock (a job) or admin.penstock (an operator). A
+coordinator needs cert and key, and requests certificates if it has a ca; a job or command needs the ca; a worker all.
 
 Files are read at the start, at each connection, and after a client's failed call (`Renewing`). New ones are checked by
 a handshake of this process with itself, because OpenSSL reliably detects a wrong key or an expired certificate. Errors

@@ -217,8 +217,7 @@ _reads = Reads()
 
 
 def current_assignment() -> Assignment:
-    """Return the assignment of the worker that runs this code. Outside a worker, it is that of worker 0 of 1, with seed
-    0.
+    """Return the assignment of the worker that runs this code. Outside one: of worker 0 of 1, seed 0.
 
     To divide data inside input_fn: `data[a.global_worker_id :: a.total_num_workers]` with `a = current_assignment()`.
     torch's get_worker_info() then returns None, so that code which asks for it too does not divide the data again. If
@@ -238,8 +237,9 @@ def reads() -> Reads:
 
 
 def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None = None) -> int:
-    """Return the batch size (number of rows) that a worker must use so that all boxes together train on
-    `effective_batch_size` rows at each step.
+    """Return the batch size that a worker must use so that all boxes together train on `effective_batch_size` rows at
+    each step. For 512 rows and 4 boxes: 128 on every worker, however many workers a box has, because each batch of a
+    box is made by one worker.
 
     If the rows do not divide evenly, the first boxes get one row more. Outside a worker the result is
     `effective_batch_size`.
@@ -316,8 +316,8 @@ def exchange(seat: Seat | None) -> Seat:
 
 
 def step_aside() -> Assignment:
-    """Let this process appear as the only worker until `step_back`, and return the real assignment, marked as
-    before."""
+    """Let this process appear as the only worker, until `step_back`, so that code does not divide its data. Return the
+    real assignment. Its mark that it was read does not change."""
     global _current, _alone
     before = _current
     if (_alone.seed, _alone.first_step) != (before.seed, before.first_step):

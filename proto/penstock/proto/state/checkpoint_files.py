@@ -377,7 +377,8 @@ def locked(
 
     Args:
         timeout_s: seconds to wait for the lock.
-        silence_s: seconds without a sign of life after which waiting ends, because the holder's machine may be lost.
+        silence_s: seconds without a sign of life after which waiting ends, because the holder's machine may be lost;
+            None: no such limit.
         heartbeats: give signs of life while the lock is held.
 
     Raises DeadlineError, naming the holder, if the lock is not free in time; CheckpointError if something else has the

@@ -18,14 +18,16 @@ copied as they lie in memory.
 Magic, version and the trailing checksum keep their position in every later format, so that damage is never mistaken for
 a newer version. None, bool, int within 64 bits, finite float, str, list, and dict with str keys are plain JSON in the
 tree. Every other value is an object with the one key "$", whose value is [tag, ...] (a dict that has a key "$" of its
-own is tagged "dict"). Lists and tuples of 32 or more plain ints or floats become one blob .
+own is tagged "dict"). Lists and tuples of 32 or more plain ints or floats become one blob.
 
 Preserved exactly: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict (order, and
 any encodable hashable key), OrderedDict, slice, range, torch.Tensor of every unquantized strided dtype, torch.Size,
 torch.dtype, torch.device, numpy arrays and scalars without object or structured dtypes, np.dtype. Decided on purpose:
 
-* Types are matched exactly. A namedtuple, defaultdict, IntEnum or np.matrix is refused.
-* Tensors are decoded on the CPU, detached and contiguous.
+* Types are matched exactly. A namedtuple, defaultdict, IntEnum or np.matrix is refused, because decoding it as its base
+  class would change it silently.
+* Tensors are decoded on the CPU, detached and contiguous. An nn.Parameter becomes a
+  plain tensor, as state_dict() has it. Arrays are in C order.
 * An OrderedDict keeps the `_metadata` attribute that `nn.Module.state_dict()` adds (load_state_dict migrates old
   modules by it). Any other attribute is refused.
 * Shared references are not preserved: an object mentioned twice comes back as two. A cycle is refused, and so is

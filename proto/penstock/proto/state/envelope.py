@@ -47,8 +47,7 @@ class EnvelopeReader:
         self.view, self.position, self.end = view, position, end
 
     def take(self, nbytes: int) -> int:
-        """Move past `nbytes`, and return their offset. Call it before allocating: raises ValueError if fewer are
-        left."""
+        """Move past `nbytes`, and return their offset; ValueError if fewer are left. Call it before allocating."""
         start = self.position
         if not 0 <= nbytes <= self.end - start:
             raise ValueError(

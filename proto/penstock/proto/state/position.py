@@ -134,8 +134,8 @@ class Position:
 
     def exhaust(self) -> bool:
         """Remove the slot whose turn it is: its input has ended. Return True if it was the last one: the position is
-        then the start of the next epoch. Raises EmptyInputError if two epochs in a row have no batch (but for epochs
-        that were abandoned before it): the loop would run forever."""
+        then the start of the next epoch. Raises EmptyInputError if two epochs in a row have no batch, because the loop
+        would run forever. (Those abandoned before their first batch do not count.)"""
         del self.live[self.cursor]
         if self.live:
             self.cursor %= len(self.live)

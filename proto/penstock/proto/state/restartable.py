@@ -138,8 +138,7 @@ def worker_state(checkpoint: DataLoaderCheckpoint) -> Iterator[WorkerContext]:
 
 
 def get_worker_state() -> DataLoaderCheckpoint:
-    """Return the identity and progress of the worker whose state is saved. Only inside `state_dict()`, at most once a
-    call.
+    """Return identity and progress of the worker whose state is saved. Only inside `state_dict()`, at most once a call.
 
     Raises:
         RuntimeError: called elsewhere, or a second time.

@@ -1,3 +1,5 @@
+"""Kind of the filesystem that holds a path."""
+
 from __future__ import annotations
 
 from pathlib import Path

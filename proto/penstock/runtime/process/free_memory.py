@@ -1,3 +1,5 @@
+"""Free memory for a process: that of the machine, or what the process's control group leaves, whichever is less."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Columns of the tables about a cluster, in `penstock status`, `top` and the dashboard. A ">" ends headings of
-numbers."""
+"""Columns of the tables about a cluster in all displays. A ">" at the end of a heading marks a column of numbers."""
 
 from __future__ import annotations
 

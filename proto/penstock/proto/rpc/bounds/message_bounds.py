@@ -82,8 +82,7 @@ def check_fields(data: bytes, kind: Descriptor, most: int) -> None:
 
 
 def _counted(data: bytes, pos: int, end: int, kind: Descriptor, left: int, levels: int) -> int:
-    """Count a message's fields. Return how many of `left` remain. Raises _TooMany, and IndexError for malformed
-    bytes."""
+    """Count fields. Return how many of `left` remain. Raises _TooMany, and IndexError for malformed bytes."""
     inner = _levels(kind)
     if not levels:
         raise _TooMany
