@@ -1,2 +1,1 @@
-"""Protocol between the processes of Penstock: messages, frames, formats and errors on which two processes must
-agree."""
+"""Protocol between the processes of Penstock: messages, frames, formats and errors on which two processes agree."""

@@ -1,9 +1,5 @@
-"""Shortened tracebacks for users. They show the frames of the users' own code, and fold those of Penstock.
-
-Consecutive frames of Penstock become one line, or none at the outer end. If the innermost frames are Penstock's, they
-are shown in full, because the error is then Penstock's own. The stacks that faulthandler writes, which begin with the
-innermost frame, are shortened in the same way.
-"""
+"""Shortened tracebacks for users: frames of Penstock become one line, or none at the outer end. Innermost ones are
+shown, because the error is then Penstock's own. faulthandler's stacks, innermost first, are shortened alike."""
 
 from __future__ import annotations
 
@@ -28,8 +24,7 @@ def _is_penstock(filename: str) -> bool:
 
 
 def format_remote(error: BaseException) -> str:
-    """Return the traceback text that is sent with an error. It includes the remote traceback that a PenstockError may
-    have."""
+    """Return the traceback text that is sent with an error, with a PenstockError's remote traceback."""
     whole = traceback.TracebackException.from_exception(error)
     for one in _chain(whole):
         one.stack = _FoldedStack(one.stack)
@@ -59,8 +54,7 @@ class _FoldedStack(traceback.StackSummary):
 
 
 def fold_stack(text: str) -> str:
-    """Shorten stacks that faulthandler wrote. Those of Penstock's frames that are at the inner end are kept. If there
-    is only one thread, its title ("Thread 0x... (most recent call first):") is left out."""
+    """Shorten faulthandler's stacks, but Penstock's innermost frames are kept. A single thread's title is left out."""
     lines: list[str] = []
     innermost = True
     groups = [(ours, list(frames)) for ours, frames in groupby(_untitled(text.splitlines()), key=_kind)]
@@ -91,8 +85,7 @@ def stack_in_a_line(folded: str) -> str:
 
 
 def _kind(line: str) -> bool | None:
-    """True for a frame of Penstock; None for a line that is no frame. The interpreter's own entry, `<string>`, which
-    starts the fork server, counts as Penstock's."""
+    """True for a frame of Penstock, and `<string>`, which starts the fork server; None for no frame."""
     frame = _STACK_FRAME.match(line)
     return None if frame is None else _is_penstock(frame["file"]) or frame["file"] == "<string>"
 

@@ -1,2 +1,1 @@
-"""Parts that every process of Penstock uses: settings, telemetry, processes, files. Nothing here is part of the
-protocol between processes."""
+"""Parts that every process of Penstock uses, but no part of the protocol: settings, telemetry, processes, files."""

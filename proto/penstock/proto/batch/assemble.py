@@ -1,20 +1,15 @@
-"""Assembly of a received batch, from its shapes and a region of memory (the part of a ring that holds its bytes).
-Tensors and arrays of the batch are views of the region; scalars are copied from it.
+"""Assembly of a received batch, from its shapes and the part of a ring that holds its bytes.
 
-Each tensor and array of an assembled batch wraps its own slice of the ring, so that `torch.save` of one leaf saves only
-that leaf. All leaves of a batch have one `_Region` as their base object. When the last leaf and the last view of a leaf
-are gone, Python deletes the region. The region then appends `token`, a number by which the caller identifies the batch,
-to the deque `release`, so that the caller can reuse the memory. The deletion takes no lock (the garbage collector may
-run while a lock is held), uses no socket, and does nothing in a forked child. A weakref.finalize would cost 1.2 us
-more.
+Each tensor and array wraps its own slice of the ring, so that `torch.save` of one leaf saves only that leaf. All have
+one `_Region` as base object. When the last view is gone, Python deletes the region, which appends `token` to the deque
+`release`, so that the caller can reuse the memory. The deletion takes no lock (the garbage collector may run while one
+is held), uses no socket, and does nothing in a forked child. A weakref.finalize would cost 1.2 us more.
 
-The ring, the region and a leaf form a chain of bases: leaf.base is the region, region.base is the ring. numpy shortens
-such a chain if the ring has the same type as the leaf: leaf.base would be the ring, and Python would delete the region
-at once. So ring and region are two subclasses of ndarray (a test checks this).
+numpy shortens a chain of bases (leaf, region, ring) if the ring has the same type as the leaf: Python would then delete
+the region at once. So ring and region are two subclasses of ndarray (a test checks this).
 
 All input except the compiled structure comes from a peer. Dimensions are multiplied as Python ints, which cannot
-overflow, and compared with the region's size before memory is read; invalid input raises ProtocolError.
-"""
+overflow, and compared with the region's size before memory is read."""
 
 from __future__ import annotations
 
@@ -52,19 +47,15 @@ def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
 
 
 CARRIERS: Final = {dtype: _carrier(dtype) for dtype in TORCH_NAMES}
-"""torch dtype -> (numpy dtype to read its bytes as, torch dtype to view the tensor as, if numpy lacks it): float32 ->
-(float32, None), bfloat16 -> (int16, bfloat16)."""
+"""torch dtype -> (numpy dtype of its bytes, torch dtype to view as, or None): bfloat16 -> (int16, bfloat16)."""
 
 
 class _Ring(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Whole ring as an array of bytes; see wrap_buffer."""
-
     __slots__ = ()
 
 
 class _Region(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Bytes of one batch, the base object of all views of the batch. When Python deletes it, it appends `token` to
-    `release`. A view that a user makes of this object is a _Region without `release`, and appends nothing."""
+    """Base object of all views of a batch. A view that a user makes of it has no `release`, and appends nothing."""
 
     __slots__ = ("pid", "release", "token")
 
@@ -81,9 +72,8 @@ class _Region(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def wrap_buffer(buffer: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return an mmap or another writable buffer as a uint8 array of one dimension, the form of a ring that
-    `Assembler.assemble` handles fastest. While it or a view of a batch exists, `mmap.close()` raises BufferError.
-    Raises InvalidArgumentError for read-only memory."""
+    """Return a writable buffer as a uint8 array, the form of a ring that `Assembler.assemble` handles fastest. While it
+    or a view exists, `mmap.close()` raises BufferError. Raises InvalidArgumentError for read-only memory."""
     ring = np.frombuffer(buffer, _U8).view(_Ring)
     if not ring.flags.writeable:
         raise InvalidArgumentError("buffer must be writable memory, got read-only memory: pass a writable buffer")
@@ -95,8 +85,7 @@ _TENSOR, _ARRAY, _SCALAR, _FLOAT, _BOOL, _BYTES = range(6)
 
 
 class Assembler:
-    """Maker of batches of one structure, from received bytes. Raises UnsupportedLeafError if the structure names a
-    class that this process has not imported or registered, or a dtype that this version of torch does not have."""
+    """Maker of batches of one structure. Raises UnsupportedLeafError for a class or dtype that is not here."""
 
     __slots__ = ("_build", "_dims", "_plan", "_scalars", "structure")
 
@@ -122,18 +111,15 @@ class Assembler:
 
         Args:
             shapes: FlatBatch.shapes of the batch: the dimensions of all leaves, in order.
-            buffer: writable memory, preferably the result of wrap_buffer. Tensors and arrays are writable views of it.
+            buffer: writable memory, preferably from wrap_buffer, of which tensors and arrays are writable views.
             offset: position of the batch in the buffer in bytes, a multiple of 64.
-            release: deque to which `token` is appended exactly once: when the last leaf and the last view of a leaf are
-            gone, or before the return if the batch has no leaf that is a view. A forked child appends nothing.
+            release: deque to which `token` is appended once, when the last view is gone; at once if there is none.
             copy: make the leaves copies instead of views.
-            move: called with the list of all leaves in order, and returns the leaves to build the batch from (for
-            example copies on a GPU). The caller then keeps the memory as long as `move` needs it, and passes no
-            `release`.
+            move: called with all leaves in order, and returns those to build the batch from (such as copies on a GPU).
+                The caller then keeps the memory as long as `move` needs it, and passes no `release`.
 
-        Raises ProtocolError if shapes, nbytes and the bytes do not fit together, and UnsupportedLeafError if a function
-        that is registered for a type cannot make the value; then no token is appended.
-        """
+        Raises ProtocolError if shapes, nbytes and bytes do not fit together, and UnsupportedLeafError if a function
+        that is registered for a type cannot make the value; then no token is appended."""
         ring = buffer if type(buffer) is _Ring else wrap_buffer(buffer)
         if type(shapes) is not list:
             shapes = list(shapes)
@@ -203,7 +189,6 @@ def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 
 def _scalar(kind: int, memory: Any, start: int, size: int, dtype: Any, decode: Any) -> Any:
-    """Return the value of a leaf that is neither a tensor nor an array, decoded from a copy of its bytes."""
     if kind == _FLOAT:
         return _unpack_float(memory, start)[0]
     if kind == _SCALAR:
@@ -246,9 +231,7 @@ _LeafPlan = tuple[int, int, int, Any, Any]
 
 
 def _plan_of(leaf: Leaf) -> _LeafPlan:
-    """What `assemble` needs to know about a leaf: its kind, such as _FLOAT; the number of its dimensions in `shapes`;
-    the bytes of an element; its numpy dtype; and for a tensor the dtype to view it as (see CARRIERS), for a scalar its
-    decoder. Raises UnsupportedLeafError for a dtype that torch lacks."""
+    """What `assemble` needs to know about a leaf. Raises UnsupportedLeafError for a dtype that torch lacks."""
     if leaf.kind == "t":
         dtype = getattr(torch, leaf.dtype, None)
         if dtype not in CARRIERS:
@@ -264,7 +247,6 @@ def _plan_of(leaf: Leaf) -> _LeafPlan:
 
 
 def _builder(tree: Tree) -> Callable[[Iterator[Any]], Any]:
-    """Return a function that takes leaves from an iterator and returns them in containers nested as in `tree`."""
     if tree is None:
         return lambda leaves: None
     if isinstance(tree, Leaf):

@@ -1,16 +1,12 @@
 """Names of namedtuple and dataclass types in batches, and the classes that a received name may refer to.
 
-A batch may hold instances of a user's namedtuple or dataclass. Only the class name and the field names are sent, never
-code. The receiver looks the name up among the classes that its process has already imported or registered, so that a
-peer cannot cause an import. Access to an attribute could import a module as a side effect (a module's `__getattr__`,
-importlib's lazy modules), so only the `__dict__` of modules and classes is read.
+Only class and field names are sent, never code. The receiver looks the name up among the classes that its process has
+already imported or registered, so that a peer cannot cause an import. Access to an attribute could import a module (a
+module's `__getattr__`, importlib's lazy modules), so only `__dict__`s are read. Only namedtuples and dataclasses with
+exactly the received fields are accepted, and rebuilt without running `__new__`, `__init__` or `__post_init__`.
 
-Only namedtuples and dataclasses with exactly the received field names are accepted, so a name cannot refer to any other
-object. Instances are rebuilt without running `__new__`, `__init__` or `__post_init__`.
-
-A main script has several names: `__main__` in the process that runs it, `__mp_main__` in a multiprocessing child and
-`penstock_main` in a runner. The three are treated as one.
-"""
+A main script is `__main__` in its own process, `__mp_main__` in a multiprocessing child and `penstock_main` in a
+runner. The three are treated as one."""
 
 from __future__ import annotations
 
@@ -44,7 +40,6 @@ MAX_NAME: Final = 1024
 
 T = TypeVar("T", bound=type)
 ClassKind = Literal["nt", "dc"]
-""""nt" for a namedtuple, "dc" for a dataclass."""
 
 _WORDS: Final = {"nt": "namedtuple", "dc": "dataclass"}
 
@@ -60,10 +55,8 @@ def qualified(cls: type) -> str:
 def class_fields(cls: type) -> tuple[ClassKind, tuple[str, ...]] | None:
     """Return "nt" for a namedtuple or "dc" for a dataclass, and its field names in order; None for other classes.
 
-    None also for a dataclass that cannot be rebuilt from its fields, because it is abstract, has slots that are not
-    fields, or has a base that `object.__new__` cannot make (dict or another class written in C); and for a class of
-    tensordict's `tensorclass`, whose fields are not where its values are.
-    """
+    None also for a dataclass that cannot be rebuilt from its fields (it is abstract, has other slots, or a base that
+    `object.__new__` cannot make), and for a tensordict `tensorclass`, with its values elsewhere."""
     if issubclass(cls, tuple):
         names = getattr(cls, "_fields", None)
         if type(names) is tuple and all(type(name) is str for name in names):
@@ -98,13 +91,11 @@ def register_class(cls: T, name: str | None = None) -> T:
     instances.
 
     Needed for a class that is not an attribute of its module (it is defined inside a function), or that the runner and
-    the training process import under different module names: call this function in both processes, with the same name.
-    It can be used as a decorator. A class that is defined again (by a notebook cell that is run twice) replaces the
-    earlier class.
+    the training process import under different module names: call this in both processes, with the same name. It can be
+    used as a decorator. A class that is defined again (by a notebook cell that is run twice) replaces the earlier one.
 
-    Raises InvalidArgumentError if `cls` is neither a namedtuple nor a dataclass that can be rebuilt from its fields
-    (`class_fields`), if `name` is empty or too long, or if it belongs to another class.
-    """
+    Raises InvalidArgumentError if `cls` is neither a namedtuple nor a dataclass that can be rebuilt from its fields, if
+    `name` is empty or too long, or if it belongs to another class."""
     if not isinstance(cls, type) or class_fields(cls) is None:
         raise InvalidArgumentError(
             "register_class: cls must be a namedtuple or a dataclass (not abstract, without a base written in C, such "
@@ -132,8 +123,7 @@ def class_name(cls: type) -> str:
 
 
 def resolve_class(name: str, kind: ClassKind, fields: tuple[str, ...]) -> type:
-    """Return the class with this name, kind and fields in this process. Raises UnsupportedLeafError, with the remedy,
-    if there is none."""
+    """Return the class in this process. Raises UnsupportedLeafError, with the remedy, if there is none."""
     found = find_class(name)
     if found is None:
         raise UnsupportedLeafError(
@@ -156,7 +146,6 @@ def find_class(name: str) -> type | None:
 
 
 def _imported(name: str) -> type | None:
-    """Class at "module:qualname" of an imported module. Only `__dict__`s are read, so that nothing is imported."""
     module_name, colon, qualname = name.partition(":")
     if not colon:
         return None

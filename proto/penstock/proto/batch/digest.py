@@ -1,9 +1,8 @@
-"""Digest of a batch: a number of 64 bits that is cheap to compute. The reader that delivers a batch compares it, a
-replay compares it, and the stream digest of a box includes it.
+"""Digest of a batch: a number of 64 bits that is cheap to compute. Readers, replays and stream digests use it.
 
-The digest distinguishes a wrong batch from the right one; unless it covers all bytes, it is not a checksum of every
-byte. It always covers the structure and all shapes. **No leaf is ever left out**, because a wrong label beside a right
-image is a wrong batch. Covered are
+It distinguishes a wrong batch from the right one; unless it covers all bytes, it is no checksum of every byte. It
+always covers the structure and all shapes. **No leaf is ever left out**, because a wrong label beside a right image is
+a wrong batch. Covered are
 
 - all bytes of a batch of up to 256 KiB (5 us);
 - of a larger one all leaves of up to 16 KiB in full, and leaves of up to 256 KiB in full if they have 256 KiB together;
@@ -12,22 +11,14 @@ image is a wrong batch. Covered are
   each have 256 bytes, and it has 8 words.
 
 A batch of one leaf above 256 KiB takes 1.5 us, one of six 3; all bytes of 1 MiB would take 20. What is covered is a
-function of the structure and the shapes (`Sampling`), so runner, reader and replay, which have the same bytes in
-different memory, cover the same ones. With DigestCover.FULL the digest covers every byte of any batch. The stream
-digest combines the digests of a box's batches in the order of delivery (penstock.proto.state.position): equal stream
-digests at a step mean equal streams up to it.
+function of the structure and the shapes (`Sampling`), so runner, reader and replay cover the same bytes.
 
-With DigestCover.ROWS the digest is the sum of the digests of the batch's rows. Row i consists of element i of each
-tensor and array whose first dimension is the batch's number of rows (`rows_in`). The sums of all boxes' batches at a
-step, added up, do not depend on the number of boxes. The sum does not cover the order of the rows within the batch, nor
-values that are not rows (a number, a text, a tensor of another length). What a replay compares, the chain of an epoch's
-batches, covers them too: it links another digest of the batch, of all its bytes (`rows_digests`).
+DigestCover.ROWS sums the digests of the batch's rows: row i is element i of each tensor and array whose first dimension
+is the number of rows (`rows_in`). Sums over all boxes do not depend on the number of boxes. They do not cover the order
+of rows, nor values that are not rows: the chain of an epoch's batches, which a replay compares, covers these by another
+digest of all bytes (`rows_digests`).
 
-The runner computes the digest once, when the batch is in its ring. The BATCH frame contains it, and the reader that
-delivers the batch compares it with the bytes: see penstock.client.stream.lane_reader.
-
-The hash is xxh3, because it gives the same value on every machine of one byte order; Python's own hash() does not.
-"""
+The hash is xxh3, the same on every machine of one byte order; Python's own hash() is not."""
 
 from __future__ import annotations
 
@@ -67,8 +58,7 @@ __all__ = [
 
 
 class DigestCover(IntEnum):
-    """Bytes of a batch that its digest covers: a SAMPLE of a large batch, all (FULL), or each row by itself (ROWS). The
-    flags of a BATCH frame contain the value."""
+    """Bytes that a batch's digest covers: a SAMPLE, all (FULL), or each row by itself. In a BATCH frame's flags."""
 
     SAMPLE = 0
     FULL = 1
@@ -90,8 +80,7 @@ SMALL_LEAF: Final = 16 << 10
 """Bytes up to which a leaf is covered in full in any batch."""
 
 FEW_LEAVES: Final = 8
-"""Sampled leaves up to which WORDS and a share of EDGES are covered of each; of each of more leaves it is
-WORDS_OF_MANY, and EDGE_OF_MANY at each end."""
+"""Sampled leaves up to which each has WORDS and a share of EDGES; with more, WORDS_OF_MANY and EDGE_OF_MANY."""
 
 EDGES: Final = 4 << 10
 """Bytes at the beginnings of all sampled leaves together that the digest covers, and at their ends."""
@@ -111,12 +100,11 @@ _LEAF_BYTES: Final = 1 << 10
 
 
 class Sampling:
-    """Bytes of a batch that its digest covers if it does not cover all: `words`, slices of the batch as 8-byte words,
-    and `spans`, slices of it as bytes.
+    """Bytes of a batch that its digest covers if not all: `words`, slices as 8-byte words, and `spans`, slices as
+    bytes.
 
-    The words of several slices are gathered by numpy (0.4 us, and 1.3 ns a word; 0.7 us a slice otherwise), but not for
-    the first batch: the preparation would cost more, and a stream may have other shapes in each batch.
-    """
+    numpy gathers the words of several slices (0.4 us, and 1.3 ns a word; 0.7 us a slice otherwise), but not for the
+    first batch: the preparation would cost more, and a stream may have other shapes in each batch."""
 
     __slots__ = ("_gather", "_only", "_spans", "_used", "_words", "leaves")
 
@@ -154,12 +142,9 @@ def _gatherer(words: list[slice]) -> Callable[[memoryview, int, int], Any]:
 
 
 def sampling_of(structure: Structure, nbytes: int, shapes: Sequence[int]) -> Sampling | None:
-    """Return which bytes of a batch its digest covers; None: all, also if the arguments do not fit together, as in a
-    malformed frame, which is refused later.
+    """Return which bytes a digest covers; None: all, also for a malformed frame, which is refused later.
 
-    A leaf counts here with the gap behind it, which FlatBatch.write_to sets to zero. So the end of a leaf, the small
-    leaves behind it and the beginning of the next large leaf are one span.
-    """
+    A leaf counts with the gap behind it, which is zero, so that it is one span with what follows."""
     if nbytes <= FULL_BELOW:
         return None
     leaves = _large_leaves(structure, nbytes, shapes)
@@ -193,7 +178,6 @@ def _add_span(begin: int, end: int, words: list[slice], spans: list[slice]) -> N
 
 
 def _large_leaves(structure: Structure, nbytes: int, shapes: Sequence[int]) -> list[tuple[int, int]]:
-    """(offset, size) of each leaf above SMALL_LEAF, with the gap behind it; [] if the arguments do not fit together."""
     large: list[tuple[int, int]] = []
     if len(shapes) != structure.dims:
         return large
@@ -232,8 +216,7 @@ _plans = _Cache()
 
 
 def plan_digest(structure: Structure, nbytes: int, shapes: Sequence[int]) -> tuple[int, bytes, Sampling | None]:
-    """Return the hash seed of a batch's digest, the batch's shapes packed as in a BATCH frame, and which bytes are
-    sampled. The seed is a hash of the structure, the shapes and the size, so that the digest covers them too."""
+    """Return a digest's hash seed (a hash of structure, shapes and size), the packed shapes, and what is sampled."""
     key = structure.key, nbytes, tuple(shapes)
     plan: tuple[int, bytes, Sampling | None] | None = _plans.get(key)
     if plan is None:
@@ -245,8 +228,7 @@ def plan_digest(structure: Structure, nbytes: int, shapes: Sequence[int]) -> tup
 
 
 class ShapesCache:
-    """Cache for a reader of batches with one structure: size and packed shapes, as received -> shapes, hash seed,
-    sampling."""
+    """Cache for a reader of batches with one structure: (size, packed shapes) -> shapes, hash seed, sampling."""
 
     __slots__ = ("_known", "_structure")
 
@@ -269,8 +251,7 @@ class ShapesCache:
 def batch_digest(
     structure: Structure, region: Any, offset: int, nbytes: int, shapes: Sequence[int], full: bool = False
 ) -> int:
-    """Return the digest of a batch, an unsigned number of 64 bits. `full`: cover every byte. Raises ValueError if the
-    data are not inside `region`."""
+    """Return the digest. `full`: cover every byte. Raises ValueError if the data are not inside `region`."""
     memory = _checked(region, offset, nbytes)
     seed, _, sampling = plan_digest(structure, nbytes, shapes)
     return region_digest(seed, memory, offset, nbytes, None if full else sampling)
@@ -301,7 +282,7 @@ def rows_digests(
     seed: int, structure: Structure, shapes: Sequence[int], region: Any, offset: int, nbytes: int
 ) -> tuple[int, int]:
     """Return the sum, modulo 2^64, of the digests of a batch's rows (`row_digests`), and a digest that covers the rows
-    in their order and all values that are not rows. `seed`: as returned by `plan_digest`."""
+    in their order and all values that are not rows. `seed`: from `plan_digest`."""
     digests, others = _by_rows(structure, shapes, region, offset, nbytes)
     for value in others:
         seed = xxh3_64_intdigest(value, seed)
@@ -311,10 +292,8 @@ def rows_digests(
 def row_digests(structure: Structure, shapes: Sequence[int], region: Any, offset: int, nbytes: int) -> list[int]:
     """Return the digest of each row of a batch; an empty list if no tensor or array has rows.
 
-    The digest of row i chains one xxh3_64 for each tensor or array: the hash of the row's bytes in the first tensor is
-    the hash seed for its bytes in the second, and so on. The first seed is the structure's key. Raises ValueError for
-    shapes that do not match `nbytes`.
-    """
+    It chains one xxh3_64 for each tensor or array: the hash of the row's bytes in one is the hash seed for the next.
+    The first seed is the structure's key. Raises ValueError for shapes that do not match `nbytes`."""
     return _by_rows(structure, shapes, region, offset, nbytes)[0]
 
 
@@ -353,8 +332,7 @@ def _by_rows(
 
 
 def region_digest(seed: int, memory: memoryview, offset: int, nbytes: int, sampling: Sampling | None) -> int:
-    """Return the digest of the batch at `offset` of `memory`. Bounds are not checked. sampling None: cover every
-    byte."""
+    """Return the digest of the batch at `offset`. Bounds are not checked. sampling None: cover every byte."""
     if sampling is None:
         return xxh3_64_intdigest(memory[offset : offset + nbytes], seed)
     return sampling.digest(seed, memory, offset, nbytes)

@@ -6,23 +6,17 @@
     receiver:  assembler = Assembler(structure)         once per structure
                batch = assembler.assemble(shapes, ring, offset, nbytes, released, entry)
 
-This is the hot path, where each microsecond counts. `flatten` traverses a batch once and collects leaves, shapes and a
-*signature* (types, keys, dtypes and ranks, in order). A Structure is built only for a signature that was not seen
-recently. Nothing is checked twice: a batch with a known signature cannot contain an unsupported dtype. If the fast
-traversal finds a value that it does not handle, it stops, and the slow traversal (tree.py), which records paths, names
-the value and its path. Copies are `memmove`, with 1.2 us less overhead than torch's `copy_` and the same speed: 18 us
-for 1 MiB and 220 us for 8 MiB into a warm ring, on a 2-core AMD EPYC. Copies of up to 256 KiB keep the interpreter
-lock, because another thread that takes the lock might hold it for 5 ms.
-
-assemble.py does the reverse, and releases a ring entry when the last view of it is gone.
+In this hot path each microsecond counts. `flatten` traverses a batch once and collects leaves, shapes and a *signature*
+(types, keys, dtypes and ranks, in order). A Structure is built only for a new signature, and nothing is checked twice.
+At a value that it does not handle the fast traversal stops, and the slow one (tree.py) names the value and its path.
+Copies are `memmove`, with 1.2 us less overhead than torch's `copy_`: 18 us for 1 MiB and 220 us for 8 MiB into a warm
+ring (2-core AMD EPYC). Copies of up to 256 KiB keep the interpreter lock: another thread might hold it for 5 ms.
 
 **Supported leaves:** torch.Tensor (CPU, strided, plain dtypes), numpy arrays and scalars, str, bytes, int, float, bool
 and None. **Supported containers:** dict, OrderedDict, list, tuple, namedtuple, dataclass, and the types of pytrees.py.
-The training loop gets values of exactly these types, with all that they hold; whatever would be lost on the way is
-refused, with its path and a remedy. What is not kept is memory, which is said in docs/loaders.md: leaves arrive
-contiguous in C order, without requires_grad, and each in memory of its own; Parameter and other subclasses of Tensor
-that hold nothing else arrive as Tensor, numpy.memmap as ndarray. Values, dtypes and shapes are exact, to the bit.
-"""
+The training loop gets values of exactly these types, exact to the bit; whatever would be lost is refused, with its path
+and a remedy. Memory is not kept (docs/loaders.md): leaves arrive contiguous, without requires_grad, each in its own
+memory; Parameter and other subclasses of Tensor that hold nothing else arrive as Tensor, numpy.memmap as ndarray."""
 
 from __future__ import annotations
 
@@ -65,8 +59,7 @@ HOLD_LOCK_UP_TO: Final = 256 << 10
 """Bytes up to which a copy keeps the interpreter lock; it takes about 5 us."""
 
 PAD_UP_TO: Final = 4096
-"""Bytes of a str, bytes or int up to which Python code appends zeros. After a larger value a call of memset clears the
-gap, which is slower for small ones."""
+"""Bytes of a value up to which Python code appends zeros. Above, memset clears the gap, slower for small ones."""
 
 _Tensor = torch.Tensor
 _ndarray, _memmap, _generic = np.ndarray, np.memmap, np.generic
@@ -75,7 +68,6 @@ _TRUE, _FALSE = b"\1".ljust(ALIGN, b"\0"), bytes(ALIGN)
 
 
 def _libc(name: str, second: type) -> Callable[[int, Any, int], None]:
-    """memmove or memset of libc, called without releasing the interpreter lock."""
     function = getattr(ctypes.PyDLL(None), name)
     function.argtypes = (ctypes.c_void_p, second, ctypes.c_size_t)
     function.restype = None
@@ -93,8 +85,7 @@ _ALL: Final = slice(None)
 
 
 class FlatBatch:
-    """Batch that `Flattener.flatten` has prepared, and that `write_to` copies to memory. It keeps the batch's leaves
-    alive."""
+    """Batch that `Flattener.flatten` has prepared. It keeps the batch's leaves alive."""
 
     __slots__ = ("_held", "_sizes", "_sources", "nbytes", "shapes", "structure")
 
@@ -102,8 +93,7 @@ class FlatBatch:
     shapes: list[int]
     """Dimensions of all leaves in order. A str, bytes or int has one: its length in bytes. Other scalars have none."""
     nbytes: int
-    """Bytes that the batch takes. Each leaf begins at a multiple of 64 bytes, and zeros follow the last one up to
-    another."""
+    """Bytes of the batch. Each leaf begins at a multiple of 64 bytes, to which zeros also fill up the last one."""
 
     def __init__(
         self,
@@ -122,8 +112,8 @@ class FlatBatch:
         self._held = held
 
     def write_to(self, address: int) -> None:
-        """Copy all leaves to the `nbytes` bytes of memory at `address`, and set the gaps between leaves to zero. A leaf
-        that is already at its position (see `settle`) is not copied. With less memory the process crashes."""
+        """Copy the leaves to `address`, but those there already (`settle`), and set the gaps to zero. With less than
+        `nbytes` bytes of memory there the process crashes."""
         memory: Any = None
         start = 0
         for source, size in zip(self._sources, self._sizes, strict=True):
@@ -152,15 +142,12 @@ class FlatBatch:
                 start += gap
 
     def settle(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
-        """Find the leaves that user code built in `entry` (by penstock.worker.collate) at exactly the positions where
-        `write_to` would put them, so that it does not copy them. Return their number.
-
-        If a leaf overlaps `entry` at any other position, change nothing and return -1: writing one leaf there could
-        destroy another before that one is copied.
+        """Find the leaves that user code built in `entry` (penstock.worker.collate) exactly where `write_to` would put
+        them, so that it does not copy them. Return their number; -1, and change nothing, if a leaf overlaps `entry`
+        elsewhere: writing one leaf there could destroy another before it is copied.
 
         This object no longer keeps the found leaves alive, although `write_to` to any address still reads their bytes
-        in `entry`. So the caller must not change `entry` before the last `write_to`.
-        """
+        in `entry`: do not change `entry` before the last `write_to`."""
         low, inside = _address(entry), self._inside(entry)
         if not all(fits for _, _, fits in inside):
             return -1
@@ -172,8 +159,7 @@ class FlatBatch:
         return len(inside)
 
     def leaf_ranges(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[int, int]]:
-        """Return (offset, size) of each leaf whose memory overlaps `entry` now: the place to which `write_to` will copy
-        it."""
+        """Return (offset, size) of each leaf whose memory overlaps `entry`: where `write_to` will copy it."""
         return [(offset, self._sizes[index]) for index, offset, _ in self._inside(entry)]
 
     def _inside(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[int, int, bool]]:
@@ -217,14 +203,9 @@ _Taker = tuple[Callable[[Any], Sequence[Any]], bool]
 
 
 class Flattener:
-    """Maker of FlatBatch objects, for one stream of batches and one thread.
-
-    Args:
-        strict: require that every batch has the structure of the first.
-        max_leaves: at most 65,536, which is what a receiver accepts.
-        max_depth: largest number of nested containers in a batch, at most 64.
-        max_structures: number of structures to cache; batches with a cached structure share one Structure object.
-    """
+    """Maker of FlatBatch objects, for one stream of batches and one thread. `strict`: require that every batch has the
+    structure of the first. `max_leaves`, `max_depth`: at most 65,536 and 64, which a receiver accepts.
+    `max_structures`: number of structures to cache, each of which its batches share."""
 
     def __init__(
         self,
@@ -249,9 +230,9 @@ class Flattener:
         self._takers: dict[type, _Taker] = {}
 
     def flatten(self, batch: Any) -> FlatBatch:
-        """Return a batch as a FlatBatch, without copying tensors or arrays. The caller must not change the batch until
-        the result is written. Raises UnsupportedLeafError, with path and type, for a value that cannot be sent;
-        StructureChangedError if `strict` is set and the structure differs from the first batch's."""
+        """Return a batch as a FlatBatch, without copying: do not change the batch until it is written. Raises
+        UnsupportedLeafError for a value that cannot be sent, StructureChangedError if `strict` is set and the structure
+        differs."""
         signature: list[Any] = []
         shapes: list[int] = []
         sources: list[Any] = []
@@ -279,15 +260,14 @@ class Flattener:
         held: list[Any],
         depth: int,
     ) -> None:
-        """Collect the leaves of one container and of the containers in it. After any exception here, `flatten` runs the
-        slow traversal, which finds the error for the user.
+        """Collect the leaves below one container. After any exception `flatten` runs the slow traversal to find the
+        error.
 
         `sources`: what to copy for each leaf (a tensor's address, a tensor, an array, or bytes); `held`: tensors to
-        keep alive while their addresses are used; `depth`: nested containers that are still allowed.
+        keep alive meanwhile; `depth`: nested containers that are still allowed.
 
-        Two batches get the same signature only if they have the same structure. So a container adds its type and its
-        number of children before its children, and a dict adds the types of its keys too, because 1 == True.
-        """
+        Only batches of one structure may get the same signature. So a container adds its type and number of children
+        before the children, and a dict also the types of its keys, because 1 == True."""
         for value in values:
             cls = type(value)
             if cls is _Tensor:
@@ -364,8 +344,7 @@ class Flattener:
             raise _give_up()
 
     def _taker(self, cls: type) -> _Taker:
-        """Function that takes an instance of a class apart, into the values of its fields, or into what its pair
-        (pytrees.py) makes of it; and whether instances can have other attributes."""
+        """Function that takes an instance apart (fields, or by pytrees.py); and if it can have other attributes."""
         record, pair = class_fields(cls), pair_of(cls)
         if record is not None:
             take = _fields_taker(*record)
@@ -382,7 +361,6 @@ class Flattener:
         return taker
 
     def _intern(self, batch: Any, signature: list[Any]) -> Structure:
-        """Cached Structure of a signature, or a new one in place of the least recently used."""
         key = tuple(signature)
         try:
             structure = self._table.get(key)
@@ -418,8 +396,7 @@ def _fields_taker(kind: ClassKind, names: tuple[str, ...]) -> Callable[[Any], Se
 
 
 def _give_up() -> UnsupportedLeafError:
-    """Error with which the fast traversal stops. Users see it only if the slow traversal finds nothing wrong, because
-    another thread has changed the batch meanwhile."""
+    """Error with which the fast traversal stops. Users see it only if another thread changes the batch meanwhile."""
     return UnsupportedLeafError("the batch was changed while it was copied: do not change a batch after yielding it")
 
 

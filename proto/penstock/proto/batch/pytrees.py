@@ -1,18 +1,16 @@
 """Types of other libraries whose instances arrive as that type, although they are neither leaves nor containers of
 ours: a worker takes them apart, and the training process puts them together by functions that it has itself.
 
-A `Pair` is such two functions. It comes from torch's pytree registry (`torch.utils._pytree.register_pytree_node`), in
-which Hugging Face registers its ModelOutput and torch its `return_types`, or from the table at the end of this module:
-types that their libraries do not register, or with a context that holds code. The table has names alone, so no library
-is imported for it, and nothing is added to torch's registry, where it would change what the user's own `tree_map` does.
+A `Pair` of such functions comes from torch's pytree registry, in which Hugging Face registers its ModelOutput and torch
+its `return_types`, or from the table at the end of this module: types that are not registered, or with a context that
+holds code. The table has names alone, so it imports no library, and torch's registry stays as it is, because additions
+would change what the user's own `tree_map` does.
 
-A type travels by its name. The receiver looks it up among the types of modules that it has imported, and takes the pair
-that it has for that type, so a peer can cause no import. It can choose the values that the pair's `make` gets; of a
-registered pair, `unflatten_fn`'s context is plain values only (`is_plain`).
+A type travels by its name, and is looked up among modules imported already, so a peer can cause no import. A peer can
+choose what `make` gets; `unflatten_fn`'s context is plain values only (`is_plain`).
 
-A function of a user's that is registered with torch may lose part of a value. So `take` puts together again what it
-took apart, and compares, for each batch. (3 us for a ModelOutput of three tensors, on a 2-core AMD EPYC.)
-"""
+A user's registered function may lose part of a value. So `take` puts each value together again and compares (3 us for a
+ModelOutput of three tensors, on a 2-core AMD EPYC)."""
 
 from __future__ import annotations
 
@@ -41,16 +39,12 @@ _COMPARED_DEEP: Final = 6
 
 @dataclass(frozen=True)
 class Pair:
-    """Two functions that take a value of some type apart, and put it together again."""
-
     take: Callable[[Any], list[Any]]
     """Return the values as which a value is sent: with `registered` its context, then its leaves. Raises
     UnsupportedLeafError, with the reason and the remedy, for a value that `make` would change."""
     make: Callable[[type, list[Any]], Any]
     registered: bool = False
-    """The pair is one of torch's registry."""
     sent_as: Callable[[type], type] = lambda cls: cls
-    """Return the type whose name is sent for a type."""
 
 
 def pair_of(cls: type) -> Pair | None:
@@ -68,9 +62,8 @@ def pair_of(cls: type) -> Pair | None:
 
 
 def maker(name: str, children: tuple[Tree, ...]) -> Callable[[list[Any]], Any]:
-    """Return the function that puts a received value together. `name`: name of its type; `children`: structures of the
-    values as which it was sent. Raises UnsupportedLeafError, with the remedy, if this process has no such type, or no
-    pair for it."""
+    """Return the function that makes a value of type `name` from values of the structures `children`. Raises
+    UnsupportedLeafError, with the remedy, if this process has no such type, or no pair for it."""
     cls = find_class(name)
     if cls is None:
         module = name.partition(":")[0]
@@ -111,8 +104,7 @@ def is_plain(tree: Tree) -> bool:
 
 
 def extra_attributes(value: Any, known: tuple[str, ...] = ()) -> list[str]:
-    """Return the names of attributes that user code has set on a value, without those in `known`, values of cached
-    properties, and what typing sets on an instance of a generic class."""
+    """Return attributes that user code has set: not `known`, cached properties, or what typing sets on generics."""
     return [
         name
         for name in getattr(value, "__dict__", ())
@@ -134,8 +126,6 @@ def _name(cls: type) -> str:
 
 
 def _registered(node: Any) -> Pair:
-    """Pair for an entry of torch's registry."""
-
     def take(value: Any) -> list[Any]:
         leaves, context = node.flatten_fn(value)
         parts = [context, *leaves]
@@ -156,7 +146,6 @@ def _registered(node: Any) -> Pair:
 
 
 def _difference(value: Any, copy: Any, depth: int) -> str | None:
-    """What of a value differs in its copy, as a text."""
     if value is copy or depth == 0:
         return None
     if type(value) is not type(copy):
@@ -177,7 +166,6 @@ def _state(value: Any) -> dict[str, Any]:
 
 
 def _equal(value: Any, copy: Any, depth: int) -> bool:
-    """True if the contents of two values of one type, beside their attributes, are equal."""
     if isinstance(value, torch.Tensor):
         return torch.equal(value, copy)
     if isinstance(value, np.ndarray):

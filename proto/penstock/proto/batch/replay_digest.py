@@ -1,5 +1,4 @@
-"""Digest of a batch that a replay makes again, to compare it with the digest of the delivered batch. The replayed batch
-is written to private memory instead of a ring, and not sent."""
+"""Digest of a batch that a replay makes again (in private memory), to compare with that of the delivered batch."""
 
 from __future__ import annotations
 
@@ -13,8 +12,6 @@ __all__ = ["ReplayDigest"]
 
 
 class ReplayDigest:
-    """Calculator of the digests of replayed batches. `cover`: bytes of a batch that the digests cover."""
-
     def __init__(self, flattener: Flattener | None = None, *, cover: DigestCover = DigestCover.SAMPLE) -> None:
         self._flattener = flattener or Flattener()
         self._cover = cover
@@ -24,8 +21,7 @@ class ReplayDigest:
         self._newest: tuple[Structure, list[int], int] | None = None
 
     def take(self, batch: Any) -> tuple[int, int]:
-        """Return the digest of a batch, and its number of rows: those of the delivered batch if the loader is
-        deterministic."""
+        """Return the digest of a batch, and its number of rows: those delivered, if the loader is deterministic."""
         flat = self._flattener.flatten(batch)
         if flat.nbytes > len(self._buffer):
             self._buffer = ctypes.create_string_buffer(2 * flat.nbytes)
@@ -40,7 +36,7 @@ class ReplayDigest:
         return digest, rows_in(structure, shapes)
 
     def link_of(self, batch: Any) -> int:
-        """Return what the chain of an epoch's batches links for a batch (`linked`): a digest of all its values."""
+        """Return what the chain of an epoch's batches links for a batch: a digest of all its values."""
         self.take(batch)
         return self.link
 

@@ -1,14 +1,11 @@
 """Structure of a batch (the part that does not change from batch to batch), and how it is sent.
 
-A batch is a tree: containers (dict, list ...) hold leaves (tensors, arrays, scalars). A `Structure` is the tree of
-containers, and for each leaf its kind, dtype and rank (number of dimensions). Shapes and values are sent with each
-batch instead, so that a batch of another length, or with other strings, needs no new structure. A Structure is
-announced once, and BATCH frames name it by an id.
+A batch is a tree: containers hold leaves. A `Structure` is the tree of containers, and for each leaf its kind, dtype
+and rank (number of dimensions). Shapes and values are sent with each batch, so a batch of another length needs no new
+structure. A Structure is announced once, and BATCH frames name it by an id.
 
-A structure is sent as JSON: a format number and one node. JSON is safe to read from any peer, and distinguishes keys
-that are int, str, bool and None. Each structure is read once, so the speed of JSON does not matter. `from_bytes`
-accepts only what `to_bytes` would write, so a structure has one encoding and the hash of that encoding (`key`) is its
-identity.
+It is sent as JSON, safe to read from any peer: a format number and one node. JSON distinguishes keys that are int, str,
+bool and None. `from_bytes` accepts only what `to_bytes` writes, so the hash of the encoding (`key`) is its identity.
 
     [1,["d",["x","y"],[["t","float32",2],["a","<i8",1]]]]
     null                        None                     ["t",dtype,rank]      torch tensor
@@ -18,9 +15,7 @@ identity.
     ["nt"|"dc",name,fields,nodes]                        namedtuple, dataclass
     ["pt",name,nodes]                                    value that was taken apart (pytrees.py)
 
-This module handles dtypes by name only and does not import torch, so that a process that only forwards batches can
-check and describe them.
-"""
+Dtypes are handled by name, without torch, for processes that only forward batches."""
 
 from __future__ import annotations
 
@@ -111,7 +106,6 @@ def padded(nbytes: int) -> int:
 
 
 def render_path(path: Path) -> str:
-    """Python expression, such as `batch['images'][3].label`."""
     steps: list[str] = []
     while path is not None:
         path, step = path
@@ -144,8 +138,6 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Description of a value in a batch that has data: a tensor, array or scalar."""
-
     kind: str
     """"t" tensor, "a" array, "n" numpy scalar, or another letter in the table of this module's docstring."""
     dtype: str = ""
@@ -154,8 +146,7 @@ class Leaf:
 
     @property
     def dims(self) -> int:
-        """Its values in a batch's `shapes`: the rank of a tensor or array; 1 (the length in bytes) for str, bytes and
-        int."""
+        """Its values in a batch's `shapes`: a tensor's or array's rank; 1 (length in bytes) for str, bytes and int."""
         return self.rank if self.kind in _ARRAYS else int(self.kind in _ONE_DIM)
 
     @property
@@ -170,16 +161,11 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Container in the tree of a batch, or a value of another type that is taken apart."""
-
     kind: str
-    """"d" dict, "od" OrderedDict, "l" list, "u" tuple, "nt" namedtuple, "dc" dataclass, "pt" a value that is taken
-    apart."""
+    """Letter of the table in this module's docstring."""
     children: tuple[Tree, ...]
     keys: tuple[Key, ...] = ()
-    """Keys of a dict, or field names of a namedtuple or dataclass, one for each child."""
     name: str = ""
-    """Name of the class of a namedtuple, dataclass or value that is taken apart."""
 
 
 Tree = Leaf | Node | None
@@ -187,8 +173,7 @@ Tree = Leaf | Node | None
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Part of a batch that does not change from batch to batch: containers, kinds of leaves, dtypes and ranks. Made by
-    `of` or `from_bytes`."""
+    """Containers, kinds of leaves, dtypes and ranks of a batch. Made by `of` or `from_bytes`."""
 
     encoded: bytes
     key: int = field(compare=False)
@@ -197,7 +182,6 @@ class Structure:
     leaves: tuple[Leaf, ...] = field(compare=False, repr=False)
     """In the order in which a batch's data contain them (depth first)."""
     dims: int = field(compare=False)
-    """Number of values in `shapes`."""
     sizes: tuple[tuple[int, int], ...] = field(compare=False, repr=False)
 
     def __hash__(self) -> int:
@@ -223,8 +207,7 @@ class Structure:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Structure:
-        """Return the structure that a peer announced. Classes are not looked up, because a process that only forwards
-        batches does not have them. Raises ProtocolError for bytes that `to_bytes` would not have written."""
+        """Return a peer's structure, without looking up classes. Raises ProtocolError unless `to_bytes` wrote it."""
         data = bytes(data) if len(data) <= MAX_STRUCTURE_BYTES else b""
         problem = _too_long(data) if data else f"0 bytes, or more than {MAX_STRUCTURE_BYTES}"
         if problem:
@@ -298,8 +281,7 @@ def _plain(tree: Tree) -> Any:
 
 
 def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
-    """Tree that the JSON value `raw` encodes. Raises ProtocolError, with the path, for an invalid value. count:
-    [leaves, leaves and containers and Nones] that were read so far; this function adds its own."""
+    """Tree of the JSON value `raw`. Raises ProtocolError. count: [leaves, all values] read so far; adds its own."""
     count[1] += 1
     if count[1] > MAX_VALUES:
         raise _wrong(path, f"a batch must have at most {MAX_VALUES} values, got more")
@@ -344,7 +326,6 @@ def _check_keys(keys: list[Any], count: int, fields: bool, path: Path) -> None:
 
 
 def path_steps(kind: str, keys: Sequence[Key], count: int) -> Iterator[str]:
-    """Step to each child of a container, such as "[0]" or ".label"."""
     if kind in ("l", "u", "pt"):
         return (f"[{i}]" for i in range(count))
     return (f"[{key!r}]" for key in keys) if kind in ("d", "od") else (f".{key}" for key in keys)

@@ -1,10 +1,5 @@
-"""Slow traversal of a batch: returns its tree of containers and leaves, or raises an error that names the first
-unsupported value.
-
-`flatten.Flattener` uses it for a batch whose signature it has not seen recently, and for a batch at which its fast
-traversal stopped. This traversal records the path of every value, so each error names the path, the type and how to
-convert the value.
-"""
+"""Slow traversal of a batch: returns its tree, or raises an error with the path, the type and the remedy of the first
+unsupported value. `flatten.Flattener` uses it for a new signature, and where its fast traversal stopped."""
 
 from __future__ import annotations
 
@@ -57,14 +52,13 @@ TORCH_NAMES: dict[torch.dtype, str] = {
 }
 
 HAS_NAMES: bool = hasattr(torch.Tensor, "has_names")
-"""This version of torch has tensors with named dimensions, which 2.13 removed."""
+"""True for versions before 2.13: tensors may have named dimensions."""
 
 _NOT_PLAIN = Leaf("t")
 _PLAIN = {str: Leaf("s"), bytes: Leaf("b"), float: Leaf("f"), bool: Leaf("o")}
 
 
 def survey(batch: Any, max_leaves: int, max_depth: int) -> Tree:
-    """Return the tree of a batch. Raises UnsupportedLeafError with the path and type of the first unsupported value."""
     return _Survey(max_leaves, max_depth).tree(batch, None, 0)
 
 

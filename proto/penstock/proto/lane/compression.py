@@ -1,22 +1,16 @@
 """Compression of batches on the TCP lane by lz4 or zstd, from sender to receiver, if the consumer requests it.
 
-The format is in lane.proto: a table of compressed lengths, then the compressed pieces, which have PIECE bytes each
-before compression. Pieces have four advantages over one long stream: memory is bounded by a piece on both sides, all
-lengths are checked against the batch before decompression, a piece is still in the processor's cache when it is copied
-into its ring entry, and decompression runs while the rest is being received. The ratio is the same: pieces of 256 KiB
-compress as well as 8 MiB.
+The format is in lane.proto: a table of compressed lengths, then the compressed pieces of PIECE bytes each. With pieces,
+memory is bounded, lengths are checked before decompression, a piece is still in the cache when it is copied into the
+ring, and decompression runs while the rest arrives. 256 KiB compress as well as 8 MiB.
 
-Some data are sent uncompressed: batches smaller than SMALLEST, and batches and pieces that do not shrink to ENOUGH of
-their size. If a batch does not shrink enough, the sender skips the next batch: it sends the batch uncompressed, without
-a try. After each further failure the sender skips twice as many batches: 2, 4, up to MOST_SKIPPED. Once a batch shrinks
-enough, the number of batches to skip is 1 again.
+Batches below SMALLEST, and batches and pieces that do not shrink to ENOUGH, are sent uncompressed. After each failure
+in a row the sender skips twice as many batches without a try, up to MOST_SKIPPED.
 
-A piece is copied before it is compressed, because user code can write into the ring at any time, and compressors may
-write outside their memory if their input changes meanwhile. The copy runs at 20 GB/s, the compressor below 1 GB/s.
+A piece is copied before it is compressed (at 20 GB/s), because user code can write into the ring at any time, and
+compressors may write outside their memory if their input changes meanwhile.
 
-Both packages are optional (the extra `compression`), and imported only when requested. Both release the interpreter
-lock while they work.
-"""
+Both packages are optional (the extra `compression`), imported only when requested, and release the interpreter lock."""
 
 from __future__ import annotations
 
@@ -35,34 +29,28 @@ Buffer = bytes | bytearray | memoryview
 PIECE = 256 << 10
 """Bytes of each piece before compression. The number is part of the protocol."""
 SMALLEST = 2 << 10
-"""Smallest size in bytes of a batch that is compressed. From this size on, compression saves more time on a network of
-1 Gbit/s than it costs. Costs and savings, measured with token ids (benchmarks/compression.md; costs are those of the
-slower of sender and receiver): 1 KiB by lz4 costs 3.7 us and saves 3.3 us, by zstd 7.4 and 5.5 us; 2 KiB by lz4 costs
-4.5 us and saves 6.9 us, by zstd 9.6 and 11.3 us."""
+"""Smallest batch in bytes that is compressed, where it saves more time at 1 Gbit/s than it costs (measured with token
+ids, benchmarks/compression.md): 2 KiB by lz4 cost 4.5 us and save 6.9, by zstd 9.6 and 11.3; 1 KiB by zstd 7.4, 5.5."""
 ENOUGH = 7 / 8
 """Largest share of its original size that a compressed batch or piece may have. Noisy float32 images decided the value:
 zstd saves 12 % of them at 1.2 GB/s, which pays only on networks below 1 Gbit/s, and little there."""
 MOST_SKIPPED = 64
 """Largest number of batches that are sent uncompressed between two tries to compress one."""
 ZSTD_LEVEL = 1
-"""Compression level of zstd. For token ids level 1 is the best of three: 605 MB/s and a compression ratio of 4.0,
-against 438 MB/s and 3.5 for level 2, 386 MB/s and 3.3 for level 3. Level 5 makes quantised images a quarter smaller, at
-a third of the speed. Level -1 is a tenth faster for token ids of which a few are frequent, with a quarter less
-compression (benchmarks/compression.md)."""
+"""Level of zstd. For token ids 1 is the best of three: 605 MB/s at a ratio of 4.0; level 2 438 MB/s at 3.5, level 3 386
+MB/s at 3.3. Level 5 makes quantised images a quarter smaller, at a third of the speed (benchmarks/compression.md)."""
 
 NAMES: dict[str, int] = {"lz4": lane_pb2.LZ4, "zstd": lane_pb2.ZSTD}
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Codec (lz4 or zstd) of single pieces of a batch."""
-
     name: str
     number: int
     compress: Callable[[Buffer], bytes]
     decompress: Callable[[Buffer, int], bytes]
     """Called with the compressed bytes and the number of bytes that they must make, and allocates no more. Raises
-    ProtocolError without a remedy if the piece is damaged; the receiver adds the remedy."""
+    ProtocolError without a remedy; the receiver adds it."""
 
 
 def _lz4() -> Codec:
@@ -115,14 +103,12 @@ def load(number: int) -> Codec | None:
 
 
 def first_of(numbers: Iterable[int]) -> Codec | None:
-    """Return the first codec that this process can load."""
     return next((codec for codec in map(load, numbers) if codec is not None), None)
 
 
 @cache
 def require(name: str) -> int:
-    """Return the number of the codec "lz4" or "zstd". Raises InvalidArgumentError for another name, and if its package
-    is not installed."""
+    """Raises InvalidArgumentError for another name than "lz4" and "zstd", and if its package is not installed."""
     number = NAMES.get(name)
     if number is None:
         raise InvalidArgumentError(
@@ -180,11 +166,8 @@ def check_claim(wire: int, size: int) -> None:
 
 
 class Unpacker:
-    """Decompressor of one lane's batches, used by the receiver (on the training host).
-
-    For each batch call `begin`, and receive into the buffer that it returns until the buffer is full. Then call `step`,
-    and do the same with the buffer that it returns, until `step` returns None.
-    """
+    """Decompressor of one lane's batches, used by the receiver. For each batch call `begin`, fill the buffer that it
+    returns, then call `step` and fill that buffer, until `step` returns None."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
@@ -197,8 +180,7 @@ class Unpacker:
         self._index = -1  # index of the piece that is being filled; -1 is the table
 
     def begin(self, entry: memoryview, wire: int) -> memoryview:
-        """Start a batch that is to fill all of `entry`, with `wire` compressed bytes. Return the first buffer to
-        receive into."""
+        """Start a batch that fills `entry`, with `wire` compressed bytes. Return the first buffer to receive into."""
         table = _table(len(entry))
         self._entry = entry
         self._index = -1
@@ -207,8 +189,7 @@ class Unpacker:
         return self._table
 
     def step(self) -> memoryview | None:
-        """Process the full buffer. Return the next buffer to receive into; None if the batch is complete. Raises
-        ProtocolError if the pieces do not make exactly the batch."""
+        """Process the full buffer. Return the next; None if the batch is complete. Raises ProtocolError."""
         index, entry = self._index, self._entry
         if index < 0:
             self._read_table()
@@ -230,7 +211,6 @@ class Unpacker:
         return piece if length == len(piece) else self._buffer[:length]
 
     def drop(self) -> None:
-        """Drop a batch of which only a part has arrived."""
         self._entry = self._buffer[:0]
 
     def _read_table(self) -> None:
@@ -248,5 +228,4 @@ class Unpacker:
 
 
 def _table(size: int) -> int:
-    """Size in bytes of the table of lengths that precedes the compressed pieces of a batch."""
     return 4 * ((size + PIECE - 1) // PIECE)

@@ -1,19 +1,13 @@
-"""Consumer: the reading end of a lane. The training loop has one for each lane. For a training loop on another host,
-each end of the TCP connection has one: the loop reads the receiver's ring, and the sender reads the runner's ring.
+"""Consumer: the reading end of a lane. The training loop has one for each lane. For a loop on another host, each end of
+the TCP connection has one: the loop reads the receiver's ring, and the sender reads the runner's ring.
 
-For each batch the consumer makes one `recv_into` for a packet of frames, and for each frame one `unpack` and the checks
-that keep a faulty peer from causing reads outside its ring. A peer may stop reading or sending at any time. Two rules
-follow:
+The descriptor of a ring comes in the packet after the RING frame. The producer may be in user code for minutes between
+the two, so the consumer never blocks for the second, and only records that it must hold the descriptor.
 
-The descriptor of a ring comes in the packet after the RING frame that announces the ring. The producer may send the
-first packet, and then be in user code for minutes before it sends the second. So the consumer never blocks for the
-second packet; it only records that the next packet must hold the descriptor.
-
-Acks (what was delivered, which ring entries are free again) are collected in one message until `flush`. While an
-earlier message waits for the socket, acks are still added to the same message, so a producer that does not read costs
-no memory here. Only the abandonment of an epoch ends the message at once, because its order among the other acks
-matters. The sender, which forwards another process's acks, limits their number by `backlog`.
-"""
+Acks (what was delivered, which ring entries are free again) are collected in one message until `flush`, even while an
+earlier one waits for the socket, so a producer that does not read costs no memory here. Only the abandonment of an
+epoch ends the message at once, because its order among the acks matters. The sender, which forwards another process's
+acks, limits their number by `backlog`."""
 
 from __future__ import annotations
 
@@ -56,11 +50,7 @@ _GROUP = 2048
 
 
 class Consumer:
-    """Reading end of a lane: its socket, the rings that are mapped, and the structures announced so far.
-
-    Frames are read on request, a packet at a time. Unread frames wait in the socket, and in the producer's queue while
-    the socket is full.
-    """
+    """Reading end of a lane: its socket, the rings that are mapped, and the structures announced so far."""
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         self.name = name
@@ -69,7 +59,6 @@ class Consumer:
         """Rings that a frame may still name: that of the newest batch, and newer ones."""
         self.structures: dict[int, bytes] = {}
         self.compiled: dict[int, Any] = {}
-        """What the reader has made for each structure (an Assembler and a cache of shapes)."""
         self.closed = False
         self.abandons = 0
         """Epochs abandoned so far, over all connections of this worker slot."""
@@ -97,7 +86,6 @@ class Consumer:
         return self._sock.fileno()
 
     def forked(self) -> None:
-        """Close the lane in a process that user code has forked."""
         silence(self._sock.fileno())
         self.closed = True
 
@@ -107,17 +95,15 @@ class Consumer:
         """Return the next BATCH, END, ERROR or CLOSE frame; None if none has arrived. After a reconnect the producer
         sends END and ERROR again, until a later batch is delivered.
 
-        Raises LaneClosedError if this process has closed the lane, LaneLostError if the peer is gone and all its frames
-        have been read, ProtocolError for invalid frames.
-        """
+        Raises LaneClosedError if this process has closed the lane, LaneLostError if the peer is gone and its frames are
+        read, ProtocolError for invalid frames."""
         while True:
             frame = self.receive_any()
             if frame is None or frame.kind not in _ANNOUNCEMENTS:
                 return frame
 
     def receive_any(self) -> Frame | None:
-        """Return the next frame of any kind, for a caller that forwards frames. A RING frame is returned once its
-        descriptor has arrived. `framed` then has the frame's bytes. Raises the errors of `receive`."""
+        """Return the next frame of any kind, to forward `framed`. A RING frame is returned with its descriptor."""
         view = self._view
         while self._coming is None:
             if self._unused > MAX_UNUSED:
@@ -196,7 +182,6 @@ class Consumer:
         return self._view[self._begin + HEAD.size : self._at].tobytes()
 
     def _receive_packet(self) -> bool:
-        """Receive the next packet into the buffer. Return False if none has arrived."""
         try:
             size = self._sock.recv_into(self._buffer, MAX_PACKET, socket.MSG_TRUNC)
         except BlockingIOError:
@@ -215,8 +200,7 @@ class Consumer:
         return True
 
     def _after_error(self, error: OSError) -> int | None:
-        """Receive once more after an error, because a killed peer causes one ECONNRESET before its last frames. Return
-        the number of bytes; None if nothing can be read now."""
+        """Receive once more after an error, because a killed peer causes one ECONNRESET before its last frames."""
         if self.closed:
             raise self._was_closed() from None
         try:
@@ -232,8 +216,7 @@ class Consumer:
         )
 
     def _turn_to(self, ring_id: int) -> Ring | None:
-        """Make the ring with this id the current one, if it is known. Drop older ones, to which producers never
-        return."""
+        """Make the ring with this id the current one, if known, and drop older ones, to which no producer returns."""
         ring = self.rings.get(ring_id)
         if ring is not None:
             self._ring_id, self._ring = ring_id, ring
@@ -250,8 +233,7 @@ class Consumer:
         self._coming = frame
 
     def _take_ring(self, frame: Frame) -> Frame | None:
-        """Map the memory of the new ring that `frame` announces, once its descriptor has arrived. Return `frame`
-        then."""
+        """Map the new ring that `frame` announces, once its descriptor has arrived. Return `frame` then."""
         try:
             data, fds, _, _ = socket.recv_fds(self._sock, 8, 4, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
@@ -312,14 +294,12 @@ class Consumer:
         self._dirty = True
 
     def release(self, entries: Iterable[int]) -> None:
-        """Record that the views of delivered batches are gone. `entries`: ring id, entry, ring id, entry ... Do not
-        release the entries of batches that were abandoned before delivery: the producer has taken these back
-        already."""
+        """`entries`: ring id, entry, ring id, entry ... of delivered batches whose views are gone. Those of batches
+        abandoned before delivery the producer has taken back already."""
         self._released += entries
         self._dirty = True
 
     def open_epochs(self, epoch: int) -> None:
-        """Allow the producer to begin epochs up to and including `epoch`."""
         self._open_epochs = epoch
         self._dirty = True
 
@@ -330,16 +310,14 @@ class Consumer:
 
     def abandon(self, epoch: int, total: int) -> None:
         """Tell the producer, after all earlier acks, that the loop has abandoned this epoch after the slot's batch
-        `total`. The message has the number although an earlier ack may have it too: the process that has read that one
-        may be killed."""
+        `total`: again, because the process that has read an earlier ack may be killed."""
         self.abandons += 1
         self._abandon, self._delivered = epoch + 1, total
         self._queue_ack()
         self.flush()
 
     def want(self, pairs: Iterable[int]) -> None:
-        """Request snapshots (states of the loader). `pairs`: step, number of the slot's last batch up to it, step,
-        number ..."""
+        """Request snapshots of the loader. `pairs`: step, number of the slot's last batch up to it, step, number ..."""
         self._wanted += pairs
         self._dirty = True
 
@@ -349,8 +327,7 @@ class Consumer:
         return len(self._unsent) + len(self._released) + len(self._wanted)
 
     def flush(self) -> bool:
-        """Send the collected acks, without blocking. Return False if some do not fit into the socket's buffer; True
-        without sending them if the lane is closed or sending fails: `receive` then raises."""
+        """Send the acks, without blocking. False if some do not fit; True on a lost lane: `receive` then raises."""
         unsent = self._unsent
         if self.closed:
             return True
@@ -379,7 +356,6 @@ class Consumer:
             self._queue_ack()
 
     def _queue_ack(self) -> None:
-        """Put the collected acks into the queue as one message, or several if they have too many values."""
         unsent, released, wanted = self._unsent, self._released, self._wanted
         while len(released) > _GROUP or len(wanted) > _GROUP:
             first = Ack(self._delivered, released=released[:_GROUP], wanted=wanted[:_GROUP])

@@ -1,12 +1,9 @@
 """TCP connections to workers' hosts, with a short timeout if the host has just stopped answering.
 
-The timeout of an attempt to connect is usually `CONNECT_S`, because the round trip to a new host may be long. The
-kernel sends two SYN packets in this time. A host is *silent* if it has acknowledged nothing for two seconds, or if an
-attempt to connect to it has timed out. For the next `SILENT_S` seconds attempts to connect to this host are short, so
-that each of its lanes can soon request another worker. A short attempt lasts three round trips to the host, but at
-least `SHORT_S` and at most `CONNECT_S`. It starts another connection every `STAGGER_S` seconds, so that one lost packet
-does not move a slot. After `SILENT_S` seconds the timeout is `CONNECT_S` again.
-"""
+A host is *silent* if it has acknowledged nothing for two seconds, or an attempt to connect has timed out after
+`CONNECT_S`. For the next `SILENT_S` seconds attempts are short, so that each of its lanes can soon request another
+worker: three round trips, but at least `SHORT_S` and at most `CONNECT_S`. A short attempt starts another connection
+every `STAGGER_S` seconds, so that one lost packet does not move a slot."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ __all__ = ["HANDSHAKE_S", "Dialer", "LaneDialer"]
 CONNECT_S = 1.25
 """Timeout in seconds. The kernel repeats a SYN after one second, and the caller retries at once after a timeout."""
 SHORT_S = 0.45
-"""Smallest timeout of a short attempt in seconds."""
 STAGGER_S = 0.12
 """Seconds between the connections that one short attempt to connect starts."""
 SILENT_S = 1.0
@@ -35,7 +31,7 @@ _SILENT_KEPT = 64
 
 
 class Dialer:
-    """Maker of TCP connections from this process to workers' hosts, also for several threads at a time."""
+    """Maker of TCP connections to workers' hosts, also for several threads at a time."""
 
     def __init__(self) -> None:
         self._silent: dict[tuple[str, int], tuple[float, float]] = {}
@@ -66,8 +62,7 @@ class LaneDialer(Dialer):
         self._files = None if tls is None else Renewing(tls)
 
     def open(self, address: str) -> socket.socket:
-        """Return a blocking connection to the lanes of a worker at "host:port". Raises OSError, TlsError,
-        BatchCorruptError."""
+        """Return a blocking connection to a worker's lanes. Raises OSError, TlsError, BatchCorruptError."""
         where = host_of(address)
         sock = self.connect(where)
         sock.settimeout(HANDSHAKE_S)
@@ -88,8 +83,7 @@ class LaneDialer(Dialer):
 
 
 def _short_attempt(where: tuple[str, int], timeout_s: float) -> socket.socket:
-    """Start a connection to each address of (host, port) every STAGGER_S seconds, and return the first that succeeds.
-    Otherwise raise the OSError of the last that failed; TimeoutError if none was answered."""
+    """Connect to each address every STAGGER_S seconds; return the first success, or raise the last OSError."""
     targets = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
     began, poll = time.monotonic(), select.poll()
     trying: dict[int, socket.socket] = {}

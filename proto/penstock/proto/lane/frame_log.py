@@ -1,13 +1,10 @@
 """Frame log: the newest frames of a slot's producer in shared memory, for a process that serves a new consumer while
 the producer's process is in user code.
 
-The producer's process writes, any process may read at any time, and no reader waits. A reader copies a frame first, and
-then looks at what the writer has claimed meanwhile: what lies further back than the log is long may be overwritten.
-User code in the writer's process can write anything here, so readers check every number.
-
-The process that serves a consumer announces it before it reads the log, and the writer looks for announcements after
-each frame. So a frame is either read for the consumer, or the writer knows that a consumer comes, and waits for it.
-"""
+The producer's process writes, any process may read, and no reader waits: it copies a frame, and then looks whether the
+writer has claimed its place meanwhile. User code in the writer's process can write anything here, so readers check
+every number. A new consumer is announced before the log is read, and the writer looks for announcements after each
+frame. So a frame is either read for the consumer, or the writer waits for it."""
 
 from __future__ import annotations
 
@@ -22,10 +19,8 @@ _FRAMES = 256
 _AREA = 256 << 10
 """Bytes for frames: of the at most 32 frames of a full ring, each may have 8 KiB."""
 _COUNT, _CLAIMED, _ANNOUNCED, _PASSED_ON, _PLACES = 0, 1, 2, 3, 8
-"""Indices among the numbers of the log: of its frames; of the bytes of all frames, with the one that is being written;
-of the consumers that were announced, and of those that are passed on or gone; and of the places of the newest frames. A
-place has two numbers: the bytes of all frames before this one, and its size.
-"""
+"""Indices among the log's numbers: frames; bytes of all frames, with the one being written; consumers announced, and
+those passed on or gone; places of the newest frames: (bytes of all frames before it, its size)."""
 _NUMBERS = _PLACES + 2 * _FRAMES
 _AREA_AT = _NUMBERS * 8
 LOG_BYTES = _AREA_AT + _AREA
@@ -42,11 +37,9 @@ class FrameLog:
         self.resume()
 
     def close(self) -> None:
-        """Let go of the memory, which can be closed only then."""
         self._numbers.release()
 
     def resume(self) -> None:
-        """Continue to write after another process has written."""
         self.frames = self._numbers[_COUNT]
         self._claimed = self._numbers[_CLAIMED]
 
@@ -76,11 +69,9 @@ class FrameLog:
         return self._numbers[_PASSED_ON]
 
     def announce(self, consumer: int) -> None:
-        """Tell the writer that this consumer comes."""
         self._numbers[_ANNOUNCED] = consumer
 
     def pass_on(self, consumer: int) -> None:
-        """Tell the writer that the consumers up to this number are passed on, or gone."""
         self._numbers[_PASSED_ON] = consumer
 
     def newest_first(self) -> Iterator[tuple[int, bytes]]:

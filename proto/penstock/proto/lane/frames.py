@@ -1,15 +1,8 @@
-"""Frames and acks, which the two ends of a lane exchange, with their limits and checks. A frame is a message from the
-producer to the consumer, for example that a batch is in the ring. An ack is a message from the consumer to the
-producer.
+"""Frames (from producer to consumer) and acks (back), with their limits and checks.
 
-Frames and acks are fixed headers, as lane.proto describes them: one `struct` call writes or reads one, in a quarter of
-the time of a protobuf message, and without memory that stays allocated. (A protobuf message object that is reused for
-parsing grows with every message: by 57 bytes for a batch with one dim, by 1,000 for one with 120.)
-
-The limits bound the memory that a peer can cause this process to allocate: for a frame, for the pieces of a structure,
-for rings and structures. The same limits hold on the Unix socket and over TCP, so that a process between the two can
-forward frames unchanged.
-"""
+They are fixed headers (lane.proto): one `struct` call writes or reads one, in a quarter of the time of a protobuf
+message (whose object grows, if reused, by 57 to 1,000 bytes each). The limits bound the memory that a peer can make
+this process allocate. They are the same on the Unix socket and over TCP, so frames can be forwarded unchanged."""
 
 from __future__ import annotations
 
@@ -72,8 +65,7 @@ LANE_PROTOCOL = 8
 MAX_FRAME = 64 << 10
 """Largest size of a frame in bytes. The default buffer of a Unix socket holds three of them."""
 HEAD = struct.Struct("<I")
-"""Format of the length that precedes each frame on a local lane. (Over TCP the seal of tcp.py precedes each frame.)
-The same format has the length of the counts in a BATCH frame."""
+"""Format of the length before each frame on a local lane (TCP: a seal, tcp.py), and after a BATCH frame's counts."""
 MAX_PACKET = HEAD.size + MAX_FRAME
 PIECE = 32 << 10
 """Largest part of a structure in one STRUCTURE frame, in bytes."""
@@ -82,27 +74,21 @@ LONG_SHAPES = 2048
 MAX_DIMS = 65_536 * 32
 """Largest number of dims of a batch: MAX_LEAVES tensors with MAX_RANK dims each."""
 MAX_STRUCTURE = 4 << 20
-"""Largest size of a batch's structure in bytes, as in penstock.proto.batch.structure."""
 MAX_RINGS = 64
-"""Largest number of rings in use. A producer makes the entries of the next ring usually twice as large, so no correct
-peer reaches this number."""
+"""Largest number of rings in use. The next ring's entries are usually twice as large, so no correct peer reaches it."""
 KNOWN_STRUCTURES = 64
 """Largest number of announced structures at a time. Above it, both ends forget the one announced longest ago."""
 KNOWN_BYTES = 8 << 20
 """Largest size of all announced structures together in bytes. Objects made for them take up to sixty times as much."""
 MAX_UNUSED = 1 << 16
-"""Largest number of frames in a row without a batch or an end of an epoch, so that a peer cannot keep its reader busy
-forever."""
+"""Largest number of frames in a row without a batch or end of an epoch: a peer must not keep its reader busy."""
 
 BATCH, RING, STRUCTURE, END, ERROR, CLOSE = range(1, 7)
-"""Kinds of frames: a batch, a new ring, the structure of batches, the end of an epoch, an error of the input, the end
-of the lane."""
 
 COVER = 0x03
 """Bits of a BATCH frame's flags that say which bytes of the batch its digest covers (DigestCover)."""
 COUNTED = 0x80
-"""Flag of a BATCH frame that contains counts (penstock.proto.state.counts). They come after the dims, and are followed
-by their length in bytes, a u32."""
+"""Flag of a BATCH frame with counts (penstock.proto.state.counts) after the dims, before their length, a u32."""
 
 LOST = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF})
 """Error numbers of a send if the peer is gone. Data that the peer sent before may still be read."""
@@ -140,8 +126,7 @@ _pack_frame, _unpack_frame, _new = _FRAME.pack, _FRAME.unpack_from, tuple.__new_
 
 
 class Frame(NamedTuple):
-    """Message that a producer sends. The fields are those of the header, in order; lane.proto says what they mean in
-    each kind of frame."""
+    """Message of a producer: the fields of the header, in order; lane.proto says what they mean in each kind."""
 
     kind: int = 0
     codec: int = 0
@@ -205,8 +190,7 @@ def framed_batch(
     rest: bytes,
     counts: bytes = b"",
 ) -> bytes:
-    """Return a BATCH frame of the local lane, preceded by its length, without a Frame object, because each batch needs
-    one. The parameters up to `rest` are fields of Frame. `counts` are added after `rest`, and set COUNTED."""
+    """Return a framed BATCH without a Frame object, because each batch needs one. `counts` set COUNTED."""
     if counts:
         flags, rest = flags | COUNTED, rest + counts + HEAD.pack(len(counts))
     return (
@@ -243,7 +227,6 @@ class Ack(NamedTuple):
     delivered: int = 0
     """Last batch delivered to the training loop, counted over the run."""
     open_epochs: int = 0
-    """Last epoch (from 0) that the producer may begin."""
     abandon_epoch: int = 0
     """Epoch that the loop has abandoned, plus 1; 0 = none. It ends after batch `delivered`."""
     released: Sequence[int] = ()
@@ -290,8 +273,7 @@ _SO_PEEK_OFF = 42
 
 
 def unread_break(sock: socket.socket) -> bool:
-    """True if an ack that abandons an epoch waits on a local lane. Nothing is taken from the socket, and other
-    processes may read it meanwhile."""
+    """True if an ack that abandons an epoch waits on a local lane. It stays there; others may read it meanwhile."""
     buffer = bytearray(MAX_FRAME)  # of a longer message the next recv would give the rest
     try:
         sock.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, 0)
@@ -322,8 +304,7 @@ def dims_of(frame: Frame, ring: Ring) -> bytes:
 
 
 def forget_oldest(structures: dict[int, bytes]) -> None:
-    """Drop the structures that were announced first, until the rest is within KNOWN_STRUCTURES and KNOWN_BYTES. The
-    newest is never dropped."""
+    """Drop the oldest structures, but never the newest, until the rest is within KNOWN_STRUCTURES and KNOWN_BYTES."""
     held = sum(map(len, structures.values()))
     while len(structures) > KNOWN_STRUCTURES or (held > KNOWN_BYTES and len(structures) > 1):
         held -= len(structures.pop(next(iter(structures))))
@@ -358,8 +339,7 @@ class StructurePieces:
 
 
 def connect_local(address: str, timeout: float) -> socket.socket:
-    """Return a SEQPACKET connection to an abstract Unix socket. Raises OSError, and ProtocolError unless the peer runs
-    as this user or as root."""
+    """Return a SEQPACKET connection to an abstract Unix socket. Raises OSError, and ProtocolError as check_peer."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(timeout)
@@ -372,8 +352,7 @@ def connect_local(address: str, timeout: float) -> socket.socket:
 
 
 def check_peer(sock: socket.socket) -> int:
-    """Return the pid of the peer. Raises ProtocolError unless it runs as this user or as root: an abstract name has no
-    file permissions that would ensure this."""
+    """Return the peer's pid. Raises ProtocolError unless it is this user or root: abstract names are open to all."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid not in (0, os.getuid()):
         raise ProtocolError(

@@ -1,12 +1,8 @@
 """Queue of a producer's frames to a consumer on a local lane. Several frames are sent in one packet.
 
-The largest cost of a small batch on the local lane is waking the consumer: 5 us of the producer's time for each packet
-to a sleeping peer (2-core AMD EPYC, a virtual machine), against 7 us for everything else. So frames are collected here,
-and `flush` sends all of them as one packet: one system call, one wake-up.
-
-A packet contains whole frames, each preceded by its length, with at most MAX_PACKET bytes in all. The descriptor of a
-ring is sent in a packet of its own, after the packet that ends with the ring's RING frame.
-"""
+The largest cost of a small batch is waking the consumer: 5 us for each packet to a sleeping peer (2-core AMD EPYC,
+virtual), against 7 us for everything else. So `flush` sends all frames as one packet of at most MAX_PACKET bytes. The
+descriptor of a ring has a packet of its own, after the one that ends with its RING frame."""
 
 from __future__ import annotations
 
@@ -22,8 +18,6 @@ __all__ = ["Outbox"]
 
 
 class Outbox:
-    """Queue of frames (each preceded by its length) and file descriptors."""
-
     __slots__ = ("_unsent",)
 
     def __init__(self) -> None:
@@ -36,8 +30,7 @@ class Outbox:
         return iter(self._unsent)
 
     def add(self, message: bytes | int) -> None:
-        """Raises ProtocolError for a frame that is larger than a packet, which occurs only for forwarded frames of a
-        peer."""
+        """Raises ProtocolError for a frame that is larger than a packet: a peer's, which is forwarded."""
         if not isinstance(message, int) and len(message) > MAX_PACKET:
             raise malformed(f"a frame must have at most {MAX_PACKET} bytes, got {len(message)}")
         self._unsent.append(message)
@@ -46,8 +39,8 @@ class Outbox:
         self._unsent.clear()
 
     def flush(self, sock: socket.socket) -> None:
-        """Send as many frames as fit into the socket's buffer, without blocking. Raises OSError if the socket fails.
-        All frames are then dropped, because the peer would get later ones without the failed one."""
+        """Send as many frames as fit into the socket's buffer. Raises OSError if it fails, and drops all frames then,
+        because the peer would get later ones without the failed one."""
         unsent = self._unsent
         try:
             while unsent:

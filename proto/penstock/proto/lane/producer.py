@@ -5,14 +5,10 @@ A ring entry is in one of four states. Only this module changes the state:
     free ── reserve ──> reserved ── publish ──> kept ── Ack.delivered ──> lent ── Ack.released ──> free
                             └─ return_unused ─> free       └─ Ack.abandon_epoch, Hello.abandons ──> free
 
-A *kept* batch was sent and is not delivered to the training loop yet. A consumer that reconnects gets the kept batches
-again from the ring. A *lent* batch belongs to the loop, which may have written into it, and is never sent again. Its
-entry is not reused until the consumer releases it, or reconnects without naming it. (A consumer connects with a Hello,
-whose field `held` names the entries that the loop still uses.)
-
-Ring ids start at a random number, so that a ring of another producer (an older generation of the runner, or a
-receiver's earlier connection) is never mistaken for a ring of this producer.
-"""
+A *kept* batch is not delivered yet, and sent again to a consumer that reconnects. A *lent* one belongs to the loop,
+which may have written into it, and is never sent again; its entry is free when the consumer releases it, or reconnects
+without naming it in Hello.held. Ring ids start at a random number, so that another producer's ring is never mistaken
+for one of this producer."""
 
 from __future__ import annotations
 
@@ -88,8 +84,6 @@ def check_size(nbytes: int, most: int) -> None:
 
 @dataclass(slots=True)
 class FreeEntry:
-    """Free ring entry, reserved for one batch."""
-
     ring_id: int
     entry: int
     ring: Ring
@@ -106,14 +100,10 @@ class FreeEntry:
 
 @dataclass(slots=True)
 class _Kept:
-    """Frame that is sent again to a consumer that reconnects."""
-
     total: int
     epoch: int
     message: bytes
-    """With its length before it."""
     reserved: FreeEntry | None
-    """Ring entry of a BATCH frame; None for END and ERROR."""
     structure: int
     number: int
     """Number in the log; 0 without a log."""
@@ -124,11 +114,8 @@ class _Kept:
 class Producer:
     """End of a lane that owns the rings. It serves its consumers one after another, all in the thread of its owner.
 
-    Args:
-        ring_bytes: size in bytes above which a ring gets fewer entries (`limit` of ring.entries_for).
-        budget: limit on all rings of the process together.
-        log: gets each frame that is kept, for a process that serves a new consumer first.
-    """
+    `ring_bytes`: size above which a ring gets fewer entries; `budget`: limit on all rings of the process together;
+    `log`: gets each frame that is kept, for a process that serves a new consumer first."""
 
     def __init__(
         self,
@@ -152,12 +139,10 @@ class Producer:
         self.closed = False
         """True once the consumer has closed the lane on purpose."""
         self.abandons = 0
-        """Epochs abandoned so far. Each frame has this number, so that the consumer recognises those of abandoned
-        epochs."""
+        """Epochs abandoned so far. Each frame has this number, by which the consumer recognises abandoned ones."""
         self.numbered = 0
         """Structures that the runner has numbered so far, from 1."""
         self.on_ack: Callable[[Ack], None] | None = None
-        """Called with each ack, after it was applied, in a process that forwards acks."""
         self.rings_changed = False
         """True if a ring was started or dropped. Who tells the process that reads the log sets it to False."""
         self._frame_log = log
@@ -200,12 +185,9 @@ class Producer:
     def attach(self, sock: socket.socket, hello: lane_pb2.Hello, served: int = 0, rings: Collection[int] = ()) -> None:
         """Attach a new consumer in place of the previous one, and send it the undelivered batches that are in the ring.
 
-        served, rings: what another process has sent to the consumer already: the frames of the log before number
-        `served`, as far as the consumer needs them, and the announcements of these rings.
-
-        A consumer whose `hello` requests delivered batches, or counts fewer abandoned epochs than the producer, gets an
-        ERROR frame and is not attached. Raises ProtocolError if `hello` requests too many snapshots.
-        """
+        `served`, `rings`: what another process has sent it already: frames of the log before this number, and rings. A
+        consumer that requests delivered batches, or counts fewer abandoned epochs, gets an ERROR frame and is not
+        attached. Raises ProtocolError if `hello` requests too many snapshots."""
         self.detach()
         sock.setblocking(False)
         wanted = max(1, hello.next_total)
@@ -254,7 +236,6 @@ class Producer:
         self.detach()
 
     def detach(self) -> None:
-        """Detach the consumer. Keep all batches that are not delivered, for the next consumer."""
         if self._sock is not None:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)  # the slot's process may hold it too (keep_watching)
@@ -299,7 +280,6 @@ class Producer:
                 self.on_ack(ack)
 
     def flush(self) -> None:
-        """Send as many queued frames as fit into the socket's buffer, without blocking."""
         if self._sock is None:
             self._unsent.clear()
             return
@@ -316,12 +296,9 @@ class Producer:
     # ---- batches
 
     def reserve(self, nbytes: int, dims: int = 0) -> FreeEntry | None:
-        """Return a free entry for a batch whose tensors have `dims` dimensions together; None if no entry is free. A
-        batch larger than an entry starts a ring with larger entries. Publish or return the entry before the next
-        `reserve`.
-
-        Raises BatchTooLargeError if the batch is larger than max_batch_bytes, OSError if memory is short.
-        """
+        """Return a free entry for a batch with `dims` dimensions in all; None if none is free. A batch larger than an
+        entry starts a ring with larger entries. Publish or return the entry before the next `reserve`. Raises
+        BatchTooLargeError, OSError if memory is short."""
         if dims > LONG_SHAPES:
             nbytes += 8 * dims
         ring = self._rings.get(self._current)
@@ -331,8 +308,7 @@ class Producer:
         return self.reserve_current()
 
     def reserve_current(self) -> FreeEntry | None:
-        """Return a free entry of the current ring; None if there is none, and before the first batch. For a batch that
-        is built in the entry before its size is known. Several entries may be reserved at a time."""
+        """Return a free entry of the current ring, perhaps one of several, for a batch of a size not yet known."""
         ring = self._rings.get(self._current)
         if ring is None or not self._free:
             return None
@@ -350,13 +326,11 @@ class Producer:
 
     @property
     def ring_entries(self) -> int:
-        """Entries of the current ring; 0 before the first batch."""
         ring = self._rings.get(self._current)
         return 0 if ring is None else ring.entries
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of an entry of the current ring; 0 before the first batch."""
         ring = self._rings.get(self._current)
         return 0 if ring is None else ring.entry_bytes
 
@@ -364,10 +338,8 @@ class Producer:
         return structure in self._structures
 
     def know_structure(self, structure: int, data: bytes) -> None:
-        """Register an encoded structure under an id, before each `publish` of a batch that has it; it takes almost no
-        time. At 2 * KNOWN_STRUCTURES, or above 2 * KNOWN_BYTES, the oldest structures that no kept batch and no
-        consumer has are dropped until half is left. Raises ProtocolError if the id already stands for another
-        structure."""
+        """Register an encoded structure before each `publish` with it. At twice KNOWN_STRUCTURES or KNOWN_BYTES the
+        oldest unused ones are dropped until half is left. Raises ProtocolError for another one of this id."""
         known = self._structures
         if structure not in known and (
             len(known) >= 2 * KNOWN_STRUCTURES or sum(map(len, known.values())) > 2 * KNOWN_BYTES
@@ -400,7 +372,6 @@ class Producer:
             total: number of the slot's batch, counted over the run.
             dims: packed dims of its tensors (frames.pack_shapes).
             more: True if another `publish` or a `flush` follows at once, so that the batch may share a packet.
-            cover: bytes that `digest` covers.
             counts: encoded counts that the batch has changed (penstock.proto.state.counts).
         """
         count = len(dims) >> 3
@@ -416,8 +387,7 @@ class Producer:
         self._keep_and_send(reserved, total, epoch, structure, message, more)
 
     def forward(self, reserved: FreeEntry, frame: Frame, more: bool = False) -> None:
-        """Send a BATCH frame that another producer has made. `reserved`: entry with the uncompressed batch, in place of
-        the one that the frame names."""
+        """Send another producer's BATCH frame. `reserved`: entry with the uncompressed batch, instead of its own."""
         _, _, flags, _, _, structure, abandons, size, total, epoch, nbytes, digest, _, dims = frame
         message = framed_batch(
             flags, reserved.ring_id, reserved.entry, structure, abandons, size, total, epoch, nbytes, digest, dims
@@ -438,7 +408,6 @@ class Producer:
         self._give_back(reserved.ring_id, reserved.entry)
 
     def end(self, epoch: int, total: int) -> None:
-        """Send the END frame of an epoch, after the slot's batch `total`."""
         self.forward_end(Frame(END, epoch=epoch, total=total, abandons=self.abandons))
 
     def fail(self, epoch: int, total: int, error: records_pb2.ErrorDetail) -> None:
@@ -476,8 +445,7 @@ class Producer:
     # ---- another process of the owner
 
     def hand_over(self) -> tuple[dict[str, Any], list[int]]:
-        """Return what another process needs to continue this end of the lane (`take_over`): plain values, and the
-        descriptors that they name. Reserved entries become free. Do not use this object afterwards."""
+        """Return values and descriptors for `take_over`. Reserved entries become free, and this object useless."""
         fds = [] if self._sock is None else [self._sock.fileno()]
         fds += [ring.fd for ring in self._rings.values()]
         for ring_id, lent in self._lent.items():
@@ -508,8 +476,7 @@ class Producer:
         }, fds
 
     def take_over(self, record: dict[str, Any], fds: list[int]) -> None:
-        """Continue the end of a lane that another process has handed over. The rings are not mapped: see `map_rings`.
-        This object owns the descriptors `fds` from now on."""
+        """Continue another process's end of a lane, and own `fds`. The rings are not mapped: see `map_rings`."""
         if self._frame_log is not None:
             self._frame_log.resume()
         if self._sock is not None:
@@ -550,9 +517,8 @@ class Producer:
             setattr(self, name, record[name])
 
     def begin_anew(self, sent_total: int) -> None:
-        """Forget all that was made: the process that had the lane was killed, because the loop has abandoned its epoch.
-        Only the connection stays, with the acks that were not read. Batches that the loop still holds stay valid,
-        because it has mapped their rings. `sent_total`: last batch that was sent, counted over the run."""
+        """Forget all that was made: the lane's process was killed, because the loop has abandoned its epoch. The
+        connection stays, with unread acks; batches that the loop holds stay valid. `sent_total`: last batch sent."""
         if self._frame_log is not None:
             self._frame_log.resume()
         sock, self._sock = self._sock, None
@@ -565,8 +531,7 @@ class Producer:
         self._sent_total = sent_total
 
     def keep_watching(self, sock: socket.socket | None) -> None:
-        """Keep a descriptor of the consumer's socket, which another process has from now on. Only `has_unread_break`
-        may be asked meanwhile."""
+        """Keep a descriptor of the consumer's socket, which another process has now, for `has_unread_break` only."""
         self.release_socket()
         self._sock = sock
 
@@ -579,7 +544,6 @@ class Producer:
             ring.attach()
 
     def release_socket(self) -> None:
-        """Close this process's descriptor of the consumer's socket, which another process continues to use."""
         if self._sock is not None:
             self._sock.close()
             self._sock = None
@@ -648,10 +612,9 @@ class Producer:
     def _catch_up(self, hello: lane_pb2.Hello) -> None:
         """Take over the higher number of abandoned epochs from a consumer's Hello.
 
-        Usually the lane broke before an ack with `abandon_epoch` arrived. All kept frames are then dropped: they belong
-        to an abandoned epoch, or to a later one that the runner had begun already. The other case is the first consumer
-        of a new runner that began after the newest abandoned epoch. The loop needs its frames: correct their number.
-        """
+        Usually the lane broke before an ack with `abandon_epoch` arrived: all kept frames belong to an abandoned epoch
+        or a later one begun already, and are dropped. The other case is the first consumer of a new runner that began
+        after the newest abandoned epoch. The loop needs its frames: correct their number."""
         left = hello.abandon_epoch - 1
         fresh = not self._met and all(kept.epoch > left for kept in self._kept)
         self.abandons = hello.abandons
@@ -708,7 +671,6 @@ class Producer:
             kept.popleft()
 
     def _drop_kept(self) -> None:
-        """Drop all kept frames but an ERROR: the loop has abandoned their epoch, or they are of a later one."""
         dropped, self._kept = self._kept, deque(kept for kept in self._kept if kept.last)
         for kept in dropped:
             if kept.reserved is not None:
@@ -740,7 +702,7 @@ class Producer:
 
 
 def _that_fits(error: records_pb2.ErrorDetail) -> records_pb2.ErrorDetail:
-    """Shorten an error so that its frame is smaller than MAX_FRAME. Of a long traceback the end is kept."""
+    """Shorten an error below MAX_FRAME. Of a long traceback the end is kept."""
     return records_pb2.ErrorDetail(
         name=error.name[:256],
         message=error.message.encode()[:16384].decode(errors="ignore"),

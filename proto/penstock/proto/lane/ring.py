@@ -1,18 +1,14 @@
 """Ring: shared memory divided into entries of one size, which one process fills and another reads in place.
 
-A ring is one `memfd`, which has no name: nothing is left under /dev/shm, no names collide, and the kernel frees the
-memory with the last process that holds the memfd. Before a ring is sent to another process, it is sealed against
-shrinking, growing and further seals. The reader checks the seals before it maps the ring, because a peer that truncated
-a mapped ring would kill the reader with SIGBUS.
+A ring is one `memfd`, which has no name and is freed with the last process that holds it. It is sealed against
+shrinking and growing before it is sent; the reader checks the seals, because a peer that truncated a mapped ring would
+kill the reader with SIGBUS.
 
-The process that makes a ring allocates all its pages, so that a lack of memory is an error at once and not a SIGBUS
-later. The pages are faulted in when the ring is mapped: page faults on fresh shared memory, not the copy, make torch's
-own DataLoader slow at large batches. The reader checks that the pages exist. A peer could announce a large ring without
-pages, which costs the peer nothing, and the reader's accesses would allocate every page.
+Its maker allocates all pages, so that a lack of memory is an error and not a SIGBUS later, and faults them in: page
+faults on fresh shared memory make torch's own DataLoader slow at large batches. The reader checks that the pages exist,
+because its own accesses would allocate those of a large empty ring.
 
-A mapping is never closed explicitly, because tensors that the training loop still holds are views of the mapping. It
-ends with the last view. `Ring` only drops its own reference.
-"""
+A mapping is never closed explicitly: it ends with the last tensor of the training loop that is a view of it."""
 
 from __future__ import annotations
 
@@ -38,8 +34,8 @@ MIN_ENTRIES = 4
 FEWEST_ENTRIES = 3
 """The same if memory is short. With fewer, a loop that keeps its last batch would leave no entry to fill."""
 GIANT_BYTES = 512 << 20
-"""Size in bytes from which the ring of a batch has a single entry, and the loop gets a copy: three entries in the
-runner's ring and three in the receiver's would take six times the batch's size."""
+"""Bytes from which the ring of a batch has a single entry, and the loop gets a copy: three entries in each of the
+runner's and the receiver's rings would take six times the batch's size."""
 RING_BYTES = 8 << 20
 """Target size of a ring in bytes: it fits the last-level cache, from which the reader then reads."""
 UNCHECKED_BYTES = 64 << 20
@@ -51,9 +47,8 @@ BOX_BYTES = 512 << 20
 
 
 def grown(nbytes: int, previous: int, most: int) -> int:
-    """Return the size of the entries of a new ring, for batches that do not fit into the old entries of `previous`
-    bytes: at least twice `previous`, so that slightly larger batches do not each start another ring, but doubling stops
-    at `most` (max_batch_bytes), and below GIANT_BYTES."""
+    """Return the size of a new ring's entries: at least twice `previous`, so that slightly larger batches do not each
+    start another ring, but doubling stops at `most`, and below GIANT_BYTES."""
     doubled = min(2 * previous, GIANT_BYTES - PAGE)
     return min(max(nbytes, doubled), max(most, nbytes))
 
@@ -64,8 +59,8 @@ def ring_bytes(rings: int) -> int:
 
 
 def entries_for(entry_bytes: int, limit: int = BOX_BYTES) -> int:
-    """Return the number of entries of a ring: about RING_BYTES, MIN_ENTRIES to MAX_ENTRIES; fewer, down to
-    FEWEST_ENTRIES, if it would exceed `limit` bytes; 1 from GIANT_BYTES on."""
+    """Return a ring's number of entries: of about RING_BYTES, MIN_ENTRIES to MAX_ENTRIES; down to FEWEST_ENTRIES, if it
+    would exceed `limit` bytes; 1 from GIANT_BYTES on."""
     size = max(entry_bytes, 1)
     if size >= GIANT_BYTES:
         return 1
@@ -74,13 +69,7 @@ def entries_for(entry_bytes: int, limit: int = BOX_BYTES) -> int:
 
 
 class Ring:
-    """Ring that is mapped in this process, with entries of whole pages.
-
-    Attributes:
-        fd: descriptor of the ring's memfd; -1 once it is closed, and after a Consumer has mapped the ring.
-        map: the shared, writable mapping, of which batches are views.
-        address: address at which the mapping begins in this process.
-    """
+    """Ring mapped in this process, with entries of whole pages. `fd` is -1 once closed, or mapped by a Consumer."""
 
     map: mmap.mmap
     view: memoryview
@@ -112,9 +101,8 @@ class Ring:
 
     @classmethod
     def create(cls, entry_bytes: int, entries: int) -> Ring:
-        """Return a new ring, which is sealed and filled with zeros. Raises OSError if memory is short. Free memory is
-        checked first, because all pages are allocated at once, and too many would make the kernel kill a process. (In
-        the receiver process a peer chooses the size.)"""
+        """Return a new, sealed ring of zeros. Raises OSError if memory is short: all pages are allocated at once, and
+        too many, perhaps by a peer's choice, would make the kernel kill a process."""
         entry_bytes = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE)
         size = entry_bytes * entries
         if size > UNCHECKED_BYTES and size > (free := int(MOST_OF_FREE * free_memory())):
@@ -143,8 +131,7 @@ class Ring:
     @classmethod
     def open(cls, fd: int, entry_bytes: int, entries: int) -> Ring:
         """Map a ring that a peer made. Raises ProtocolError unless it is sealed, of ordinary pages, as large as
-        announced and fully allocated; LaneLostError if this process cannot map it, for example because it lacks address
-        space."""
+        announced and fully allocated; LaneLostError if this process lacks address space."""
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError as error:
@@ -191,16 +178,13 @@ class Ring:
             silence(self.fd)
 
     def close_fd(self) -> None:
-        """Close the descriptor. The memory stays mapped while views of it exist."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class RingBudget:
-    """Limit on the bytes of all rings of a process together, whose sizes peers choose: each alone may fit into the free
-    memory, but not all together. A ring counts until its last view is gone. `limit`: 0 for MOST_OF_FREE of the free
-    memory."""
+    """Limit on all rings of a process, whose sizes peers choose, until their last views are gone. 0: MOST_OF_FREE."""
 
     def __init__(self, limit: int = 0) -> None:
         self._limit = limit or int(MOST_OF_FREE * free_memory())

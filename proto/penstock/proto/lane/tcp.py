@@ -1,22 +1,17 @@
-"""Frames of a lane over TCP. Each frame has a checksum, and a BATCH frame is followed by the batch's bytes, its
-payload.
+"""Frames of a lane over TCP. Each has a checksum, and a BATCH frame is followed by the batch's bytes, its payload.
 
-Frames and payloads go to the consumer; one Hello (the consumer's request that opens the lane) and then acks go to the
-producer. Sender and receiver share only this framing. TCP has no packet borders, so both read into a `SealedInbox`: one
-large receive takes in many small messages, and `SealedInbox.take` returns whole messages without a copy.
+Frames and payloads go to the consumer; one Hello and then acks go to the producer. TCP has no packet borders, so both
+read into a `SealedInbox`: one large receive, then whole messages without a copy.
 
-**Damage is detected.** TCP's own checksum has 16 bits, and a switch or a proxy that damages a packet recomputes it. So
-each message is preceded by a *seal*: its length, sent twice, and an xxh3 of its bytes. (With a damaged length the
-reader would wait for bytes that never come.) A payload is followed by an xxh3, unless the batch's digest covers all its
-bytes and the training process compares them (`is_checked`). Any difference is a BatchCorruptError: the connection is
-closed, and the consumer fetches again what it has not received. xxh3 takes 16 us for 1 MiB (60 GB/s from a cache, 33
-from memory, on a 2-core AMD EPYC); crc32c in hardware takes 37.
+**Damage is detected.** TCP's checksum has 16 bits, and a switch or proxy that damages a packet recomputes it. So before
+each message is a *seal*: its length, twice (a damaged one would make the reader wait for ever), and its xxh3. A payload
+is followed by an xxh3, unless its digest covers all its bytes (`is_checked`). After any BatchCorruptError the
+connection is closed, and the consumer fetches again what it lacks. xxh3 takes 16 us for 1 MiB; crc32c in hardware takes
+37.
 
-**Dead peers are detected** by keepalive while the lane is idle, and by TCP_USER_TIMEOUT while sent data is not
-acknowledged. TCP_USER_TIMEOUT is set at the receiver's end only. The kernel also counts a closed window as silence, and
-a receiver closes its window while its training loop pauses. A sender whose peer is gone only keeps its own memory until
-the kernel gives up, after a quarter of an hour at most.
-"""
+**Dead peers are detected** by keepalive while idle, and by TCP_USER_TIMEOUT while sent data is not acknowledged, which
+is set at the receiver's end only: the kernel also counts a closed window as silence, and a receiver closes its window
+while its training loop pauses. A sender whose peer is gone only keeps its own memory until the kernel gives up."""
 
 from __future__ import annotations
 
@@ -56,8 +51,8 @@ _SEAL_BYTES, _seal, _unseal = SEAL.size, SEAL.pack, SEAL.unpack_from
 
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_TRIES = 10, 5, 4
 PROBE_EVERY_S, USER_TIMEOUT_S = 1, 2
-"""Seconds between keepalive probes, and seconds without an acknowledgement after which the receiver's end counts its
-peer as unreachable. Waiting longer would cost more than opening a new lane, to this worker or another."""
+"""Seconds between keepalive probes, and without an acknowledgement until the receiver's peer counts as unreachable:
+waiting longer would cost more than a new lane."""
 NEAR_US = 100
 """Longest round trip in microseconds to a peer that counts as near, by the shortest that the kernel has measured."""
 NEAR_BUFFER = 256 << 10
@@ -68,8 +63,7 @@ _NO_RTT_US = (1 << 32) - 1
 
 
 def tune(sock: socket.socket, *, user_timeout: bool = False) -> None:
-    """Let small messages be sent at once, and dead peers be detected. `user_timeout`: set TCP_USER_TIMEOUT too, and
-    probe an idle peer each second."""
+    """Send small messages at once, and detect dead peers. `user_timeout`: TCP_USER_TIMEOUT, and probes each second."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
@@ -82,7 +76,6 @@ def tune(sock: socket.socket, *, user_timeout: bool = False) -> None:
 
 
 def unreachable_error(address: str, error: OSError) -> DeadlineError | LaneLostError:
-    """DeadlineError if nothing answered, else LaneLostError."""
     kind = DeadlineError if isinstance(error, TimeoutError) else LaneLostError
     return kind(f"no connection to {address}: {error}")
 
@@ -102,8 +95,7 @@ def sealed(message: bytes | memoryview) -> bytes:
 
 
 def length_of(seal: bytes | bytearray | memoryview, at: int = 0) -> int:
-    """Return the length of the message that follows a seal. Raises BatchCorruptError if the two lengths in it differ,
-    ProtocolError if the message is too long."""
+    """Length of the message after a seal. Raises BatchCorruptError if its two differ, ProtocolError if too long."""
     size, complement, _ = SEAL.unpack_from(seal, at)
     if size ^ complement != _ALL:
         raise BatchCorruptError(
@@ -124,8 +116,7 @@ def check_message(seal: bytes | bytearray | memoryview, at: int, message: bytes 
 
 
 def is_checked(frame: Frame) -> bool:
-    """True if a check follows the payload of this BATCH frame. No check follows an uncompressed payload if the batch's
-    digest covers every byte of it."""
+    """True if a check follows the payload of this BATCH frame: none does if the digest covers all of what is sent."""
     cover = frame.flags & COVER
     return frame.codec != 0 or (cover != DigestCover.FULL and (frame.nbytes > FULL_BELOW or cover == DigestCover.ROWS))
 
@@ -135,9 +126,8 @@ def check_of(hasher: xxh3_64) -> bytes:
 
 
 def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
-    """Return the Hello that opens a TCP lane, and read no byte after it. `timeout`: seconds for the whole Hello,
-    however slowly it arrives. Raises DeadlineError, LaneLostError, BatchCorruptError, and ProtocolError for another
-    message."""
+    """Return the Hello that opens a TCP lane, and read no byte after it. `timeout`: seconds for all of it. Raises
+    DeadlineError, LaneLostError, BatchCorruptError, and ProtocolError for another message."""
     deadline = time.monotonic() + timeout
     reading = HelloReader()
     while reading.missing:
@@ -170,7 +160,6 @@ class HelloReader:
         self._seal = b""
 
     def add(self, piece: bytes) -> None:
-        """Add received bytes; b"" if the peer has closed the connection."""
         if not piece:
             raise LaneLostError("the other end closed the connection before it sent a request to read batches (Hello)")
         self._data += piece
@@ -192,12 +181,10 @@ class HelloReader:
 
 
 def fit_send_buffer(sock: socket.socket) -> None:
-    """Limit the unsent data of a connection to a near peer to the size of a processor's cache.
+    """Limit the unsent data to a near peer to the size of a processor's cache.
 
-    By default the kernel keeps 4 MiB in flight. On the loopback, 8 MiB batches then took 1,370 us of the sender's
-    processor time instead of 1,050. A bounded buffer also limits the speed, to one full buffer in each round trip: 3
-    GB/s at NEAR_US, more than a lane needs.
-    """
+    The kernel keeps 4 MiB in flight: on the loopback 8 MiB batches took 1,370 us of processor time instead of 1,050.
+    The bound is one full buffer in each round trip: 3 GB/s at NEAR_US, more than a lane needs."""
     min_rtt_us = _min_rtt_us(sock)
     if min_rtt_us is not None and min_rtt_us < NEAR_US:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NEAR_BUFFER)
@@ -223,8 +210,7 @@ class SealedInbox:
         return self._end - self._start
 
     def take_check(self, hasher: xxh3_64, total: int) -> bool:
-        """Compare the check that follows a payload with the payload's hash. Return False if it has not arrived
-        completely. Raises BatchCorruptError if they differ."""
+        """Compare the check after a payload with its hash. False if it has not arrived. Raises BatchCorruptError."""
         stop = self._start + CHECK_BYTES
         if stop > self._end:
             return False
@@ -249,9 +235,8 @@ class SealedInbox:
         self._end += size
 
     def take(self) -> memoryview | None:
-        """Return the next message, without its seal, valid until the next call of `room`. None if it has not arrived
-        completely. Raises BatchCorruptError if it was damaged in transit, ProtocolError if it is longer than any
-        frame."""
+        """Return the next message without its seal, valid until the next `room`; None if incomplete. Raises
+        BatchCorruptError, ProtocolError if it is longer than any frame."""
         buffer, begin = self._buffer, self._start
         start = begin + _SEAL_BYTES
         if start > self._end:

@@ -1,18 +1,12 @@
 """TLS over a lane's TCP connection, with the interface of the plain socket that sender and receiver use.
 
-`TlsSocket` differs from Python's SSLSocket in four ways. If nothing can be read or written now, it raises
-BlockingIOError, as sockets do. The class has `sendmsg` and `recvmsg_into`, over several buffers. If OpenSSL cannot
-finish sending some bytes, the socket keeps these bytes and sends them first in the next call, as OpenSSL requires. The
-caller may then pass the same bytes in other pieces. And `shutdown` ends only the TCP directions that it names: TLS
-stays in place, so that data can still be read after SHUT_WR.
+Unlike Python's SSLSocket, `TlsSocket` raises BlockingIOError as sockets do, has `sendmsg` and `recvmsg_into`, and keeps
+bytes that OpenSSL has not finished to send first in the next call, as OpenSSL requires, so the caller may pass them in
+other pieces. `shutdown` ends only the TCP directions that it names: data can still be read after SHUT_WR.
 
-One receive returns at most one record of 16 KiB. Bytes of the record that did not fit stay inside OpenSSL, where poll
-does not see them; `pending` returns their number. Small buffers are sent together, because each record costs 22 bytes
-and a call of the cipher.
-
-A connection that ends without TLS's own closing message is not an error here. Lanes have frames for their end, and the
-absence of such a frame shows that the peer was lost.
-"""
+One receive returns at most a record of 16 KiB. What did not fit stays inside OpenSSL, where poll does not see it;
+`pending` returns its size. Small buffers are sent together, because each record costs 22 bytes and a call of the
+cipher. A missing closing message of TLS is no error: lanes have frames for their end."""
 
 from __future__ import annotations
 
@@ -37,8 +31,7 @@ __all__ = [
 
 
 def check_damage(error: OSError, *, heard: bool) -> None:
-    """Raise BatchCorruptError if a TLS error means that data was damaged in transit. `heard`: data had arrived before
-    the error. Then every TLS error means damage, except one that reports the connection's end."""
+    """Raise BatchCorruptError for damage in transit: any error once data had arrived (`heard`), except an end."""
     ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
     if is_damage(error) or (heard and isinstance(error, ssl.SSLError) and not ended):
         raise BatchCorruptError(
@@ -52,8 +45,8 @@ JOINED = 16 << 10
 AT_ONCE = 256 << 10
 """Largest number of bytes for one call of OpenSSL, which makes several records of them."""
 PEEKED = 3
-"""Number of first bytes that distinguish a TLS client from a plain one. A TLS handshake begins with 22, 3 and a third
-byte >= 1. A Hello begins with its length; if its first two bytes are 22 and 3, the third is 0."""
+"""First bytes that distinguish TLS from a Hello: a handshake begins with 22, 3 and a third byte >= 1. A Hello begins
+with its length; if its first two bytes are 22 and 3, the third is 0."""
 
 
 class TlsSocket(WrappedSocket):
@@ -114,8 +107,7 @@ def _wrapped(context: ssl.SSLContext, sock: socket.socket, **options: Any) -> Tl
 
 
 def connect_tls(sock: socket.socket, tls: Tls, host: str) -> TlsSocket:
-    """Start TLS on a connection that this process opened. The socket's timeout applies to each message of the
-    handshake. Raises OSError if it fails, after closing the socket. Pass the error to `tls.explain` for the reason."""
+    """Start TLS. The timeout applies to each message. On an OSError (for `tls.explain`) the socket is closed."""
     wrapped = _wrapped(tls.client_context(), sock, server_hostname=tls.expected("worker") or host)
     try:
         wrapped.do_handshake()
@@ -131,8 +123,8 @@ def looks_like_tls(first: bytes) -> bool:
 
 
 async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
-    """Start TLS on an accepted non-blocking connection. The caller must set a deadline. Raises TlsError if the
-    handshake fails, and OSError if the connection is lost in another way, both after closing the socket."""
+    """Start TLS on an accepted non-blocking connection; the caller sets a deadline. Raises TlsError, or OSError if the
+    connection is lost in another way, after closing the socket."""
     wrapped = _wrapped(context, sock, server_side=True)
     try:
         while True:

@@ -1,8 +1,7 @@
-"""Addresses of servers: their forms, which machines and users can reach them, and whether two processes share a host.
+"""Addresses of servers, "host:port" or "unix:/path": who can reach them, and whether two processes share a host.
 
-An address is "host:port" or "unix:/path". The path is that of a socket in a private folder of its user. (An abstract
-name would leave no file behind, but any user of the network namespace could bind it first and pose as a coordinator.)
-"""
+The path is that of a socket in a private folder of its user: any user of the network namespace could bind an abstract
+name first and pose as a coordinator."""
 
 from __future__ import annotations
 
@@ -20,7 +19,6 @@ UNIX = "unix:"
 
 
 def check_address(address: str) -> None:
-    """Raise InvalidArgumentError unless an address has the form "host:port" or "unix:/path"."""
     if (path := socket_path(address)) is not None and path.is_absolute():
         return
     host, _, port = address.rpartition(":")
@@ -31,13 +29,11 @@ def check_address(address: str) -> None:
 
 
 def socket_path(address: str) -> Path | None:
-    """Path of the socket in an address "unix:/path"."""
     return Path(address.removeprefix(UNIX)) if address.startswith(UNIX) else None
 
 
 def refuse_strangers(address: str) -> None:
-    """Raise UnsafeBindError if an address is a Unix socket that another user made, or could replace. Its folder is
-    checked even if there is no socket yet."""
+    """Raise UnsafeBindError for a Unix socket that another user made or could replace, now or later."""
     path = socket_path(address)
     if path is None:
         return
@@ -73,8 +69,7 @@ def is_local(address: str) -> bool:
 
 
 def refuse_unsafe(listen: str, *, encrypted: bool, insecure: bool) -> None:
-    """Raise UnsafeBindError if other machines can reach the address and its traffic would not be encrypted. `insecure`:
-    the user allows that."""
+    """Raise UnsafeBindError if others can reach the address without encryption. `insecure`: the user allows it."""
     if encrypted or insecure or is_local(listen):
         return
     raise UnsafeBindError(
@@ -84,9 +79,8 @@ def refuse_unsafe(listen: str, *, encrypted: bool, insecure: bool) -> None:
 
 
 def host_id() -> str:
-    """Return an id that is equal in two processes exactly if they share a running kernel and a network namespace, so
-    that each can reach the other's abstract Unix sockets. A hostname is not enough: two containers of one pod share a
-    network and may have two names; two of one machine may have one name and two networks."""
+    """Return an id that two processes share exactly if each can reach the other's abstract Unix sockets: kernel and
+    network namespace. (Containers of one pod may have two hostnames and one network; others the reverse.)"""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network = os.stat("/proc/self/ns/net").st_ino

@@ -1,15 +1,12 @@
-"""Auth interceptor between the network and the coordinator's handlers: it checks each call's token, role and protocol
-number.
+"""Auth interceptor before the coordinator's handlers: it checks each call's token, role and protocol number.
 
-The metadata of every call have the keys "authorization" and "penstock-protocol" (a number). The first is a proof that
-the caller knows a token (see penstock.proto.rpc.credentials.token_proof), or "Bearer TOKEN" from programs that cannot
-make the proof. Both are checked before the request's body is read, so a call without a token costs only its headers.
-Calls that only read (roles.READ_ONLY) need no protocol number. Health checks need no token, because Kubernetes' probes
-have none; the reply is only "serving".
+The metadata of a call have the keys "authorization" (a proof that the caller knows a token, see token_proof, or "Bearer
+TOKEN") and "penstock-protocol" (a number). Both are checked before the body is read, so a call without a token costs
+only its headers. Calls that only read (roles.READ_ONLY) need no protocol number, and health checks no token, because
+Kubernetes' probes have none.
 
-The clients of penstock.proto.rpc.calls add the metadata to each call themselves. On asyncio channels a client
-interceptor would cost a task for each call, and hide cancellation.
-"""
+The clients of calls.py add the metadata themselves: on asyncio a client interceptor would cost a task for each call,
+and hide cancellation."""
 
 from __future__ import annotations
 
@@ -44,24 +41,18 @@ __all__ = ["SERVICE", "AuthInterceptor", "credential", "jobs_share_token"]
 SERVICE = "penstock.proto.v1.Coordinator"
 _OURS = f"/{SERVICE}/"
 _HEALTH = f"/{health.SERVICE_NAME}/Check"
-"""Method of the health check, which needs no token. The health service's Watch is refused, because any caller could
-leave that stream open."""
+"""Method of the health check, which needs no token. Watch is refused: any caller could leave that stream open."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 _SHOWN_NAMES = "x509_subject_alternative_name"
 MAX_SHOWN = 200
 
 
 class AuthInterceptor(grpc.GenericRpcHandler):
-    """Handler around every method of the server. It checks the token, role and protocol number of each call, and
-    translates errors.
+    """The server's only handler: it checks the token, role and protocol number of each call, and translates errors.
 
-    Services are added to it as to a server, and it is the server's only handler. gRPC's own interceptors would take a
-    task and several awaits for each call: 40 us, a third of the time that gRPC itself takes.
-
-    Args:
-        connections: record of the server's connections. It is told of each call, and whether the call had a token.
-        tls: names that callers' certificates must have, if certificates are requested.
-    """
+    Services are added to it as to a server. gRPC's own interceptors would take a task and several awaits for each call:
+    40 us, a third of gRPC's own time. `connections` is told of each call, and whether it had a token; `tls` names what
+    callers' certificates must have."""
 
     def __init__(
         self, verifier: TokenVerifier, calls: CallCounters, connections: Connections, tls: Tls | None = None
@@ -112,12 +103,8 @@ class AuthInterceptor(grpc.GenericRpcHandler):
             self._handlers[f"/{service}/{name}"] = _translated(name, handler, self._calls, on_call, self._large)
 
     def _accept(self, name: str, connection: Callable[[str], None], context: _Context) -> None:
-        """Record that the connection of an accepted call has a token, note the token's digest for `credential`, and
-        send this server's proof that it knows the token.
-
-        Raises NotPermittedError if the caller's certificate is for another role. This check is here because gRPC does
-        not report the certificate earlier.
-        """
+        """Record that an accepted call's connection has a token, note the digest for `credential`, and send this
+        server's proof. Raises NotPermittedError for another role's certificate: gRPC does not report it earlier."""
         connection(context.peer())
         caller = self._caller(dict(context.invocation_metadata() or ()))
         if isinstance(caller, Caller):
@@ -138,8 +125,7 @@ class AuthInterceptor(grpc.GenericRpcHandler):
             )
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return the handler for a call, or one that refuses it if its token, role or protocol number is wrong. None
-        for a method of an unknown service, which gRPC refuses with UNIMPLEMENTED."""
+        """Return a call's handler, or one that refuses it. None for an unknown service, for gRPC to refuse."""
         method = handler_call_details.method
         called = method.removeprefix(_OURS)
         if method.startswith(_OURS):
@@ -168,8 +154,7 @@ _jobs_share_token: ContextVar[bool] = ContextVar("penstock-jobs-share-token", de
 
 
 def jobs_share_token() -> bool:
-    """True if this server accepts only one token for training jobs: a limit for each token then cannot tell jobs apart.
-    True outside a call."""
+    """True if only one token is accepted for training jobs, so that limits for tokens cannot tell jobs apart."""
     return _jobs_share_token.get()
 
 
@@ -224,8 +209,7 @@ def _counted(calls: CallCounters, method: str) -> Iterator[_Call]:
 def _translated(
     name: str, handler: Any, calls: CallCounters, on_call: Callable[[_Context], None], large: LargeRequests
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """Convert the errors of a method's handler to gRPC status and trailing metadata. `on_call`: called with the context
-    before each call."""
+    """Convert the errors of a handler to gRPC status and trailing metadata. `on_call`: called before each call."""
     parse = handler.request_deserializer
 
     def read(request: Any, count: Callable[[int], None]) -> Any:

@@ -1,11 +1,7 @@
-"""Authenticated calls, for the two clients in penstock.proto.rpc.calls: a client accepts answers only from a server
-that knows the token.
+"""Authenticated calls, for the clients in calls.py: answers are accepted only from a server that knows the token.
 
-penstock.proto.rpc.credentials.token_proof describes the protocol. This module applies it to gRPC: to the metadata of a
-call, and to the trailing metadata of its answer, which have a challenge or a proof. Parts of a streamed answer are
-accepted only after a proof in the initial metadata. Otherwise a server that does not know the token could fill the
-caller's memory with parts until the deadline.
-"""
+It applies credentials.token_proof to the metadata of calls and answers. Parts of a streamed answer need a proof in the
+initial metadata, or a server without the token could fill the caller's memory until the deadline."""
 
 from __future__ import annotations
 
@@ -42,8 +38,7 @@ Trailing = Iterable[tuple[str, str | bytes]] | None
 Answer = tuple[Any, Trailing]
 _RELEASE = ((PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, VERSION))
 _OWN_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Status codes that gRPC itself sets if no coordinator has answered. An error with one of them is accepted although no
-server has proved that it knows the token, unless it came with the details that Penstock's servers add."""
+"""Status codes that gRPC sets without a server: accepted unproven, but not with Penstock's own details."""
 
 
 class AuthenticatedCall:
@@ -71,13 +66,11 @@ class AuthenticatedCall:
         raise NotImplementedError
 
     def _renew_files(self) -> None:
-        """Connect with new certificates after a failed call, if the files have changed. Calls in progress keep their
-        old channel."""
+        """Connect with new certificates after a failed call, if the files have changed. Open calls are kept."""
         if self._files is not None and not self._closed and self._files.renew():
             self._open()
 
     def renew_token(self) -> bool:
-        """Read the token file again after a call was refused. Return True if it has another token than before."""
         token = read_again(self._token)
         if token == self._token:
             return False
@@ -85,9 +78,8 @@ class AuthenticatedCall:
         return True
 
     def wrong_server_error(self, words: str = "") -> PenstockError:
-        """Return the error for an answer of a process that does not know the token: CoordinatorUnavailableError if the
-        coordinator has answered before, because it may come back, else AuthenticationError. `words`: text of the
-        process's own error, to be quoted."""
+        """Error for an answer without the token: CoordinatorUnavailableError if the coordinator has answered before,
+        and may come back, else AuthenticationError. `words`: text to quote."""
         kind = CoordinatorUnavailableError if self._reached else AuthenticationError
         return kind(
             f"the process that answers at {self.address} does not prove that it has the token, so it is not the "
@@ -95,16 +87,14 @@ class AuthenticatedCall:
         )
 
     def _tls_trouble(self, error: CoordinatorUnavailableError) -> TlsError | None:
-        """TLS error that explains why the coordinator has never answered; None if it has before, because it may come
-        back with another certificate."""
+        """TLS error that explains why the coordinator has never answered; None if it has, because it may come back."""
         if self._reached or isinstance(error, OverloadedError):
             return None
         return diagnose(self.address, self._tls, f"the coordinator at {self.address}", DIAGNOSE_S)
 
 
 class Call:
-    """Call of a client, with all its tries. The client makes the call, and makes it again while `again` returns True,
-    until the answer has a proof that the server knows the token (penstock.proto.rpc.credentials.token_proof)."""
+    """Call of a client with all its tries: it is made again while `again` is True, until the answer has a proof."""
 
     def __init__(self, client: AuthenticatedCall) -> None:
         self._client = client
@@ -118,9 +108,8 @@ class Call:
         self.metadata: Metadata = (("authorization", self._shown.header), *_RELEASE)
 
     def again(self, error: grpc.RpcError) -> bool:
-        """Return True if the client must make the call again, with the new `metadata`, because the server refused it
-        with a challenge, or because the token has changed. Raises an error if a server without the token has
-        answered."""
+        """Return True if the client must call again, with the new `metadata`, because of a challenge or a changed
+        token. Raises an error if a server without the token has answered."""
         if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
             return False
         trailing = error.trailing_metadata() or ()

@@ -1,15 +1,10 @@
-"""Clients of the coordinator: a blocking client for training jobs and commands, and an asyncio client for the worker
-daemon.
+"""Clients of the coordinator: a blocking client for training jobs and commands, an asyncio one for the worker daemon.
 
-Both wrap the generated stub, add the metadata and a deadline, translate errors (wire_errors.translating) and divide
-large values into parts. The clients keep no state, and repeat a call only to prove their token. Only the caller knows
-whether to wait for a coordinator that restarts, and what to send again. Every call is idempotent, so a caller may
-repeat any of them after CoordinatorUnavailableError or DeadlineError. `deadline_s` is the number of seconds that a call
-may take. For long polls the request's `hold_s` is added to it. For state queries and changes of a mixture the deadline
-is the request's own `deadline_s`, plus time for the transfer.
-
-The size of a value that arrives in parts is compared with the size in its header, and a blob's digest with its name.
-"""
+Both add the metadata and a deadline, translate errors and divide large values into parts, whose sizes and digests are
+checked. They repeat a call only to prove their token: only the caller knows whether to wait for a coordinator that
+restarts. Every call is idempotent, so it may be repeated after CoordinatorUnavailableError or DeadlineError.
+`deadline_s` is the seconds that a call may take, plus a long poll's `hold_s`; state queries and changes of a mixture
+have their own."""
 
 from __future__ import annotations
 
@@ -116,8 +111,7 @@ def _parsed_part(method: str, part: bytes) -> Any:
 
 
 def _sendable(address: str, method: str, request: Any) -> Any:
-    """Raises InvalidArgumentError for a request that is larger than a coordinator accepts. gRPC would refuse it without
-    a proof of the token, as if another server had answered."""
+    """Raises InvalidArgumentError for too large a request, which gRPC would refuse without a proof of the token."""
     if isinstance(request, Message) and (size := request.ByteSize()) > REQUEST_MAX:
         raise InvalidArgumentError(
             f"the request {method} to the coordinator at {address} must have at most {REQUEST_MAX} bytes, got {size}. "
@@ -139,9 +133,8 @@ _unusable: ForkedProcessError | None = None
 
 
 class CoordinatorClient(AuthenticatedCall):
-    """Client with blocking calls, for training jobs and the command line. Several threads may use it. `close`, from any
-    thread, ends calls under way with LaneClosedError. Raises ForkedProcessError in the forked child of a process that
-    had an open client."""
+    """Client with blocking calls; several threads may use it. `close`, from any thread, ends calls under way with
+    LaneClosedError. Raises ForkedProcessError in a forked child."""
 
     def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
         if _unusable is not None:
@@ -177,7 +170,6 @@ class CoordinatorClient(AuthenticatedCall):
             raise
 
     def _made(self, method: str, deadline_s: float, once: Callable[[Call], Answer]) -> Any:
-        """Make a call until the server has proven that it knows the token. `once`: makes one try."""
         with self._guarded(method, deadline_s):
             call = Call(self)
             while True:
@@ -228,9 +220,8 @@ class CoordinatorClient(AuthenticatedCall):
         self.close()
 
     def reach(self, timeout_s: float) -> bool:
-        """Wait until the channel is connected. Return False if it is not after `timeout_s` seconds. Call this instead
-        of sleeping after a CoordinatorUnavailableError: a blocking channel reconnects only while a call waits for
-        it."""
+        """Wait until the channel is connected; False after `timeout_s` seconds. Use it instead of sleeping after a
+        CoordinatorUnavailableError: a blocking channel reconnects only while a call waits for it."""
         try:
             self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
         except grpc.RpcError:
@@ -271,8 +262,7 @@ class CoordinatorClient(AuthenticatedCall):
         return FetchedState(state.records(), state.positions)
 
     def put_blob(self, data: bytes, run_hint: str = "", *, deadline_s: float = TRANSFER_DEADLINE_S) -> str:
-        """Store bytes at the coordinator, unless it has them, and return their name for an OpenRunRequest. `run_hint`:
-        name of the run that needs the blob, for messages."""
+        """Store bytes at the coordinator, unless it has them. Return their name. `run_hint`: the run, for messages."""
         return self._ask("PutBlob", deadline_s, partial(blob_parts, data, run_hint), pb.PutBlobReply).blob
 
     def get_blob(self, name: str, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
@@ -283,8 +273,8 @@ class CoordinatorClient(AuthenticatedCall):
     def get_blob_into(
         self, name: str, write: Callable[[bytes], None], *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> None:
-        """Fetch a blob, and pass its bytes to `write` as they arrive. Use them only after this method has returned: the
-        blob is checked as a whole at the end. Raises StateCorruptError if it is damaged."""
+        """Fetch a blob, and pass its bytes to `write`. Use them only after the return: the blob is checked as a whole
+        at the end. Raises StateCorruptError."""
         blob = BlobParts(name, write)
         self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), blob.add)
         blob.check()
@@ -303,18 +293,15 @@ class CoordinatorClient(AuthenticatedCall):
         return self._ask("EndRun", self.deadline_s, lambda: pb.EndRunRequest(run=run), pb.EndRunReply)
 
     def change_mixture(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply:
-        """Change the weights of a run's mixture. Waits up to the request's `deadline_s` seconds for workers to try the
-        change, and for all boxes to answer the fence."""
+        """Change a run's mixture. Waits up to `deadline_s` for workers to try it, and for boxes to answer."""
         return self._ask("ChangeMixture", request.deadline_s + 5.0, lambda: request, pb.ChangeMixtureReply)
 
     def open_dashboard(self) -> str:
-        """Return the URL of the dashboard, which an embedded coordinator starts at this call. Raises
-        InvalidArgumentError if the coordinator serves none."""
+        """Return the dashboard's URL; an embedded coordinator starts it now. Raises InvalidArgumentError if none."""
         return self._ask("OpenDashboard", self.deadline_s, lambda: pb.OpenDashboardRequest(), pb.OpenDashboardReply).url
 
     def fetch_histories(self, run: str, box: int) -> list[pb.History]:
-        """Return the histories of a box, from which `penstock replay` makes its batches again: one for each attempt
-        that the coordinator keeps, oldest first."""
+        """Return the histories of a box, oldest first, from which `penstock replay` makes its batches again."""
         request = pb.FetchHistoryRequest(run=run, box=box)
         histories = Histories()
         self._read("FetchHistory", self.deadline_s, request, histories.add)
@@ -352,7 +339,6 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         await self.close()
 
     async def _wait(self, method: str, deadline_s: float, once: Callable[[Call], Awaitable[Answer]]) -> Any:
-        """As CoordinatorClient._made."""
         try:
             with self._guarded(method, deadline_s):
                 call = Call(self)
@@ -430,8 +416,8 @@ class AsyncCoordinatorClient(AuthenticatedCall):
     async def put_snapshot(
         self, header: pb.SnapshotHeader, data: bytes, *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> pb.PutSnapshotReply:
-        """Wait until a snapshot is on the coordinator's disk, or is refused because space is short; then reply.refused
-        has the reason, and older snapshots are kept. Raises SupersededError for a snapshot of an old generation."""
+        """Wait until a snapshot is on the coordinator's disk, or refused because space is short (reply.refused); older
+        ones are kept. Raises SupersededError for one of an old generation."""
         return await self._ask(
             "PutSnapshot", deadline_s, lambda: _async(snapshot_parts(header, data)), pb.PutSnapshotReply
         )
@@ -439,7 +425,6 @@ class AsyncCoordinatorClient(AuthenticatedCall):
     async def get_snapshots(
         self, request: pb.GetSnapshotsRequest, *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> list[tuple[pb.SnapshotHeader, bytes]]:
-        """Return all snapshots of a slot that the coordinator keeps, oldest first."""
         snapshots = SnapshotParts()
         await self._read("GetSnapshots", deadline_s, request, snapshots.add)
         return snapshots.all()

@@ -1,12 +1,8 @@
 """gRPC channels and servers. Only this module opens them.
 
-Four settings must match between the two ends of every connection, and a mismatch gives no clear error: keepalive (a
-server disconnects a client that pings more often than it allows), message limits, authentication (token, certificate)
-and the protocol number. So the settings of client and server are together here.
-
-This module also offers what most of its users need of addresses.py, wire_errors.py (errors between processes),
-tokens.py (who may call what), auth_interceptor.py (checks before every handler) and tls.py.
-"""
+Keepalive (a server disconnects a client that pings too often), message limits, authentication and protocol number must
+match between the two ends, and a mismatch gives no clear error. So the settings of both are together here. The module
+also offers what most users need of addresses, wire_errors, tokens, auth_interceptor and tls."""
 
 from __future__ import annotations
 
@@ -68,8 +64,7 @@ REPLY_MAX = 32 * 1024 * 1024
 """Largest reply in bytes. That to a heartbeat has an assignment for each slot."""
 
 PENDING_MAX = 16_384
-"""Largest number of calls that wait for the server's event loop; gRPC cancels more. A fleet of 10,000 workers may
-register at the same moment; each waiting call takes some 20 KiB."""
+"""Largest number of waiting calls (20 KiB each); gRPC cancels more. 10,000 workers may register at once."""
 
 RENEW_S = 2.0
 """Seconds between checks of the token file, for which a removed token stays valid."""
@@ -158,8 +153,8 @@ def _options(tls: Tls | None) -> tuple[tuple[str, int | str], ...]:
 
 
 def connect(address: str, tls: Tls | None = None) -> grpc.Channel:
-    """Return a blocking channel to the coordinator, which connects at the first call. Raises InvalidArgumentError,
-    UnsafeBindError if the address is a Unix socket that another user controls, TlsError if `tls` has no CA."""
+    """Return a blocking channel, which connects at the first call. Raises InvalidArgumentError, UnsafeBindError if
+    another user controls the Unix socket, TlsError if `tls` has no CA."""
     check_address(address)
     refuse_strangers(address)
     if tls is None:
@@ -168,7 +163,6 @@ def connect(address: str, tls: Tls | None = None) -> grpc.Channel:
 
 
 def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
-    """The same in the running event loop."""
     check_address(address)
     refuse_strangers(address)
     if tls is None:
@@ -183,7 +177,6 @@ def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
 class RunningServer:
     server: grpc.aio.Server
     address: str
-    """With its real port."""
     health: health.aio.HealthServicer
     tasks: Sequence[asyncio.Task[None]] = ()
     files: Renewing | None = None
@@ -214,14 +207,10 @@ async def server_aio(
         register: called with the AuthInterceptor, to which it adds the services.
         tls: certificate of the server; if it holds a CA, callers must show a certificate too.
         insecure: allow an address that other machines can reach without TLS.
-        calls: counters of answered calls; None: new ones.
-        inner: second address to listen on, at which this process calls itself to measure how long calls wait:
-            "unix:/path" in a private folder. None: no second address.
+        inner: second address, "unix:/path" in a private folder, to measure how long this process's own calls wait.
 
-    Raises InvalidArgumentError if an address or a token is invalid, AuthenticationError if there is no token,
-    UnsafeBindError if the address needs TLS or is a Unix socket that another user controls, PortTakenError if it is in
-    use, TlsError if the certificate cannot be used.
-    """
+    Raises InvalidArgumentError, AuthenticationError if there is no token, UnsafeBindError if the address needs TLS or
+    another user controls it, PortTakenError, TlsError if the certificate cannot be used."""
     check_address(listen)
     connections = Connections()
     verifier = TokenVerifier(Tokens(tokens))

@@ -1,16 +1,13 @@
-"""Limits on the connections to a gRPC server on which no call with a valid token was made. Without limits such
-connections could keep other callers from connecting.
+"""Limits on the connections to a gRPC server on which no call with a valid token was made.
 
-gRPC accepts connections without a limit. Each costs a descriptor and some 50 KiB before any token is checked, and a
-thousand silent ones stopped a coordinator. So this module checks the process's own sockets, at most twice a second. A
-connection without a call in `DEADLINE_S` is shut down, which gRPC treats like a peer that has closed it. If connections
-without a token exceed their share of the descriptors, the oldest connections of the address with most connections are
-closed, until the rest is within the share. So a flood of connections from one address costs that address its
-connections. The log gets at most one line in `LOG_EVERY_S` seconds.
+gRPC accepts connections without a limit. Each costs a descriptor and some 50 KiB, and a thousand silent ones stopped a
+coordinator. So this module looks at the process's own sockets, at most twice a second. A connection without a call in
+`DEADLINE_S` is shut down. If those without a token exceed their share of the descriptors, the oldest of the address
+with most connections are closed, so that a flood from one address costs that address its own. The log gets at most one
+line in `LOG_EVERY_S` seconds.
 
-After a call with a token, a connection counts as proven until it ends. A health check needs no token, and shows only
-that the connection is not silent. gRPC itself ends proven connections that make no calls (channel.py).
-"""
+After a call with a token a connection counts as proven until it ends. A health check shows only that it is not
+silent."""
 
 from __future__ import annotations
 
@@ -47,7 +44,6 @@ FILES_MAX = 1 << 20
 log = logging.getLogger("penstock.connections")
 
 Peer = tuple[str, int]
-"""IP address and port of the other end of a connection."""
 
 
 def raise_file_limit() -> None:
@@ -70,8 +66,7 @@ class Connection:
 
 
 def surplus(unproven: Iterable[Connection], silent: set[Peer], now: float, most: int) -> list[Connection]:
-    """Return the connections to end. `silent`: peers that have made no call at all; `most`: unproven connections that
-    may stay."""
+    """Return the connections to end. `silent`: peers that have made no call; `most`: unproven ones that may stay."""
     left = sorted(unproven, key=lambda one: one.since)
     ended = [one for one in left if one.peer in silent and now - one.since > DEADLINE_S]
     gone = set(ended)
@@ -119,9 +114,7 @@ class Connections:
         self._clock = clock
         self._port = 0
         self._callers: dict[str, Peer | None] = {}
-        """gRPC's names of peers that have made a call."""
         self._proven: set[Peer | None] = set()
-        """Peers that have made a call with a valid token."""
         self._known: dict[str, Connection] = {}
         self._missing: set[str] = set()
         """Names in `_callers` whose connection the last check did not find."""
@@ -213,7 +206,6 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
 
 
 def _ends(fd: int) -> tuple[int, Peer] | None:
-    """Local port and peer of a TCP connection."""
     try:
         with _borrowed(fd) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6):
@@ -225,8 +217,7 @@ def _ends(fd: int) -> tuple[int, Peer] | None:
 
 
 def _shut(one: Connection) -> bool:
-    """Shut a connection down, so that gRPC frees its descriptor. Return False if that belongs to another socket by
-    now."""
+    """Shut a connection down, so that gRPC frees its descriptor. False if that belongs to another socket by now."""
     try:
         if os.readlink(f"/proc/self/fd/{one.fd}") != one.link:
             return False

@@ -1,24 +1,14 @@
 """TLS: the certificate files of this process, checks of them, and the reasons why another process refuses them.
 
-Every process has the same four settings: `ca`, the file of the CA that signed the other end's certificate; `cert` and
-`key`, the files of this end's certificate; `name`, the name expected in the other end's certificate instead of the
-address that was called. A `*` in the name stands for the other end's role. With the name *.penstock, the certificate of
-the coordinator must be for coordinator.penstock, that of a worker for worker.penstock, that of a training job for
-client.penstock, and that of an operator's command for admin.penstock.
+Every process has four settings: `ca`, the CA of the other end's certificate; `cert` and `key`, this end's; `name`, the
+name expected in the other end's certificate instead of its address. A `*` in it stands for the other end's role:
+*.penstock means coordinator.penstock, worker.penstock, client.penstock (a job) or admin.penstock (an operator). A
+coordinator needs cert and key, and requests certificates if it has a ca; a job or command needs the ca; a worker all.
 
-A coordinator needs cert and key, and requests certificates from its callers if it has a ca. A training job or an
-operator's command needs the ca, and also cert and key if the coordinator requests certificates. A worker, which calls
-the coordinator and accepts lanes, needs all three files.
-
-Files are read at the start, and again at each connection of a lane or to a server, and by a client of the coordinator
-after a failed call (`Renewing`). New files are checked by a handshake of this process with itself, because OpenSSL
-reliably detects a wrong key or an expired certificate. Errors that show
-only in a handshake with the other end (an unknown CA, another name, no TLS at all) become a TlsError with the remedy:
-see `explain`.
-
-gRPC has its own implementation of TLS, for which `Tls` keeps the bytes of the files. Lanes use Python's ssl with TLS
-1.3 only, because both ends are Penstock.
-"""
+Files are read at the start, at each connection, and after a client's failed call (`Renewing`). New ones are checked by
+a handshake of this process with itself, because OpenSSL reliably detects a wrong key or an expired certificate. Errors
+in a handshake with the other end become a TlsError with the remedy: `explain`. gRPC has its own TLS, for which `Tls`
+keeps the bytes. Lanes use Python's ssl with TLS 1.3 only, because both ends are Penstock."""
 
 from __future__ import annotations
 
@@ -90,8 +80,7 @@ class Tls:
             )
 
     def roles_named(self, names: Iterable[str], roles: Iterable[_Role]) -> frozenset[_Role]:
-        """Return those of `roles` for which a certificate with these names is valid: all if certificates do not name
-        roles."""
+        """Return those of `roles` for which a certificate with these names is valid: all if they do not name roles."""
         if not self.by_role:
             return frozenset(roles)
         shown = set(names)
@@ -135,8 +124,8 @@ class Tls:
 
 
 def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls | None:
-    """Return the checked contents of the certificate files; None if no file is given. `name`: name expected in the
-    other end's certificate; "": the address that is called. Raises TlsError with the file and the remedy."""
+    """Return the checked files; None if none is given. `name`: expected in the other end's certificate; "": the
+    address. Raises TlsError with the file and the remedy."""
     if not (ca or cert or key):
         if name:
             raise TlsError(
@@ -155,8 +144,7 @@ def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls
 
 
 class Renewing:
-    """Certificate files that may be replaced while the process runs. New files that are invalid are logged and not
-    used. `role`: role of this process as a server; "" for a process without a server."""
+    """Certificate files that may be replaced. Invalid ones are logged, not used. `role`: as a server; or ""."""
 
     def __init__(self, tls: Tls, role: str = "") -> None:
         self.tls = tls
@@ -227,8 +215,7 @@ def _read(what: str, file: str) -> bytes:
 
 
 class WrappedSocket(ssl.SSLSocket):
-    """TLS socket of this module's SSLContexts. It works around a leak: if the other end has reset the connection,
-    Python's `wrap_socket` fails without closing the new socket."""
+    """TLS socket that avoids a leak: if the peer has reset the connection, Python's `wrap_socket` does not close it."""
 
     def getpeername(self) -> Any:
         try:
@@ -342,17 +329,12 @@ def no_tls_here(what: str) -> TlsError:
 
 
 _DAMAGED = ("BAD_RECORD_MAC", "DECODE_ERROR", "BAD_SIGNATURE", "DIGEST_CHECK_FAILED")
-"""OpenSSL's reasons for errors that damaged bytes cause, found at this end or reported by the other. DECRYPT_ERROR also
-occurs if a CA was made anew under its old name."""
+"""OpenSSL's reasons for damaged bytes. DECRYPT_ERROR also occurs if a CA was made anew under its old name."""
 
 
 def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
-    """Return the TlsError that explains a connection's error; None if TLS is not the cause, for example if bytes were
-    damaged in transit.
-
-    Call this also for an error of the first read after the handshake: with TLS 1.3 the other end's refusal of this
-    end's certificate arrives only then.
-    """
+    """Return the TlsError that explains a connection's error; None if TLS is not the cause, as for damage in transit.
+    Call it also for the first read after the handshake: with TLS 1.3 the other end's refusal arrives only then."""
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in _OTHER_NAME:
             expected = f"tls_name={tls.name}" if tls.name else "the address that was called"
@@ -387,8 +369,7 @@ def is_damage(error: OSError) -> bool:
 
 
 def refused_by(what: str, tls: Tls, reason: str = "") -> TlsError:
-    """Error for a connection that the other end has closed because of this process's certificate. `reason`: name of the
-    TLS alert, such as UNKNOWN_CA."""
+    """Error for a connection closed because of this process's certificate. `reason`: TLS alert (UNKNOWN_CA)."""
     why = f" ({reason.replace('_', ' ').lower()})" if reason else ""
     if not tls.cert:
         return TlsError(
@@ -408,8 +389,8 @@ def host_of(address: str) -> tuple[str, int]:
 
 
 def diagnose(address: str, tls: Tls | None, what: str, timeout_s: float) -> TlsError | None:
-    """Return the TlsError that explains why calls to a listening coordinator fail, if TLS is the reason. gRPC reports
-    "Socket closed" in all cases, so connect once more, `timeout_s` seconds for each step."""
+    """Return the TlsError that explains why calls to a listening coordinator fail, if TLS is why. gRPC reports "Socket
+    closed" in all cases, so connect once more, `timeout_s` for each step."""
     if socket_path(address) is not None:
         return None
     host, port = host_of(address)

@@ -7,8 +7,7 @@ from importlib import metadata as _package
 __all__ = ["PROTOCOL", "PROTOCOL_KEY", "VERSION", "VERSION_KEY"]
 
 PROTOCOL = 4
-"""Number of the control protocol (the calls between daemons, jobs and coordinator). Peers with another number are
-refused at their first call."""
+"""Number of the control protocol. Peers with another number are refused at their first call."""
 
 try:
     VERSION = _package.version("penstock")

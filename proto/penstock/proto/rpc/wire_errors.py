@@ -1,10 +1,7 @@
 """Errors between two processes: how an exception is sent, and how it is raised again at the other end.
 
-A handler may raise any exception. `abort` converts a PenstockError to its status in the catalogue and an ErrorDetail in
-trailing metadata; it converts any other exception to UNKNOWN with the traceback, so that the other end can show the
-bug. `translating` converts back: it raises no grpc.RpcError. An error without an ErrorDetail, such as gRPC's own,
-becomes one that names the address.
-"""
+`abort` sends a PenstockError as its status in the catalogue and an ErrorDetail in trailing metadata; any other
+exception as UNKNOWN with the traceback, to show the bug. `translating` converts back, without grpc.RpcError."""
 
 from __future__ import annotations
 
@@ -63,8 +60,7 @@ def _middle_out(text: str, keep: int) -> str:
 
 
 def detail_of(error: BaseException) -> records_pb2.ErrorDetail:
-    """Return an error as an ErrorDetail. A PenstockError keeps its name and its remote traceback. Any other exception
-    becomes a PenstockError with the traceback in this process."""
+    """Return an error as an ErrorDetail. Any but a PenstockError becomes one, with the traceback here."""
     if isinstance(error, PenstockError):
         name = next((cls.__name__ for cls in type(error).__mro__ if cls.__name__ in CATALOGUE), "PenstockError")
         message, remote = error.message, error.remote_traceback
@@ -150,8 +146,7 @@ def _retry_after(trailing: tuple[Any, ...]) -> float:
 
 @contextmanager
 def translating(address: str, method: str, deadline_s: float, closed: Callable[[], bool]) -> Iterator[None]:
-    """Translate each error of gRPC in the block, which contains one call, into a PenstockError. `closed`: returns True
-    if this process has closed the channel, to distinguish that from a lost peer."""
+    """Translate gRPC's errors of one call into a PenstockError. `closed`: True if the channel was closed here."""
     try:
         yield
     except grpc.RpcError as error:
@@ -169,12 +164,9 @@ def translating(address: str, method: str, deadline_s: float, closed: Callable[[
 
 
 async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
-    """Return the reply of a call whose request is a stream, or raise an error with the status that the server sent.
-
-    A server may refuse the call while parts are still being written, and a write to a call that has ended fails. gRPC
-    for asyncio (up to 1.85 at least) then replaces the received status by INTERNAL, and the reason is lost. So the real
-    status is read in the callback of its arrival, the only moment at which it certainly exists.
-    """
+    """Return the reply of a call whose request is a stream, or raise an error with the server's status. If it refuses
+    the call while parts are being written, gRPC for asyncio (up to 1.85 at least) replaces that by INTERNAL. So the
+    status is read in the callback of its arrival, the only moment at which it certainly exists."""
     statuses: list[grpc.aio.AioRpcError] = []
     call.add_done_callback(lambda ended: statuses.append(_ended_with(ended)))
     try:
@@ -195,7 +187,6 @@ def _ended_with(call: Any) -> grpc.aio.AioRpcError:
 
 
 def _at_once(asked: Coroutine[Any, Any, Any]) -> Any:
-    """Result of a coroutine that never waits. Raises RuntimeError if it does."""
     try:
         asked.send(None)
     except StopIteration as done:

@@ -1,9 +1,5 @@
-"""Allowed modules: prefixes of the modules whose functions a worker may run as input_fn, listed by the operator
-(`--allow`).
-
-The worker enforces the list. The coordinator checks it too, so that it does not assign a slot to a worker that must
-refuse the slot.
-"""
+"""Allowed modules: prefixes of the modules whose functions a worker may run as input_fn (`--allow`). The worker
+enforces them; the coordinator checks too, so that it does not assign a slot that would be refused."""
 
 from __future__ import annotations
 

@@ -1,18 +1,14 @@
-"""Assignment of the worker that runs in this process (its number, its box, the run's seed), which
-`current_assignment()` returns inside a user's input_fn.
+"""Assignment of the worker in this process (its number, its box, the run's seed): `current_assignment()`.
 
-A runner sets the assignment before it calls input_fn. The training job sets one while it builds a local instance of a
-loader. Elsewhere the assignment is that of the only worker of the only box, so that an input_fn also works there.
+A runner sets it before it calls input_fn, and the training job while it builds a local instance of a loader. Elsewhere
+it is that of the only worker of the only box, so that an input_fn also works there. It is a module global, because
+input_fn may start threads, which would begin with an empty context. A byte of shared memory records whether it was
+read, perhaps in a worker process that torch's DataLoader forked: if never, the runner warns, because every worker then
+streams the whole data set.
 
-The assignment is a module global, not a context variable, because input_fn may start threads, and a new thread begins
-with an empty context. A byte of shared memory records whether the assignment was read, because the process that reads
-the assignment is often a worker process that torch's DataLoader forked. If an input never reads its assignment, the
-runner warns, because every worker then streams the whole data set.
-
-Many loaders divide their samples by the assignment, and once more by torch's get_worker_info(). So the assignment that
-user code gets records which of its fields are read, and get_worker_info() answers by these fields (`Reads`). Penstock's
-own code reads `process_assignment()`, which records nothing.
-"""
+Many loaders divide their samples by the assignment, and once more by torch's get_worker_info(). So reads of fields by
+user code are recorded, and get_worker_info() answers by them (`Reads`). Penstock itself reads
+`process_assignment()`."""
 
 from __future__ import annotations
 
@@ -59,7 +55,7 @@ class Assignment:
     """Number of a worker among all workers of a run, the numbers of boxes and workers, and the run's seed."""
 
     box: int
-    """Number of the box (data-parallel rank) that this worker feeds, in [0, num_boxes)."""
+    """Number of the box that this worker feeds, in [0, num_boxes)."""
     num_boxes: int
     slot: int
     """Number of this worker among the workers of its box, in [0, num_workers_per_box). After a resume it may differ
@@ -81,8 +77,7 @@ class Assignment:
 
     @property
     def global_worker_id(self) -> int:
-        """Number of this worker among all workers of the run, in [0, total_num_workers): box * num_workers_per_box +
-        slot."""
+        """Number of this worker in the run, in [0, total_num_workers): box * num_workers_per_box + slot."""
         return self.box * self.num_workers_per_box + self.slot
 
     @property
@@ -120,13 +115,12 @@ WORKER_INFO_TEXTS: dict[int, str] = {
 _OF_BOX = frozenset({"box", "num_boxes"})
 _OF_WORKER = frozenset({"slot", "num_workers_per_box", "global_worker_id", "total_num_workers"})
 _DIVIDING = _OF_BOX | _OF_WORKER
-"""Fields by which a loader divides its samples."""
 
 
 @dataclass
 class Reads:
-    """What user code of one worker has read: fields of its assignment, and torch's get_worker_info(), which answers by
-    these fields. An answer holds: a field that would change it must be read before."""
+    """What user code of one worker has read, by which get_worker_info() answers. An answer holds: a field that would
+    change it must be read before."""
 
     fields: set[str] = field(default_factory=set)
     asked: bool = False
@@ -146,7 +140,6 @@ class Reads:
         return WorkerInfoAnswer.OF_BOX if self.fields else WorkerInfoAnswer.OF_RUN
 
     def ask(self, caller: FrameType) -> WorkerInfoAnswer:
-        """Record a call of get_worker_info(), and return the answer."""
         answer = self.next_answer
         if not self.paused:
             self.asked = True
@@ -155,8 +148,7 @@ class Reads:
         return answer
 
     def read(self, name: str, assignment: Assignment, caller: FrameType) -> None:
-        """Record that user code reads a field. Raises InputFnError if get_worker_info() has given an answer that this
-        would change."""
+        """Record a read by user code. Raises InputFnError if it would change an answer of get_worker_info()."""
         if name in self.fields or self.paused:
             return
         of_worker = name in _OF_WORKER
@@ -171,15 +163,13 @@ class Reads:
 
 
 def _place(frame: FrameType | None) -> str:
-    """ "file:line" of the innermost frame that is not of the module dataclasses."""
     while frame is not None and frame.f_code.co_filename == dataclasses.__file__:
         frame = frame.f_back
     return "unknown" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class _Watched(Assignment):
-    """Assignment for user code: it records which of its fields are read. To print, compare, hash, copy or pickle it is
-    no read."""
+    """Assignment for user code that records reads of its fields. To print, compare, hash, copy or pickle is none."""
 
     def __init__(self, plain: Assignment | None = None, **fields: Any) -> None:
         """Wrap `plain`, or with dataclasses.replace() an assignment with these fields."""
@@ -216,33 +206,28 @@ def _plain(watched: _Watched) -> Assignment:
 _watched = lru_cache(maxsize=64)(_Watched)
 
 NEUTRAL = Assignment(box=0, num_boxes=1, slot=0, num_workers_per_box=1, seed=0, first_step=1)
-"""Assignment of code that runs outside a worker."""
 
 _current = NEUTRAL
 _epoch = 0
 _epoch_was_read = False
 _alone = replace(NEUTRAL)
-"""Assignment of code that must not divide its data (see `step_aside`). A copy, because NEUTRAL means "outside a
-run"."""
+"""Assignment of code that must not divide its data (`step_aside`). A copy: NEUTRAL means "outside a run"."""
 _looked = mmap.mmap(-1, 1)  # shared with forked children
 _reads = Reads()
 
 
 def current_assignment() -> Assignment:
-    """Return the assignment of the worker that runs this code: its number, its box, the numbers of boxes and workers,
-    and the run's seed. Outside a worker, return the assignment of worker 0 of 1, with seed 0.
+    """Return the assignment of the worker that runs this code. Outside one: of worker 0 of 1, seed 0.
 
     To divide data inside input_fn: `data[a.global_worker_id :: a.total_num_workers]` with `a = current_assignment()`.
     torch's get_worker_info() then returns None, so that code which asks for it too does not divide the data again. If
-    only `a.box` or `a.num_boxes` is read, it gives the worker's number among the workers of this box.
-    """
+    only `a.box` or `a.num_boxes` is read, it gives the worker's number among the workers of this box."""
     _looked[0] = 1
     return _current if _current is NEUTRAL or _current is _alone else _watched(_current)
 
 
 def process_assignment() -> Assignment:
-    """Return the assignment for code of Penstock: fields that are read do not change the answer of
-    get_worker_info()."""
+    """Return the assignment for code of Penstock: reads do not change the answer of get_worker_info()."""
     _looked[0] = 1
     return _current
 
@@ -252,9 +237,9 @@ def reads() -> Reads:
 
 
 def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None = None) -> int:
-    """Return the batch size (number of rows) that a worker must use so that all boxes together train on
-    `effective_batch_size` rows at each step. For 512 rows and 4 boxes: 128 on every worker, however many workers a box
-    has, because each batch of a box is made by one worker.
+    """Return the batch size that a worker must use so that all boxes together train on `effective_batch_size` rows at
+    each step. For 512 rows and 4 boxes: 128 on every worker, however many workers a box has, because each batch of a
+    box is made by one worker.
 
     If the rows do not divide evenly, the first boxes get one row more. Outside a worker the result is
     `effective_batch_size`.
@@ -288,7 +273,7 @@ def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None 
 
 
 def set_assignment(assignment: Assignment) -> None:
-    """Set this process's assignment, and mark it as not read. What user code has read before still counts for
+    """Set this process's assignment, and mark it as not read. What user code has read still counts for
     get_worker_info(), because the user's modules are imported only once."""
     global _current, _looked, _epoch_was_read
     _current, _epoch_was_read = assignment, False
@@ -322,8 +307,8 @@ Seat = tuple[Assignment, mmap.mmap, Reads]
 
 
 def exchange(seat: Seat | None) -> Seat:
-    """Set the assignment of another worker, for a process that runs several in turn. `seat`: what an earlier call
-    returned for it; None: the worker has no assignment yet. Return the seat of the previous worker."""
+    """Set the assignment of another worker, for a process that runs several in turn. `seat`: from an earlier call;
+    None: the worker has none yet. Return the previous worker's."""
     global _current, _looked, _reads
     before = _current, _looked, _reads
     _current, _looked, _reads = seat if seat is not None else (NEUTRAL, mmap.mmap(-1, 1), Reads())
@@ -331,8 +316,8 @@ def exchange(seat: Seat | None) -> Seat:
 
 
 def step_aside() -> Assignment:
-    """Let this process appear as the only worker of the only box, until `step_back`, so that code does not divide its
-    data. Return the real assignment. The mark that records whether it was read does not change."""
+    """Let this process appear as the only worker, until `step_back`, so that code does not divide its data. Return the
+    real assignment. Its mark that it was read does not change."""
     global _current, _alone
     before = _current
     if (_alone.seed, _alone.first_step) != (before.seed, before.first_step):

@@ -1,12 +1,8 @@
-"""Pickles of callables and their arguments, which only processes of this user on this machine may load.
+"""Pickles of callables and their arguments, which only processes of this user on this machine may load: embedded
+workers (penstock.worker.processes.user_code).
 
-An object with an importable name is sent as that name. Other objects (a lambda, a local function, a function or class
-of a notebook) are pickled by cloudpickle: as code, with the values that they refer to. That works because both
-processes run the same Python interpreter. The training script's own functions and classes are sent by name, and looked
-up in the script that the worker loads.
-
-Only an embedded worker loads such pickles; see penstock.worker.processes.user_code.
-"""
+Objects with an importable name, and the training script's own functions and classes, are sent by name; others (a
+lambda, what a notebook defines) as code by cloudpickle: both processes run the same interpreter."""
 
 from __future__ import annotations
 
@@ -40,8 +36,7 @@ def dump(value: object) -> bytes:
 
 
 def load(data: bytes, main: Callable[[], types.ModuleType]) -> Any:
-    """Return the value of a pickle that a process of this user made. `main`: returns the training script as a
-    module."""
+    """Return the value of a pickle of this user. `main`: returns the training script as a module."""
     unpickler = _Unpickler(io.BytesIO(data))
     unpickler.main = main
     return unpickler.load()
@@ -57,8 +52,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(value)
 
     def persistent_id(self, value: Any) -> tuple[str, ...] | None:
-        """Name under which a worker finds a function or class of the training script, which it loads under another
-        module name."""
+        """Name under which a worker finds a function or class of the training script, loaded as another module."""
         if isinstance(value, type | types.FunctionType) and not str(value.__module__).startswith("cloudpickle"):
             self.last = value.__qualname__
         if not isinstance(value, type | types.FunctionType) or value.__module__ not in _MAIN_NAMES:

@@ -10,18 +10,12 @@
         step-100.old-77e01b9d/  a checkpoint that another save of the same step is replacing
         latest                  the name of the newest checkpoint, for people and scripts
 
-A save renames its folder to `step-N` as its last action, so every folder of that name is complete. The manifest detects
-later damage: half a copy, a bad disk, a deleted file.
+The rename to `step-N` is a save's last action, so such folders are complete; the manifest detects later damage. Saves
+are numbered (`Manifest.sequence`), because a training that goes back to step 50 and saves step 75 must resume from it,
+and not from the earlier step 100. A reader pins a checkpoint by a shared lock on its manifest (`pinned`), and a
+deletion skips pinned ones (`claimed`). Locks end with their process.
 
-The newest checkpoint may not have the largest step. If a training goes back to step 50 and saves step 75, the next
-resume must use step 75, and not step 100, which was saved earlier. So the saves of a folder are numbered
-(`Manifest.sequence`).
-
-A reader pins a checkpoint (`pinned`) by a shared lock on its manifest, and a deletion skips pinned checkpoints
-(`claimed`). Both locks end with the process that holds them.
-
-This module is imported by a process that has neither torch nor gRPC (client/checkpoint/saving/writer.py).
-"""
+This module is imported by a process that has neither torch nor gRPC (client/checkpoint/saving/writer.py)."""
 
 from __future__ import annotations
 
@@ -89,11 +83,8 @@ FIELDS = ("name", "bytes", "xxh3", "parts")
 LARGEST_RECORD = 256 << 20
 """Largest size of a manifest or of a rank's report in bytes: enough for some 8 million parts."""
 LONGEST_NAME = 100
-"""Largest size of the file LATEST in bytes."""
 MOST = 1 << 62
-"""Largest number that a manifest may contain."""
 CHUNK = 16 << 20
-"""Bytes that a verification reads at a time."""
 BEAT_S = 1.0
 """Seconds between two signs of life of the process that holds a folder's lock."""
 POLL_S = 0.05
@@ -101,7 +92,6 @@ TRIES = 3
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _ASIDE = re.compile(r"(step-(?:0|[1-9][0-9]{0,18}))\.(tmp|old)-[0-9a-f]+")
 _FILE = re.compile(r"\.?\w[\w.-]*", re.ASCII)
-"""Names of files in a checkpoint's folder, none of which leads outside the folder."""
 _PARTS = re.compile(r"|[0-9]{1,19}:[0-9a-f]{16}( [0-9]{1,19}:[0-9a-f]{16})*")
 _STOPPED = re.compile(r"\.latest\.[0-9a-f]+|\.probe-[0-9a-f]+-[0-9]+")
 """Files that a process leaves if it stops while it writes LATEST or tests whether the folder is writable."""
@@ -136,11 +126,10 @@ class CheckpointFile:
     name: str
     nbytes: int
     xxh3: str
-    """XXH3 of the whole file, 128 bits, hexadecimal."""
+    """128 bits, hexadecimal."""
     parts: str = ""
-    """Checksums of sections of the file, so that a section can be verified without the others: BEGIN:XXH3 for each,
-    separated by blanks, with its offset in bytes and 64 bits in hexadecimal. A section ends where the next one begins.
-    "" if unknown."""
+    """Checksums of sections of the file, to verify one without the others: BEGIN:XXH3 (offset in bytes, 64 bits in
+    hexadecimal), separated by blanks. A section ends where the next begins. "" if unknown."""
 
     @property
     def spans(self) -> dict[int, tuple[int, str]]:
@@ -155,7 +144,7 @@ class CheckpointFile:
 
     @classmethod
     def from_row(cls, name: Any, nbytes: Any, xxh3: Any, parts: Any) -> CheckpointFile:
-        """Return the entry from the values that `row` returned. Raises ValueError for invalid values."""
+        """Raises ValueError for invalid values."""
         file = cls(str(name), int(nbytes), str(xxh3), str(parts))
         if not _FILE.fullmatch(file.name) or not 0 <= file.nbytes <= MOST:
             raise ValueError(
@@ -200,8 +189,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, where: Path) -> Manifest:
-        """`where`: its path, for messages. Raises CheckpointCorruptError for bytes that are damaged, or in a newer
-        format."""
+        """`where`: its path, for messages. Raises CheckpointCorruptError for damage or a newer format."""
         try:
             outer = json.loads(data)
             body: dict[str, Any] = outer["checkpoint"]
@@ -232,8 +220,7 @@ class FoundCheckpoint:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises CheckpointNotFoundError if the folder does not exist, or has no manifest; CheckpointCorruptError if it is
-    damaged, in a newer format, or cannot be read."""
+    """Raises CheckpointNotFoundError if the folder or its manifest is missing; CheckpointCorruptError for damage."""
     where = path / MANIFEST
     try:
         return Manifest.decode(read_plain(where, LARGEST_RECORD), where)
@@ -248,8 +235,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterator[str]:
-    """Yield a text for each file of a checkpoint that differs from what was written. `contents`: read all files and
-    compare checksums too, not only sizes."""
+    """Yield a text for each file that differs from what was written. `contents`: compare checksums, not only sizes."""
     for file in manifest.files:
         where = path / file.name
         try:
@@ -267,13 +253,9 @@ def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterato
 def checkpoints(folder: Path, *, sizes: bool = True) -> list[FoundCheckpoint]:
     """Return the checkpoints of a folder, the newest first.
 
-    A checkpoint with a damaged manifest has an unknown age. It is listed directly after the checkpoint that the file
-    `latest` names. If that checkpoint has no readable manifest either, the damaged ones are listed first, so that a
-    resume does not skip them silently. A checkpoint whose replacement stopped half way is listed with its temporary
-    path until `put_back` renames it.
-
-    sizes: True: check that all files exist and have the right sizes. False: read only the manifests.
-    """
+    One with a damaged manifest has an unknown age, and is listed directly after that of the file `latest`; first, if
+    that is damaged too, so that a resume does not skip them silently. One whose replacement stopped half way has its
+    temporary path until `put_back`. `sizes`: check that all files exist and have the right sizes."""
     found = []
     for _ in range(TRIES):  # a save that ends meanwhile may rename the listed folders
         names = _names(folder)
@@ -306,13 +288,11 @@ def _found(folder: Path, names: Iterable[str], sizes: bool) -> Iterator[FoundChe
 
 
 def newest(folder: Path) -> FoundCheckpoint | None:
-    """Return the newest checkpoint in a folder without missing files or files of other sizes."""
     return next((one for one in checkpoints(folder) if not one.damage), None)
 
 
 def leftovers(folder: Path, *, besides: Iterable[str] = ()) -> list[Path]:
-    """Return the files and folders that stopped saves have left, and that can be deleted. `besides`: ids of saves that
-    still use their temporary folders."""
+    """Return what stopped saves have left, to be deleted. `besides`: ids of saves in progress."""
     names = _names(folder)
     asides = {name for name in names if _ASIDE.fullmatch(name) or _STOPPED.fullmatch(name)}
     asides -= {name for name, _ in _half_replaced(names)}
@@ -321,8 +301,7 @@ def leftovers(folder: Path, *, besides: Iterable[str] = ()) -> list[Path]:
 
 
 def put_back(folder: Path) -> None:
-    """Rename checkpoints back whose replacement stopped half way: the old one had been renamed, but the new one was not
-    called step-N yet."""
+    """Rename checkpoints back whose replacement stopped before the new one was called step-N."""
     for name, final in _half_replaced(_names(folder)):
         os.rename(folder / name, folder / final)
 
@@ -344,11 +323,8 @@ def surplus(steps: Iterable[int], keep_last: int | None, keep_every: int | None)
 
 @contextmanager
 def pinned(path: Path) -> Iterator[int]:
-    """Protect a checkpoint from deletion inside a block. Yield a descriptor of its folder, which stays valid if the
-    folder is renamed.
-
-    Raises CheckpointNotFoundError if the checkpoint was deleted, is being deleted, or cannot be read.
-    """
+    """Protect a checkpoint from deletion inside a block. Yield a descriptor of its folder, valid also if renamed.
+    Raises CheckpointNotFoundError if it was or is being deleted, or cannot be read."""
     with ExitStack() as held:
         try:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -368,8 +344,7 @@ def pinned(path: Path) -> Iterator[int]:
 
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Yield True if a checkpoint may be deleted, because no process has pinned it. Inside the block no process can pin
-    it."""
+    """Yield True if a checkpoint may be deleted: no process has pinned it, or can inside the block."""
     try:
         try:
             manifest = open_plain(path / MANIFEST, os.O_RDWR)
@@ -385,7 +360,6 @@ def claimed(path: Path) -> Iterator[bool]:
 
 
 def _free_for(handle: int, kind: int) -> bool:
-    """Lock a file without waiting. Return False if a lock of another process prevents it."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -399,19 +373,16 @@ def _free_for(handle: int, kind: int) -> bool:
 def locked(
     folder: Path, timeout_s: float, *, silence_s: float | None = None, heartbeats: bool = False
 ) -> Iterator[None]:
-    """Hold a folder's lock inside a block, so that only one save at a time writes into the folder. The lock also ends
-    when its process ends.
+    """Hold a folder's lock inside a block, so that only one save at a time writes into it. It ends with its process.
 
     Args:
         timeout_s: seconds to wait for the lock.
-        silence_s: seconds without a sign of life from the holder after which waiting ends, because its machine may be
-            lost. None: wait until the timeout.
+        silence_s: seconds without a sign of life after which waiting ends, because the holder's machine may be lost;
+            None: no such limit.
         heartbeats: give signs of life while the lock is held.
 
     Raises DeadlineError, naming the holder, if the lock is not free in time; CheckpointError if something else has the
-    name of the lock's file, such as a link; another OSError if the file cannot be opened. On a file system without
-    locks nothing is locked.
-    """
+    name of the lock's file, such as a link; another OSError. On a file system without locks nothing is locked."""
     try:
         try:
             handle = open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT)
@@ -478,8 +449,7 @@ def sign_of_life(path: Path) -> None:
 
 
 def last_sign(path: Path) -> int:
-    """Return a number that changes with each sign of life; 0 if the file cannot be read. Clocks of machines differ, so
-    compare it only with earlier numbers."""
+    """Number that changes with each sign of life; 0 if unreadable. Compare for equality: machines' clocks differ."""
     try:
         handle = open_plain(path)  # opening makes a network file system read the time from its server
     except OSError:

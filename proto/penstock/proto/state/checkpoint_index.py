@@ -1,11 +1,10 @@
-"""Index of a checkpoint: which value is where in which file. Written without torch, twice: as Penstock's own
-`index.json`, which a restore reads, and as the pickle `.metadata`, which torch's own reader reads.
+"""Index of a checkpoint: which value is where. Written twice: as `index.json`, which a restore reads, and as the pickle
+`.metadata`, which torch's own reader reads.
 
-Pickling an index of 3,000 entries takes 14 ms, for which the training would wait. So the training process describes
-the index in plain values, and the checkpoint writer, which runs beside the training and has no torch, makes both files.
-The description has a pickle of torch's own classes and values, the *parts*. The opcodes that follow that pickle in
-`.metadata` get the parts from the unpickler's memo, so this module names no class of torch. They are opcodes of
-protocol 4 without frames, as Python's pickletools describes them.
+Pickling 3,000 entries takes 14 ms, for which the training would wait. So the training process describes the index in
+plain values, and the checkpoint writer, without torch, makes both files. The description has a pickle of torch's own
+classes and values, the *parts*, which later opcodes (protocol 4 without frames) get from the unpickler's memo, so this
+module names no class of torch.
 
 index.json is an object with the fields:
     format: 1
@@ -36,8 +35,7 @@ ATTRIBUTES = (
 _PROTO, _STOP, _POP, _MARK, _MEMOIZE, _NONE = b"\x80\x04", b".", b"0", b"(", b"\x94", b"N"
 _DICT, _ITEMS, _LIST, _APPENDS = b"}(", b"u", b"](", b"e"
 _NEW, _BUILD = b")\x81}(", b"ub"
-"""_NEW: opcodes that make an object of the class on the stack and begin its attributes. _BUILD: opcodes that end
-them."""
+"""Opcodes that make an object of the class on the stack and begin its attributes; opcodes that end them."""
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
@@ -49,7 +47,7 @@ class IndexPickle:
         torch: what torch's index has beyond it. "parts": list of torch's classes and values, as the latin-1 text of a
             pickle in protocol 3; first the classes Metadata, TensorStorageMetadata, MetadataIndex, _StorageInfo, then
             the names in ATTRIBUTES. "memo": size of the unpickler's memo after the parts. "places": position of each
-            part in the memo. "tensors": for each of the index's tensors [properties, size, [(chunk, offsets), ...]] as
+            part in it. "tensors": for each of the index's tensors [properties, size, [(chunk, offsets), ...]] as
             numbers of parts. "object", "storage_meta", "version": numbers of these parts.
     """
 

@@ -1,10 +1,9 @@
 """Encoding of a user's state as a safe envelope of bytes: a JSON tree, raw aligned blobs, a version, a checksum. No
 pickle.
 
-A loader's `state_dict()` may be taken at every step. The state is sent to the coordinator, stored in the journal, and
-decoded on another machine. So the encoding must be exact, cheap, and safe to decode. Pickle is not safe; plain JSON is
-not exact (tuples become lists, int keys become strings, NaN is not JSON); torch.save is pickle in a zip file, and slow
-for small states. Here the structure of a state is JSON, and large values are copied as they lie in memory.
+It must be exact, cheap, and safe to decode. Pickle is not safe; plain JSON is not exact (tuples become lists, int keys
+become strings, NaN is not JSON); torch.save is pickle in a zip file, and slow for small states. Here large values are
+copied as they lie in memory.
 
     offset  size  field                        all integers little-endian
     0       8     magic                        b"PENSTATE"
@@ -19,16 +18,16 @@ for small states. Here the structure of a state is JSON, and large values are co
 Magic, version and the trailing checksum keep their position in every later format, so that damage is never mistaken for
 a newer version. None, bool, int within 64 bits, finite float, str, list, and dict with str keys are plain JSON in the
 tree. Every other value is an object with the one key "$", whose value is [tag, ...] (a dict that has a key "$" of its
-own is tagged "dict"). Lists and tuples of 32 or more plain ints or floats become one blob (random.getstate() has 625).
+own is tagged "dict"). Lists and tuples of 32 or more plain ints or floats become one blob.
 
 Preserved exactly: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict (order, and
 any encodable hashable key), OrderedDict, slice, range, torch.Tensor of every unquantized strided dtype, torch.Size,
 torch.dtype, torch.device, numpy arrays and scalars without object or structured dtypes, np.dtype. Decided on purpose:
 
 * Types are matched exactly. A namedtuple, defaultdict, IntEnum or np.matrix is refused, because decoding it as its base
-  class would change it silently. The error names the key path as a Python expression, the type, and a remedy.
-* Tensors are decoded on the CPU, detached and contiguous. An nn.Parameter becomes a plain tensor, which is what
-  `nn.Module.state_dict()` and optimizers contain; `load_state_dict` copies values. Arrays are decoded in C order.
+  class would change it silently.
+* Tensors are decoded on the CPU, detached and contiguous. An nn.Parameter becomes a
+  plain tensor, as state_dict() has it. Arrays are in C order.
 * An OrderedDict keeps the `_metadata` attribute that `nn.Module.state_dict()` adds (load_state_dict migrates old
   modules by it). Any other attribute is refused.
 * Shared references are not preserved: an object mentioned twice comes back as two. A cycle is refused, and so is
@@ -36,11 +35,9 @@ torch.dtype, torch.device, numpy arrays and scalars without object or structured
 * Decoded values own their memory, are writable, and share nothing with the input.
 * Blobs are little-endian (numpy dtypes name their own order), like every machine that PyTorch is built for.
 
-For speed there is one function for each type, found by the exact type, and no object for each value. Tensors are copied
-by address (0.4 us), because `Tensor.numpy()` would leave the user's storage unresizable for ever, and a clone, which
-has no such effect, costs 1.5 us. On a 2-core AMD EPYC: 100 tensors of 1 KiB are encoded in 185 us, a few ints with the
-states of all three random generators (10 KiB) in 26 us.
-"""
+Tensors are copied by address (0.4 us), because `Tensor.numpy()` would leave the user's storage unresizable for ever,
+and a clone, which has no such effect, costs 1.5 us. On a 2-core AMD EPYC: 100 tensors of 1 KiB are encoded in 185 us, a
+few ints with the states of all three random generators (10 KiB) in 26 us."""
 
 from __future__ import annotations
 
@@ -80,12 +77,9 @@ _DIRECT_FROM = 1 << 20  # smallest size in bytes of a tensor that is written dir
 
 
 def encode_state(value: object, name: str = "state") -> bytes:
-    """Return `value` as bytes with a checksum. Equal values usually give equal bytes, because sets with elements of one
-    plain type are sorted. `name`: name of the value in errors.
-
-    Raises UnsupportedStateError for an object without a safe encoding, for a cycle, and for nesting deeper than
-    MAX_DEPTH.
-    """
+    """Return `value` as bytes with a checksum. Equal values usually give equal bytes (sets of one plain type are
+    sorted). `name`: for errors. Raises UnsupportedStateError for unsafe objects, cycles, and nesting deeper than
+    MAX_DEPTH."""
     blobs = _Blobs()
     try:
         node = _pack(value, blobs, 0)
@@ -109,9 +103,8 @@ def encode_state(value: object, name: str = "state") -> bytes:
 
 
 def decode_state(data: bytes | bytearray | memoryview) -> object:
-    """Return the value from which encode_state() made these bytes. Tensors, arrays and bytearrays in it own their
-    memory. Raises StateCorruptError for other bytes (all values are checked, and no more memory is allocated than the
-    bytes can fill), StateVersionError for a newer format."""
+    """Return the value from which encode_state() made these bytes. Raises StateCorruptError for other bytes (no more
+    memory is allocated than they can fill), StateVersionError for a newer format."""
     return opened(data, _Source, lambda node, source: _unpack(node, source, 0))
 
 
@@ -119,8 +112,7 @@ def decode_state(data: bytes | bytearray | memoryview) -> object:
 
 
 class _Blobs:
-    """Raw bytes of large values of the state that is being encoded, with the padding between them. `parts` keeps their
-    memory alive."""
+    """Raw bytes of large values, with padding. `parts` keeps their memory alive."""
 
     __slots__ = ("parts", "size")
 
@@ -136,8 +128,7 @@ class _Blobs:
 
 
 class _RefusedError(Exception):
-    """Refusal of a value, with the reason. While it passes from container to container, each adds its step to the path,
-    so no path is kept while values are encoded without errors."""
+    """Refusal of a value. Each container on its way adds its step to the path, so none is kept without errors."""
 
     def __init__(self, reason: str, *, too_deep: bool = False) -> None:
         self.reason = reason
@@ -245,7 +236,6 @@ def _pack_set(value: set[object] | frozenset[object], blobs: _Blobs, depth: int)
 
 
 def _pack_body(value: dict[object, object], blobs: _Blobs, depth: int) -> Node:
-    """Encoded items of a dict: a JSON object if all keys are str, else a list of key, value, key, value."""
     _check_depth(depth)
     plain = _STR.issuperset(map(type, value))
     body: dict[str, Node] = {}
@@ -330,8 +320,7 @@ def _numpy_spec(dtype: np.dtype[Any]) -> str:
 
 @lru_cache(maxsize=256)
 def _spec(dtype: np.dtype[Any], char: str) -> str:
-    """Text by which a state names a numpy dtype, usually dtype.str; "" if numpy would read it as another dtype. `char`:
-    dtype.char, which distinguishes C's long long (saved as "<q") from int64."""
+    """Name of a dtype in a state, usually dtype.str; "" if numpy would read another. `char`: C's long long is "<q"."""
     spec = dtype.str[0] + char if char in "qQ" else dtype.str
     return spec if _NUMPY_SPEC.fullmatch(spec) and np.dtype(spec) == dtype and np.dtype(spec).char == char else ""
 

@@ -1,14 +1,9 @@
-"""Counts of what a run was trained on: samples, tokens, truncated and skipped samples, and lengths, by source and key.
-(A source is a data set of a mixture; a key is what the user counts by, such as a language.)
+"""Counts of what a run was trained on: samples, tokens, truncated and skipped samples, and lengths, by group: source (a
+data set of a mixture) and key (what the user counts by, such as a language).
 
-A loader counts the samples of each batch when it hands the batch out, and saves its counts with its position. So after
-a recovery or a resume the counts are again those of the position, even if batches were made ahead or made again. Each
-BATCH frame contains the rows that the batch has changed, with their values after the batch. The training process keeps
-the newest row of each slot and group, so its counts are those of the delivered batches.
-
-A row is a list of integers: FIELDS counts, then BINS numbers of samples by length. Each row belongs to one group, a
-pair (source, key).
-"""
+A loader counts each batch when it hands it out, and saves counts with its position, so they are right after a recovery.
+Each BATCH frame has the rows that changed, of which the training process keeps the newest: its counts are those of the
+delivered batches. A row is FIELDS counts, then BINS numbers of samples by length."""
 
 from __future__ import annotations
 
@@ -61,19 +56,15 @@ COUNTS = "counts"
 """Key of the counts in a loader's state."""
 SAMPLES, TOKENS, TRUNCATED, SKIPPED, MEASURED, IMBALANCE, SHARE_OF_SAMPLES, SHARE_OF_TOKENS = range(8)
 FIELDS = 8
-"""Number of fields at the beginning of a row, before the numbers of samples by length. The constants above are their
-indexes.
+"""Number of fields at the beginning of a row; the constants above are their indexes.
 
-MEASURED: number of steps whose cost was measured. IMBALANCE: sum of the cost ratios of these steps, in ten-thousandths
-(see `imbalance_of`). Only one row of a batch has the two. SHARE_OF_SAMPLES, SHARE_OF_TOKENS: not sums, but the source's
-configured share in the mixture, in millionths of all samples or of all tokens; 0 if none is configured.
-"""
+MEASURED: number of steps whose cost was measured. IMBALANCE: sum of their cost ratios, in ten-thousandths
+(`imbalance_of`). Only one row of a batch has the two. SHARE_OF_SAMPLES, SHARE_OF_TOKENS: no sums, but the source's
+configured share in the mixture, in millionths; 0 if none."""
 BINS = 32
-"""Number of length bins in a row. Bin 0 counts samples without a token, bin n samples of 2^(n - 1) to 2^n - 1 tokens,
-and the last bin also all longer samples."""
+"""Number of length bins. Bin 0: no token; bin n: 2^(n - 1) to 2^n - 1 tokens; the last: also all longer ones."""
 MOST_GROUPS = 96
-"""Largest number of groups that a loader counts, so that all rows fit into one frame of a lane. Samples of further
-groups are counted in OTHER."""
+"""Largest number of groups, so that all rows fit into one frame of a lane. Others are counted in OTHER."""
 MOST_NAME = 48
 """Largest size of the name of a source or key in UTF-8 bytes."""
 OTHER = ("(other)", "(other)")
@@ -136,8 +127,7 @@ def _add(row: Row, other: Sequence[int]) -> None:
 
 
 class Tally:
-    """Counts of a loader up to its present position, and which rows have changed since the last `take`. `shares`:
-    source -> (millionths of the samples, millionths of the tokens)."""
+    """Counts of a loader, and rows changed since `take`. `shares`: source -> millionths of samples, of tokens."""
 
     def __init__(self, rows: Mapping[Group, Sequence[int]] | None = None, shares: Shares | None = None) -> None:
         self._shares = shares or {}
@@ -149,10 +139,8 @@ class Tally:
         """Row as bytes, as of the last `take`."""
         self._begun = False
         self.last: Mapping[Group, Sequence[int]] = {}
-        """Counts of the batch that was handed out last."""
 
     def add(self, batch: Mapping[Group, Sequence[int]]) -> None:
-        """Add the counts of a batch that is handed out."""
         rows = self.rows
         self.last = batch
         for group, counted in batch.items():
@@ -165,7 +153,6 @@ class Tally:
             self._changed.add(group)
 
     def set_shares(self, shares: Shares) -> None:
-        """Set the configured shares of the sources, after a change of the mixture."""
         self._shares = shares
         for group, row in self.rows.items():
             wanted = [*shares.get(group[0], (0, 0))]
@@ -174,8 +161,8 @@ class Tally:
                 self._changed.add(group)
 
     def take(self) -> bytes:
-        """Return the counts for a BATCH frame: all rows if they take at most ALL_BELOW bytes, else those that have
-        changed since the last call; b"" if none has. After a start or a loaded state all have."""
+        """Return the counts for a BATCH frame: all rows up to ALL_BELOW bytes, else those changed since the last call;
+        b"" for none. After a start or a loaded state all have changed."""
         changed, packed = self._changed, self._packed
         if not changed:
             return b""
@@ -194,8 +181,7 @@ Shares: TypeAlias = Mapping[str, tuple[int, int]]
 
 @lru_cache(4096)
 def cut_name(name: str) -> str:
-    """Return a name of at most MOST_NAME bytes. A longer one is cut, and ends with a hash of the whole name, so that
-    different names stay different."""
+    """Cut a name to MOST_NAME bytes, with a hash of the whole at its end, so that different names stay different."""
     data = name.encode("utf-8", "replace")
     if len(data) <= MOST_NAME:
         return data.decode()
@@ -253,15 +239,13 @@ def by_key(rows: Mapping[Group, Sequence[int]]) -> dict[str, SampleCounts]:
 
 
 def note_imbalance(rows: Mapping[Group, Row], ratio: float) -> None:
-    """Add the imbalance of a step to the counts of its batch. `ratio`: cost of the most expensive box divided by the
-    mean cost of all boxes."""
+    """Add a step's imbalance to its batch's counts. `ratio`: cost of the most expensive box / mean cost of all."""
     row = next(iter(rows.values()))
     row[MEASURED], row[IMBALANCE] = 1, round(1e4 * ratio)
 
 
 def imbalance_of(rows: Mapping[Group, Sequence[int]]) -> float | None:
-    """Return the mean, over the measured steps, of the cost of the most expensive box divided by the mean cost of all
-    boxes. See penstock.data.Balance."""
+    """Return the mean of (most expensive box's cost / boxes' mean cost) over measured steps (penstock.data.Balance)."""
     steps = sum(row[MEASURED] for row in rows.values())
     return sum(row[IMBALANCE] for row in rows.values()) / (1e4 * steps) if steps else None
 
@@ -308,8 +292,7 @@ def saved_rows(plain: Any) -> Rows:
 
 
 def aggregated_counts(workers: Sequence[Any], workers_per_box: int) -> dict[str, Any] | None:
-    """Return the counts of each box, summed over the states of its workers, in order of global_worker_id. None if the
-    loaders do not count."""
+    """Return each box's counts, summed over its workers' states in order of global_worker_id. None if not counted."""
     if not workers or any(counts is None for counts in workers):
         return None
     boxes = [
@@ -320,9 +303,8 @@ def aggregated_counts(workers: Sequence[Any], workers_per_box: int) -> dict[str,
 
 
 def counts_part(counts: Mapping[str, Any], box: int, num_boxes: int, worker: int) -> Rows:
-    """Return the counts with which a worker begins. The first worker of each box continues the box's counts; others
-    begin with none. On another number of boxes the first worker of box 0 continues the sum of all boxes' counts,
-    because only this sum is defined then."""
+    """Return the counts with which a worker begins: a box's first worker continues the box's, others none. On another
+    number of boxes the first worker of box 0 continues the sum of all, the only defined one."""
     if worker:
         return {}
     boxes = counts.get("boxes")

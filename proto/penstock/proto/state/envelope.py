@@ -1,8 +1,4 @@
-"""Envelope of an encoded state: header, tree, blobs, checksum. codec.py and state_json.py decode its content.
-
-This module is separate from codec.py so that a process without torch can open an envelope. codec.py describes the
-layout.
-"""
+"""Envelope of an encoded state (layout: codec.py), in a module of its own for processes without torch."""
 
 from __future__ import annotations
 
@@ -45,16 +41,13 @@ _Value = TypeVar("_Value")
 
 
 class EnvelopeReader:
-    """Reader of an envelope's blobs, in order. `opened` turns its exceptions into a StateCorruptError."""
-
     __slots__ = ("end", "position", "view")
 
     def __init__(self, view: memoryview, position: int, end: int) -> None:
         self.view, self.position, self.end = view, position, end
 
     def take(self, nbytes: int) -> int:
-        """Move past the next `nbytes` bytes, and return their offset. Call this before memory is allocated for them: it
-        raises ValueError if fewer are left."""
+        """Move past `nbytes`, and return their offset; ValueError if fewer are left. Call it before allocating."""
         start = self.position
         if not 0 <= nbytes <= self.end - start:
             raise ValueError(
@@ -76,15 +69,11 @@ def opened(
     source_of: Callable[[memoryview, int, int], _Source],
     unpack: Callable[[Node, _Source], _Value],
 ) -> _Value:
-    """Check an envelope, and return its decoded value.
+    """Check an envelope, and return its decoded value: `unpack` of the tree and a reader of the blobs, which
+    `source_of` makes from their first and last offset.
 
-    Args:
-        source_of: makes a reader of the blobs of the envelope, from their first to their last offset.
-        unpack: makes the value from the envelope's tree and the reader.
-
-    Raises StateCorruptError for bytes that encode_state did not write (no more memory is allocated than the bytes can
-    fill), StateVersionError for a newer format.
-    """
+    Raises StateCorruptError for bytes that encode_state did not write (no more memory is allocated than they can fill),
+    StateVersionError for a newer format."""
     view = memoryview(data)
     view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
     size = len(view)
@@ -120,8 +109,7 @@ def opened(
 
 
 def with_bytes(data: bytes, name: str, added: bytes) -> bytes:
-    """Return the envelope of a dict with the entry `name` more, whose value is the bytes `added`. No other value is
-    decoded."""
+    """Return the envelope of a dict with one more entry, the bytes `added`. No other value is decoded."""
 
     def with_entry(tree: Node, source: EnvelopeReader) -> tuple[Node, bytes]:
         start, source.position = source.position, source.end

@@ -1,10 +1,7 @@
-"""Labels of epochs: the numbers that user code sees.
+"""Labels of epochs: the numbers that user code sees, while Penstock counts epochs by their ordinals in the run.
 
-Everything in Penstock counts epochs by their ordinals in the run. The training loop may give an epoch another number
-before it opens it (`DataLoader.set_epoch`); later epochs count on from there. A pure loader makes the epoch of this
-label. Labels are a dict: ordinal of an epoch -> its label, in rising order; an epoch that is not in it counts on from
-the last one before it.
-"""
+The training loop may give an epoch another number (`DataLoader.set_epoch`), from which later ones count on. A pure
+loader makes the epoch of this label. Labels are a dict: ordinal -> label, in rising order, of those that were set."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ def label_of(labels: Mapping[int, int], epoch: int) -> int:
 
 
 def put_label(labels: dict[int, int], epoch: int, label: int) -> None:
-    """Give a label to an epoch, and forget the oldest of too many."""
     labels[epoch] = label
     while len(labels) > MOST_LABELS:
         del labels[min(labels)]

@@ -1,24 +1,17 @@
 """Random generators of the user's own objects: found by a walk, seeded again, and saved as bytes.
 
-A dataset may hold a generator of its own (`self.rng = np.random.default_rng(0)`). What it draws then depends on all
-that was drawn before, in this process, so on the numbers of workers and on restarts. Who finds the generator can seed
-it for an epoch or for a sample, as is done with the global generators (generators.py).
+What a dataset's own generator draws depends on all that was drawn before in this process, so on the numbers of workers
+and on restarts. Who finds it can seed it, as is done with the global generators (generators.py).
 
-The walk runs no user code: it reads what objects hold, as `inspect.getattr_static` does, and never asks them for an
-attribute. It follows what instances and the classes of instances hold (in `__dict__` and `__slots__`, and no
-descriptors), items of dicts, lists, tuples and deques, parts of a functools.partial, the object of a bound method, and
-of functions the closure, the defaults and the attributes. Functions and classes that were pickled by value
-(by_value.py) have no module; of these also the globals. Sets have no order, and are left out; so are modules, tensors,
-arrays, frames and thread-locals.
+The walk runs no user code: it reads what objects hold, as `inspect.getattr_static` does. It follows `__dict__` and
+`__slots__` of instances and their classes, items of dicts, lists, tuples and deques, parts of a functools.partial, the
+object of a bound method, closures, defaults and attributes of functions, and globals of what was pickled by value. Sets
+have no order, and are left out; so are modules, tensors, arrays, frames and thread-locals.
 
-It goes breadth first: 8 steps deep (`Subset.dataset.datasets[0].transform.transforms[1].rng` has 7) and through 10,000
-objects. Items of one container after its first 100 come last, so that the million samples of a dataset do not hide its
-transform. The order is that in which attributes and items were set, so it is the same in each process that made the
-objects by the same code.
-
-Not found: the global generators of `random`, numpy and torch; `random.SystemRandom` and generators of other devices
-than the CPU; and what is made at its first use, later than the walk.
-"""
+It goes breadth first, 8 steps deep (`Subset.dataset.datasets[0].transform.transforms[1].rng` has 7), through 10,000
+objects. Items after a container's first 100 come last, so that a million samples do not hide a transform. The order is
+the same in each process that made the objects by the same code. Not found: global generators, `random.SystemRandom`,
+other devices than the CPU, and what is made later, at its first use."""
 
 from __future__ import annotations
 
@@ -105,7 +98,6 @@ def find_generators(roots: Iterable[object], modules: Iterable[types.ModuleType]
 
 
 def plain_numbers(roots: Iterable[object]) -> dict[str, float]:
-    """Return the numbers that are attributes of objects of user code in `roots`, by their paths."""
     walk = _Walk()
     for root in roots:
         walk.add(_name_of(root), root)
@@ -114,8 +106,7 @@ def plain_numbers(roots: Iterable[object]) -> dict[str, float]:
 
 
 def defining_modules(objects: Iterable[object]) -> list[types.ModuleType]:
-    """Return the imported modules that define functions, and the classes of other objects, without Python's, numpy's
-    and torch's."""
+    """Return the modules that define functions, and other objects' classes, but not Python's, numpy's, torch's."""
     names = dict.fromkeys(_module_name(_unwrapped(value)) for value in objects)
     modules = [_imported(name) for name in names if name.partition(".")[0] not in _LIBRARIES]
     return [module for module in modules if module is not None]
@@ -127,11 +118,8 @@ def initial_seed(found: FoundGenerator) -> int:
 
 
 def reseed(found: FoundGenerator, seed: int) -> None:
-    """Seed a generator from a non-negative integer of any size. Numbers that it kept for its next call are dropped.
-
-    A numpy Generator takes 30 us, or 0.2 ms with MT19937; the others up to 10 us. Raises UnsupportedStateError if the
-    class of a numpy generator's bit generator takes no seed.
-    """
+    """Seed a generator from a non-negative integer. Numbers that it kept for its next call are dropped. Takes 30 us
+    (MT19937 0.2 ms) for numpy, up to 10 else. Raises UnsupportedStateError if a bit generator takes no seed."""
     generator = found.generator
     if found.kind == "random.Random":
         random.Random.seed(generator, seed)
@@ -159,8 +147,7 @@ def capture(found: list[FoundGenerator]) -> bytes:
 
 
 def restore(found: list[FoundGenerator], data: bytes | bytearray | memoryview) -> None:
-    """Set generators to the states that `capture` returned for the same generators. Raises StateMismatchError if
-    `found` has other generators, StateCorruptError for bytes that `capture` did not write."""
+    """Set generators to what `capture` returned for them. Raises StateMismatchError for others, StateCorruptError."""
     saved: Any = decode_state(data)
     try:
         names = [(path, kind) for path, kind, _ in saved]
@@ -323,9 +310,8 @@ def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _globals_by_value(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """Globals of a function that was pickled by value; nothing for a function of an imported module. Its __module__ may
-    be another's, if it is a wrapper (those of Hugging Face's Dataset have a generator of fingerprints in their
-    globals)."""
+    """Globals of a function pickled by value; else none. A wrapper's __module__ may be another's (Hugging Face's
+    Dataset has a generator of fingerprints in its globals)."""
     module = _imported(function.__globals__.get("__name__"))
     if module is not None and function.__globals__ is _module_dict(module):
         return []

@@ -1,9 +1,7 @@
 """States of a process's random generators as bytes: Python's `random`, numpy's legacy global, torch's CPU default.
 
-A runner captures these states around `iter(loader)` and with every snapshot, so the encoding is a fixed binary record
-and not the general envelope of `penstock.proto.state.codec`. The record includes the position inside the block of each
-Mersenne twister, and the second gaussian that `random.gauss` and `numpy.random.normal` keep for their next call
-(without it a resume after an odd number of draws would differ).
+The record includes the second gaussian that `random.gauss` and `numpy.random.normal` keep for their next call (without
+it a resume after an odd number of draws would differ).
 
     offset  size  field                                        all integers little-endian
     0       8     magic                                        b"PENRNGST"
@@ -18,12 +16,11 @@ Mersenne twister, and the second gaussian that `random.gauss` and `numpy.random.
     5036    N     torch
     5036+N  8     checksum                                     xxh3_64 of everything before it
 
-Generators of CUDA are not included, because the processes that run input code do not use CUDA.
+Those of CUDA are left out: processes that run input code do not use CUDA.
 
 Seeds are derived by hashing, never by arithmetic. With seed + rank, two different seeds would give equal streams on
 different ranks. torch's CPU generator keeps only the low 32 bits of a seed, so two of n seeds coincide with a
-probability of n^2 / 2^33.
-"""
+probability of n^2 / 2^33."""
 
 from __future__ import annotations
 
@@ -53,8 +50,7 @@ _PYTHON_GAUSS, _NUMPY_GAUSS = 1, 2
 
 
 def capture_rng() -> bytes:
-    """Return the states of the three generators as 10,100 bytes, in 37 us. Raises UnsupportedStateError if numpy's
-    global generator was replaced by one that is not MT19937."""
+    """Return the three states as 10,100 bytes, in 37 us. Raises UnsupportedStateError if numpy's is not MT19937."""
     _, python, python_gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)
     if numpy["bit_generator"] != "MT19937":
@@ -78,9 +74,8 @@ def capture_rng() -> bytes:
 
 
 def torch_rng_state(generator: torch.Generator | None = None) -> torch.Tensor:
-    """Return the state of one of torch's CPU generators (None: the global one), without garbage collection: get_state()
-    holds the generator's lock while it makes a Python object, and a finalizer that uses the generator then would
-    deadlock."""
+    """Return the state of a CPU generator (None: the global one), without garbage collection: get_state() makes a
+    Python object under the generator's lock, and a finalizer that uses it would deadlock."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -91,9 +86,8 @@ def torch_rng_state(generator: torch.Generator | None = None) -> torch.Tensor:
 
 
 def restore_rng(data: bytes | bytearray | memoryview) -> None:
-    """Set the three generators to the states that capture_rng() returned: all of them or none. Raises
-    StateCorruptError, StateVersionError, and UnsupportedStateError if numpy's global generator was replaced by one that
-    is not MT19937."""
+    """Set all three generators, or none, to what capture_rng() returned. Raises StateCorruptError, StateVersionError,
+    and UnsupportedStateError if numpy's global generator is not MT19937."""
     view = memoryview(data)
     view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
     if len(view) < _FIXED or view[:8] != _MAGIC:
@@ -146,11 +140,9 @@ def restore_rng(data: bytes | bytearray | memoryview) -> None:
 def seed_rng(seed: int) -> None:
     """Seed the three generators from one non-negative integer of any size; cached gaussians are dropped.
 
-    Python's generator takes the whole integer (random.seed initialises by array). numpy's takes 8 words, and torch's
-    one 64-bit word, from independent children of numpy.random.SeedSequence(seed), whose hash maps close seeds to
-    distant ones (after M. E. O'Neill, "Developing a seed_seq Alternative", 2015). Raises InvalidArgumentError if `seed`
-    is not a non-negative integer.
-    """
+    Python's takes the whole integer; numpy's 8 words and torch's one 64-bit word, from independent children of
+    numpy.random.SeedSequence(seed), which maps close seeds to distant ones (after M. E. O'Neill, "Developing a seed_seq
+    Alternative", 2015). Raises InvalidArgumentError for another value."""
     seed = _integer(seed, "seed")
     if seed < 0:
         raise InvalidArgumentError(f"seed must be >= 0, got {seed}: pass a non-negative integer")
@@ -166,12 +158,10 @@ def derive_seed(seed: int, *path: int | str) -> int:
     """Return a seed in [0, 2**63) for one use, such as `derive_seed(run_seed, "shuffle", epoch)`. The algorithm never
     changes, because saved runs depend on it.
 
-    The seed is the lowest 63 bits, read little-endian, of a BLAKE2b digest (RFC 7693, M.-J. Saarinen and J.-P.
-    Aumasson, 2015) of 8 bytes, personalised as b"penstock.seed". The digest is computed over `seed` and the parts of
-    `path` in order, each as type (b"i" or b"s"), length (8 bytes, little-endian) and content (an int as format(n, "x"),
-    a str in UTF-8). Because of types and lengths, 1 and "1" give different seeds, and so do ("ab", "c") and ("a",
-    "bc"). Raises InvalidArgumentError for a part that is neither int nor str.
-    """
+    It is the lowest 63 bits, read little-endian, of a BLAKE2b digest (RFC 7693, M.-J. Saarinen and J.-P. Aumasson,
+    2015) of 8 bytes, personalised as b"penstock.seed", over `seed` and the parts of `path`, each as type (b"i" or
+    b"s"), length (8 bytes, little-endian) and content (an int as format(n, "x"), a str in UTF-8), so that 1 and "1",
+    and ("ab", "c") and ("a", "bc"), differ. Raises InvalidArgumentError for a part that is neither int nor str."""
     digest = hashlib.blake2b(digest_size=8, person=b"penstock.seed")
     for index, part in enumerate((seed, *path)):
         if isinstance(part, str):

@@ -1,22 +1,15 @@
-"""Position of a box (data-parallel rank) in its stream of batches, and the rule by which the box takes batches from its
-slots in turn. Pure arithmetic.
+"""Position of a box in its stream of batches, and the rule by which it takes batches from its slots in turn. Pure
+arithmetic.
 
-The rule. A cursor points at the slot whose turn it is. Deliver a batch of this slot, then move the cursor to the next
-live slot. (A slot is live until its input has ended in this epoch.) If the input of a slot has ended when its turn
-comes, the slot is removed from the live slots, and no step is taken. When no slot is live, the epoch ends, and the next
-one starts with all slots live and the cursor at 0. For loaders that only their own methods can resume, the rotation
-continues across epochs instead (`carry`). Such a loader counts the samples of all workers, and assigns batches to
-workers in turn for the whole launch.
+A cursor points at the slot whose turn it is: its batch is delivered, and the cursor moves to the next live slot. A slot
+whose input has ended at its turn is no longer live, and no step is taken. When none is live, the next epoch starts with
+all, from slot 0. For loaders that only their own methods can resume, the rotation continues across epochs instead
+(`carry`): they assign batches to workers in turn for the whole launch.
 
-The training loop follows this rule one step at a time (`turn`, `deliver`, `exhaust`, `abandon_epoch`). The coordinator
-computes the position at any step from the attempt's start and the known ends of slots' epochs (`advance`), many steps
-at a time. The result depends only on these values, so every rank gets the same position. The counts of batches of each
-slot must be stored, because the formula `worker_step(S) = S // W + (k < S % W)` is true only while every slot is live.
-
-A position includes the stream digest of its box, called `chain`: the digests of all batches in order, each combined
-with the result so far. Code that knows the digests extends the chain (`deliver`, `chain_at`); other code sets it to
-None.
-"""
+The training loop takes one step at a time; the coordinator computes any step from the attempt's start and the known
+ends of slots' epochs (`advance`), so every rank gets the same. Batches of each slot are stored, because `worker_step(S)
+= S // W + (k < S % W)` is true only while every slot is live. `chain` is the box's stream digest: the batches' digests,
+combined in order, or None in code that does not know them."""
 
 from __future__ import annotations
 
@@ -36,16 +29,14 @@ __all__ = ["EPOCHS_AHEAD", "MOST", "Position", "advance", "chain_at", "link_betw
 MOST = 1 << 62
 """Largest step, epoch or count that a position may have, so that sums still fit into 64 bits."""
 EPOCHS_AHEAD = 64
-"""Epochs by which a worker may be ahead of the loop. Without this limit a worker with an empty input would send ends of
-epochs without pause."""
+"""Epochs by which a worker may be ahead: an empty input would otherwise send ends of epochs without pause."""
 _FACTOR = 0x9E3779B97F4A7C15
 _pack_link = struct.Struct("<QQ").pack
 _pack_step = struct.Struct("<Q").pack
 
 
 def linked(chain: int, digest: int) -> int:
-    """Return the chain of a slot in its epoch, extended by the digest of the next batch: chain * an odd number +
-    digest, modulo 2^64. The chain of no batch is 0."""
+    """Extend a slot's chain (0 at first) by a batch's digest: chain * an odd number + digest, modulo 2^64."""
     return (chain * _FACTOR + digest) & MASK
 
 
@@ -59,8 +50,7 @@ def _linked(chain: int | None, digest: int | None) -> int | None:
 
 
 def _added(chain: int | None, digest: int | None, step: int) -> int | None:
-    """Stream digest that sums rows (`by_rows`), extended by the batch of one step. The step gives a factor, so that the
-    same rows at another step give another result."""
+    """Stream digest that sums rows (`by_rows`), extended by a batch. The step gives a factor, so that steps matter."""
     if digest is None or chain is None:
         return None
     return (chain + (xxh3_64_intdigest(_pack_step(step)) | 1) * digest) & MASK
@@ -84,13 +74,11 @@ class Position:
     xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). With `by_rows` chain(n) = chain(n - 1) +
     (xxh3_64(little-endian u64 n) | 1) * digest, modulo 2^64."""
     by_rows: bool = field(default=False, compare=False)
-    """True if the digests of batches are sums over rows. The sum of all boxes' stream digests then does not depend on
-    the number of boxes."""
+    """True if digests are sums over rows: the sum of all boxes' then does not depend on the number of boxes."""
     first: int | None = field(default=None, compare=False)
     """Slot with which this epoch began, if the rotation continues across epochs; None: each begins with slot 0."""
     slot_chains: tuple[int, ...] = field(default=(), compare=False)
-    """Chain of each slot's batches in this epoch (`linked`), at the position at which a box starts. Empty elsewhere: it
-    does not move with the position."""
+    """Chain of each slot's batches in this epoch where a box starts. Empty elsewhere: it does not move along."""
     labels: dict[int, int] = field(default_factory=dict, compare=False)
     ended_before: bool = field(default=False, compare=False)
     """True if the last epoch that ended had no batch, and no abandoned epoch since had one."""
@@ -123,7 +111,6 @@ class Position:
         )
 
     def carry(self) -> None:
-        """Let the rotation over the slots continue across epochs from now on."""
         if self.first is None:
             self.first = 0
 
@@ -146,12 +133,9 @@ class Position:
         self.cursor = (self.cursor + 1) % len(self.live)
 
     def exhaust(self) -> bool:
-        """Remove the slot whose turn it is from the live slots, because its input has ended. Return True if this was
-        the last one: the position is then the start of the next epoch.
-
-        Raises EmptyInputError if two epochs in a row have no batch, because the loop would then run forever. (Epochs
-        that were abandoned before their first batch are not counted.)
-        """
+        """Remove the slot whose turn it is: its input has ended. Return True if it was the last one: the position is
+        then the start of the next epoch. Raises EmptyInputError if two epochs in a row have no batch, because the loop
+        would run forever. (Those abandoned before their first batch do not count.)"""
         del self.live[self.cursor]
         if self.live:
             self.cursor %= len(self.live)
@@ -195,8 +179,7 @@ class Position:
 
     @classmethod
     def received(cls, message: records_pb2.BoxPosition, kind: type[PenstockError] = ProtocolError) -> Position:
-        """Return the position in a message from a peer. Raises an error of class `kind`, with the remedy, for
-        impossible numbers."""
+        """Return a peer's position. Raises an error of class `kind`, with the remedy, for impossible numbers."""
         try:
             return cls.from_proto(message)
         except InvalidArgumentError as error:
@@ -256,14 +239,12 @@ def advance(
     """Return the position of the box at `step`, computed from an earlier position and the known ends of epochs.
 
     Args:
-        ends: (slot, epoch) -> number of the slot's last batch in this epoch, counted over the run. For an epoch that is
-        not in `ends`, the slot counts as not ended.
+        ends: (slot, epoch) -> number of the slot's last batch in this epoch, counted over the run; if known.
         abandoned: epoch -> last step of the box in this epoch, for each epoch that the loop has abandoned by `break`.
 
-    As in the loop, an epoch ends only when a further step needs a batch after its last one. The cost is one iteration
-    for each end of a slot. The stream digest of the result is None if `step` is above `base.step`: see `chain_at`.
-    Raises InvalidArgumentError if `step` is before `base.step`, EmptyInputError if two epochs in a row had no batch.
-    """
+    As in the loop, an epoch ends only when a further step needs a batch. The cost is one iteration for each end of a
+    slot. The stream digest of a later step is None: see `chain_at`. Raises InvalidArgumentError if `step` is before
+    `base.step`, EmptyInputError if two epochs in a row had no batch."""
     if step < base.step:
         raise InvalidArgumentError(
             f"step must be at least {base.step}, the earliest whose position is known, got {step}: request a later step"
@@ -306,8 +287,7 @@ def chain_at(
     abandoned: Mapping[int, int],
     digests: Mapping[tuple[int, int], int],
 ) -> int | None:
-    """Return the stream digest of the box at `step`, computed one step at a time; None if a digest is unknown.
-    `digests`: (slot, total) -> digest of the slot's batch number `total`."""
+    """Return the stream digest at `step`; None if a digest is unknown. `digests`: (slot, total) -> a batch's."""
     at = base.copy()
     while at.step < step and at.chain is not None:
         slot = at.turn

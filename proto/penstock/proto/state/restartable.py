@@ -1,11 +1,8 @@
-"""Protocol of a restartable loader; and get_worker_state(), by which a loader's state_dict() reads the progress of its
-worker.
+"""Protocol of a restartable loader; and get_worker_state(), for its state_dict().
 
-The loader's methods decide how it can resume. A loader with four methods (`RestartableDataLoader`) resumes on any
-number of workers through the user's own code, and loads only states that this code made. A loader with two methods
-(`state_dict` and `load_state_dict`) resumes on the same numbers of boxes and workers. A loader without state methods
-can only be replayed.
-"""
+A loader with four methods (`RestartableDataLoader`) resumes on any number of workers through the user's own code, and
+loads only states that this code made; one with `state_dict` and `load_state_dict` on the same numbers of boxes and
+workers; one without state methods can only be replayed."""
 
 from __future__ import annotations
 
@@ -34,33 +31,29 @@ __all__ = [
 
 @runtime_checkable
 class RestartableDataLoader(Protocol):
-    """Interface of a loader whose position can be saved, and restored on any number of workers: give your loader these
-    four methods.
+    """Interface of a loader whose position can be saved, and restored on any number of workers, by these four methods.
 
     The parameter `strict` is optional: either both methods take it, or neither; otherwise a TypeError is raised.
 
-    Any loader, or its iterator, may also have a method `skip_batch()`, which skips the next batch: it advances all
-    counters and random generators as if the batch had been made, and raises StopIteration if the epoch is over. Jobs
-    with Appliance(poison="skip") call `skip_batch` for a batch that kills the process that makes it.
+    Any loader, or its iterator, may also have a method `skip_batch()`, which advances all counters and random
+    generators as if the next batch had been made, and raises StopIteration if the epoch is over. Jobs with
+    Appliance(poison="skip") call it for a batch that kills the process that makes it.
 
-    The class may have three more attributes, all of them optional:
+    The class may have three more attributes:
 
-    loads_own_state = True: load_state_dict also accepts what `state_dict` returned on the same worker. Each epoch is
-    then made in a process of its own, and a runner (the process that runs the loader) that is lost is replaced within
-    the epoch, and not by replay from the start of the launch.
+    loads_own_state = True: load_state_dict also accepts what `state_dict` returned on the same worker. Each epoch then
+    has a process of its own, and a lost runner is replaced within the epoch, not by replay from the start of the
+    launch.
 
-    exact_states = True: a loader that loads a state then makes exactly the batches that followed the state, across
-    epochs too, with the same random numbers. One object is then kept over all epochs, and any of its states is used.
+    exact_states = True: a loader that loads a state then makes exactly the batches that followed it, across epochs too,
+    with the same random numbers. One object is then kept over all epochs, and any of its states is used.
 
     advance_state(state_dict, batches): a static method that returns the state `batches` batches later in the same
-    epoch. A state between two snapshots is then computed without making a batch. Use it only if making batches does not
-    change the process's random generators. A loader object that changes them must set its attribute advance_state to
-    None.
-    """
+    epoch, without making a batch. Use it only if making batches does not change the process's random generators. A
+    loader object that changes them must set its attribute advance_state to None."""
 
     def state_dict(self) -> Any:
-        """Return this worker's state after the batches yielded so far. The method may call `get_worker_state()` once,
-        for the worker's number and counts."""
+        """Return this worker's state after the batches yielded so far. It may call `get_worker_state()` once."""
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
         """Load a state that `deaggregate_state_dict` returned."""
@@ -74,28 +67,25 @@ class RestartableDataLoader(Protocol):
 
 @dataclass(frozen=True)
 class DataLoaderCheckpoint:
-    """Identity, progress and state of one worker at a checkpoint. The names of the fields are those of Cerebras'
-    cstorch, where a box is called CSX or WSE."""
+    """Identity, progress and state of one worker, with the names of Cerebras' cstorch (a box: CSX, WSE)."""
 
     local_worker_id: int
-    """Number of the worker in its box, from 0; usually the number of its slot. Some loaders with the four methods
-    distribute their batches to the workers in turn, and begin each launch with worker 0. For such a loader the slot
-    whose turn it was in the loaded state becomes worker 0. For example, if it was slot 2's turn of 4 slots, slots 2, 3,
-    0 and 1 are workers 0, 1, 2 and 3."""
+    """Number of the worker in its box, from 0; usually that of its slot. Loaders with the four methods that distribute
+    batches in turn begin each launch with worker 0: the slot whose turn it was becomes worker 0. If it was slot 2's of
+    4, slots 2, 3, 0 and 1 are workers 0 to 3."""
     num_workers_per_csx: int
     num_csx: int
     """Number of boxes."""
     wse_id: int
     """Number of the worker's box, from 0."""
     appliance_step: int
-    """Number of batches delivered to the box's training loop in this launch of the job. A runner that replaces a lost
-    one continues the count. A launch that resumes from a saved state counts from 0 again. But if the loader was resumed
-    by replay from the beginning of the run, the count begins at the beginning of the run."""
+    """Number of batches delivered to the box's loop in this launch, also by a lost runner before. A launch that resumes
+    from a saved state counts from 0 again; if by replay, from the beginning of the run."""
     worker_step: int
     """Number of this worker's batches, counted from the same moment as appliance_step."""
     samples_streamed: int
-    """Number of samples (rows of the first dimension) in the batches that worker_step counts. A loader whose state
-    counts samples over all launches must add those of the loaded state."""
+    """Number of samples (rows of the first dimension) in worker_step's batches. A loader whose state counts over all
+    launches adds those of the loaded state."""
     user_state_dict: Any = None
     """State that the loader's state_dict() returned; None in the result of `get_worker_state()`."""
     lifetime_appliance_step: int = 0
@@ -148,8 +138,7 @@ def worker_state(checkpoint: DataLoaderCheckpoint) -> Iterator[WorkerContext]:
 
 
 def get_worker_state() -> DataLoaderCheckpoint:
-    """Return the identity and the progress of the worker whose state is being saved. Call it only inside
-    `state_dict()`, at most once in each call.
+    """Return identity and progress of the worker whose state is saved. Only inside `state_dict()`, at most once a call.
 
     Raises:
         RuntimeError: called elsewhere, or a second time.
@@ -180,8 +169,7 @@ def by_own_methods(capabilities: records_pb2.LoaderCapabilities) -> bool:
 
 
 def is_pure(capabilities: records_pb2.LoaderCapabilities) -> bool:
-    """True if each epoch of the loader is a function of its number: the loader neither vouches for its states nor
-    resumes by its own four methods only."""
+    """True if each epoch is a function of its number: no states vouched for, nor only the loader's own four methods."""
     return not (capabilities.exact_states or by_own_methods(capabilities))
 
 
@@ -191,8 +179,7 @@ def is_vouched(capabilities: records_pb2.LoaderCapabilities) -> bool:
 
 
 def takes_strict(loader: object) -> bool:
-    """True if the loader's load_state_dict takes the parameter `strict`. A loader with four methods must take it in
-    deaggregate_state_dict too, or in neither: else TypeError."""
+    """True if load_state_dict takes `strict`. Raises TypeError if deaggregate_state_dict differs in this."""
     methods = state_methods(loader)
     if methods == 0:
         return False

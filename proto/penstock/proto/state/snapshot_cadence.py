@@ -1,5 +1,4 @@
-"""Cadence of the snapshots of a loader's state: after every batch if snapshots take less than 1% of the time, else less
-often."""
+"""Cadence of snapshots of a loader's state: after every batch if they take less than 1% of the time, else fewer."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ SHARE = 0.01
 
 
 class SnapshotCadence:
-    """Schedule of snapshots, according to the duration of the last one. `every_s`: smallest number of seconds between
-    two."""
+    """Schedule of snapshots by the duration of the last one. `every_s`: smallest number of seconds between two."""
 
     def __init__(self, every_s: float = 0.0) -> None:
         self._every_s = every_s

@@ -1,5 +1,5 @@
-"""Conversion of an encoded state to JSON, for programs that are not written in Python. The conversion keeps all values
-(but not the attribute `_metadata` of an OrderedDict), and needs neither torch nor numpy.
+"""Conversion of an encoded state to JSON, for programs that are not written in Python. It needs neither torch nor
+numpy, and drops only `_metadata` of an OrderedDict.
 
 JSON has no tensors, bytes, NaN or keys that are not text. Such a value becomes an object with the key "$", which names
 its type. Bytes are in base64, and numbers in them little-endian:
@@ -15,10 +15,8 @@ its type. Bytes are in base64, and numbers in them little-endian:
     {"$": "slice" | "range", "value": [start, stop, step]}
     {"$": "dtype" | "np.dtype" | "device", "value": "float32"}
 
-Lists, tuples and torch.Size become lists, and an OrderedDict becomes a dict. So the JSON cannot be converted back. A
-state is loaded from its envelope, which keeps all types. An integer of 64 bits is a JSON number: a reader that converts
-it to a double, such as JavaScript's, loses digits beyond 2^53.
-"""
+Lists, tuples and torch.Size become lists, an OrderedDict a dict, so it cannot be converted back. An integer of 64 bits
+is a JSON number: a reader that converts it to a double, such as JavaScript's, loses digits beyond 2^53."""
 
 from __future__ import annotations
 
@@ -40,8 +38,7 @@ _ITEM = re.compile(r"[<>|]([a-zA-Z])(\d*)(?:\[.*\])?", re.ASCII)
 
 
 def state_as_json(data: bytes) -> bytes:
-    """Return the value in an envelope (the result of encode_state) as JSON; "null" for b"". Raises StateCorruptError,
-    StateVersionError."""
+    """Return an envelope's value as JSON; "null" for b"". Raises StateCorruptError, StateVersionError."""
     if not data:
         return b"null"
     return opened(data, EnvelopeReader, _written)
@@ -113,8 +110,7 @@ def _tensor_item(dtype: str) -> int:
 
 
 def _array_item(spec: str) -> int:
-    """Size in bytes of one element: the number in the name of its dtype, times 4 for text; 8 for a time or a long
-    long."""
+    """Bytes of an element: the number in its dtype's name, times 4 for text; 8 for a time or a long long."""
     found = _ITEM.fullmatch(spec)
     if found is None:
         raise ValueError(f"a numpy dtype in the state must be a number, text, bytes or time, got {spec!r}")

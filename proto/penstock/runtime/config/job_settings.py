@@ -1,10 +1,7 @@
-"""Settings of a training job: the arguments of an Appliance that can also be set by environment variables or in the
-settings file.
+"""Settings of a training job: arguments of an Appliance that variables or the settings file can set too.
 
-The settings are declared here, and not in the client, so that `penstock config` can show them without torch. Variables
-of torchrun have lower priority than Penstock's own, and higher priority than the settings file: see
-penstock.client.api.appliance_settings.
-"""
+They are declared here, not in the client, so that `penstock config` can show them without torch. torchrun's variables
+rank between Penstock's own and the settings file: see penstock.client.api.appliance_settings."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ _ONE_JOB = "this setting is for one job, but all jobs read this file: pass it to
 
 
 class TlsFiles(Section):
-    """TLS settings of every process that listens or calls the coordinator. They are names of files, which are not
-    secret."""
+    """TLS settings of every process that listens or calls the coordinator: names of files, which are not secret."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
     table: ClassVar[str] = CLUSTER

@@ -1,9 +1,7 @@
-"""Base class of settings: each option is declared once, as a field of a `Section`. Its flag, its environment variable,
-its key in the settings file, its line in `penstock config` and its row in docs/cli.md are made from this declaration.
+"""Base class of settings. A field of a `Section` declares an option once: its flag, environment variable, key in the
+settings file, line in `penstock config` and row in docs/cli.md.
 
-pydantic checks and converts the values, and pydantic-settings puts arguments before the other sources. Ours is the
-strictness that they lack: the settings file keeps its types, and errors name the source of a value.
-"""
+pydantic checks and converts values. Ours is strictness: the file keeps its types, and errors name a value's source."""
 
 from __future__ import annotations
 
@@ -52,8 +50,7 @@ class Unit:
 
 
 class IsPath:
-    """Mark of a field whose value is a path. In the settings file such a path is relative to the folder of that
-    file."""
+    """Mark of a field whose value is a path. In the settings file it is relative to the folder of that file."""
 
 
 FilePath = Annotated[str, IsPath(), Unit("FILE")]
@@ -65,16 +62,14 @@ class IsList:
 
 
 class Section(BaseSettings):
-    """Base class of a set of settings. Subclasses name the prefix of their environment variables (`env_prefix`) and
-    their section of the settings file (`table`). An inherited field keeps the variable and the section of the class
-    that declares it, so that one class has all settings of a command."""
+    """Base class of settings, with the prefix of their variables (`env_prefix`) and their section of the file
+    (`table`). Inherited fields keep those of their class, so that one class has all settings of a command."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", populate_by_name=True)
     table: ClassVar[str] = ""
     """Name of the section of the settings file; "" if these settings have none."""
     places: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    """Field -> (section, key) in the settings file, for each field that is in another section than `table` or has
-    another key than its name."""
+    """Field -> (section, key) in the settings file, where they are not `table` and the field's name."""
     not_in_file: ClassVar[Mapping[str, str]] = {}
     """Field that must not be set in the settings file -> the reason, for the error message."""
     only_given: ClassVar[bool] = False
@@ -82,12 +77,10 @@ class Section(BaseSettings):
 
     @classmethod
     def declaring(cls, field: str) -> type[Section]:
-        """Return the class that declares a field."""
         return next(base for base in cls.__mro__ if field in inspect.get_annotations(base))
 
     @classmethod
     def names(cls) -> list[str]:
-        """Return the names of all fields, inherited ones last."""
         return sorted(cls.model_fields, key=lambda field: cls.declaring(field) is not cls)
 
     @classmethod
@@ -102,14 +95,12 @@ class Section(BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Return the sources of values: arguments, and what variables and the settings file state."""
         return (_ByField(settings_cls, init_settings),)
 
 
 class _ByField(PydanticBaseSettingsSource):
-    """Source of values for pydantic-settings: arguments before variables before the settings file, all under the names
-    of their fields. Each release decides anew which arguments it names after a variable instead, and a setting that has
-    two names is an error."""
+    """Source of values: arguments before variables before the settings file, by fields' names. pydantic-settings names
+    some arguments after a variable, differently in each release, and two names are an error."""
 
     def __init__(self, section: type[BaseSettings], arguments: PydanticBaseSettingsSource) -> None:
         super().__init__(section)
@@ -126,9 +117,8 @@ class _ByField(PydanticBaseSettingsSource):
 
 @dataclass(frozen=True, repr=False)
 class OtherType:
-    """Stand-in for a value in the settings file that has another type than its setting. pydantic would silently convert
-    a text or a boolean to a number, as it must for variables, and cannot be strict for one source only. This object
-    makes pydantic raise an error with its own message."""
+    """Stand-in for a value in the settings file of another type than its setting, which pydantic would silently
+    convert, as it must for variables. It makes pydantic raise an error with this message."""
 
     value: Any
 
@@ -137,8 +127,7 @@ class OtherType:
 
 
 def _fits(annotation: Any, value: Any) -> bool:
-    """Return whether a TOML value has a setting's type, `annotation`. For types other than bool, int, float and str the
-    answer is True: pydantic checks them."""
+    """Return whether a TOML value has a setting's type; True for types but bool, int, float, str: pydantic checks."""
     kinds = set(get_args(annotation) or (annotation,)) - {NoneType}
     if kinds - {bool, int, float, str}:
         return True
@@ -150,8 +139,7 @@ def is_marked(info: FieldInfo, mark: type[IsPath] | type[IsList]) -> bool:
 
 
 def _from_file(info: FieldInfo, value: Any, file: SettingsFile) -> Any:
-    """Return a value of the settings file in the form that variables have: a list becomes one text with commas, paths
-    become absolute."""
+    """Return a value of the file in the form of variables: a list as text with commas, paths absolute."""
     if isinstance(value, list) and is_marked(info, IsList):
         value = ",".join(map(str, value))
     if isinstance(value, str) and value != IN_MEMORY and is_marked(info, IsPath):
@@ -168,13 +156,11 @@ def variables(section: type[Section], field: str) -> list[str]:
 
 
 def variable(section: type[Section], field: str) -> str:
-    """Return the name of a field's first environment variable."""
     return variables(section, field)[0]
 
 
 def stated(section: type[Section]) -> dict[str, tuple[str, Any]]:
-    """Return field -> (source, value), for the fields that an environment variable or the settings file sets. The
-    source is the variable's name, or FILE:LINE. An empty text counts as unset."""
+    """Return field -> (source, value) of what a variable (source: name) or the file (FILE:LINE) sets. Empty: unset."""
     file = read_settings_file() if section.table else None
     there = {name.upper(): value for name, value in os.environ.items() if value}
     values: dict[str, tuple[str, Any]] = {}
@@ -191,26 +177,21 @@ def stated(section: type[Section]) -> dict[str, tuple[str, Any]]:
 
 
 def source_of(section: type[Section], field: str) -> str:
-    """Return where the value of a field that was not given as an argument comes from: a variable's name, FILE:LINE, or
-    "" for the default."""
+    """Return where a field's value comes from if no argument: a variable's name, FILE:LINE, or "" for the default."""
     return stated(section).get(field, ("", None))[0]
 
 
 @dataclass(frozen=True)
 class ResolvedSetting:
-    """Setting of this process, with its value and where the value comes from."""
-
     field: str
     value: Any
     source: str
     """Origin of the value: a variable's name, FILE:LINE or "default"; "" if a required setting has no value."""
     problem: str = ""
-    """Reason why the value is invalid; "" if it is valid."""
 
 
 def find(section: type[Section]) -> list[ResolvedSetting]:
-    """Return all settings of a section with their values, except secrets. If a setting is invalid or missing, the
-    others are returned nevertheless, but as they were given: texts of variables are not converted to other types."""
+    """Return the settings, except secrets; if one is invalid or missing, all as they were given, unconverted."""
     problems: dict[str, tuple[str, Any]] = {}
     values: dict[str, Any] = {}
     try:
@@ -234,8 +215,7 @@ def find(section: type[Section]) -> list[ResolvedSetting]:
 
 
 def field_of(section: type[Section], place: tuple[Any, ...]) -> str:
-    """Return the name of the field that an error of pydantic is about. `place`: the error's location, which in some
-    errors is the name of a variable."""
+    """Return the field that a pydantic error is about. `place`: its location, in some errors a variable's name."""
     name = str(place[0]) if place else "?"
     return next(
         (field for field in section.model_fields if name == field or name.upper() in variables(section, field)), name

@@ -6,18 +6,12 @@
     [client]           defaults of Appliance(...)
     [up]               settings of `penstock up` and `penstock down`
 
-The path of the file is that in PENSTOCK_CONFIG (`--config`), else ~/.config/penstock/config.toml, else
-/etc/penstock/penstock.toml. Only the first of these files that exists is read. The working directory is not searched:
-the file decides to which address the token is sent and which code may run, so it must not come from a folder that
-another user filled. For the same reason a file that other users can change, or that belongs to a user other than root
-or this one, is refused. PENSTOCK_CONFIG=/dev/null means no file.
+Its path is PENSTOCK_CONFIG (`--config`; /dev/null: no file), else ~/.config/penstock/config.toml, else
+/etc/penstock/penstock.toml: the first that exists. It decides to which address the token is sent and which code may
+run, so the working directory is not searched, and a file that other users own or can change is refused. It must not
+hold secrets, because such files get copied, mounted and committed. Paths in it are relative to its folder.
 
-pydantic-settings' own TomlConfigSettingsSource is not used, because it does not report the line of a value, ignores a
-missing file, and opens any kind of file.
-
-The file must not hold secrets, because such files get copied, mounted and committed. Paths in it are relative to its
-own folder, and may begin with "~".
-"""
+pydantic-settings' own TomlConfigSettingsSource reports no lines, ignores a missing file, and opens any kind of file."""
 
 from __future__ import annotations
 
@@ -59,8 +53,7 @@ class SettingsFile:
         return os.path.join(self.path.absolute().parent, os.path.expanduser(path)) if path else path
 
     def check(self, table: str, known: Collection[str], foreign: Mapping[str, str] | None = None) -> None:
-        """Raise InvalidArgumentError if a section has a key that is not in `known`. `foreign`: key -> reason why it is
-        not allowed in this section, for the message."""
+        """Raise InvalidArgumentError for a key that is not in `known`. `foreign`: key -> reason, for the message."""
         for key in self.tables.get(table, {}):
             if key in known:
                 continue
@@ -72,14 +65,13 @@ class SettingsFile:
 
 
 def likely(name: str, known: Collection[str]) -> str:
-    """Return the end of a message about an unknown name: the known name that is most similar, or all known names."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]}?" if near else f" (there are {', '.join(sorted(known))})"
 
 
 def read_settings_file() -> SettingsFile | None:
-    """Return the settings file of this process; None if it has none. Raises InvalidArgumentError if the named file does
-    not exist, or if the file is unreadable, invalid, or writable by other users."""
+    """Return this process's settings file, or None. Raises InvalidArgumentError if it is missing, unreadable, invalid,
+    or writable by other users."""
     named = os.environ.get(VARIABLE, "")
     if named:
         return None if named == os.devnull else _read(Path(named))
@@ -173,8 +165,7 @@ def _checked(file: SettingsFile) -> SettingsFile:
 
 
 def _lines(text: str) -> dict[tuple[str, str], int]:
-    """Return (section, key) -> line number, which tomllib does not report. They may be wrong after a multi-line
-    text."""
+    """Return (section, key) -> line, which tomllib does not report; perhaps wrong after a multi-line text."""
     table, lines = "", dict[tuple[str, str], int]()
     for number, line in enumerate(text.splitlines(), 1):
         if head := _HEAD.match(line):

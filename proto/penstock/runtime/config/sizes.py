@@ -8,8 +8,7 @@ __all__ = ["bytes_of"]
 
 
 def bytes_of(size: str) -> int:
-    """Return the number of bytes that a text such as "4GiB" or "500MiB" stands for; 0 for "". Raises ValueError for
-    another text."""
+    """Return the bytes of a text such as "4GiB"; 0 for "". Raises ValueError for another text."""
     if not size:
         return 0
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B?", size)

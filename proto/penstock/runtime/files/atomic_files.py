@@ -1,5 +1,4 @@
-"""Atomic writes: if the process or, for a synced write, the machine stops at any moment, the file afterwards has either
-its whole new content, or what it had before (nothing, if it did not exist)."""
+"""Atomic writes: if the process (or, when synced, the machine) stops, the file has its whole new or old content."""
 
 from __future__ import annotations
 
@@ -14,12 +13,9 @@ __all__ = ["sync_folder", "write_whole"]
 def write_whole(
     path: Path, data: bytes | memoryview | Iterator[bytes], *, mode: int | None = None, sync: bool = True
 ) -> None:
-    """Write a file under a temporary name in the same folder, sync it to disk, and rename it. The temporary name cannot
-    be guessed, so that no other user can put a link there first. The folder is synced too.
-
-    data: the content, or an iterator over its pieces. mode: permissions of the file; None: the default. sync: False for
-    a file that may be lost in a power failure.
-    """
+    """Write a file under a temporary name that cannot be guessed, so that no other user can put a link there, sync it
+    and rename it; also sync the folder. `data`: content, or an iterator over pieces; `mode`: permissions; `sync` False:
+    may be lost in a power failure."""
     temporary = path.parent / f".{path.name}.{os.urandom(4).hex()}"
     try:
         with temporary.open("xb") as file:
@@ -39,7 +35,6 @@ def write_whole(
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder to disk: the names of the files that were made, renamed or deleted there."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -1,5 +1,4 @@
-"""Writing of files directly from memory. Durable files are written without the kernel's page cache (O_DIRECT), where
-the filesystem supports it."""
+"""Writing of files from memory; durable ones without the kernel's page cache (O_DIRECT), where supported."""
 
 from __future__ import annotations
 
@@ -19,11 +18,8 @@ CHUNK = 16 << 20
 def write_file(
     path: Path, region: memoryview, size: int, *, durable: bool, passing: Callable[[memoryview], None]
 ) -> None:
-    """Write the first `size` bytes of a memory region, which must be padded to whole pages, to a new file.
-
-    durable: bypass the page cache, and sync the file to disk at the end. passing: called with each piece before it is
-    written; its exception ends the write.
-    """
+    """Write the first `size` bytes of a region, which is padded to whole pages, to a new file. `durable`: bypass the
+    page cache, and sync at the end. `passing`: called with each piece; its exception ends the write."""
     handle = _open(path, direct=durable)
     try:
         for start in range(0, size, CHUNK):

@@ -1,9 +1,5 @@
-"""Folders that are held by an open descriptor, so that operations stay inside the folder even if another user puts
-something else under its name.
-
-A user who can write to the parent folder may rename a folder of Penstock, and put a link in its place, between two
-operations. An operation by name would then write or delete files in the folder to which the link leads.
-"""
+"""Folders held by an open descriptor, so that operations stay inside even if another user renames them and puts a link
+in their place: by name they would then write or delete files where the link leads."""
 
 from __future__ import annotations
 

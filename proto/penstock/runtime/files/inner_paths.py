@@ -1,8 +1,5 @@
-"""Access to files below a folder in which other users may create names, without following links.
-
-A path is looked up folder by folder, and each folder is held by a descriptor. So files that are written, renamed or
-removed are always below the folder, even if other users put links there meanwhile.
-"""
+"""Access to files below a folder in which other users may create names: it is looked up folder by folder, each held by
+a descriptor, so no link can lead outside, also meanwhile."""
 
 from __future__ import annotations
 
@@ -20,11 +17,8 @@ _HELD = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def parent_of(root: str | Path, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-    """Open the folder that holds a file below `root`. Yield its descriptor, for `dir_fd`, and the file's name in it.
-    Raises OSError, also if one of the folders below `root` is a link.
-
-    name: path of the file below root, without "..". make: create the folders between root and the file.
-    """
+    """Yield a descriptor of the folder that holds a file below `root`, for `dir_fd`, and the file's name in it. Raises
+    OSError, also for a link below `root`. `name`: path without ".."; `make`: create folders."""
     *folders, last = name.split("/")
     held = os.open(root, _HELD)
     try:
@@ -62,8 +56,7 @@ def is_strange_link(path: str | Path) -> bool:
 
 
 def refuse_strange_links(path: Path) -> None:
-    """Raise OSError if a path leads through a link that another user has put into a folder where all users may create
-    names, such as /tmp. Linux itself makes this check with fs.protected_symlinks=1."""
+    """Raise OSError if a path leads through a stranger's link in a folder such as /tmp (fs.protected_symlinks=1)."""
     path = path.absolute()
     for part in [*reversed(path.parents), path]:
         try:

@@ -11,8 +11,7 @@ PIECE = 1 << 20
 
 
 class PartHasher:
-    """Hasher of a file and of each of its sections in one pass. `parts`: offset at which each section begins, in
-    bytes."""
+    """Hasher of a file and its sections in one pass. `parts`: offset at which each begins, in bytes."""
 
     def __init__(self, parts: list[int]) -> None:
         self._parts = parts
@@ -42,7 +41,6 @@ class PartHasher:
         self._part = xxhash.xxh3_64()
 
     def digests(self) -> tuple[str, str]:
-        """Checksum of the file, and those of its sections as in checkpoint_files.CheckpointFile.parts."""
         if self._parts:
             self._next()
         parts = zip(self._parts, self._digests, strict=True)

@@ -1,11 +1,8 @@
 """Safe access to files in folders that other users can write to: only regular files are opened.
 
-A name in such a folder may belong to another user and lead anywhere. The name may be a link to a file of this user,
-which opening for writing would truncate; a FIFO, which blocks forever; a device, which never ends; or a sparse file
-that is larger than the memory. So a file is not written if the path names a link, or if the file has a second name (a
-hard link). Anything but a regular file is refused before a byte is read. The size of files that are read whole is
-limited.
-"""
+A name there may be a link to a file of this user, which opening would truncate; a FIFO, which blocks forever; a device,
+which never ends; or a sparse file larger than the memory. So links and files with a second name (a hard link) are not
+written, and sizes are limited."""
 
 from __future__ import annotations
 
@@ -22,10 +19,8 @@ _IRREGULAR = "the path must be a regular file, got a folder, pipe, socket or dev
 def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, folder: int | None = None) -> int:
     """Open a regular file and return its descriptor. This can be the `opener` of Python's `open`.
 
-    Raises OSError if the name leads to a folder, a FIFO, a socket or a device. For writing, also if the name is a link,
-    or if the file has a second name, which another user can give it unless fs.protected_hardlinks forbids it. `folder`:
-    descriptor of the folder to which `path` is relative.
-    """
+    Raises OSError for anything else; for writing also for a link, or a second name, which another user can give a file
+    unless fs.protected_hardlinks forbids it. `folder`: descriptor to which `path` is relative."""
     written = bool(flags & (os.O_WRONLY | os.O_RDWR))
     if written:
         flags |= os.O_NOFOLLOW
@@ -54,8 +49,7 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *,
 
 
 def read_plain(path: str | Path, limit: int) -> bytes:
-    """Return the whole content of a file. Raises OSError as `open_plain` does, and for one above `limit` bytes, before
-    memory is allocated for it."""
+    """Return a file's content. Raises OSError as `open_plain`, and above `limit` bytes, before memory is allocated."""
     with open(path, "rb", buffering=0, opener=open_plain) as file:
         size, pieces, read = os.fstat(file.fileno()).st_size, [], 0
         # Ask for one byte more than the size, because the file may have grown.
@@ -69,8 +63,8 @@ def read_plain(path: str | Path, limit: int) -> bytes:
 
 
 def is_ours(found: os.stat_result, group: int | None = None) -> bool:
-    """True if only this user, or root, can have written a file or folder, or the user's own group (many systems give
-    each user one), or `group`, whose members may also own it."""
+    """True if only this user or root can have written it, or the user's own group (many systems give each user one), or
+    `group`, whose members may also own it."""
     mode, shared = stat.S_IMODE(found.st_mode), found.st_gid == group
     by_group = mode & stat.S_IWGRP and found.st_gid not in (0, os.getgid()) and not shared
     return (shared or found.st_uid in (0, os.getuid())) and not mode & stat.S_IWOTH and not by_group

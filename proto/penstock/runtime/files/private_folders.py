@@ -1,11 +1,8 @@
 """Private temporary folders of this user, removed when the process that made them ends.
 
-The system's temporary folder is shared with other users, so its content is not trusted: a private folder has a name
-that cannot be guessed and mode 0700, and its files are reached through its descriptor, never through a link. A process
-that is killed leaves its folder behind. The next process that makes a private folder removes the old folder. It removes
-only folders of this user with mode 0700 or 0711 and Penstock's mark, whose lock no process holds. (A worker gives its
-folder mode 0711 if other users run its user code.)
-"""
+Other users can write to the system's folder, so a private one has a name that cannot be guessed and mode 0700, and is
+reached through its descriptor. A killed process leaves it behind; the next that makes one removes it: only folders of
+this user with mode 0700 (0711 for other users' code) and Penstock's mark, whose lock no process holds."""
 
 from __future__ import annotations
 
@@ -23,16 +20,12 @@ __all__ = ["PrivateFolder"]
 
 MARK = ".penstock-temporary"
 LONGEST_BASE = 36
-"""Largest length of the parent folder's path in bytes. That of a Unix socket is 107, of which multiprocessing needs
-40."""
+"""Longest parent folder's path in bytes. A Unix socket's is 107, of which multiprocessing needs 40."""
 
 
 class PrivateFolder:
-    """New folder with mode 0700 in TMPDIR, or in /tmp if the paths of sockets below TMPDIR would be too long.
-
-    A child process can share the folder if it gets the path and the descriptor. The folder stays locked until both
-    processes have closed it, and the first to close removes it.
-    """
+    """New folder with mode 0700 in TMPDIR, or in /tmp if paths of sockets would be too long. A child process that gets
+    path and descriptor can share it; it stays locked until both have closed it, and the first removes it."""
 
     def __init__(self) -> None:
         base, prefix = _base(), f"penstock-{os.getuid()}-"
@@ -78,8 +71,7 @@ def _base() -> Path:
 
 
 def _sweep(base: Path, prefix: str) -> None:
-    """Remove the private folders that processes of this user have left behind. One that is in use is locked, and
-    stays."""
+    """Remove private folders that processes of this user have left behind: those that are not locked."""
     for name in os.listdir(base):
         if name.startswith(prefix):
             with contextlib.suppress(OSError):

@@ -1,16 +1,12 @@
 """Announcements: small files by which commands find the coordinators that this user runs on this machine.
 
-An embedded appliance and a fleet of `penstock up` announce their coordinator's address here, so that `penstock status`
-needs no setting. An announcement has the path of a file with a token, never the token itself.
+Embedded appliances and fleets of `penstock up` announce their address, so that `penstock status` needs no setting; and
+the path of a file with a token, never the token itself. The files are in $XDG_RUNTIME_DIR/penstock, else in
+/tmp/penstock-run-UID; both are read, because a job may lack the variable. Others can write to /tmp, so the folder must
+be no link, belong to this user and be closed to others.
 
-The files are in $XDG_RUNTIME_DIR/penstock, else in /tmp/penstock-run-UID. Other users can write to /tmp and could put a
-folder or a link there first. So the folder is opened without following a link, and is used only if it belongs to this
-user and is closed to others. A job may have been started without the variable, so both folders are read.
-
-An announcement contains the identity of its process (id, start time and boot). When this process has ended, the file is
-ignored and removed. A fleet on other machines has no process on this machine: its address must accept connections, and
-`penstock down` removes the file.
-"""
+When its process (id, start time and boot) has ended, a file is ignored and removed. A fleet on other machines has none:
+its address must accept connections, and `penstock down` removes the file."""
 
 from __future__ import annotations
 
@@ -67,7 +63,6 @@ class Announcement:
 
 
 def announce(one: Announcement) -> None:
-    """Write an announcement, in place of an earlier one with the same `folder`."""
     problem: OSError | None = None
     for path in _folders():
         try:
@@ -130,7 +125,7 @@ def _folders() -> list[Path]:
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[HeldFolder]:
-    """Open a folder of announcements. Raises OSError if others could have written to it."""
+    """Raises OSError if others could have written to it."""
     with HeldFolder(path) as folder:
         found = os.stat(folder.path)
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:

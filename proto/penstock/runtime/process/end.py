@@ -1,5 +1,5 @@
-"""Killing and reaping of child processes by their ids, with the processes that they started, and texts that say how a
-process ended. The orderly end of a process (SIGTERM, a grace period, SIGKILL) is `Process.end` in watch.py."""
+"""Killing and reaping of child processes by ids, with their groups, and texts that say how a process ended. The orderly
+end (SIGTERM, a grace period, SIGKILL) is `Process.end` in watch.py."""
 
 from __future__ import annotations
 
@@ -40,13 +40,11 @@ def kill_group(pid: int) -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """True if a child of this process has ended. It is not reaped."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def reap(pid: int, *, group: bool = True) -> int:
-    """Wait for the end of a child that leads a process group, and return its exit status; negative: minus the number of
-    the signal that killed it. `group`: also kill the processes that are left in its group."""
+    """Wait for a child that leads a group. Return its exit status, or minus a signal. `group`: kill the rest of it."""
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     if group:
         kill_group(pid)
@@ -61,8 +59,7 @@ def reap_orphan(pid: int) -> bool:
 
 
 def zombie_status(pid: int) -> tuple[bool, int | None]:
-    """Return whether a process is a zombie, and the zombie's exit status if the kernel shows it. Unlike `has_ended`,
-    this works for children of another process."""
+    """Return whether a process, also another's child, is a zombie, and its exit status if the kernel shows it."""
     fields = stat_of(pid)
     try:
         return (True, os.waitstatus_to_exitcode(int(fields[-1]))) if fields[0] == "Z" else (False, None)
@@ -76,7 +73,6 @@ def exit_words(status: int) -> str:
 
 
 def describe_exit(status: int | None) -> str:
-    """Text that says how a process that runs user code ended, with the likely cause."""
     if status is None:
         return "died of an unknown cause (its parent process does not answer)"
     how = exit_words(status)

@@ -1,22 +1,16 @@
 """Protection of Penstock's processes from children that user code forks in them.
 
-A fork copies the process but shares its sockets, rings and progress pages. A child that uses them disturbs its parent:
-it receives frames that the parent waits for, writes batches into the parent's ring, reports the parent's position.
-Children that never return to Penstock's code do no harm (worker processes of multiprocessing and torch, `subprocess`),
-so forking is not forbidden. Instead an at-fork hook disconnects each child when it starts:
+A fork shares the process's sockets, rings and progress pages: a child that uses them takes its parent's frames and
+writes into its ring. Children that never return to Penstock's code (multiprocessing, torch, `subprocess`) do no harm,
+so forking is not forbidden, but an at-fork hook disconnects each child:
 
     keep(thing)         registers an object of this process. In a child its method `forked()` is called first.
     silence(fd)         for `forked()`: the descriptor keeps its number, but is connected to nothing.
     unshare(map, fd)    for `forked()`: memory keeps its content and address, and the child's writes stay in the child.
 
-A process of Penstock that calls user code (a runner, a helper) calls `host_user_code()`. `strayed` is True in the
-children that user code forks. If such a child returns to Penstock's code, that code calls `leave`: the child ends, and
-its traceback is logged. In a training process, where user code calls Penstock, objects check their `OwnerProcess`
-instead and raise ForkedProcessError.
-
-Only forks through Python are detected (`os.fork`, `multiprocessing`), not forks by a C library whose child returns into
-Python.
-"""
+A process that calls user code (a runner, a helper) calls `host_user_code()`. If a child of it (`strayed`) returns to
+Penstock's code, it ends (`leave`), and its traceback is logged. In a training process objects check their
+`OwnerProcess` instead, and raise ForkedProcessError. Forks by C libraries are not detected."""
 
 from __future__ import annotations
 
@@ -53,22 +47,19 @@ _kept: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def keep(thing: _Kept) -> None:
-    """Register an object, so that it is disconnected in children that are forked from now on, but not in their
-    children."""
+    """Register an object: it is disconnected in children forked from now on, but not in their children."""
     _kept.add(thing)
 
 
 def host_user_code() -> None:
-    """Mark this process as one that runs user code: children that user code forks end if they return to Penstock's
-    code."""
+    """Mark this process as one that runs user code: its forked children end if they return to Penstock's code."""
     global _hosts_user_code
     _hosts_user_code = True
 
 
 @contextlib.contextmanager
 def hosting(*things: _Kept) -> Iterator[None]:
-    """Disconnect objects in children that user code forks inside the block. Children that are forked later may use
-    them."""
+    """Disconnect objects in children that user code forks inside the block, but not later."""
     global _hosts_user_code
     before, _hosts_user_code = _hosts_user_code, True
     for thing in things:
@@ -112,8 +103,7 @@ def silence(fd: int) -> None:
 
 
 def unshare(memory: mmap.mmap, fd: int) -> None:
-    """Make a shared mapping of `fd` private to this process, with the same address and content. Raises OSError if that
-    is impossible; the mapping is then still shared."""
+    """Make a shared mapping of `fd` private to this process. Raises OSError if it must stay shared."""
     buffer = ctypes.c_char.from_buffer(memory)
     address = ctypes.addressof(buffer)
     del buffer
@@ -137,8 +127,7 @@ class OwnerProcess:
         return os.getpid() == self.pid
 
     def check(self, what: str) -> None:
-        """Raise ForkedProcessError in a forked child. `what`: the object, such as "the connection to the
-        coordinator"."""
+        """Raise ForkedProcessError in a forked child. `what`: such as "the connection to the coordinator"."""
         if not self.is_here:
             raise self.error(what)
 
@@ -151,8 +140,7 @@ class OwnerProcess:
 
 
 def leave() -> NoReturn:
-    """End this process, because user code forked it and it has returned to Penstock's code. The exit status is that of
-    sys.exit() if that was called, else 1, as in Python."""
+    """End this process, which user code forked, with the exit status of sys.exit() if that was called, else 1."""
     code = 1
     try:
         code = _log_end(sys.exc_info()[1])

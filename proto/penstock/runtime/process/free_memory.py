@@ -12,9 +12,8 @@ GROUPS = Path("/sys/fs/cgroup")
 
 
 def free_memory() -> int:
-    """Return the number of bytes that can still be allocated before the kernel kills a process: the machine's
-    `MemAvailable`, or what is left of the limit of this process's control groups (version 2), whichever is less; a huge
-    number without /proc. File pages that a group can drop count as free, as they do for the machine."""
+    """Return the bytes that can be allocated before the kernel kills a process: `MemAvailable`, or what is left of its
+    control groups' limits (version 2; file pages count as free), whichever is less; a huge number without /proc."""
     return min([_of_machine(), *map(_of_group, _own_groups())])
 
 

@@ -1,5 +1,4 @@
-"""Identity of a process, to be recorded on disk. Another command can later find out whether the same process still
-runs, even if the process id was reused."""
+"""Identity of a process on disk, so that others can tell whether it still runs, even if its id was reused."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ __all__ = ["Identity"]
 
 @dataclass(frozen=True)
 class Identity:
-    """A process's id, its start time and the machine's boot. A later process with the same id differs in another
-    one."""
+    """A process's id, its start time and the machine's boot: one differs in any later process."""
 
     pid: int
     started: int

@@ -1,5 +1,4 @@
-"""Check of the operating system. Importing this module raises ImportError if the system is not Linux, before other code
-of Penstock fails there."""
+"""Importing this module raises ImportError on other systems than Linux, before other code of Penstock fails there."""
 
 from __future__ import annotations
 

@@ -1,14 +1,8 @@
-"""Liveness file of a worker daemon: a small file with the times of its last heartbeat rounds. A liveness probe (a
-command that Kubernetes, for example, runs to see whether the daemon works) reads it.
+"""Liveness file of a worker daemon, with the times of its last heartbeat rounds, which Kubernetes' probe reads: the
+daemon accepts no calls, and may hang although its process exists.
 
-A probe cannot call a worker, which listens for lanes only, and a process that exists may hang. So after each heartbeat
-round (a call to the coordinator, answered or not) the daemon writes the time of that round and the time of the
-coordinator's last answer. The two times need different actions. If rounds no longer end, the daemon hangs and must be
-restarted. If the coordinator does not answer, the daemon still serves its lanes, and killing it would turn an outage of
-the coordinator into an outage of the training.
-
-Times are those of the monotonic clock, which all processes of a machine share and which cannot be set.
-"""
+If rounds no longer end, the daemon hangs and must be restarted. If only the coordinator does not answer, it still
+serves its lanes: killing it would turn an outage of the coordinator into one of the training. Times are monotonic."""
 
 from __future__ import annotations
 
@@ -24,7 +18,6 @@ from penstock.runtime.files.plain_files import read_plain
 __all__ = ["Liveness", "LivenessWriter", "read_liveness"]
 
 LONGEST = 200
-"""Largest size of a liveness file in bytes."""
 _log = logging.getLogger("penstock.worker")
 
 
@@ -37,8 +30,6 @@ class Liveness:
 
 
 class LivenessWriter:
-    """`path`: "" to write no file."""
-
     def __init__(self, path: str) -> None:
         self._path = Path(path) if path else None
         self._answered = float("-inf")
@@ -57,7 +48,6 @@ class LivenessWriter:
             self._failed = True
 
     def note_answer(self) -> None:
-        """Record that a heartbeat round has ended with an answer."""
         self._answered = time.monotonic()
         self.turned()
 

@@ -10,9 +10,6 @@ _PR_SET_DUMPABLE = 4
 
 
 def keep_memory_private() -> None:
-    """Forbid other processes of this user to trace this process and to read its memory, environment and descriptors.
-    Root's processes still may.
-
-    Programs that this process starts by exec are not protected. Core dumps are disabled too.
-    """
+    """Forbid other processes of this user, but root's, to trace this process and to read its memory, environment and
+    descriptors, and disable core dumps. Programs that it starts by exec are not protected."""
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

@@ -1,14 +1,11 @@
 """Sandbox for user code, which protects processes of the same user that the user code did not start.
 
-A runner runs as its worker's user, and could otherwise trace other jobs' runners, read their memory, or end the daemon.
-Two restrictions prevent that. Any process may restrict itself in this way, and its children inherit the restrictions:
+A runner runs as its worker's user, and could trace other jobs' runners, read their memory, or end the daemon. So:
 
 - no new privileges: programs started here gain none by a setuid bit, so sudo and fusermount do not work;
 - a Landlock domain that restricts only signals: its processes may signal and debug only each other.
 
-Files are not restricted: Landlock needs a list of allowed files, and Penstock does not know which files a loader reads.
-Besides, such a list forbids moving files between folders.
-"""
+Files are not restricted: no one knows which a loader reads, and Landlock forbids moves between folders then."""
 
 from __future__ import annotations
 
@@ -46,8 +43,8 @@ def why_not_whole() -> str:
 
 
 def enter() -> None:
-    """Put this process and the children that it starts later into a new sandbox, as far as the kernel supports it. This
-    cannot be undone. The process must have only one thread, because other threads would stay outside."""
+    """Put this process and its later children into a new sandbox, as far as the kernel supports it, for good. It must
+    have only one thread: others would stay outside."""
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if why_not_whole():
         return

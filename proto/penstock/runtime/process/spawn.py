@@ -1,11 +1,8 @@
 """Start of child processes: fresh interpreters, and forks of this process.
 
-Interpreters are started without a shell or standard input, and with only the named descriptors. A fork has all
-descriptors of this process. Every child leads a process group of its own. So Ctrl-C in a terminal reaches only the
-command that the user started, which then ends its children. Interpreters run with -P, so that a user's file in the
-working directory does not replace a module of Penstock or of Python. A spawned program of Penstock ends with this
-process by watching it (`--parent-pid`, watch.py), a forked child by a parent-death signal.
-"""
+Interpreters have only the named descriptors, and -P, so that a user's file in the working directory does not replace a
+module. Every child leads a process group, so Ctrl-C reaches only the user's command, which then ends its children. A
+program of Penstock ends with its parent by watching it (`--parent-pid`), a forked child by a parent-death signal."""
 
 from __future__ import annotations
 
@@ -46,8 +43,6 @@ class _End(Protocol):
 
 
 class Spawned(Process):
-    """Child process that `spawn` started. On a kernel without pidfds, its end is found by polling."""
-
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         try:
             super().__init__(popen.pid)
@@ -98,15 +93,9 @@ def spawn(
 ) -> Spawned:
     """Start a child process. Raises OSError if it cannot be started.
 
-    Args:
-        stdout, stderr: a descriptor, NULL, or an end of a pipe; None: that of this process.
-        fds: descriptors that the child has under the same numbers.
-        env: environment of the child; None: that of this process.
-        session: True: the child leads a session of its own. False: a process group in this session.
-
-    Sockets and ends of pipes are passed to the child and closed in this process, also if the child cannot be started.
-    Descriptors given as numbers stay open.
-    """
+    `stdout`, `stderr`: a descriptor, NULL, an end of a pipe, or this process's; `fds`: descriptors that the child has
+    under the same numbers; `session` False: a process group in this session. Sockets and ends of pipes are closed in
+    this process, also after an error; descriptors given as numbers stay open."""
     passed = [fd if isinstance(fd, int) else fd.fileno() for fd in fds]
     try:
         popen = subprocess.Popen(
@@ -131,31 +120,24 @@ def module(name: str, *arguments: str) -> list[str]:
 
 
 def by_path(program: Path, *needed: ModuleType) -> list[str]:
-    """Return the command that runs a program of Penstock by the path of its file.
-
-    This is for programs that must not import torch: `python -m` would import penstock.client, and with it torch. The
-    program imports Penstock and `needed` from the folders from which this process imported them. These folders come
-    last on the path, so that their modules do not hide modules of Python.
-    """
+    """Return the command that runs a program of Penstock by its file: `python -m` would import penstock.client and
+    torch. The folders of Penstock and `needed` come last on the path, so that they hide no modules of Python."""
     places = [Path(path).parent for path in penstock.__path__]
     places += [Path(str(package.__file__)).parents[1] for package in needed]
     return [sys.executable, "-P", "-c", _RUN, str(program), os.pathsep.join(map(str, places))]
 
 
 def environment(*without: str) -> dict[str, str]:
-    """Return this process's environment without the variables that are named. A name that ends in * stands for all that
-    begin with the rest of it."""
+    """Return this process's environment without some variables. A name that ends in * stands for a beginning."""
     prefixes = tuple(name[:-1] for name in without if name.endswith("*"))
     return {name: value for name, value in os.environ.items() if name not in without and not name.startswith(prefixes)}
 
 
 def fork(run: Callable[[], int | None]) -> int:
-    """Fork a child that calls `run` and ends. Return its process id, with which the caller must reap it (end.py).
+    """Fork a child that calls `run` and ends with its result (None is 0), or 1 for an error, whose traceback it prints.
+    Return its id, to reap it (end.py).
 
-    The child leads a process group and dies with this process, which must have no threads. Its exit status is the
-    result of `run` (None is 0), or 1 for an error, whose traceback it prints. Exit handlers of this process do not run
-    in it.
-    """
+    It leads a process group and dies with this process, which must have no threads. Exit handlers do not run in it."""
     parent = os.getpid()
     pid = os.fork()
     if pid:

@@ -1,15 +1,9 @@
 """Names of processes, for `ps`, `top`, `pgrep` and py-spy.
 
-Every process of Penstock has a short name (the kernel's `comm`, 15 bytes, which `top` and `ps -o comm` show). A forked
-child also has a title: what `ps` shows as its command line, for example "penstock runner lm/0 box 0 slot 1". The
-inherited command line is the fork server's, which does not describe the child.
-
-A started process keeps its command line, which shows the options. (Tests check that no secret is there.)
-
-The title is written over the arguments in the child's own memory, which the kernel reads for /proc/PID/cmdline. A title
-is never longer than the arguments, so the environment after the arguments stays readable. (The package setproctitle
-also writes over the environment.) The command line of a fork server is some 200 bytes long.
-"""
+Every process has a short name (`comm`, 15 bytes). A forked child also has a title in place of the fork server's command
+line, such as "penstock runner lm/0 box 0 slot 1", written over the arguments in its own memory, but never beyond them,
+so that the environment stays readable (setproctitle writes over it). A started process keeps its command line. (Tests
+check that no secret is there.)"""
 
 from __future__ import annotations
 
@@ -30,8 +24,7 @@ def name_process(name: str) -> None:
 
 
 def title_process(title: str) -> None:
-    """Set the text that `ps` shows as the command line of this process. A title that is longer than the present command
-    line is cut."""
+    """Set what `ps` shows as command line of this process, cut to the length of the present one."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         start, end = (int(fields[number - 3]) for number in (_ARG_START, _ARG_START + 1))

@@ -1,10 +1,8 @@
-"""Watching and signalling of a process by a pidfd, the only reliable sign that the process has ended.
+"""Watching and signalling of a process by a pidfd, the only reliable sign that it has ended.
 
-The end of the process's sockets and pipes is not reliable, because processes that it forked may hold them open. A
-process id may be reused, while a signal by pidfd never reaches another process. A child that must end with its parent
-also watches the parent by a pidfd. The parent-death signal (`die_with_parent`) is only for forked children, whose
-parents have no threads: it is sent when the *thread* that started the process ends.
-"""
+Sockets and pipes may be held open by its forks, and an id may be reused. Children also watch their parent by a pidfd.
+The parent-death signal (`die_with_parent`) is only for forked children, whose parents have no threads: it is sent when
+the *thread* that started the process ends."""
 
 from __future__ import annotations
 
@@ -35,8 +33,7 @@ LONGEST_S = 1e6
 
 
 def wait_for_any(fds: Iterable[int], timeout_s: float | None = None) -> list[int]:
-    """Return the descriptors that are readable, or closed at the other end; [] if there is none within `timeout_s`
-    seconds. Unlike select(2), this also works for descriptors above 1023."""
+    """Return the readable or closed descriptors; [] after `timeout_s`. Unlike select(2), also above 1023."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -50,9 +47,8 @@ def readable(fd: int, timeout_s: float | None = None) -> bool:
 
 
 class Process:
-    """Process that is watched, not necessarily a child, until `close` or until this object is dropped. `pidfd`: open
-    pidfd of the process, which `close` closes; None: a new one is opened. Raises ProcessLookupError if the process is
-    reaped."""
+    """Process that is watched, not necessarily a child, until `close`. `pidfd`: its open pidfd, which `close` closes.
+    Raises ProcessLookupError if the process is reaped."""
 
     def __init__(self, pid: int, pidfd: int | None = None) -> None:
         self.pid = pid
@@ -62,8 +58,7 @@ class Process:
 
     @classmethod
     def parent(cls, pid: int) -> Self:
-        """Return the parent of this process. `pid`: process id that it had when it started this process. Raises
-        ProcessLookupError if the parent has ended."""
+        """Return the parent, which had this id when it started this process. Raises ProcessLookupError."""
         process = cls(pid)
         if os.getppid() != pid:  # the parent ended before it was opened, and its id was reused
             process.close()
@@ -122,8 +117,7 @@ class Process:
         self.send(signal.SIGKILL)
 
     def end(self, grace_s: float, killed_s: float | None = None) -> bool:
-        """Send SIGTERM, and kill the process if it still runs after `grace_s` seconds. Return False if it still runs
-        after another `killed_s` seconds."""
+        """Send SIGTERM, and kill after `grace_s` seconds. Return False if it still runs after another `killed_s`."""
         self.send(signal.SIGTERM)
         if self.wait(grace_s):
             return True
@@ -161,8 +155,7 @@ def wait_for_parent_end(pid: int) -> None:
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent, process `parent`, dies. End this process at once if it
-    has died already."""
+    """Let the kernel send a signal when process `parent` dies. End this process at once if it has died already."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)

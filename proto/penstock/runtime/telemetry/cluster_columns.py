@@ -1,7 +1,4 @@
-"""Columns of the tables about a cluster, which all displays (`penstock status`, `top`, the dashboard) use.
-
-A display selects columns in its own order. A heading that ends with ">" marks a column of numbers.
-"""
+"""Columns of the tables about a cluster in all displays. A ">" at the end of a heading marks a column of numbers."""
 
 from __future__ import annotations
 

@@ -1,13 +1,8 @@
 """View of a cluster: the coordinator's status as plain values, and as text for people.
 
-Every display uses this view: `penstock status`, `penstock doctor cluster`, the dashboard, Prometheus.
-The view decides the remark about a slot, whether a worker counts as lost, and the format of a rate. A display decides
-only the layout. All functions are pure functions of the message `StatusReply`.
-
-The output of `--json` and /api/status.json has the fields of these classes under the same names, on which scripts rely
-(docs/cli.md). Protobuf's own JSON is not used, because it would write every 64-bit number as text. Properties are texts
-for people, and are not in the output.
-"""
+All displays use it: `penstock status`, `penstock doctor cluster`, the dashboard, Prometheus. It decides remarks, losses
+and formats; they only the layout. All functions are pure. Scripts rely on the fields of these classes in --json and
+/api/status.json (docs/cli.md). Protobuf's own JSON would write every 64-bit number as text."""
 
 from __future__ import annotations
 
@@ -64,7 +59,6 @@ class SlotView:
     target_worker: str | None
     generation: int
     phase: str
-    """Name of the slot's SlotPhase."""
     queued: int
     batches_per_s: PerSecond
     batch_s: Annotated[float, 6] | None
@@ -82,8 +76,7 @@ class SlotView:
 
     @property
     def remark(self) -> str:
-        """Remark about the slot: its error; else what its runner is doing, if that takes long; else why it moved or
-        could not."""
+        """Remark about the slot: its error; else what its runner is doing for long; else why it moved or could not."""
         said = f"{self.error['name']}: {self.error['message']}" if self.error else self.doing or self.note or ""
         return " ".join(said.split())
 
@@ -119,7 +112,6 @@ class BoxView:
 
     @property
     def going(self) -> bool:
-        """True if the box's loop takes steps."""
         return self.live and not self.epoch_ended
 
     @property
@@ -133,8 +125,6 @@ class BoxView:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Bottleneck of a run: what limits its speed."""
-
     kind: str
     input_bound: bool
     text: str
@@ -328,8 +318,7 @@ class ClusterView:
 
     @property
     def totals(self) -> list[tuple[str, str, str, Alarm]]:
-        """Rows of all open runs together: (name, count, text after the count, alarm), such as ("Boxes live", "3", "of
-        4", "")."""
+        """Rows of all open runs: (name, count, text after the count, alarm): ("Boxes live", "3", "of 4", "")."""
         boxes = [box for run in self.open_runs for box in run.boxes]
         slots = Counter(slot.state for box in boxes for slot in box.slots)
         live = [box for box in boxes if box.live]
@@ -394,8 +383,7 @@ def _slot(run: str, box: int, slot: pb.SlotView) -> SlotView:
 
 
 def _read(cls: type[_View], message: Any, **own: Any) -> _View:
-    """Make a view whose fields get the values of the message's fields with the same names. `own`: values of other
-    fields. An empty field becomes None where the class allows it."""
+    """Make a view of the message's fields of the same names, and `own`. An empty field is None where allowed."""
     kind: Any = cls
     for name, digits, optional, presence in _plan(kind, message.DESCRIPTOR):
         if name in own:
@@ -411,8 +399,7 @@ def _read(cls: type[_View], message: Any, **own: Any) -> _View:
 
 @cache
 def _plan(kind: Any, descriptor: Any) -> Sequence[tuple[str, int | None, bool, bool]]:
-    """(name, digits to round to, whether None is allowed, whether the message records presence) of each field that view
-    and message share."""
+    """(name, digits to round to, whether None is allowed, whether presence is recorded) of each shared field."""
     there, plan = descriptor.fields_by_name, []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if name in there:

@@ -1,8 +1,4 @@
-"""Counters and histograms of a process, as plain numbers without a library.
-
-A histogram is like one of Prometheus: for each of a few fixed bounds it counts the values up to the bound. Adding a
-value takes one search among a dozen numbers.
-"""
+"""Counters and histograms of a process, as plain numbers. As in Prometheus, a histogram counts up to fixed bounds."""
 
 from __future__ import annotations
 
@@ -14,8 +10,7 @@ from itertools import accumulate
 __all__ = ["CallCounters", "Histogram"]
 
 CALL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Upper bounds of the buckets for durations of calls in seconds, from a call of an idle coordinator to the longest
-usual deadline. Long polls end within a few seconds."""
+"""Upper bounds of buckets for durations of calls in seconds, up to the longest usual deadline."""
 
 
 class Histogram:
@@ -37,8 +32,6 @@ class Histogram:
 
 
 class CallCounters:
-    """Counters of the calls that a server has answered."""
-
     def __init__(self) -> None:
         self.answered: Counter[tuple[str, str]] = Counter()
         """(method, status) -> number of calls that were answered with this status."""

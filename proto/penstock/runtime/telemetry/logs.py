@@ -1,13 +1,8 @@
 """Log formats of a process, as text or JSON, and the escaping of untrusted text in them.
 
-Names, errors and addresses come from peers, and a runner's output comes from user code. Unescaped they could clear a
-screen, forge a line of the log, or fill a disk. So characters that are not printable are escaped, continuation lines
-are indented, and the length of messages is limited. In JSON each record is one line of ASCII.
-
-What a record is about (its run, attempt, box, slot, generation, step, worker) is in attributes of the record (see
-`about`), not only in its text. JSON shows all of these attributes. The text format adds run, box, slot and step to a
-message that does not contain them. A user's own formatter can read the attributes.
-"""
+Names, errors and a runner's output come from peers and user code: they could clear a screen, forge a line of the log,
+or fill a disk. So unprintable characters are escaped, continuation lines indented, and messages limited. What a record
+is about is in its attributes (`about`): JSON shows all; text adds run, box, slot and step to a message without them."""
 
 from __future__ import annotations
 
@@ -90,8 +85,8 @@ def _cut(text: str, longest: int = LONGEST) -> str:
 
 
 class RepeatedWarnings:
-    """Rate limit for warnings that unauthenticated peers can cause. In EVERY_S seconds one source may cause one
-    warning, and all sources together AT_ONCE. Each is shortened, and says how many before it were left out."""
+    """Rate limit for warnings that unauthenticated peers can cause: in EVERY_S seconds one for each source, AT_ONCE in
+    all. Each is shortened, and says how many before it were left out."""
 
     EVERY_S = 10.0
     AT_ONCE = 20
@@ -116,8 +111,7 @@ class RepeatedWarnings:
 
 
 class OneLine(logging.Formatter):
-    """Formatter that indents all lines of a record except the first, so that no text inside looks like another
-    record."""
+    """Formatter that indents all lines but the first, so that no text inside looks like another record."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n    ".join(map(printable, _cut(super().format(record)).split("\n")))
@@ -149,8 +143,7 @@ class TextLines(OneLine):
 
 
 class JsonLines(logging.Formatter):
-    """Formatter for machines. A record is one JSON object on one line: time (UTC, RFC 3339), level, logger, message,
-    pid, the attributes in FIELDS, and the fields in `always`."""
+    """Formatter for machines: one line of JSON: time (UTC, RFC 3339), level, logger, message, pid, FIELDS, `always`."""
 
     def __init__(self, always: Mapping[str, str | int] | None = None) -> None:
         super().__init__()

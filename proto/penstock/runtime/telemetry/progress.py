@@ -1,8 +1,5 @@
-"""Display of progress as one line: redrawn in place on a terminal, otherwise a new line every few seconds.
-
-The package rich is not used. Its live displays hide the cursor until they are stopped, so a killed job would leave the
-cursor hidden. Besides, the training process would have to import rich for one line.
-"""
+"""Display of progress as one line: redrawn in place on a terminal, otherwise a new line every few seconds. Not by rich:
+a killed job would leave its cursor hidden."""
 
 from __future__ import annotations
 
@@ -19,8 +16,6 @@ FILES_S = 2.0
 
 
 class Progress:
-    """Line of progress on standard error."""
-
     def __init__(self, every_s: float | None = None) -> None:
         """`every_s`: seconds between two lines; None: those of a training loop."""
         self._every_s = every_s

@@ -1,14 +1,9 @@
-"""Small web server for pages about a process: for a browser, or for a program that collects metrics.
+"""Small, read-only web server for pages about a process: for a browser, or for a program that collects metrics.
 
-The server is read-only. Routes (the functions that make its pages) take no arguments from the request, so that a
-request cannot inject any; they run on a thread of the server, and their data must be safe to read there. Python's own
-server is enough for a handful of readers, and costs the process one sleeping thread.
-
-Access. On loopback every user of this machine has access, as with the pages of other developer tools. The host name in
-the request must be this machine's, so that a web site cannot reach the pages through the browser (DNS rebinding).
-Beyond loopback every page needs a token of the role admin, as a bearer token or as the password in the browser's own
-dialogue. TLS is then required too, unless `insecure` states that the network is trusted.
-"""
+Routes take no arguments from the request, so that it cannot inject any, and run on a thread of the server. On loopback
+every user of this machine has access, but the request must have this machine's host name, so that a web site cannot
+reach the pages through the browser (DNS rebinding). Beyond, every page needs a token of the role admin, as a bearer
+token or as the password in the browser's dialogue, and TLS, unless `insecure` states that the network is trusted."""
 
 from __future__ import annotations
 
@@ -65,16 +60,10 @@ Route = Callable[[], Page]
 class WebServer:
     """Web server for the pages in `routes`. It runs, on threads of its own, from its construction until `close`.
 
-    Args:
-        listen: "host:port"; port 0 takes a free one.
-        routes: path -> function that returns the page; called on a thread of the server.
-        tokens: tokens for callers from other machines; ignored on loopback.
-        tls: certificate of this server; if it holds a CA, callers must show certificates too.
-        insecure: allow an address that other machines can reach, without TLS.
-
-    Raises InvalidArgumentError, UnsafeBindError, PortTakenError, TlsError, and AuthenticationError if there is no token
-    beyond loopback.
-    """
+    `listen`: "host:port"; port 0 takes a free one. `routes`: path -> function that returns the page. `tokens`: ignored
+    on loopback. `tls`: if it holds a CA, callers must show certificates. `insecure`: allow an address that other
+    machines can reach, without TLS. Raises InvalidArgumentError, UnsafeBindError, PortTakenError, TlsError, and
+    AuthenticationError if there is no token beyond loopback."""
 
     def __init__(
         self,
@@ -106,7 +95,6 @@ class WebServer:
                 "user may use"
             ) from error
         self.address = f"{listen.rpartition(':')[0]}:{self._server.server_address[1]}"
-        """"host:port", with the real port."""
         self.url = f"{'https' if files else 'http'}://{self.address}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(None,), name="penstock-web", daemon=True

@@ -1,8 +1,5 @@
-"""Metrics of a process in the format of Prometheus, read at each scrape.
-
-A scrape reads values that the process keeps anyway, under the names in penstock.runtime.telemetry.metric_catalogue. So
-metrics cost nothing between scrapes. prometheus-client is imported only if metrics are requested.
-"""
+"""Metrics of a process for Prometheus, under the names in metric_catalogue. A scrape reads values that the process
+keeps anyway; prometheus-client is imported only if metrics are requested."""
 
 from __future__ import annotations
 
@@ -93,8 +90,7 @@ class Collector:
 
 
 def metrics_route(collector: Collector) -> Route:
-    """Return the function that makes the page of the process's metrics, with its memory and descriptors. Raises
-    InvalidArgumentError if prometheus-client is not installed."""
+    """Return a function that makes the page of metrics. Raises InvalidArgumentError without prometheus-client."""
     require_prometheus()
     from prometheus_client import CollectorRegistry, ProcessCollector
     from prometheus_client.exposition import generate_latest
@@ -106,8 +102,7 @@ def metrics_route(collector: Collector) -> Route:
 
 
 def in_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], _Result]) -> _Result:
-    """Call `read()` on the thread of an event loop: only that thread may read the loop's data. Raises DeadlineError if
-    it does not within LOOP_DEADLINE_S."""
+    """Call `read()` on a loop's thread, which alone may read its data. Raises DeadlineError after LOOP_DEADLINE_S."""
 
     async def asked() -> _Result:
         return read()

@@ -1,10 +1,7 @@
-"""Limit on the number of fields in a message, checked before the message is parsed.
+"""Limit on the number of fields in a message, counted before it is parsed, at all levels that can have repeated fields.
 
-A field of two bytes becomes an object of a hundred bytes or more. A message with 4 MiB of empty reports took 400 MiB
-and blocked the coordinator's event loop for nine seconds, in which every lease expired. So the fields are counted
-before the message is parsed, at all levels that can have repeated fields. A message that is too short to exceed the
-limit is not counted.
-"""
+A field of two bytes becomes an object of a hundred or more: 4 MiB of empty reports took 400 MiB and blocked the
+coordinator's event loop for nine seconds, in which every lease expired."""
 
 from __future__ import annotations
 
@@ -34,8 +31,7 @@ __all__ = [
 ]
 
 REQUEST_FIELDS = 16_384
-"""Largest number of fields in a request: 1,024 reports of slots, 256 positions, or 4,096 ends of epochs. Counting and
-parsing so many takes up to 10 ms of the event loop."""
+"""Largest number of fields in a request: 1,024 reports of slots, 256 positions. Up to 10 ms of the event loop."""
 REPLY_FIELDS = 1 << 20
 """Largest number of fields in a reply: 524,288 abandoned epochs of a box, or 100,000 workers."""
 LEVELS = 8
@@ -86,8 +82,7 @@ def check_fields(data: bytes, kind: Descriptor, most: int) -> None:
 
 
 def _counted(data: bytes, pos: int, end: int, kind: Descriptor, left: int, levels: int) -> int:
-    """Count the fields of the message from `pos` to `end`. Return how many more are allowed of `left`. Raises _TooMany,
-    and IndexError for malformed bytes."""
+    """Count fields. Return how many of `left` remain. Raises _TooMany, and IndexError for malformed bytes."""
     inner = _levels(kind)
     if not levels:
         raise _TooMany
@@ -117,7 +112,6 @@ def _counted(data: bytes, pos: int, end: int, kind: Descriptor, left: int, level
 
 
 def _varint(data: bytes, pos: int) -> tuple[int, int]:
-    """Protobuf's integer at offset `pos`, and the offset after it. Raises IndexError."""
     value = data[pos]
     if value < 128:
         return value, pos + 1
@@ -135,8 +129,8 @@ _METHODS = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].methods_by
 
 
 def parsed_request(method: str, parse: Callable[[bytes], Any], data: bytes) -> Any:
-    """Return the parsed request of a method. Raises InvalidArgumentError for one that Penstock's own programs never
-    send. Unknown fields are dropped, because no limit counts them, and a stored request would keep them."""
+    """Return a parsed request. Raises InvalidArgumentError for one that no program of Penstock sends. Unknown fields
+    are dropped, because no limit counts them, and a stored request would keep them."""
     try:
         if method in _METHODS:
             check_fields(data, _METHODS[method].input_type, REQUEST_FIELDS)
@@ -152,8 +146,8 @@ def parsed_request(method: str, parse: Callable[[bytes], Any], data: bytes) -> A
 async def parsed_parts(
     method: str, parse: Callable[[bytes], Any], parts: AsyncIterator[bytes], first: Callable[[int], None]
 ) -> AsyncIterator[Any]:
-    """Yield the parsed parts of a streamed request. `first`: called with the size of the first part. Others do not
-    count as large requests, because the handler keeps only the first in memory until the call ends."""
+    """Yield the parsed parts of a streamed request. `first`: called with the size of the first part: only this one
+    stays in memory, and counts as a large request."""
     begun = False
     async for part in parts:
         if not begun:
@@ -163,16 +157,15 @@ async def parsed_parts(
 
 
 class LargeRequests:
-    """Counter of the bytes of large requests that are being answered, for each token. A long poll keeps its request in
-    memory while it is held."""
+    """Counter of the bytes of large requests, for each token. A long poll keeps its request in memory."""
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
 
     @contextmanager
     def answering(self, token: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function that counts one request until the end of the block. It raises OverloadedError if all large
-        requests of the caller's token together exceed LARGE_REQUESTS."""
+        """Yield a function that counts one request until the block ends. It raises OverloadedError above
+        LARGE_REQUESTS."""
         counted = 0
 
         def count(size: int) -> None:
@@ -203,7 +196,6 @@ def owned(message: M) -> M:
 
 
 def parsed_reply(method: str, data: bytes) -> Any:
-    """Raises ProtocolError for invalid bytes."""
     kind = _METHODS[method].output_type
     try:
         check_fields(data, kind, REPLY_FIELDS)
@@ -213,8 +205,8 @@ def parsed_reply(method: str, data: bytes) -> Any:
 
 
 class _BytesChannel:
-    """Channel for the generated stub that returns replies as bytes. They are parsed only after the server has proven
-    that it knows the token. Besides, gRPC itself would return None for a reply that cannot be parsed."""
+    """Channel for the generated stub that returns replies as bytes, to be parsed only after the server's proof. gRPC
+    itself would return None for a reply that cannot be parsed."""
 
     def __init__(self, channel: Any) -> None:
         for kind in ("unary_unary", "unary_stream", "stream_unary"):

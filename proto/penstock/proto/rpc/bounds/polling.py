@@ -1,9 +1,6 @@
-"""Limits on long polls of the coordinator: how long a poll may be held, and how soon the next one may follow. (A long
-poll is a call that the coordinator answers when there is news.)
+"""Limits on long polls of the coordinator: how long one may be held, and how soon the next may follow.
 
-The coordinator sends two durations in seconds: the hold (how long it may keep a poll open without news) and the lease.
-A compromised coordinator may send anything: a hold of NaN, a lease of 1e300, or an immediate answer to every poll.
-"""
+A compromised coordinator may send anything: a hold of NaN, a lease of 1e300, or an immediate answer to every poll."""
 
 from __future__ import annotations
 
@@ -35,14 +32,12 @@ def within(value: float, most: float, otherwise: float) -> float:
 
 
 def intervals(reply: _Reply) -> tuple[float, float]:
-    """Return (hold, lease) from a reply, in seconds. For an invalid number the hold is HOLD_S, and the lease 0:
-    unknown."""
+    """Return (hold, lease) from a reply, in seconds; for invalid numbers HOLD_S and 0: unknown."""
     return within(reply.heartbeat_s, LONGEST_S, HOLD_S), within(reply.lease_s, LONGEST_S, 0.0)
 
 
 class PollPace:
-    """Rate limit for the long polls that this process sends, in case the coordinator answers all at once: the first
-    `BURST` follow each other without a pause, later ones at most `PER_S` times a second."""
+    """Rate limit for long polls, if all are answered at once: after the first `BURST`, `PER_S` times a second."""
 
     PER_S = 20.0
     BURST = 100

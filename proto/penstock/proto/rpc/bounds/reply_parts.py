@@ -1,5 +1,4 @@
-"""Assembly of replies that arrive in parts. The number of values in a reply is limited, and so are the bytes of each
-value."""
+"""Assembly of replies that arrive in parts, with limits on the number of values and the bytes of each."""
 
 from __future__ import annotations
 
@@ -22,15 +21,13 @@ __all__ = [
 ]
 
 VALUE_MAX = 900_000_000
-"""Largest size in bytes of a snapshot, a blob, or all histories of a box together. A coordinator stores no larger
-ones."""
+"""Largest bytes of a snapshot, a blob, or all histories of a box. A coordinator stores no larger ones."""
 RECORDS_MAX = 16_384
 """Largest number of records in a received state, one for each worker."""
 SNAPSHOTS_MAX = 65_536
 """Largest number of snapshots of a slot: 18 hours of them, if one is taken each second."""
 HISTORIES_MAX = 1024
-"""Largest number of histories of a box, one for each attempt that the coordinator keeps: the open one and 16 earlier
-ones."""
+"""Largest number of histories of a box, one for each attempt that is kept: the open one and 16 earlier ones."""
 
 _Header = TypeVar("_Header", pb.SnapshotHeader, pb.WorkerRecord)
 
@@ -41,8 +38,7 @@ def blob_name(data: bytes) -> str:
 
 
 class ValueParts:
-    """Receiver of one value that arrives in parts. Raises ProtocolError if it is larger than VALUE_MAX. `what`: name of
-    the value, for messages; `write`: called with each part."""
+    """Receiver of one value in parts. Raises ProtocolError above VALUE_MAX. `write`: called with each part."""
 
     def __init__(self, what: str, write: Callable[[bytes], Any]) -> None:
         self._what, self._write = what, write
@@ -74,8 +70,6 @@ class BlobParts(ValueParts):
 
 
 class Histories:
-    """Receiver of the histories of a box, one in each part of the reply."""
-
     def __init__(self) -> None:
         self.all: list[pb.History] = []
         self._bytes = 0
@@ -91,8 +85,7 @@ class Histories:
 
 
 class _Values(Generic[_Header]):
-    """Receiver of several values, each sent as a header and parts of data. Raises ProtocolError if sizes do not match,
-    or if there are more than `most` values. `size_of`: bytes that a header declares."""
+    """Receiver of values, each a header and parts. Raises ProtocolError for other sizes, or more than `most` values."""
 
     def __init__(self, what: str, most: int, size_of: Callable[[Any], int]) -> None:
         self._what, self._most = what, most

@@ -1,10 +1,8 @@
 """Roles of tokens (worker, client, admin), and the roles that may call each method of the coordinator.
 
-A token is valid for a role. A training job's token does not allow registering a worker, which would receive other
-jobs' loaders; a worker's token does not allow opening a run, which would run code on other workers; an operator's token
-allows reading, draining workers, ending runs, changing mixtures and opening the dashboard. Roles do not separate
-tenants: a caller that may open runs may open, read and supersede all of them.
-"""
+A training job's token cannot register a worker, which would receive other jobs' loaders; a worker's cannot open a run,
+which would run code on other workers; an operator's can read, drain workers, end runs, change mixtures and open the
+dashboard. Roles do not separate tenants: who may open runs may open, read and supersede all of them."""
 
 from __future__ import annotations
 
@@ -42,6 +40,5 @@ METHODS: dict[str, frozenset[Role]] = {
 """Method of coordinator.proto -> roles that may call it. Nobody may call another one."""
 
 READ_ONLY: frozenset[str] = frozenset(("FetchState", "FetchHistory", "Status"))
-"""Methods that only read. They are answered for any protocol number, and without one. Their messages keep their meaning
-in every release of the package penstock.proto.v1 (tests/proto/test_compatibility.py), so a program in any language
-keeps working when the protocol between the daemons changes."""
+"""Methods that only read, answered for any protocol number. Their messages keep their meaning in every release
+(tests/proto/test_compatibility.py), so a program in any language keeps working."""

@@ -1,19 +1,13 @@
-"""Lane tickets. A ticket is a consumer's credential for one lane, bound to run, attempt, box, slot, generation (number
-of the slot's assignment to a worker) and time.
+"""Lane tickets: a consumer's credential for one lane, bound to run, attempt, box, slot, generation and time.
 
-The coordinator has a secret in its journal. From the secret and a slot's generation it derives the generation's lane
-key, which it sends to the worker with the assignment. From the key and an expiry it derives tickets, which it sends to
-the box with the view of the slot. So a worker can check a ticket while the coordinator is down. A leaked key is valid
-only for the slot that its worker runs anyway. A restarted coordinator computes the same keys and tickets.
+From a secret in its journal the coordinator derives a lane key for each generation of a slot, for the worker, and from
+the key and an expiry tickets, for the box. So a worker can check a ticket while the coordinator is down, a leaked key
+is valid only for the worker's own slot, and a restarted coordinator computes the same.
 
-Only the coordinator's clock counts, because clocks of other machines may differ and jump. The coordinator sends its
-time to workers in the reply to each heartbeat, and between two heartbeats workers advance it by their own monotonic
-clock. A ticket is valid for one to two TERM_S: the expiry is the same for a whole term, and new tickets are sent with
-the views when a term begins. The expiry of a ticket does not close an open lane; only a reconnect needs a valid ticket.
-
-Tickets expire so that a leaked ticket (in a core dump or a debugger's log) is valid for hours only. A slot that moves
-gets a new generation, for which old tickets are invalid, but a slot may stay on one worker for weeks.
-"""
+Only the coordinator's clock counts, because clocks of machines differ and jump: each heartbeat's reply has its time,
+which workers advance by their monotonic clock. A ticket is valid for one to two TERM_S, and needed only to connect.
+Tickets expire so that a leaked one is valid for hours only: a slot that stays on one worker for weeks gets no new
+generation."""
 
 from __future__ import annotations
 
@@ -26,8 +20,7 @@ from penstock.proto.errors import AuthenticationError, SupersededError
 __all__ = ["TERM_S", "check_ticket", "expiry", "lane_key", "make_ticket", "term"]
 
 TERM_S = 6 * 3600
-"""Seconds in which all tickets get the same expiry. A box that cannot reach the coordinator can still reopen its lanes
-for at least one term."""
+"""Seconds in which all tickets get one expiry. Without the coordinator lanes reopen for at least one term."""
 _DIGITS = 32
 """Hexadecimal digits of a ticket's signature: 128 bits."""
 MAX_TICKET = 64
@@ -39,7 +32,6 @@ def term(wall_s: float) -> int:
 
 
 def expiry(wall_s: float) -> int:
-    """Expiry of tickets made at this time; both are Unix times."""
     return (term(wall_s) + 2) * TERM_S
 
 
@@ -58,12 +50,9 @@ def _signature(key: bytes, expires: str) -> str:
 
 
 def check_ticket(ticket: str, key: bytes, wall_s: float, what: str) -> None:
-    """Raise an error unless a ticket opens the lane of the slot generation that has this key. `wall_s`: present time of
-    the coordinator's clock.
-
-    Raises AuthenticationError if the ticket is for another generation or slot, SupersededError if it has expired; the
-    consumer then waits for the coordinator's next view of the slot, which has a new ticket.
-    """
+    """Raise an error unless a ticket opens the lane of the slot generation that has this key, at the coordinator's
+    time: AuthenticationError if it is for another generation or slot, SupersededError if it has expired; the consumer
+    then waits for the next view."""
     expires, _, signature = ticket[:MAX_TICKET].partition(".")
     if not key or not hmac.compare_digest(signature.encode(), _signature(key, expires).encode()):
         raise AuthenticationError(

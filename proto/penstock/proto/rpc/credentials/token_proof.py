@@ -1,27 +1,14 @@
-"""Proof that both ends of a call know the same token, without sending the token over the network.
+"""Proof that both ends of a call know the same token, without sending the token over the network, where a process that
+listens at the coordinator's address while it is down would receive it.
 
-A process that listens at the coordinator's address, for example on its port while the coordinator was down, would
-receive the token of every caller that sends it. So Penstock's own callers prove that they know the token, with TLS or
-without:
+1. A caller's first call has SCHEME alone, and is refused with a *challenge*, a random number of the coordinator.
+2. The call is made again with "authorization": SCHEME, the challenge, a random number of its own, and an HMAC of both
+   under the token. Further calls have the same, until a restarted coordinator refuses it with a new challenge.
+3. The coordinator sends an HMAC of its own with each answer, before the first part. Without it a caller accepts no
+   answer, and no error except that the coordinator could not be reached in time.
 
-1. In its first call a caller sends SCHEME alone. The call is refused with a *challenge*, a random number that the
-   coordinator drew when it started.
-2. The caller makes the call again with this header "authorization": SCHEME, the challenge, a random number of its own,
-   and an HMAC of both numbers under the token. The caller sends the same header with all further calls, until a
-   restarted coordinator refuses it with a new challenge.
-3. The coordinator sends an HMAC of its own with each answer. If an answer comes in parts, the HMAC is sent before the
-   first part. Without this HMAC a caller accepts no answer, and no error except one that says that the coordinator
-   could not be reached in time.
-
-After a restart of the coordinator the header is no longer valid. A server that does not know the token cannot compute
-the HMAC with which it must answer the header. The coordinator need not store callers, because the header contains all
-that it needs. The caller must send its proof first, so an unknown caller receives nothing with which it could check
-guesses of the token.
-
-Only TLS protects against a man in the middle, who relays the messages of both ends.
-
-This module opens no connection: penstock.proto.rpc.authenticated_calls and penstock.proto.rpc.auth_interceptor use it.
-"""
+The coordinator need not store callers, because the header contains all that it needs. The caller sends its proof first,
+so an unknown one receives nothing with which it could check guesses. Only TLS protects against a man in the middle."""
 
 from __future__ import annotations
 
@@ -37,16 +24,13 @@ from penstock.proto.rpc.credentials.tokens import Tokens, check_token
 __all__ = ["CHALLENGE_KEY", "PROOF_KEY", "TRIES", "Caller", "Challenged", "ShownProof", "TokenProver", "TokenVerifier"]
 
 SCHEME = "Penstock-Proof"
-"""First word of the header "authorization" of a caller that proves its token. Programs that cannot make the proof send
-their token with the scheme Bearer instead, over TLS."""
+"""First word of the header of a caller that proves its token. Other programs send it with Bearer, over TLS."""
 CHALLENGE_KEY = "penstock-challenge"
 """Key of the challenge in the trailing metadata of a refused call."""
 PROOF_KEY = "penstock-proof"
-"""Key of the coordinator's proof in the trailing metadata of every answer to a caller that has proven its token. In
-streamed calls the initial metadata contain the same proof."""
+"""Key of the coordinator's proof in trailing metadata, and in streamed calls the initial ones."""
 TRIES = 6
-"""Largest number of times that a client makes one call. Between two tries the coordinator may restart, or a token may
-be replaced."""
+"""Largest number of tries of one call, between which the coordinator may restart, or a token be replaced."""
 CALLERS_KEPT = 16_384
 """Largest number of callers that a coordinator remembers, so that it need not compute their HMACs at each call."""
 
@@ -59,8 +43,7 @@ def _nonce() -> str:
 
 
 def _hmac(token: bytes, who: str, challenge: str, nonce: str) -> str:
-    """Return an HMAC under the token. `who`: the end of the call that proves its token, "caller" or "coordinator". The
-    HMACs of the two ends differ, so that neither end can use the other's HMAC as its own proof."""
+    """HMAC for `who`, "caller" or "coordinator": they differ, so that neither can use the other's as its own."""
     return hmac.new(token, f"penstock {who} {challenge} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -76,19 +59,14 @@ class ShownProof:
     expected: str = ""
 
     def proven_by(self, proof: object) -> bool:
-        """Return whether `proof`, from an answer's metadata, shows that the server knows the token."""
         if not self.expected or not isinstance(proof, str):
             return False
         return hmac.compare_digest(proof.encode(), self.expected.encode())
 
 
 class TokenProver:
-    """Maker of a caller's proofs that it knows a token. Several threads may use it.
-
-    `shown` is the proof to send with the next call. A call keeps the ShownProof that it has sent, to check the answer.
-
-    Raises InvalidArgumentError for an invalid token.
-    """
+    """Maker of a caller's proofs, for several threads. `show` is the proof for the next call, which keeps it to check
+    the answer. Raises InvalidArgumentError for an invalid token."""
 
     def __init__(self, token: str) -> None:
         check_token(token)
@@ -97,11 +75,8 @@ class TokenProver:
         self.shown = ShownProof()
 
     def answers(self, challenge: object, shown: ShownProof) -> bool:
-        """Compute the proof for the challenge with which a call was refused, and set `self.shown` to it. Return False,
-        and change nothing, if there was no valid challenge, or if the call had already answered this challenge.
-
-        challenge: from the metadata of the refusal; None if it had none. shown: the proof that the refused call sent.
-        """
+        """Compute the proof for a refused call's challenge, and set `self.shown` to it. False, and nothing changes, if
+        there was no valid challenge, or `shown` had answered it already."""
         if not isinstance(challenge, str) or not _NONCE.fullmatch(challenge) or challenge == shown.challenge:
             return False
         mine, theirs = (_hmac(self._token, who, challenge, self._own) for who in ("caller", "coordinator"))
@@ -114,11 +89,8 @@ class TokenProver:
 
 @dataclass(frozen=True)
 class Caller:
-    """Caller of the coordinator, recognised by its token."""
-
     roles: frozenset[Role]
     credential: str
-    """Digest of the token."""
     proof: str = ""
     """Coordinator's proof that it knows the token too; "" for a caller that sent the token itself."""
     jobs_share_token: bool = True
@@ -147,8 +119,7 @@ class TokenVerifier:
             self._known.clear()
 
     def caller(self, authorization: str) -> Caller | Challenged | None:
-        """Return the caller that the header "authorization" proves. Return a Challenged if it must first answer the
-        challenge, None if its token is wrong."""
+        """Return the caller that the header proves; a Challenged that it must answer; None if its token is wrong."""
         found = self._known.get(authorization) or self._judged(authorization)
         if isinstance(found, Caller):
             if len(self._known) == CALLERS_KEPT:

@@ -1,17 +1,11 @@
 """Tokens: their sources, and the roles of each token.
 
-A token comes from a file or from the environment, never from a command's argument, which every user of the machine can
-read. The text is either a single token, valid for every role, or consists of lines "role:token" (see
-penstock.proto.rpc.credentials.roles). A coordinator accepts all tokens in its text. A worker, a training job or an
-operator's command uses the token of its role. So one file can be used on a whole cluster, or each machine can have a
-file with only the line that it needs.
+A token comes from a file or the environment, never from a command's argument, which every user of the machine can read.
+The text is a single token, valid for every role, or lines "role:token". A coordinator accepts all of them; others use
+that of their role. So a cluster can share one file.
 
-A file is read again while a process runs (`read_again`): a coordinator adds and drops tokens as the file changes, and a
-caller whose token is refused checks whether its file has another one.
-
-A file that other users can read is refused, because a leaked secret is worse than a daemon that does not start. No
-message and no repr here contains a token.
-"""
+A file is read again while a process runs (`read_again`), so tokens can change. One that other users can read is
+refused: a leaked secret is worse than a daemon that does not start. No message and no repr here contains a token."""
 
 from __future__ import annotations
 
@@ -52,8 +46,7 @@ class FromFile(str):
 
 
 def read_again(held: str) -> str:
-    """Return the present content of the file from which `held` was read. Return `held` itself if it is not from a file,
-    or if the file is invalid now: another process may be replacing it at this moment."""
+    """Return the present content of `held`'s file; `held` itself without a file, or if it is being replaced now."""
     if not isinstance(held, FromFile):
         return held
     try:
@@ -68,8 +61,7 @@ def read_again(held: str) -> str:
 
 
 class Tokens:
-    """Tokens in a text, with their roles: one bare token, or lines "role:token". Raises InvalidArgumentError if the
-    text is invalid, AuthenticationError if it has no token."""
+    """Tokens with their roles. Raises InvalidArgumentError for invalid text, AuthenticationError without a token."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -132,12 +124,9 @@ def check_token(token: str) -> None:
 
 
 def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str] | None = None) -> str:
-    """Return the token to send as a caller in the role `role`, from the first of these that is given: `token`, `file`,
-    PENSTOCK_TOKEN, PENSTOCK_TOKEN_FILE, the file that the settings file names (token_file).
-
-    Raises AuthenticationError, which names the file, if it cannot be read, can be read by others, or has no token of
-    the role; InvalidArgumentError for text that is no token.
-    """
+    """Return the token to send in a role, from the first given of: `token`, `file`, PENSTOCK_TOKEN,
+    PENSTOCK_TOKEN_FILE, the settings file's token_file. Raises AuthenticationError, which names the file, if it cannot
+    be read, can be read by others, or has no token of the role; InvalidArgumentError for text that is no token."""
     text, source = (token, "the token that was given") if token else _text(file)
     tokens = _parsed(text, source)
     found = tokens.of(role)
@@ -156,8 +145,7 @@ def read_tokens(file: str | os.PathLike[str] | None = None) -> str:
 
 
 def admin_tokens(given: str = "", file: str | os.PathLike[str] | None = None) -> str:
-    """Return the text with tokens for web pages that other machines can reach. Raises AuthenticationError if none has
-    the role admin."""
+    """Return tokens for web pages that other machines can reach. Raises AuthenticationError without one of admin."""
     text, source = (given, "the token that was given") if given else _text(file)
     tokens = _parsed(text, source)
     if tokens.of("admin") is None:
@@ -180,8 +168,7 @@ def _file(given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None
 
 
 def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
-    """Text with tokens, and a name of its source for messages. Raises AuthenticationError if there is none, or if
-    others can read the file."""
+    """Text with tokens, and its source. Raises AuthenticationError if there is none, or if others can read the file."""
     from_environment = os.environ.get("PENSTOCK_TOKEN", "")
     if file is None and from_environment:
         return from_environment, "PENSTOCK_TOKEN"
