@@ -36,9 +36,7 @@ __all__ = ["Embedded"]
 
 DAEMONS = Path(__file__).with_name("embedded_daemons.py")
 TAIL_LINES = 40
-"""Last lines of the daemons' output that error messages show."""
 STOP_S = 8.0
-"""Seconds within which the daemons must end after SIGTERM."""
 PROBE_S = 0.01
 
 NO_SANDBOX = "PENSTOCK_WORKER_NO_SANDBOX"

@@ -32,7 +32,6 @@ def main() -> int:
 
 
 def serve(given: dict[str, Any], fork_server: StartedForkServer) -> int:
-    """Run coordinator and worker until the training process ends or SIGTERM arrives."""
     import asyncio
     import contextlib
     import faulthandler

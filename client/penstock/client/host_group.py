@@ -52,7 +52,6 @@ class HostGroup:
         self._group.allreduce(tensor, dist.ReduceOp.SUM).wait()
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of all ranks, in the group's order."""
         gathered = [torch.empty_like(tensor) for _ in self._ranks]
         self._group.allgather([gathered], [tensor]).wait()
         return gathered

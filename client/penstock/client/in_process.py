@@ -35,7 +35,6 @@ from penstock.worker.runner.in_process_slot import InProcessSlot, MadeBatch
 __all__ = ["Fault", "InProcessReader", "InProcessRun"]
 
 HERE: Final = "this process"
-"""Shown in place of a worker's name."""
 STRUCTURES_KEPT: Final = 64
 """Most Assemblers kept, each for one structure (nesting, keys and dtypes)."""
 
@@ -71,8 +70,7 @@ class _Box:
         return self.slots[slot].next(position.step + 1, position.epoch, position.total[slot])
 
     def exhaust(self, slot: int) -> bool:
-        """Record that the slot whose turn it is has no more batches in this epoch. Return True if the epoch has
-        ended."""
+        """Record that the slot whose turn it is has no more batches. Return True if the epoch has ended."""
         if by_own_methods(self.slots[slot].capabilities):
             self.position.carry()
         return self.position.exhaust()
@@ -83,8 +81,7 @@ class _Box:
         self.position.abandon_epoch()
 
     def go(self, step: int, last_epoch: int, abandoned: dict[int, int]) -> None:
-        """Deliver batches up to `step`, as a loop would that leaves each epoch of `abandoned` after its step, and
-        begins none after `last_epoch`."""
+        """Deliver batches up to `step`, leaving the `abandoned` epochs early, and beginning none after `last_epoch`."""
         position = self.position
         while position.step < step and position.epoch <= last_epoch:
             if abandoned.get(position.epoch) == position.step and any(position.delivered):
@@ -103,8 +100,7 @@ class _Box:
             slot.label_epoch(epoch, label)
 
     def at(self, step: int) -> Position:
-        """Return the box's position right after a step, or its last one. Raises StateUnavailableError if it is no
-        longer kept."""
+        """Return the box's position after a step, or its last. Raises StateUnavailableError if it is not kept."""
         known = self._at.get(step)
         if known is not None:
             return known

@@ -79,8 +79,7 @@ def _from_arguments(
     generator: torch.Generator | None = None,
     **ahead: Any,
 ) -> TakenOver:
-    """Return the input_fn for a dataset. A shuffled order follows from the initial seed of `generator`, else from the
-    run's."""
+    """Return the input_fn for a dataset. A shuffled order follows from `generator`'s initial seed, else the run's."""
     if not ahead.pop("in_order", True):
         raise _refused("in_order", False, "batches always come in order, so that a position is exact. Leave it out")
     unknown = ahead.keys() - _AHEAD

@@ -406,8 +406,8 @@ class Appliance:
                 self._runs.remove(run)
 
     def close(self) -> None:
-        """Close all runs and stop the processes that this appliance started. Batches that the loop still holds stay
-        valid. Local rank 0 of a torchrun launch first waits, at most a minute, until the other ranks close theirs."""
+        """Close all runs and stop the processes that this appliance started. Batches that the loop holds stay valid.
+        Local rank 0 of torchrun first waits, at most a minute, for the other ranks."""
         if not self._owner.is_here:
             return  # a forked child of the training process, at its exit
         with self._lock:

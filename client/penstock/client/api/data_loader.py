@@ -156,8 +156,7 @@ class DataLoader:
 
     @property
     def batch_size(self) -> int | None:
-        """Number of rows of the last delivered batch, the first dimension that all its tensors share; None if
-        unknown."""
+        """Number of rows of the last delivered batch, the first dimension that all tensors share; None if unknown."""
         layout = self._session.reader.layout if self._session is not None else None
         return None if layout is None else batch_size_of(*layout)
 
@@ -191,8 +190,7 @@ class DataLoader:
 
     @property
     def step(self) -> int:
-        """Number of the last delivered step over the whole life of the run; before the first loop that of the loaded
-        state, or 0."""
+        """Last delivered step over the whole life of the run; before the first loop that of the loaded state, or 0."""
         return self.stream.step
 
     @property
@@ -290,8 +288,7 @@ class DataLoader:
         return checkpoints_of(fetched, self.stream.loaded, step)
 
     def _fetch(self, session: Session, step: int) -> tuple[FetchedState, int]:
-        """Return positions and WorkerRecords of all boxes at a step, and the number of the loader's state methods (0,
-        2, 4)."""
+        """Return positions and WorkerRecords of all boxes at a step, and the number of state methods (0, 2, 4)."""
         settings, run = session.appliance.settings, session.run
         if run.error is not None:
             raise run.error
@@ -389,8 +386,8 @@ class DataLoader:
 
     @property
     def mid_epoch(self) -> bool:
-        """True if the present epoch has, or without len() may have, batches after the last step. False before its first
-        batch."""
+        """True if the present epoch has, or without len() may have, batches after the last step; False before its
+        first."""
         return self.stream.mid_epoch
 
     def leave_epoch(self, *, at_its_end: bool = False) -> None:

@@ -97,8 +97,7 @@ class DataExecutor:
         return self._loader
 
     def __len__(self) -> int:
-        """Return num_steps, else the number of batches in an epoch. Raises TypeError if the workers' loaders have no
-        len()."""
+        """Return num_steps, else the number of batches in an epoch. Raises TypeError if a loader has no len()."""
         return len(self._loader) if self._num_steps is None else self._num_steps
 
     def __bool__(self) -> bool:

@@ -135,8 +135,7 @@ class LoaderStream:
         return session
 
     def check_continues(self, number: int, session: Session) -> None:
-        """Raise RuntimeError unless the iterator with this number is the last one that took the stream, in
-        `session`."""
+        """Raise RuntimeError unless this iterator was the last that took the stream, in `session`."""
         if self.session is not session:
             raise RuntimeError(
                 f"{self.name}: this iterator has no further batch, because a state was loaded, or the loader was "
@@ -320,12 +319,10 @@ class Steps(Iterator[Any]):
         batches: Callable[[Session, int], Generator[Any, None, None]],
     ) -> None:
         self.number = next(_numbers)
-        """Later iterators have higher numbers."""
         self._stream, self._appliance, self._batches_from = stream, appliance, batches
         self._batches: Generator[Any, None, None] | None = None
         self._session: Session | None = None
         self._first = 0
-        """Number of the last step before the loop's first one."""
 
     def __next__(self) -> Any:
         batches = self._batches

@@ -122,8 +122,7 @@ class Lookahead(IterableDataset[Any]):
         return len(self._loader)
 
     def _got(self) -> None:
-        """Forget the batches kept for a second start: from now on the epoch ends when the framework drops its
-        iterator."""
+        """Forget the batches kept for a second start: the epoch now ends when the framework drops its iterator."""
         self._begun = None
         self._waiting.clear()
 
@@ -131,14 +130,11 @@ class Lookahead(IterableDataset[Any]):
 
     @property
     def step(self) -> int:
-        """Number of the last step whose batch the loop has got; before the first epoch that of the loaded state, or
-        0."""
+        """Last step whose batch the loop has got; before the first epoch that of the loaded state, or 0."""
         return self._loader.step if self._step is None else self._step
 
     def took(self) -> None:
-        """Count a batch that the loop has got, once for each.
-
-        Raises RuntimeError if all batches that the framework has taken from this loader are counted already."""
+        """Count a batch that the loop has got. Raises RuntimeError if all that the framework took are counted."""
         if self._step is None or self._step >= self._loader.step:
             raise RuntimeError(
                 f"{self._loader.name}: took() was called for a batch after step {self.step}, but the framework has "

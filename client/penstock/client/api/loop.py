@@ -41,7 +41,6 @@ class Loop:
         self._persistent, self._rest_only = persistent, rest_only
         self.session: Session | None = None
         self.first = 0
-        """Number of the last step before the first one of the present or last iteration."""
         self._last: int | None = None
 
     @property

@@ -33,8 +33,7 @@ class EnteredScope(Generic[T]):
         self._stack.set((*self._stack.get(), weakref.ref(thing)))
 
     def leave(self, thing: T) -> None:
-        """Remove an object. If another thread or task entered it, it stays on the stack there, and `innermost` ignores
-        it."""
+        """Remove an object. If another thread or task entered it, it stays there, and `innermost` ignores it."""
         if thing in self._open:
             self._open.remove(thing)
         stack = list(self._stack.get())

@@ -48,7 +48,6 @@ class Session:
     leave_due: bool = False
     """The loop left its epoch, or the loaded state was saved after such an end: the next loop begins the next epoch."""
     holder: int = 0
-    """Number of the iterator that has the stream, or had it last."""
     beginning: threading.Lock = field(default_factory=threading.Lock, repr=False)
     """Held while an iterator takes the stream, which may wait for workers."""
 
@@ -145,8 +144,7 @@ class Session:
             )
 
     def warn_of_ended(self, step: int) -> None:
-        """Warn once of each other box whose epoch has ended before `step`: a collective operation of all boxes would
-        hang."""
+        """Warn once of each box whose epoch ended before `step`: a collective operation of all boxes would hang."""
         for box, last in self.run.ended_boxes.items():
             # If the other box's epoch ended at the step where this box's epoch began, both are between the same two
             # epochs.

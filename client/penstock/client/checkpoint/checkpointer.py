@@ -424,8 +424,7 @@ class AsyncCheckpointer:
     # ---- closing
 
     def close(self, *, abandon: bool = False) -> None:
-        """End the writer process, after the saves that it is writing (`abandon`: without them). Raises the errors of
-        `wait`."""
+        """End the writer process, after its saves (`abandon`: without them). Raises the errors of `wait`."""
         if self._closed or not self._owner.is_here:  # a forked child has neither writer nor saves
             return
         self._closed = True
@@ -476,7 +475,6 @@ def _no_collection() -> Iterator[None]:
 
 
 def _leave(writer: WriterProcess, pending: list[PendingSave], on_exit: OnExit, timeout_s: float, pid: int) -> None:
-    """Finalizer of a checkpointer that was not closed."""
     if os.getpid() != pid:
         return  # a forked child has neither writer nor saves
     if on_exit == "abandon":

@@ -54,8 +54,7 @@ class BatchMessages:
         return message
 
     def unpack(self, message: torch.Tensor) -> Any:
-        """Return the batch, with views of the message's memory. Raises ProtocolError for what pack() cannot have
-        made."""
+        """Return the batch as views of the message. Raises ProtocolError for what pack() cannot have made."""
         structure, shapes, region_at, nbytes = self._parts(message)
         if self._assembler is None or self._assembler.structure != structure:
             self._assembler = Assembler(structure)

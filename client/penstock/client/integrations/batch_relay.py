@@ -184,7 +184,6 @@ def _header(message: Message) -> torch.Tensor:
 
 
 def _content(header: torch.Tensor) -> torch.Tensor:
-    """Return memory for the content that the header announces."""
     kind, nbytes = header.tolist()
     if kind not in iter(Kind) or not 0 <= nbytes <= MAX_MESSAGE_BYTES:
         raise ProtocolError(
@@ -232,7 +231,6 @@ def _received(relay: Relay) -> Iterator[Any]:
 
 
 def failure_message(error: Exception, rank: int) -> Message:
-    """Return the message by which the reader, `rank`, tells the other ranks its error."""
     name, text = type(error).__name__, str(error)
     if not isinstance(error, PenstockError):
         name, text = PenstockError.__name__, f"the reader, rank {rank}, failed with {name}: {text}"
@@ -240,6 +238,5 @@ def failure_message(error: Exception, rank: int) -> Message:
 
 
 def error_of(content: torch.Tensor) -> PenstockError:
-    """Return the error in the content of a `failure_message`."""
     name, _, text = content.numpy().tobytes().decode(errors="replace").partition("\n")
     return error_named(name, text)

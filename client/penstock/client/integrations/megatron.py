@@ -259,8 +259,7 @@ _buffers = _Buffers()
 def _resolved(
     item: WriteItem, planner: SavePlanner, values: dict[Key, torch.Tensor], objects: dict[Key, bytes]
 ) -> LocalItem:
-    """Return Penstock's item for one of torch's plan. Put a plain tensor into `values`, else torch.save's bytes into
-    `objects`."""
+    """Return Penstock's item. Put a plain tensor into `values`, else torch.save's bytes into `objects`."""
     data = planner.resolve_data(item)
     framed = isinstance(data, torch.Tensor) and is_plain(data) and _fits(item, data)
     local = LocalItem.of(item, framed)

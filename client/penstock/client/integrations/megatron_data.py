@@ -137,8 +137,7 @@ class DataIterator:
         return next(self._cursors[0])
 
     def chunks(self, count: int) -> list[Iterator[Any]]:
-        """Return, for a virtual pipeline, `count` iterators over all microbatches, one for each model chunk on this
-        rank."""
+        """Return, for a virtual pipeline, `count` iterators over all microbatches, one for each model chunk."""
         if count < 1:
             raise InvalidArgumentError(
                 f"the number of model chunks passed to chunks() must be >= 1, got {count}: pass the number of parts of "
@@ -154,7 +153,6 @@ class DataIterator:
         return list(self._cursors)
 
     def _at(self, number: int) -> Any:
-        """Return the microbatch with this number, from 0 since the last load of a state."""
         while number >= self._first + len(self._batches):
             if self._over is not None:
                 raise self._over

@@ -85,8 +85,7 @@ class RankGroups:
 
     @classmethod
     def of_boxes(cls, rank: int, boxes: Sequence[int]) -> RankGroups:
-        """Return the groups of a rank if all ranks of a box request each batch together: one stage. `boxes`: of each
-        rank."""
+        """Return the groups if all ranks of a box request each batch together: one stage. `boxes`: of each rank."""
         ranks: dict[int, list[int]] = {}
         for each, box in enumerate(boxes):
             ranks.setdefault(box, []).append(each)

@@ -176,8 +176,7 @@ _appliances: dict[tuple[Any, ...], Appliance] = {}
 
 @cache
 def _box(dp_rank: int, dp_world_size: int) -> tuple[RankGroups | None, Relay | None]:
-    """Return this rank's groups and connection; Nones if it is its box's only rank. All ranks of the job call this
-    together."""
+    """Return this rank's groups and connection; Nones if it is its box's only rank. All ranks call this together."""
     if not dist.is_initialized() or dist.get_world_size() <= dp_world_size:
         return None, None
     rank, timeout_s = dist.get_rank(), resolve().timeout_s + GRACE_S
@@ -291,7 +290,6 @@ class _Container:
 
 
 def _saved_parts(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that torchtitan saves as a dict for `AsyncCheckpointer`."""
     parts = dict(state)
     if OPTIMIZER in parts:
         parts[OPTIMIZER] = _Container(parts[OPTIMIZER])

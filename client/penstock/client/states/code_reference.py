@@ -49,7 +49,6 @@ _MAIN_NAMES = ("__main__", "__mp_main__")
 @dataclass(frozen=True)
 class CodeReference:
     name: str
-    """"module:qualname"."""
     main_path: str = ""
     """Absolute path of the training script, if `name` or a pickled argument may refer to it; else ""."""
     only_here: PenstockError | None = field(default=None, compare=False)
@@ -78,8 +77,7 @@ def check_arguments(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CodeReference, bytes]:
-    """Return the reference and the arguments for other processes. Raises TypeError, InvalidArgumentError or
-    UnsupportedStateError."""
+    """Return reference and arguments. Raises TypeError, InvalidArgumentError or UnsupportedStateError."""
     by_value: Any = None
     try:
         reference = refer(input_fn)

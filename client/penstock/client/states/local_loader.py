@@ -77,7 +77,6 @@ class LocalLoader:
             return instance.aggregate_state_dict(states)
 
     def initial_state(self, seed: int) -> Any:
-        """Return the aggregated state of a loader from which no batch was taken yet."""
         instance = self._build(replace(NEUTRAL, seed=seed), "the state before the first step")
         takes_strict(instance)
         with _undisturbed():

@@ -63,7 +63,6 @@ class WorkerPart:
     """Hash over the slot's batches in its epoch up to the step; 0 before the first, or if unknown."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that do not have their defaults, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         defaults = {field.name: field.default for field in fields(self) if field.default is not MISSING}
         # by identity: user code's values may compare in ways of their own
@@ -83,19 +82,15 @@ class WorkerPart:
 
 @dataclass(frozen=True)
 class BoxStart:
-    """Position and state from which a box starts or resumes."""
-
     position: records_pb2.BoxPosition
     blob: bytes
     """Envelope with the state of the workers' loaders; b"" without one."""
     same_topology: bool
     """`blob` has a part for each slot, which then resumes exactly where the slot of this number was."""
     anew: bool = False
-    """`blob` has only parts to compare, and an epoch begins as in a new stream: of a pure loader, between two epochs,
-    on another topology."""
+    """`blob` has only parts to compare: a pure loader on another topology begins an epoch as in a new stream."""
 
     def resume(self, name: str) -> records_pb2.Resume:
-        """Return the message that names the state. `name`: of the blob."""
         return records_pb2.Resume(blob=name, same_topology=self.same_topology, anew=self.anew)
 
 
@@ -185,8 +180,7 @@ class SavedState:
 
     @property
     def slot_0_is_next(self) -> bool:
-        """True if all slots of each box have batches left in the epoch, slot 0's next: they keep their worker
-        numbers."""
+        """True if all slots have batches left in the epoch, slot 0's next: they keep their worker numbers."""
         workers = self.num_workers_per_box
         return all(len(position.live) == workers and position.live[position.cursor] == 0 for position in self.positions)
 
@@ -256,8 +250,7 @@ class SavedState:
         return epochs.pop() if len(epochs) == 1 else None
 
     def new_topology(self, num_boxes: int, num_workers_per_box: int) -> SavedState:
-        """Return this state for another topology, without parts: the loader's deaggregate_state_dict divides the
-        aggregated one."""
+        """Return this state without parts: deaggregate_state_dict divides the aggregated one on the new topology."""
         if self.methods != 4 and self._next_epoch is None:
             raise StateMismatchError(
                 f"the state of {self.input_fn} at step {self.step} was saved on "
@@ -288,8 +281,7 @@ class SavedState:
 
 
 def blank() -> dict[str, Any]:
-    """Return an empty state for a library that loads in place: the keys that every saved state has suffice to
-    resume."""
+    """Return a state for a library that loads in place: the keys that every saved state has suffice to resume."""
     return {KEY: {"format": 0, "step": 0, "record": b""}}
 
 

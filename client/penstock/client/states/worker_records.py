@@ -17,8 +17,7 @@ __all__ = ["checkpoints_of", "saved_of"]
 def saved_of(
     fetched: FetchedState, step: int, name: str, methods: int, seed: int, *, full_digest: bool
 ) -> tuple[SavedState, list[Any]]:
-    """Return the saved state without its aggregated part, and the loaders' states in the order for
-    aggregate_state_dict."""
+    """Return the saved state without its aggregated part, and the states for aggregate_state_dict in order."""
     first = fetched.records[0][0]
     positions = [Position.received(fetched.positions[box]) for box in sorted(fetched.positions)]
     saved = SavedState(step, name, methods, first.num_boxes, first.num_workers_per_box, seed, positions, full_digest)

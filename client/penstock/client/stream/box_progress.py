@@ -21,8 +21,7 @@ MOST_EPOCH_STARTS = 256
 SLOTS_IN_ALL = 1 << 15
 """Slots in all kept epoch starts together, so that a report of a box with many slots stays small."""
 FOLDED_AT = 64
-"""Batches of a slot until their counts are decoded and added up; kept as bytes, a batch costs the training thread
-little."""
+"""Batches of a slot until their counts are decoded: kept as bytes, they cost the training thread little."""
 
 
 class EpochStarts:

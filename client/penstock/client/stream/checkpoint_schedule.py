@@ -24,8 +24,7 @@ CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
 
 HORIZON = 256
 MIN_AHEAD = 2
-"""Fewest future checkpoint steps to announce, however distant. At each a worker takes a snapshot, which needs no
-replay."""
+"""Fewest future checkpoint steps to announce: at each a worker takes a snapshot, which needs no replay."""
 MOST_REQUESTED = 1365
 """A third of what a runner accepts (`producer.MOST_WANTED`), because earlier requests may still be open."""
 
@@ -85,8 +84,7 @@ class CheckpointSchedule:
         return (index > 0 and self.steps[index - 1] == step) or any(step in entry for entry in self.ranges)
 
     def after(self, step: int) -> int | None:
-        """Return the first checkpoint step after `step`; None if a function returns False for the next HORIZON
-        steps."""
+        """Return the next checkpoint step; None if a function returns False for the next HORIZON steps."""
         if self.every:
             return (step // self.every + 1) * self.every
         if self.predicate is not None:

@@ -27,8 +27,7 @@ FEWER = "Or use smaller batches or fewer workers: each worker slot has a ring of
 
 
 class CudaBackend:
-    """Backend of a CUDA device; without an index the current one of the thread that first copies. `cuda`:
-    torch.cuda."""
+    """Backend of a CUDA device; without an index the current one of the thread that first copies."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self.device = device

@@ -40,8 +40,7 @@ class DeviceBackend(Protocol):
         order."""
 
     def order_after_copies(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
-        """Run the work that this thread starts from now on after these copies, whose `event` is given. Does not
-        wait."""
+        """Run the work that this thread starts from now on after these copies, up to `event`. Does not wait."""
 
 
 class _Done:
@@ -75,7 +74,6 @@ _CARRIED: Final[dict[torch.dtype, torch.dtype]] = {
 
 
 def copied(sources: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Start copying tensors to a device, on its current stream."""
     copies = []
     for source in sources:
         carrier = _CARRIED.get(source.dtype)
@@ -89,8 +87,7 @@ def copied(sources: Sequence[torch.Tensor], device: torch.device) -> list[torch.
 
 
 def check_device(name: str) -> str:
-    """Return "cpu", "cuda" or "cuda:N" in torch's spelling. Raises InvalidArgumentError, also for a device that cannot
-    be used."""
+    """Return "cpu", "cuda" or "cuda:N" in torch's spelling. Raises InvalidArgumentError if it cannot be used."""
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -136,8 +136,6 @@ class PeekingConsumer(Consumer):
 
 
 class DeviceLane(SlotLane):
-    """Lane whose `take` returns a DeviceLoad."""
-
     __slots__ = ("backend",)
 
     consumer: PeekingConsumer | None
@@ -181,8 +179,8 @@ class DeviceReader(OrderedReader):
     # ---- the hot path
 
     def next(self) -> Any:
-        """Return the next batch on the device, or EPOCH_ENDED. The loop's stream waits for the copy; this thread does
-        not."""
+        """Return the next batch on the device, or EPOCH_ENDED. The loop's stream, not this thread, waits for the
+        copy."""
         run = self.run
         run.fence.taken = step = self.position.step + 1
         if step >= run.fence.step:  # before a batch that was staged is delivered; its lane may be of an old generation
@@ -218,7 +216,6 @@ class DeviceReader(OrderedReader):
         return batch
 
     def _stage(self) -> None:
-        """Start the copy of the batch that is due next, if its frame has arrived."""
         position = self.position
         lane = self._lanes[position.turn]
         consumer = lane.consumer
@@ -315,7 +312,7 @@ class DeviceReader(OrderedReader):
         return False
 
     def close(self) -> None:
-        """Wait for copies, at most CLOSE_S, then close all lanes. Raises no error: the garbage collector may call
+        """Wait for copies, at most CLOSE_S, then close all lanes. Raises nothing: the garbage collector may call
         this."""
         loads, self._staged = [*self._lent, *filter(None, [self._staged])], None
         self._lent.clear()

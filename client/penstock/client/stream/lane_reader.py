@@ -40,8 +40,7 @@ CUT_OFF_S = 2.0
 """Seconds for which a host must be unreachable before another worker is requested. Of a dead daemon alone the
 coordinator reports within 1.5 s, with a better message."""
 CHECK_S = 0.1
-"""Seconds between the first two attempts to reach a host, so that a reply of the coordinator can show that this host's
-network works."""
+"""Seconds until the second attempt, so that the coordinator's reply can show that this host's network works."""
 CORRUPT_TRIES = 8
 """On a link that damages every second batch, this happens once in 256, so the loop gets the error within a second."""
 ABANDONED_KEPT = 256
@@ -49,8 +48,6 @@ ABANDONED_KEPT = 256
 
 
 class RingView:
-    """Ring of a lane, with values that are needed for each batch and computed once."""
-
     __slots__ = ("buffer", "entry_bytes", "group", "held", "limit", "ring")
 
     def __init__(self, ring: Ring) -> None:
@@ -60,8 +57,7 @@ class RingView:
         self.held: set[int] = set()
         """Entries of which the loop still has views."""
         self.limit = min(max(2, ring.entries // 2), ring.entries - 1)
-        """Most entries with views. Beyond it batches are copies, so that a loop that keeps batches leaves the producer
-        entries."""
+        """Most entries with views; then batches are copies, so that a loop that keeps them leaves entries free."""
         self.group = max(1, ring.entries // 4)
         """Delivered batches for which one ack is sent."""
 
@@ -83,12 +79,10 @@ class SlotLane:
     freed: list[int] = field(default_factory=list)
     """For the next ack, as a flat list: ring, entry, ring, entry ..."""
     unacked: int = 0
-    """Delivered batches since the last ack."""
     group: int = 1
     abandons: int = 0
     """Abandoned epochs so far, over all generations of the slot."""
     abandoned_epoch: int = -1
-    """Epoch that was abandoned last; -1: none."""
     abandoned: deque[tuple[int, int]] = field(default_factory=partial(deque, maxlen=ABANDONED_KEPT))
     """Newest ones, as pairs (epoch, number of the slot's last batch delivered in it)."""
     unsettled: bool = False
@@ -232,8 +226,7 @@ class SlotLane:
         return batch
 
     def checked(self, frame: Frame) -> tuple[RingView, Assembler, list[int]]:
-        """Check a batch against its digest. Return its ring, Assembler and shapes. Raises BatchCorruptError or
-        ProtocolError."""
+        """Check a batch against its digest; return ring, Assembler, shapes. Raises BatchCorruptError, ProtocolError."""
         ring = self.rings.get(frame.ring)
         if ring is None:
             ring = self._map(frame.ring)
@@ -283,8 +276,7 @@ class SlotLane:
             freed += (ring_id, entry)
 
     def ack(self, total: int) -> bool:
-        """Send the slot's number of delivered batches, over the run's life, and the released entries. False: the socket
-        is full."""
+        """Send the slot's number of delivered batches and the released entries. False: the socket is full."""
         consumer = self.consumer
         if consumer is None:
             return True

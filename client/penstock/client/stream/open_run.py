@@ -118,7 +118,6 @@ class RunLink:
     """By which workers on the same host are recognised; see penstock.proto.rpc.channel.host_id."""
     force_tcp: bool
     compression: str | None
-    """Codec of batches over TCP; None: no compression."""
     embedded: bool
 
 
@@ -143,8 +142,7 @@ class OpenRun(StreamRun):
         self._confirmed_epoch = -1
         """Newest abandoned epoch in the coordinator's journal, -1: none. It and earlier ones are not reported again."""
         self._commit_mark = b""
-        """Signed number of the journal's last commit, which each report returns: a coordinator with an older journal
-        notices."""
+        """Signed number of the journal's last commit, returned in each report: an older journal is noticed."""
         self._taken = 0
         """Version of the newest reply in `views`. The coordinator's versions only increase."""
         self._take_lock = threading.Lock()
@@ -182,7 +180,6 @@ class OpenRun(StreamRun):
     # ---- opening
 
     def open(self) -> None:
-        """Register this box with the coordinator, and start the watch thread."""
         reply = self._client.open_run(self._request)
         self.name, self.attempt, self.seed = reply.run, reply.attempt, reply.seed
         hold_s, self._lease_s = intervals(reply)
@@ -280,8 +277,8 @@ class OpenRun(StreamRun):
             self._take(reply)
 
     def reach(self, seconds: float) -> None:
-        """Wait until the coordinator can be reached, from any thread; at least SHORTEST_BACKOFF_S, because it may still
-        refuse calls."""
+        """Wait until the coordinator can be reached, at least SHORTEST_BACKOFF_S: it may still refuse calls. Any
+        thread."""
         self._closing.wait(SHORTEST_BACKOFF_S)
         if not self._closing.is_set():
             self._client.reach(seconds)
@@ -294,8 +291,7 @@ class OpenRun(StreamRun):
                 return
 
     def _take(self, reply: pb.WatchRunReply) -> None:
-        """Apply a reply's views, unless a newer one was applied: `report` and the watch thread may get them in another
-        order."""
+        """Apply a reply's views unless newer ones were: `report` and the watch thread may get them in another order."""
         with self._take_lock:
             if reply.version <= self._taken:
                 return

@@ -32,8 +32,6 @@ class _Watched(Generic[_Thing]):
 
 @dataclass
 class SaveCounters:
-    """Counters of all AsyncCheckpointers of this process."""
-
     ok: int = 0
     failed: int = 0
     in_flight: int = 0

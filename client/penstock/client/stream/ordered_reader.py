@@ -162,8 +162,7 @@ class OrderedReader(Reader):
         self._moving = False
 
     def _corrupt(self, lane: SlotLane, what: str) -> None:
-        """Drop the connection, so that the damaged batch is sent again. Raises BatchCorruptError after CORRUPT_TRIES in
-        a row."""
+        """Drop the connection, to get the batch again. Raises BatchCorruptError after CORRUPT_TRIES in a row."""
         lane.corrupt += 1
         self.stats.corrupt += 1
         lane.lose(time.monotonic(), what)
@@ -327,8 +326,8 @@ class OrderedReader(Reader):
         return f"the {which} batch of {self.label}{slots}", why
 
     def _failed(self, lane: SlotLane, view: pb.SlotView, now: float) -> float:
-        """Raise a failed slot's error once nothing more can arrive over its lane; until then return the time of the
-        next check."""
+        """Raise a failed slot's error once nothing more can arrive on its lane, else return the time of the next
+        check."""
         if lane.consumer is None:
             if lane.tried_failed:
                 raise self._slot_error(view)

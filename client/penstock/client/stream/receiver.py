@@ -458,7 +458,6 @@ class ReceiverLoop:
         self._epoll.register(self._listener, select.EPOLLIN)
 
     def run(self) -> None:
-        """Serve all lanes, and new consumers, until the parent process has ended."""
         special = {self._wake: self._take_connections, self._listener.fileno(): self._accept}
         while True:
             soonest = min((lane.deadline for lane in self._lanes), default=NEVER)
@@ -510,8 +509,7 @@ class ReceiverLoop:
             self.watch(lane, fd, 0)
 
     def connect(self, address: str, then: Callable[[Connection], None]) -> None:
-        """Connect in a thread, because name look-ups block and a handshake may take long. `then` runs in the loop's
-        thread."""
+        """Connect in a thread: name look-ups block, a handshake may take long. `then` runs in the loop's thread."""
 
         def work() -> None:
             connection: Connection

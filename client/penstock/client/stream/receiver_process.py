@@ -20,8 +20,7 @@ START_S = 30.0
 """On an idle machine the start takes 0.1 s."""
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 20)}
-"""For glibc's malloc: by default it returns the 256 KiB of each unpacked piece to the kernel: 9.5 ms for 8 MiB with lz4
-instead of 4."""
+"""glibc by default returns each unpacked 256 KiB to the kernel: 9.5 ms for 8 MiB with lz4 instead of 4."""
 
 
 class Receiver:
@@ -41,8 +40,8 @@ class Receiver:
         return process.pid if process is not None and process.status is None else None
 
     def start(self, parent_watch: int | None = None) -> str:
-        """Start the receiver if none runs. Return its socket's name. It ends with the process `parent_watch` (None:
-        this one)."""
+        """Start the receiver if none runs, and return its socket's name. It ends with `parent_watch` (None: this
+        process)."""
         with self._lock:
             if self.pid is None:
                 self._end()

@@ -70,8 +70,7 @@ class StreamStats:
     corrupt: int = 0
     """Number of times that data arrived damaged, over the network or from memory, and were fetched again."""
     skipped: int = 0
-    """Number of poison batches (which kill their runner) of this box left out in the present attempt
-    (poison="skip")."""
+    """Number of poison batches, which kill their runner, left out in the present attempt (poison="skip")."""
     sources: dict[str, SampleCounts] = field(default_factory=dict)
     """Counts of the delivered samples by source, over the whole life of the run; empty unless the loader has `counts`
     (penstock.data.Counts). Each box has its own. After a resume on another number of boxes, box 0 continues the counts
@@ -107,8 +106,7 @@ class StreamRun(ABC):
 
     @abstractmethod
     def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
-        """Wait until `ready(self)`; False after `timeout_s`, or if the run is closed. Raises the error that ended
-        it."""
+        """Wait until `ready(self)`; False after `timeout_s`, or if the run is closed. Raises what ended it."""
 
     @abstractmethod
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
@@ -130,8 +128,7 @@ class StreamRun(ABC):
         """Report this box's progress to the coordinator now, if there is one."""
 
     def offer(self, starts: Callable[[], list[BoxStart]]) -> None:  # noqa: B027
-        """Let slots restart from a saved state (`starts`: of each box), where that is quicker than to replay the
-        launch."""
+        """Let slots restart from a saved state (of each box), where that is quicker than to replay the launch."""
 
 
 class Reader(ABC):
@@ -142,15 +139,12 @@ class Reader(ABC):
     def __init__(self, run: StreamRun, position: Position, label: str, timeout_s: float) -> None:
         self.run, self.position = run, position
         self.label = label
-        """Name of the loader, shown in messages."""
         self._timeout_s = timeout_s
         self.stats = StreamStats()
         self.began_at = position.step
         """Number of the last step before the first batch of this reader."""
         self.wait_s = 0.0
-        """Seconds for which the loop waited for the last batch."""
         self.layout: tuple[Structure, list[int]] | None = None
-        """Structure (nesting, keys, dtypes) and shapes of the last batch."""
         self.thread = threading.get_ident()
         """Only this thread takes batches; others may look at them."""
         self.counts = run.progress.counts = DeliveredCounts(run.num_slots)
@@ -172,8 +166,7 @@ class Reader(ABC):
 
     @abstractmethod
     def end_epoch(self) -> bool:
-        """Go to the next epoch after the last batch by len(). Return True if no further one was due; else abandon the
-        epoch."""
+        """Go to the next epoch after the last batch by len(). Return False, and abandon it, if another was due."""
 
     @abstractmethod
     def raise_failed(self, view: pb.SlotView) -> NoReturn:
@@ -196,8 +189,7 @@ class Reader(ABC):
         return True
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """Announce the next checkpoint steps. Return the step at which to announce again; None if none was
-        announced."""
+        """Announce checkpoint steps. Return the step at which to announce again; None if none was announced."""
         return None
 
     def open_lanes(self) -> list[Literal["local", "tcp"]]:
@@ -238,12 +230,10 @@ class Reader(ABC):
 
 
 def placed(error: PenstockError, worker: str, box: int, slot: int, step: int) -> PenstockError:
-    """Add worker, box, slot and step to the message."""
     where = f"worker {worker}, " if worker else ""
     message = f"{error.message} [{where}box {box}, slot {slot}, step {step}]"
     return type(error)(message, remote_traceback=error.remote_traceback)
 
 
 def recovered(box: int, slot: int, why: str) -> str:
-    """Return the warning that a slot moved to another runner without a loss."""
     return f"worker slot {slot} of box {box} was recovered: {why}; the batches are the same as without the fault"

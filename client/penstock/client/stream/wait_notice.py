@@ -21,7 +21,6 @@ STAGES: dict[int, str] = {
     pb.RESTORE: "restore of its state",
     pb.FIRST_BATCH: "first batch of its loader",
 }
-"""Stages in the start of a runner."""
 
 
 def _print(line: str) -> None:
@@ -43,7 +42,6 @@ class WaitNotice:
 
     @property
     def due(self) -> float:
-        """Time of `clock` at which the next line is due."""
         return self._since + self._next_s
 
     def pause(self) -> None:

@@ -42,7 +42,6 @@ EXTRA = "_extra_state"
 @dataclass(frozen=True)
 class ReadRequest:
     tensor: torch.Tensor | None
-    """Tensor to read the value into; None for an object."""
     own: bool
     """True if the restore made this tensor, so that it may be filled before all values are checked."""
 
@@ -63,8 +62,7 @@ class SavedEntries:
         return found
 
     def empty(self, name: str, like: torch.Tensor | None = None) -> ReadRequest:
-        """Request a new tensor, or an object. If `like` has the saved shape, the tensor is on its device, and split as
-        it is."""
+        """Request a new tensor, with device and split of `like` if that has the saved shape, or an object."""
         saved = self.index[name].tensor
         if saved is None:
             return ReadRequest(None, True)
@@ -121,7 +119,6 @@ class StateEntry(ABC):
         pass
 
     def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
-        """Check the values that `wanted` requested, and keep them for `put`."""
         root: dict[str, Any] = {}
         for name, path in self.names.items():
             set_element(root, (self.key, *path), values[name])

@@ -28,8 +28,7 @@ READER = Path(__file__).with_name("metadata_reader.py")
 READER_S = 120.0
 """Seconds to read a `.metadata`. 3,000 entries take 0.1 s."""
 LARGE = 1 << 30
-"""Largest bytes of a tensor stored in fewer bytes: an expanded tensor's repeated values are written once. A larger one
-is damaged."""
+"""Largest bytes of an expanded tensor, whose repeated values are written once; a larger one is damaged."""
 
 
 class Archive(NamedTuple):
@@ -48,7 +47,6 @@ class SavedValue(NamedTuple):
 
 
 def converted(metadata: bytes, where: Path) -> bytes:
-    """Return the content of index.json for torch's `.metadata`."""
     command = [sys.executable, "-I", "-S", str(READER)]
     try:
         done = subprocess.run(

@@ -86,8 +86,6 @@ class _Piece:
 
 @dataclass
 class _Archive:
-    """Archive to read, and the tensors to copy its value into."""
-
     name: str
     offset: int
     length: int

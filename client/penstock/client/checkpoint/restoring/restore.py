@@ -127,8 +127,6 @@ def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
 
 @dataclass
 class LoadedCheckpoint:
-    """Checkpoint that was read and checked, but is not loaded into the objects yet."""
-
     _entries: list[StateEntry]
     _fills: list[FillRequest]
 
@@ -142,8 +140,7 @@ class LoadedCheckpoint:
 def load(
     path: Path, save: str, state: Mapping[str, Any], rank: int, threads: int, allow_unsafe_types: bool
 ) -> LoadedCheckpoint | None:
-    """Read and check the values that `state` needs. Return None if the checkpoint is gone, or has another id than
-    `save`."""
+    """Read and check the values for `state`. Return None if the checkpoint is gone, or not `save` any more."""
     if not isinstance(state, Mapping):
         raise InvalidArgumentError(
             f'restore: state must be a dict of names and values, such as {{"model": model}}, got {type(state).__name__}'

@@ -50,8 +50,6 @@ class AgreedSave:
 
 
 class Agreement:
-    """Agreement on what each rank saves, made again when the structure of the state has changed."""
-
     def __init__(self, ranks: Ranks, threads: int, hint: str | None, check_replicas: bool) -> None:
         self._ranks = ranks
         self._threads, self._hint = threads, hint
@@ -67,8 +65,7 @@ class Agreement:
     def agree_on_save(
         self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError], in_flight: list[str]
     ) -> AgreedSave:
-        """Agree on a save. `earlier`: errors of this rank's earlier saves, emptied when raised. Raises those of
-        AsyncCheckpointer.save, on all ranks."""
+        """Agree on a save, or raise on all ranks. `earlier`: this rank's unraised errors, emptied when raised."""
         collected: CollectedState | None = None
         objects: dict[Key, bytes] = {}
         known: dict[Key, tuple[str, str]] = {}
@@ -211,8 +208,7 @@ def digests(
 
 
 def _object_digest(collected: CollectedState, one: LocalItem, objects: dict[Key, bytes]) -> str:
-    """Digest an object's value, not its pickle: pickles of equal values may differ (a string twice, as one str or
-    two)."""
+    """Digest an object's value, not its pickle, which differs between equal values with one str object or two."""
     name = one.name
     value = collected.values.get(name)
     if isinstance(value, torch.Tensor) or type(value) in PLAIN:

@@ -43,8 +43,7 @@ __all__ = [
 OURS = "__penstock__"
 """Top-level key of Penstock's own data, with which a restore gives the state exactly its original form."""
 CONTAINERS, RECIPES, OPTIMIZERS = "containers", "recipes", "optimizers"
-"""Tables that each rank saves under OURS: types and keys of dicts, recipes, what torch changes in optimizers'
-states."""
+"""Tables of each rank under OURS: types and keys of dicts, recipes, what torch changes in optimizers' states."""
 KINDS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict}
 """Mapping types that a restore makes again, by name. Other mappings are restored as dicts."""
 
@@ -138,8 +137,7 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
 
 
 def _flatten(value: Any, path: tuple[Any, ...], values: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> None:
-    """Add nested values, and the keys to them, by the names of torch's `flatten_state_dict`, which takes four times as
-    long."""
+    """Add nested values and their keys by the names of torch's `flatten_state_dict`, which takes four times as long."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _flatten_into(inner, (*path, str(key)), values, paths)

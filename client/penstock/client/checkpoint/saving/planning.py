@@ -57,14 +57,12 @@ __all__ = [
 
 SUFFIX = ".distcp"
 DCP_VERSION = "1.0.0"
-"""As FileSystemWriter writes it."""
 
 Key = tuple[str, tuple[int, ...] | None]
 """Name of the value, and offset of the tensor's part: zeros for a whole tensor, None for an object."""
 
 Stored = tuple[tuple[str, tuple[int, ...] | None], int | None, int, int]
-"""An archive: value's name, offset of the part in its tensor (None: object) and hint, as in torch's MetadataIndex;
-offset and bytes in the file."""
+"""Value's name, offset in its tensor (None: object) and hint, as in MetadataIndex; offset and bytes in the file."""
 
 
 class LocalItem(NamedTuple):
@@ -155,7 +153,6 @@ class FileLayout:
     """Each with the offset of its archive in bytes."""
     framed_bytes: int
     others: tuple[LocalItem, ...]
-    """Their lengths may differ from save to save."""
 
     def offsets(self, lengths: dict[Key, int]) -> tuple[list[int], int]:
         """Return the offset of the archive of each item in `others`, and the length of the file."""
@@ -185,7 +182,6 @@ class GlobalPlan:
     shared: dict[Key, list[int]]
     """Items that several ranks have and only one saves, with the ranks that have them."""
     _made: tuple[Any, bytes] | None = field(default=None)
-    """Argument and result of the last call of `index`."""
 
     def files(self, lengths: Sequence[dict[Key, int]]) -> list[list[tuple[str, int]]]:
         """Return (name, length in bytes) of the files of each rank."""
@@ -194,7 +190,6 @@ class GlobalPlan:
         ]
 
     def index(self, lengths: Sequence[dict[Key, int]]) -> bytes:
-        """Return the description of the index, made again only if lengths have changed."""
         if self._made is None or self._made[0] != lengths:
             files = [
                 (file.name, file.stored(lengths[rank])) for rank, layout in enumerate(self.layouts) for file in layout
@@ -206,8 +201,7 @@ class GlobalPlan:
 def agree(
     by_rank: Sequence[tuple[list[LocalItem], dict[str, tuple[Any, ...]]]], buckets: int, hint: str | None
 ) -> GlobalPlan:
-    """Return the plan, which every rank computes from the same input. Raises CheckpointError if one name has two
-    shapes, dtypes or kinds."""
+    """Return the plan, equal on all ranks. Raises CheckpointError if one name has two shapes, dtypes or kinds."""
     metadata = _plan_alone(*by_rank[0]) if len(by_rank) == 1 else None
     saved, shared = [by_rank[0][0]], {}
     if metadata is None:
@@ -219,8 +213,7 @@ def agree(
 
 
 def _plan_alone(items: list[LocalItem], paths: dict[str, tuple[Any, ...]]) -> Metadata | None:
-    """Return torch's index of one rank's whole tensors and objects, four times faster than torch's planner; else
-    None."""
+    """Return the index of one rank's whole tensors and objects, four times faster than torch; else None."""
     stored: dict[str, BytesStorageMetadata | TensorStorageMetadata] = {}
     objects, tensors = BytesStorageMetadata(), dict[int, TensorStorageMetadata]()
     for (name, _), _, data, _, kind in items:
@@ -338,8 +331,6 @@ _to_json = json.JSONEncoder(check_circular=False).encode  # the check takes a qu
 
 
 class _Parts:
-    """Objects that are pickled together."""
-
     def __init__(self) -> None:
         self._values: list[Any] = []
         self._numbers: dict[int, int] = {}

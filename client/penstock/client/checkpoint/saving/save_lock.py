@@ -27,7 +27,6 @@ class CallLock:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner = 0
-        """Id of the thread that holds the lock; 0: none."""
         self._call = ""
 
     @contextmanager
@@ -95,8 +94,7 @@ class _HeldSignals:
             self._handlers[number](number, frame)
 
     def restore_handlers(self) -> None:
-        """Restore the handlers, and run those of the signals that arrived. Raises the first error, after all were
-        run."""
+        """Restore the handlers, and run those of the signals that arrived. Raises the first error after all."""
         raised: BaseException | None = None
         left = [*self._handlers.items()]
         while left:
@@ -119,15 +117,12 @@ class _HeldSignals:
 
 
 class SignalWatch:
-    """Recorder of signals for a loop that checks `received` after each step. A second signal acts as it does without
-    it."""
+    """Recorder of signals for a loop that checks `received`. A second signal acts as it does without it."""
 
     def __init__(self, numbers: int | Iterable[int]) -> None:
-        """Raises InvalidArgumentError outside the main thread, and for a number that is not a signal or whose signal
-        cannot be handled."""
+        """Raises InvalidArgumentError outside the main thread, and for a number that cannot be handled."""
         wanted = [numbers] if isinstance(numbers, int) else [*numbers]
         self.received = 0
-        """Number of the last signal that arrived; 0 before the first."""
         self._before: dict[int, Any] = {}
         if wanted and threading.current_thread() is not threading.main_thread():
             raise InvalidArgumentError(

@@ -30,8 +30,7 @@ SLACK = 16 * PAGE
 gets as many spare bytes: objects that grow steadily need ever fewer new layouts."""
 
 Staged = tuple[list[tuple[str, int, int, list[int]]], tuple[int, int]]
-"""(name, offset and length in the image, offsets of archives) of each file; offset and length of the index's
-description."""
+"""(name, offset and length in the image, offsets of archives) of each file; offset and length of the index."""
 
 
 def pages(nbytes: int) -> int:
@@ -90,8 +89,6 @@ class SharedImage:
 
 
 class StagingBuffer:
-    """Shared memory for the files of one save at a time, used again for later saves."""
-
     def __init__(self) -> None:
         self.image: SharedImage | None = None
         self._layout: RankLayout | None = None
@@ -176,8 +173,7 @@ class StagingBuffer:
 
 
 class CudaCopies:
-    """Copies from CUDA into page-locked memory, on a separate stream, after the kernels started before. `cuda`:
-    torch.cuda."""
+    """Copies from CUDA into page-locked memory, on a stream of their own, after the kernels started before."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device

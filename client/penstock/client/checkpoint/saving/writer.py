@@ -88,8 +88,6 @@ NICENESS = 10
 
 
 class WriteFailed(Exception):
-    """Failure of a save. `causes`: by rank."""
-
     def __init__(self, causes: dict[int, str]) -> None:
         super().__init__("; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(causes.items())))
         self.causes = causes
@@ -128,7 +126,6 @@ class SaveJob:
         self._reported_at = time.monotonic()
 
     def run(self) -> None:
-        """Write this rank's files, then commit the checkpoint (rank 0) or wait for the commit."""
         try:
             self._run()
         finally:
@@ -174,8 +171,7 @@ class SaveJob:
     # ---- this rank's files
 
     def _report(self) -> dict[str, Any]:
-        """Write this rank's files and return its report: the files, or an error. Ranks above 0 also write it to a
-        file."""
+        """Write this rank's files and return its report: the files, or an error. Ranks above 0 also write it."""
         report: dict[str, Any] = {"save": self.save, "files": [], "error": self.request["error"]}
         try:
             if self.rank:
@@ -277,8 +273,7 @@ class SaveJob:
         self._delete(surplus([self.request["step"], *older], self.request["keep_last"], self.request["keep_every"]))
 
     def _delete(self, steps: list[int]) -> None:
-        """Delete checkpoints, each first renamed durably: an interruption leaves no half one. One being read stays for
-        later."""
+        """Delete checkpoints, each first renamed durably, so that no half one stays. One being read stays for later."""
         with suppress(OSError), ExitStack() as claims:
             free = [step for step in steps if claims.enter_context(claimed(self.folder / step_name(step)))]
             surplus = [(self.folder / step_name(step), self.folder / temporary_name(step, self.save)) for step in free]
@@ -315,7 +310,6 @@ class SaveJob:
         return reports
 
     def _expect_signs(self, late: list[int]) -> None:
-        """Raise WriteFailed if the writer of a rank of `late` shows no sign of life."""
         now = time.monotonic()
         if not self._signs:
             sign_of_life(self._inside.path / ASKED)
@@ -348,8 +342,8 @@ class SaveJob:
     # ---- the other ranks
 
     def _await_folder(self) -> None:
-        """Wait until rank 0 has made the temporary folder. Raises OSError if this rank cannot write beside it: rank 0
-        may be unable to make it for the same reason."""
+        """Wait for rank 0's temporary folder. Raises OSError if this rank cannot write beside it, as rank 0 then
+        cannot."""
         probed_at = time.monotonic()
 
         def there() -> bool:
@@ -393,7 +387,6 @@ class SaveJob:
             raise WriteFailed(causes)
 
     def _explain(self, error: BaseException, where: Path, nbytes: int = 0) -> str:
-        """Text of an error for the user: the file, the cause, and the remedy."""
         if not isinstance(error, OSError) or isinstance(error, PenstockError):
             return str(error)
         text = f"{error.filename or where}: {error.strerror or error}"
@@ -486,7 +479,6 @@ class Parent:
         self.images: dict[int, memoryview] = {}
         """By their numbers in the training process."""
         self.gone = threading.Event()
-        """Set once the training process has ended."""
 
     def receive(self) -> dict[str, Any] | None:
         """Return the next request; None if the training process has ended, or has closed its checkpointer."""

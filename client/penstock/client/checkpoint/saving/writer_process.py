@@ -40,8 +40,7 @@ LENGTH = 8
 START_S = 30.0
 """On an idle machine a start takes 0.1 s."""
 GRACE_S = 10.0
-"""Seconds after a save's deadline, by which a writer that does not hang has reported the failure, until it is
-killed."""
+"""Seconds after a save's deadline, by which a writer that does not hang has reported, until it is killed."""
 LEAVE_S = 5.0
 """Seconds until an idle writer that was told to end is killed."""
 
@@ -80,8 +79,6 @@ class PendingSave:
 
 
 class WriterProcess:
-    """Handle on the writer process of one rank; `submit` starts it if none runs."""
-
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._lock = threading.RLock()  # reentrant: a signal handler may interrupt and call again
@@ -113,8 +110,7 @@ class WriterProcess:
                 raise
 
     def wait(self, pending: PendingSave, timeout_s: float | None = None) -> bool:
-        """Wait until a save has ended. Return False after `timeout_s`. At the save's own deadline the writer is
-        killed."""
+        """Wait for a save's end; False after `timeout_s`. At the save's own deadline the writer is killed."""
         if _ended(pending, _left(pending.deadline, timeout_s)):
             return True
         if time.monotonic() < pending.deadline:
@@ -126,7 +122,6 @@ class WriterProcess:
         return _ended(pending, LEAVE_S)
 
     def kill(self, why: str) -> None:
-        """Kill the writer; its incomplete saves fail because of `why`."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
@@ -148,8 +143,6 @@ class WriterProcess:
 
 
 class _Running:
-    """One writer process, from its start to its end."""
-
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lock = threading.RLock()
@@ -157,9 +150,7 @@ class _Running:
         """Submitted saves that have not ended, in the order in which they are written."""
         self._ended = False
         self._why = ""
-        """Reason why this process killed the writer."""
         self._mapped: set[int] = set()
-        """Numbers of the images that the writer has mapped."""
         try:
             self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:

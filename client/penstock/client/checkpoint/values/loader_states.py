@@ -19,8 +19,7 @@ Loader = DataLoader | Lookahead
 SHARED = "all"
 """Key, below a loader's key, of a state that covers all boxes. That of a single rank is "rank-3"."""
 UNIT = 4096
-"""States are padded with zeros to multiples of this: a changed length means a new index, which takes as long as the
-rest of a save."""
+"""States are padded to multiples of this: a changed length means a new index, half the time of a save."""
 LENGTH = 8
 
 
@@ -39,8 +38,7 @@ def loader_leaves(loader: Loader, rank: int, ranks: int) -> dict[str, bytes]:
 
 
 def names_for(loader: Loader, rank: int, names: set[str], key: str) -> str:
-    """Return the saved state for this rank. Raises StateMismatchError if other ranks saved separate runs, but not this
-    one."""
+    """Return the saved state for this rank. Raises StateMismatchError if only other ranks saved separate runs."""
     if SHARED in names:
         return SHARED
     if _own(rank) in names:

@@ -21,7 +21,6 @@ from penstock.proto.errors import CheckpointCorruptError, CheckpointError
 __all__ = ["bounded", "load_object", "load_tensor", "plain_bytes"]
 
 PROTOCOL = 2
-"""That of torch.save."""
 HEADER = 30
 """Bytes in a zip archive from the start of a file's header to the file's name."""
 
@@ -38,8 +37,7 @@ def plain_bytes(value: Any) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _around(length: int) -> tuple[bytes, bytes] | None:
-    """Return what torch.save writes before and after a pickle of `length` bytes; None if this torch's way is
-    unknown."""
+    """Return what torch.save writes before and after a pickle of `length` bytes; None if torch's way is unknown."""
     for value in ("x" * max(length - 10, 0), None, 1, 256, 65536, 0.5, ""):
         pickled = pickle.dumps(value, PROTOCOL)
         if len(pickled) == length:

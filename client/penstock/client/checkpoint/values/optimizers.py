@@ -41,8 +41,7 @@ OTHER_LISTS = {"_milestones", "_schedule_phases", "milestones", "_schedulers"}
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
-    """Return the state_dict with names for parameters' numbers. Other entries keep their keys, which must not be
-    names."""
+    """Return the state_dict with names for parameters' numbers. Other entries' keys must not be names."""
     plain = optimizer.state_dict()
     if twice := sorted(set(names) & {key for key in plain["state"] if isinstance(key, str)}):
         raise InvalidArgumentError(
@@ -110,8 +109,7 @@ def _check_names(saved: set[str], own: set[str]) -> None:
 
 
 def warn_of_numbers(key: str, value: Any) -> None:
-    """Warn of a nested optimizer's state_dict: it has numbers, and needs the same order of parameters to be
-    restored."""
+    """Warn of a nested optimizer's state_dict: its numbers need the same order of parameters at the restore."""
     for path in _numbered(value, (key,)):
         warn_user(
             f"{'.'.join(map(str, path))!r} of the state is an optimizer's state_dict, which identifies parameters by "
@@ -177,8 +175,7 @@ def _order_matters(what: str, before: list[str]) -> CheckpointError:
 
 
 def notes(optimizer: torch.optim.Optimizer, named: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return what `load_state_dict` would change: "dtypes": paths of tensors with another dtype than their parameter,
-    "shared": lists of paths to one tensor."""
+    """Return what `load_state_dict` changes: paths of tensors with another dtype, lists of paths to one tensor."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     names = [name for group in named["param_groups"] for name in group["params"]]
     own = {name: parameter.dtype for name, parameter in zip(names, parameters, strict=True)}
@@ -249,8 +246,7 @@ def _put(value: Any, path: Path, new: Any) -> None:
 
 
 def regrouped(loaded: Any, order: list[int]) -> Any:
-    """Put a scheduler's lists of one value for each group into another order. Raises CheckpointError for an unknown
-    list of that length."""
+    """Reorder a scheduler's lists of one value for each group. Raises CheckpointError for an unknown one."""
     if order == sorted(order):
         return loaded
     if isinstance(loaded, MutableMapping):

@@ -26,9 +26,7 @@ PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 LEAVES = PLAIN | {torch.Tensor, torch.nn.Parameter}
 """Types of values without parts, looked up first: `isinstance(value, Mapping)` takes 1 us, a state has thousands."""
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
-"""Default factories with which a defaultdict can be restored, by name."""
 DEPTH = 60
-"""Most levels of nesting in a value with a recipe."""
 
 
 class EncodedValue(NamedTuple):
@@ -40,9 +38,7 @@ class EncodedValue(NamedTuple):
 
 class _Kind(NamedTuple):
     taken: Callable[[Any], Any]
-    """To plain values."""
     made: Callable[[Any], Any]
-    """Back from what `taken` returned."""
 
 
 def _moment(value: Any) -> Any:
