@@ -76,7 +76,7 @@ class AsyncCheckpointer:
         folder: path that all ranks see; created if missing.
         keep_last: number of the newest checkpoints to keep, others are deleted; None: keep all.
         keep_every: also keep the checkpoints at multiples of this step; needs keep_last.
-        threads: number of writing threads, and of files, on each rank; with separation_hint up to twice as many files.
+        threads: number of writing threads on each rank, and largest number of files (twice with separation_hint).
         separation_hint: prefix of the names of values that are saved in separate files. None: all share the files.
         fsync: True: a complete checkpoint survives a power failure. (If only the process stops, nothing is lost
             anyway.)

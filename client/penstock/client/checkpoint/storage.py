@@ -39,8 +39,7 @@ class AsyncFileSystemWriter(FileSystemWriter):
 
     Args:
         path: folder of the checkpoint; created if missing.
-        thread_count: number of writing threads, and of files, on each rank; with separation_hint up to twice as many
-            files.
+        thread_count: number of writing threads on each rank, and largest number of files (twice with separation_hint).
         separation_hint: prefix of the names of values that are saved in separate files. None: all share the files.
         sync_files: True: fsync all files before the save ends.
         overwrite: False: raise an error if the folder holds a checkpoint. True: replace that checkpoint.

@@ -342,8 +342,8 @@ class SaveJob:
     # ---- the other ranks
 
     def _await_folder(self) -> None:
-        """Wait for rank 0's temporary folder. Raises OSError if this rank cannot write beside it, as rank 0 then
-        cannot."""
+        """Wait for rank 0's temporary folder. Raises OSError if this rank cannot write beside it: rank 0 may be
+        unable to make it for the same reason."""
         probed_at = time.monotonic()
 
         def there() -> bool:
