@@ -1,14 +1,10 @@
-"""Embedded mode: coordinator and worker daemon as a child of the training process, for `Appliance()` without an
-address.
+"""Embedded mode: coordinator and worker daemon as one child of the training process (embedded_daemons.py), for
+`Appliance()` without an address.
 
-Both daemons are one child process (embedded_daemons.py), started by its file's path. It communicates with the training
-process over a Unix socket in a temporary folder that is private to this user. So ports cannot collide, and no other
-user can create a socket of this name. The one of the two processes that ends last removes the folder. The child has a
-session of its own: a Ctrl-C in the terminal reaches only the training script, which may still save its state. It
-watches the training process by a pidfd and ends with it, also when that is killed.
-
-The child's output, including that of user code in the runners, goes through a pipe to this process's stderr. The last
-lines are kept for the error message if the child does not start, or dies."""
+It listens on a Unix socket in a temporary folder private to this user, so ports cannot collide; the last of the two
+processes removes the folder. It has a session of its own: a Ctrl-C reaches only the training script, which may still
+save. It watches the training process by a pidfd and ends with it. Its output goes through a pipe to this process's
+stderr; the last lines are kept for error messages."""
 
 from __future__ import annotations
 
@@ -40,22 +36,18 @@ __all__ = ["Embedded"]
 
 DAEMONS = Path(__file__).with_name("embedded_daemons.py")
 TAIL_LINES = 40
-"""Number of last lines of the daemons' output that error messages show."""
 STOP_S = 8.0
-"""Seconds within which the daemons must end after SIGTERM."""
 PROBE_S = 0.01
-"""Seconds between two attempts to connect to the starting coordinator."""
 
 NO_SANDBOX = "PENSTOCK_WORKER_NO_SANDBOX"
-"""Environment variable that turns off an embedded worker's sandbox, like `penstock worker --no-sandbox`."""
+"""Turns off an embedded worker's sandbox, like `penstock worker --no-sandbox`."""
 BUDGET = "PENSTOCK_COORDINATOR_BUDGET"
-"""Environment variable with the largest size of all snapshots that the embedded coordinator holds, such as "4GiB", like
-`penstock coordinator --budget`."""
+"""Most bytes of snapshots of the embedded coordinator, such as "4GiB", like `penstock coordinator --budget`."""
 _NOT_FOR_DAEMONS = (*TORCHRUN, "TORCH_NCCL_*", "PENSTOCK_*", "PYTHONHASHSEED")
 
 
 class Embedded:
-    """Child process with both daemons. `on_death` is called, in a thread, with an error if they end before `close`."""
+    """Child process with both daemons. `on_death`, in a thread, gets an error if they end before `close`."""
 
     def __init__(self, on_death: Callable[[PenstockError], None]) -> None:
         if not sys.executable:
@@ -74,7 +66,7 @@ class Embedded:
         self.address = f"unix:{self._socket}"
         self.token = secrets.token_urlsafe(24)
         self._command_token = secrets.token_urlsafe(24)
-        """Credential token of the role admin for this user's commands, with which no run can be opened."""
+        """Token of the role admin for this user's commands, with which no run can be opened."""
         self._pid = os.getpid()
         self._on_death = on_death
         self._closing = False
@@ -109,8 +101,7 @@ class Embedded:
     # ---- starting
 
     def announce(self, job: str) -> None:
-        """Write the file by which this user's commands find the coordinator, so that `penstock status` needs no
-        setting."""
+        """Write the file by which commands such as `penstock status` find the coordinator without a setting."""
         token_file = self._folder.path / "token"
         with contextlib.suppress(OSError, ProcessLookupError):
             write_whole(token_file, f"admin:{self._command_token}\n".encode(), mode=0o600, sync=False)
@@ -126,8 +117,7 @@ class Embedded:
             )
 
     def wait_until_up(self, deadline: float, waiting: Callable[[], None]) -> None:
-        """Wait until the coordinator accepts connections. Raises PenstockError, with the daemons' last output, if they
-        end first or the deadline, a time of time.monotonic(), passes. `waiting` is called repeatedly."""
+        """Wait until the coordinator accepts connections. Raises PenstockError, with the daemons' last output."""
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -169,7 +159,7 @@ class Embedded:
         self._on_death(self._failure)
 
     def _forward(self) -> bool:
-        """Copy the lines that have arrived from the pipe to stderr. Return False at the end of the output."""
+        """Copy the lines that have arrived. Return False at the end of the output."""
         for line in self._out.read():
             text = line.decode(errors="backslashreplace")
             self._tail.append(text)
@@ -180,8 +170,7 @@ class Embedded:
         return not self._out.ended
 
     def _read_rest(self) -> None:
-        """Copy what is still in the pipe, without waiting for its end, because runners that are still alive keep it
-        open."""
+        """Copy what is in the pipe, without waiting for its end, because runners that are alive keep it open."""
         for _ in range(TAIL_LINES):
             if not readable(self._out.fileno(), 0) or not self._forward():
                 return
@@ -193,13 +182,13 @@ class Embedded:
     # ---- closing
 
     def let_go(self) -> None:
-        """Send SIGTERM to the daemons without waiting, because the garbage collector may call this method."""
+        """Send SIGTERM without waiting, because the garbage collector may call this."""
         if os.getpid() == self._pid and not self._closing:
             self._closing = True
             self.process.send(signal.SIGTERM)
 
     def close(self) -> None:
-        """Stop the daemons; they are killed after STOP_S. May be called again; does nothing in a fork."""
+        """Stop the daemons. May be called again; does nothing in a fork."""
         if os.getpid() != self._pid:
             return
         with self._lock:

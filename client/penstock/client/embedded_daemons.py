@@ -1,20 +1,16 @@
 """Process of embedded mode, which embedded.py starts: coordinator and worker daemon in one event loop.
 
-Both daemons run in one interpreter. Packages that both need are imported once, which saves 0.2 s of processor time, and
-neither daemon is of use without the other. The process starts the fork server before it imports anything else, because
-the fork server imports torch, and the first batch waits for this import.
-
-embedded.py starts this file by its path, because `python -m` would import penstock.client, and with that torch. Its
-argument is a JSON object:
+Packages that both need are imported once, which saves 0.2 s of processor time. The fork server starts before anything
+else is imported, because it imports torch, for which the first batch waits. The file is started by its path, because
+`python -m` would import penstock.client, and with that torch. Its argument is a JSON object:
 
     address: Unix socket that the coordinator listens on.
-    folder_fd: descriptor of the training process's temporary folder, which is removed when this process ends.
+    folder_fd: descriptor of the temporary folder, which is removed when this process ends.
     parent_pid: id of the training process, whose end also ends this process.
     no_sandbox: true if runners have no sandbox.
     budget: largest size of all snapshots that the coordinator holds, such as "4GiB"; "": the default.
 
-The credential token comes in PENSTOCK_TOKEN.
-"""
+The credential token comes in PENSTOCK_TOKEN."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from typing import Any
 from penstock.worker.processes.interpreters import StartedForkServer, start_fork_server
 
 SLOTS = 1024
-"""Number of worker slots of the daemon: the largest number that a coordinator accepts from one worker."""
+"""The most that a coordinator accepts from one worker."""
 
 
 def main() -> int:
@@ -36,7 +32,6 @@ def main() -> int:
 
 
 def serve(given: dict[str, Any], fork_server: StartedForkServer) -> int:
-    """Run coordinator and worker until the training process ends or SIGTERM arrives. Return the exit status."""
     import asyncio
     import contextlib
     import faulthandler
@@ -57,8 +52,7 @@ def serve(given: dict[str, Any], fork_server: StartedForkServer) -> int:
     from penstock.worker.daemon.worker_settings import DaemonSettings
 
     async def run() -> None:
-        """Run coordinator and worker until one of them ends, then stop the other. Raises the error of a daemon that has
-        failed."""
+        """Run both until one ends, then stop the other. Raises the error of a failed daemon."""
         listening, stop = asyncio.Event(), asyncio.Event()
         limits = replace(Limits(), budget=bytes_of(given["budget"]) or MEMORY_BUDGET)
         coordinator = asyncio.create_task(

@@ -1,11 +1,9 @@
 """Stream whose worker slots are in the training process and thread: for `Appliance(num_workers_per_box=0)` and
-`penstock.client.testing`. Batches and states are the same as from workers, because a slot runs the worker's own code
-(penstock.worker.runner.in_process_slot). No other processes, sockets or threads are needed.
+`penstock.client.testing`. Slots run the worker's own code (penstock.worker.runner.in_process_slot), so batches and
+states are the same.
 
-A state covers all boxes, and a slot's batches are a function of its position. So when a state is requested, the slots
-of other boxes are created here too. Their positions are computed on the assumption that the loops of all boxes take the
-same steps as the loop of this box, and leave an epoch after the same step.
-"""
+A state covers all boxes, so the slots of other boxes are created here too when one is requested, on the assumption that
+all loops take the same steps as this box's, and leave an epoch after the same step."""
 
 from __future__ import annotations
 
@@ -37,9 +35,8 @@ from penstock.worker.runner.in_process_slot import InProcessSlot, MadeBatch
 __all__ = ["Fault", "InProcessReader", "InProcessRun"]
 
 HERE: Final = "this process"
-"""Text shown in place of a worker's name in messages and statistics."""
 STRUCTURES_KEPT: Final = 64
-"""Largest number of Assemblers that are kept, each for one structure (nesting, keys and dtypes)."""
+"""Most Assemblers kept, each for one structure (nesting, keys and dtypes)."""
 
 
 class Fault(Protocol):
@@ -47,8 +44,7 @@ class Fault(Protocol):
 
     @property
     def step(self) -> int:
-        """Step of the fault, from 1, counted over the whole life of the run. The fault happens once, before the batch
-        of this step is delivered."""
+        """Step before whose batch the fault happens, once; from 1, over the whole life of the run."""
 
     def strike(self, reader: InProcessReader) -> None:
         """Cause the fault. An error that this method raises is raised in the training loop."""
@@ -69,13 +65,12 @@ class _Box:
             self._at.popitem(last=False)
 
     def make(self, slot: int) -> MadeBatch | None:
-        """Return the next batch of a slot; None if it has no more batches in this epoch."""
+        """Return the next batch of a slot; None at its end of the epoch."""
         position = self.position
         return self.slots[slot].next(position.step + 1, position.epoch, position.total[slot])
 
     def exhaust(self, slot: int) -> bool:
-        """Record that the slot whose turn it is has no more batches in this epoch. Return True if the epoch has
-        ended."""
+        """Record that the slot whose turn it is has no more batches. Return True if the epoch has ended."""
         if by_own_methods(self.slots[slot].capabilities):
             self.position.carry()
         return self.position.exhaust()
@@ -86,8 +81,7 @@ class _Box:
         self.position.abandon_epoch()
 
     def go(self, step: int, last_epoch: int, abandoned: dict[int, int]) -> None:
-        """Deliver the box's batches up to `step`, as a training loop would that leaves each epoch in `abandoned` after
-        the step given there, and begins no epoch after `last_epoch`."""
+        """Deliver batches up to `step`, leaving the `abandoned` epochs early, and beginning none after `last_epoch`."""
         position = self.position
         while position.step < step and position.epoch <= last_epoch:
             if abandoned.get(position.epoch) == position.step and any(position.delivered):
@@ -106,8 +100,7 @@ class _Box:
             slot.label_epoch(epoch, label)
 
     def at(self, step: int) -> Position:
-        """Return the box's position right after a step, or the box's last position if the box took fewer steps. Raises
-        StateUnavailableError if the position is no longer kept (retention_steps)."""
+        """Return the box's position after a step, or its last. Raises StateUnavailableError if it is not kept."""
         known = self._at.get(step)
         if known is not None:
             return known
@@ -121,8 +114,6 @@ class _Box:
 
 
 class InProcessRun(StreamRun):
-    """Open run whose slots are in this process."""
-
     def __init__(
         self,
         name: str,
@@ -139,14 +130,14 @@ class InProcessRun(StreamRun):
         self.lock = threading.RLock()
         """Held while user code of a slot runs, because slots share the process's random generators."""
         self.last_epoch = opening.start.position.epoch
-        """Number of the latest epoch that the slots may begin, as the training loop of this box has allowed."""
+        """Latest epoch that the slots may begin."""
         self.abandoned_epochs: dict[int, int] = {}
-        """Last step of each epoch that this box has abandoned, by the number of the epoch."""
+        """Last step of each abandoned epoch, by its number."""
         self._opening, self._options, self._on_closed = opening, options, on_closed
         self._boxes: dict[int, _Box] = {}
         self._labels: dict[int, int] = {}
         self.failures: dict[int, PenstockError] = {}
-        """Errors of the slots of this box whose loaders could not be made, by the number of the slot."""
+        """By the number of the slot whose loader could not be made."""
         self._owner = OwnerProcess()
 
     def check(self) -> None:
@@ -163,7 +154,7 @@ class InProcessRun(StreamRun):
         return self._boxes[number]
 
     def label_epoch(self, epoch: int, label: int) -> None:
-        """Give a label to an epoch that no box has begun: what user code of a pure loader sees as its number."""
+        """Give an epoch that no box has begun the number that user code of a pure loader sees."""
         put_label(self._labels, epoch, label)
         with self.lock:
             for box in self._boxes.values():
@@ -187,7 +178,7 @@ class InProcessRun(StreamRun):
         return InProcessSlot(assignment, self._opening.make, start.blob, noted=self._options.retention_steps + 2)
 
     def prepare(self) -> None:
-        """Create the loader of each slot of this box. Its error is raised later, when a batch of the slot is due."""
+        """Create the loader of each slot of this box. Errors are raised when a batch of the slot is due."""
         for view, slot in zip(self.views, self.box_of(self.box).slots, strict=True):
             if view.phase in (pb.READY, pb.FAILED):
                 continue
@@ -265,8 +256,7 @@ class InProcessRun(StreamRun):
 
 
 class InProcessReader(Reader):
-    """Reader of one box's batches, each of which is made on request and has memory of its own. Tensors arrive on
-    `device`; "" means the CPU."""
+    """Reader of one box's batches, made on request in memory of their own, on `device` ("": CPU)."""
 
     run: InProcessRun
 
@@ -312,7 +302,6 @@ class InProcessReader(Reader):
         return batch
 
     def _make(self, box: _Box) -> MadeBatch | None:
-        """Make the box's next batch. Return None at the end of the epoch."""
         while True:
             slot = box.position.turn
             view = self.run.views[slot]
@@ -368,12 +357,10 @@ class InProcessReader(Reader):
 
     @property
     def due(self) -> InProcessSlot:
-        """Slot whose turn it is to deliver a batch."""
         return self._box.slots[self.position.turn]
 
     def delay(self, seconds: float) -> None:
-        """Delay the next batch. Raises DeadlineError once `timeout_s` has passed; the loop can request the batch
-        again."""
+        """Delay the next batch. Raises DeadlineError after `timeout_s`; the loop can request the batch again."""
         time.sleep(min(seconds, self._timeout_s))
         if seconds >= self._timeout_s:
             position, run = self.position, self.run
@@ -384,8 +371,7 @@ class InProcessReader(Reader):
             )
 
     def replace_worker(self, why: str) -> None:
-        """Act as if the worker of the slot whose turn it is had been lost: resume the slot at the same position with a
-        new loader."""
+        """Act as if the worker of the slot whose turn it is had been lost."""
         run, slot = self.run, self.position.turn
         self.due.lose()
         run.views[slot].restarts += 1

@@ -4,9 +4,8 @@ A job that already exports metrics registers `collector()` in addition:
 
     REGISTRY.register(penstock.client.metrics.collector())
 
-Any other job passes `Appliance(http="127.0.0.1:9400")`, or sets PENSTOCK_HTTP. This starts a small server for all
-appliances of the process, which runs until the process ends. A scrape runs on a thread of its own and reads only
-figures that the training loop keeps anyway."""
+Any other job passes `Appliance(http="127.0.0.1:9400")`, or sets PENSTOCK_HTTP: a small server for all appliances of the
+process. A scrape, on its own thread, reads only figures that the training loop keeps anyway."""
 
 from __future__ import annotations
 
@@ -33,9 +32,8 @@ _log = logging.getLogger("penstock.client")
 
 
 def collector() -> Collector:
-    """Return a collector to register with a registry of prometheus-client. At each scrape the collector reads all
-    loaders and checkpointers of this process, so register only one in a process. Raises InvalidArgumentError if
-    prometheus-client is not installed."""
+    """Return a collector for a registry of prometheus-client. It reads all loaders and checkpointers of this process,
+    so register only one. Raises InvalidArgumentError if prometheus-client is not installed."""
     require_prometheus()
     return Collector(_readings)
 
@@ -114,7 +112,7 @@ def _count_sources(readings: MetricReadings, reader: Reader, labels: dict[str, A
 
 
 def _resident(pid: int) -> int:
-    """Return the resident memory (RSS) of a process in bytes; 0 if it has ended."""
+    """Return the RSS of a process in bytes; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -132,19 +130,13 @@ class _Server:
 
 
 def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
-    """Start this process's metrics server, unless it runs already. Return the URL of its metrics page.
+    """Start this process's metrics server, unless it runs. Return the URL of its page.
 
-    Args:
-        listen: "host:port". Ranks that torchrun starts on one host share this value: each takes port + its local rank.
-            Port 0: a free port.
-        tokens: credential tokens, one of which a reader on another machine must send.
-        tls: certificate and key of the server; None: no TLS.
+    `listen`: "host:port", where ranks of one host take port + local rank; port 0: a free one. `tokens`: one of them
+    readers on other machines must send.
 
-    Raises:
-        InvalidArgumentError: `listen` is not an address, or another one than that of the server that runs already;
-            prometheus-client is not installed.
-        PortTakenError: another process uses the port.
-        UnsafeBindError: the address is not loopback, and there is no certificate."""
+    Raises InvalidArgumentError (no address, another one than the running server's, or no prometheus-client),
+    PortTakenError, or UnsafeBindError: beyond loopback without a certificate."""
     check_address(listen)
     with _Server.lock:
         if _Server.web is None:

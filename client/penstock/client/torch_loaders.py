@@ -1,8 +1,7 @@
-"""Conversion of torch's DataLoader, or of the arguments for one, into the input_fn of a Penstock loader.
+"""Conversion of torch's DataLoader, or of its arguments, into the input_fn of a Penstock loader.
 
-Arguments that control how torch makes batches ahead are ignored, because Penstock's workers make the batches. An
-argument is refused if Penstock cannot reproduce the order of samples that it requests, such as a sampler of the user's
-own class."""
+Arguments for making batches ahead are ignored. One is refused if Penstock cannot reproduce the order that it requests,
+such as a sampler of the user's own class."""
 
 from __future__ import annotations
 
@@ -45,13 +44,12 @@ class TakenOver:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     replay: bool
-    """True if that loader has no state methods, so that its states are restored by replay."""
+    """That loader has no state methods, so that its states are restored by replay."""
 
 
 def taken_over(thing: Any, *args: Any, **kwargs: Any) -> TakenOver:
-    """Return the input_fn that replaces a torch DataLoader, or that reads a dataset as torch's DataLoader would with
-    these arguments. Raises TypeError for anything else, and InvalidArgumentError if Penstock cannot reproduce the order
-    that an argument requests."""
+    """Return the input_fn that replaces a torch DataLoader, or reads a dataset with its arguments. Raises TypeError, or
+    InvalidArgumentError if Penstock cannot reproduce an order."""
     if isinstance(thing, TorchLoader):
         return _from_loader(thing)
     is_dataset = isinstance(thing, torch.utils.data.Dataset) or (
@@ -81,8 +79,7 @@ def _from_arguments(
     generator: torch.Generator | None = None,
     **ahead: Any,
 ) -> TakenOver:
-    """Return the input_fn for a dataset and the arguments of torch's DataLoader. A shuffled order follows from the
-    initial seed of `generator`, or from the run's seed without a generator."""
+    """Return the input_fn for a dataset. A shuffled order follows from `generator`'s initial seed, else the run's."""
     if not ahead.pop("in_order", True):
         raise _refused("in_order", False, "batches always come in order, so that a position is exact. Leave it out")
     unknown = ahead.keys() - _AHEAD
@@ -129,9 +126,9 @@ _INPUT_FN = (
 class _Order:
     shuffle: bool
     indices: Sequence[int] | None = None
-    """Indices of the samples to read, in order if `shuffle` is False; None: all samples of the dataset."""
+    """To read, in order unless `shuffle`; None: all samples of the dataset."""
     num_samples: int | None = None
-    """Number of samples in an epoch; None: each index is read once."""
+    """Samples in an epoch; None: each index is read once."""
 
 
 def _ordered_by(sampler: Any) -> _Order:

@@ -1,12 +1,8 @@
 """Appliance: a training process's connection to the coordinator and workers that make its batches.
 
-Without an address it starts coordinator and worker daemon as a child of this process (under torchrun, local rank 0 does
-so for all ranks of the machine); with `num_workers_per_box=0` it starts nothing, and batches are made in this process.
-Loaders open runs on an appliance: one run for each loader. The end of its `with`, or the exit of the interpreter,
-closes the appliance and its runs.
-
-Loaders that are iterated without naming an appliance share one: the innermost that is open in a `with` of the thread,
-else the only one that is open in a `with` of another thread (scopes.py), else a default one made from the environment,
+Without an address it starts both daemons as a child of this process (under torchrun, local rank 0 does so for all ranks
+of the machine); with `num_workers_per_box=0` nothing. Loaders iterated without an appliance share one: the innermost
+`with` of the thread, else the only one open in other threads (scopes.py), else a default one made from the environment,
 which is closed when the last loader that used it is garbage-collected."""
 
 from __future__ import annotations
@@ -52,17 +48,14 @@ if TYPE_CHECKING:
 __all__ = ["Appliance", "current_appliance", "current_settings"]
 
 REACH_S = 20.0
-"""Seconds for which an unreachable coordinator is called again while a run is opened. A restart of the coordinator
-takes a few seconds."""
+"""Seconds for which an unreachable coordinator is called again: a restart of the coordinator takes a few seconds."""
 RETRY_S = 0.25
-"""Seconds between two calls to a coordinator that could not be reached."""
 
 _open: weakref.WeakSet[Appliance] = weakref.WeakSet()
 
 
 class Appliance:
-    """Connection of this process, one box (a data-parallel training rank), to the coordinator and workers that load
-    its data.
+    """Connection of this process, one box, to the coordinator and workers that load its data.
 
     Example::
 
@@ -71,28 +64,26 @@ class Appliance:
                 ...
         appliance = Appliance("coordinator:7001", job="run-7", seed=1)   # workers on other machines
 
-    Each argument that is left out comes from the environment variable PENSTOCK_<NAME> (the address from
-    PENSTOCK_COORDINATOR), then, for box and num_boxes, from torchrun's RANK and WORLD_SIZE, then from the settings
-    file, then from the default in brackets.
+    An argument that is left out comes from the variable PENSTOCK_<NAME> (the address from PENSTOCK_COORDINATOR), then,
+    for box and num_boxes, from torchrun's RANK and WORLD_SIZE, then from the settings file, then from the default in
+    brackets.
 
     Args:
-        address: "host:port" of the coordinator. None: embedded; a coordinator and workers are started on this machine,
+        address: "host:port" of the coordinator. None: embedded; coordinator and workers are started on this machine,
             and stopped with this appliance.
         num_workers_per_box: number of worker slots, each with a process that runs input_fn, for each box (1). 0:
-            input_fn runs in this process and thread when the loop requests a batch, even with an address, so that
-            breakpoint(), print() and profilers work (docs/debugging.md). Batches and states are those of one worker.
+            input_fn runs in this process and thread, even with an address, so that breakpoint(), print() and profilers
+            work (docs/debugging.md). Batches and states are those of one worker.
         box: number of this box, from 0 (0).
         num_boxes: number of boxes (1).
-        job: name of the job. A job that is started again under its name takes over its runs, each the stream of one
-            loader (torchrun's run id unless that is "none", else a new name). With an address and several boxes a job
-            must have a name.
+        job: name of the job. A job that is started again under its name takes over its runs (torchrun's run id unless
+            that is "none", else a new name). With an address and several boxes a job must have a name.
         seed: seed of the run, 0 to 2**64 - 1 (that of the resumed run, else a random one).
-        device: device where the tensors of a batch arrive: "cuda", "cuda:N" or "cpu". There they are copies in memory
-            of their own; other values stay on the host. With CUDA the ring, the shared memory that workers fill, is
-            page-locked, and the next batch is copied on a stream of its own while the loop computes, for which the
-            current stream of the iterating thread waits. This takes device memory for two batches. "cuda" is the
-            device that is current when the loop starts, so under torchrun call torch.cuda.set_device(LOCAL_RANK) first.
-            None: batches are pageable views of the ring, and .to(device, non_blocking=True) in the loop is safe.
+        device: device where tensors arrive, as copies in memory of their own: "cuda", "cuda:N" or "cpu". With CUDA the
+            ring, the shared memory that workers fill, is page-locked, and the next batch is copied on a separate stream
+            while the loop computes, which takes device memory for two batches. "cuda" is the device that is current
+            when the loop starts, so under torchrun call torch.cuda.set_device(LOCAL_RANK) first. None: batches are
+            pageable views of the ring, and .to(device, non_blocking=True) in the loop is safe.
         attempt: string that is the same on all boxes of one launch and differs between launches (from torchrun).
         token: credential token of the role client (PENSTOCK_TOKEN, or the file that PENSTOCK_TOKEN_FILE names).
         tls_ca: PEM file with the CA that signed the certificates of coordinator and workers; None: no TLS for calls and
@@ -101,15 +92,14 @@ class Appliance:
         tls_name: name that the certificates of coordinator and workers must have, instead of their addresses.
         lane: transport of batches: "auto" (shared memory on this host, TCP from others) or "tcp" ("auto").
         compression: codec of batches over TCP: None, "lz4" or "zstd" (None). Faster than none where the data shrink and
-            the network gives a lane (the connection to one slot) less than 7 Gbit/s ("lz4") or 4 Gbit/s ("zstd"); it
-            costs 1.3 processor seconds a GB, or 2.4 to 3.2: benchmarks/compression.md. Batches that do not shrink, or
-            come from a worker without the package, are sent as they are. Requires `pip install penstock[compression]`.
+            a lane gets less than 7 Gbit/s ("lz4") or 4 Gbit/s ("zstd"); costs 1.3, or 2.4 to 3.2, processor seconds a
+            GB (benchmarks/compression.md). Batches that do not shrink, or come from a worker without the package, are
+            sent as they are. Requires `pip install penstock[compression]`.
         max_batch_bytes: largest size of a batch in bytes; a larger batch is an error (1 GiB).
         digest: bytes that a batch's digest covers: "sample" (all of a batch of up to 256 KiB and all small tensors of a
             larger one, and a sample of each large tensor; 1 to 6 us), "full" (every byte, 20 us a MiB), or "rows" (the
-            sum of the digests of all rows, so that runs on different numbers of boxes can be compared, see
-            DataExecutor.digest; about 0.5 us more for each row of each tensor). Default: that of the loaded state, else
-            "sample".
+            sum of the digests of all rows, to compare runs on different numbers of boxes, see DataExecutor.digest;
+            about 0.5 us more for each row of each tensor). Default: that of the loaded state, else "sample".
         strict_structure: refuse a batch whose structure or dtypes differ from those of the first batch (False).
         replay: save loaders without state methods too, by counting their batches and replaying them (False).
         replay_s: seconds of a loader's work on an epoch, up to which a lost or resumed worker makes the epoch again
@@ -118,13 +108,13 @@ class Appliance:
             launch began, up to which a lost worker replays alone (30); see docs/restarts.md.
         retention_steps: number of last delivered steps whose states stay available (256).
         timeout_s: longest wait in seconds: for a batch, for a state, for the start of the daemons (120).
-        poison: treatment of a batch that kills its runner (the worker process that makes the batch) each time: "fail"
-            ends the stream before this batch with an error, "skip" leaves the batch out, with a warning and a count in
-            DataExecutor.stats ("fail"). "skip" needs a loader that can skip a batch without making it: a DataLoader or
-            StatefulDataLoader over a map-style dataset with num_workers=0, or a loader with a method skip_batch().
+        poison: treatment of a batch that kills its runner (the worker process that makes it) each time: "fail" ends the
+            stream before it with an error, "skip" leaves it out, with a warning and a count in DataExecutor.stats
+            ("fail"). "skip" needs a loader that can skip a batch without making it: a DataLoader or StatefulDataLoader
+            over a map-style dataset with num_workers=0, or one with a method skip_batch().
         synthetic: deliver each worker's first batch again and again, to measure a job without the cost of its input
-            (False). An epoch has as many batches as the loader's len() says; without a len() it never ends, so give the
-            executor num_steps. States can neither be saved nor loaded.
+            (False). An epoch has len() batches; without a len() it never ends, so give the executor num_steps. States
+            can neither be saved nor loaded.
         progress: show a line on standard error with the loop's steps/s and the share of its time that it waits for
             batches (False).
         http: "host:port" where this process serves its metrics to Prometheus, at /metrics (none); under torchrun each
@@ -135,8 +125,7 @@ class Appliance:
         InvalidArgumentError, BoxOutOfRangeError: an argument or a variable has an invalid value; this process cannot
             use the device; the compression package is not installed.
         TlsError: a certificate or key cannot be used; the error names the file.
-        RuntimeError: called inside a worker, because the main script has no `if __name__ == "__main__":`.
-    """
+        RuntimeError: called inside a worker, because the main script has no `if __name__ == "__main__":`."""
 
     def __init__(
         self,
@@ -190,10 +179,8 @@ class Appliance:
         self._ordinals: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._opened = 0
         self._seeds: dict[int, int] = {}
-        """Seeds of the runs whose batches are made in this process, by the loader's number in the job. A loader whose
-        run is opened again keeps its seed."""
+        """By the loader's number in the job: a loader whose run is opened again keeps its seed."""
         self._job_here = ""
-        """Job name of runs without workers; "" before the first such run."""
         self._faults: tuple[Fault, ...] = ()
         self.in_process = settings.num_workers_per_box == 0
         self.embedded = self.in_process or not settings.address
@@ -255,8 +242,7 @@ class Appliance:
 
     @property
     def job(self) -> str:
-        """Name of the job whose runs this appliance opens. In embedded mode the first access waits until the daemons
-        have started."""
+        """Name of the job. In embedded mode the first access waits until the daemons have started."""
         if not self.in_process:
             return self._reach(time.monotonic() + self.settings.timeout_s, WaitNotice()).job
         if not self._job_here:
@@ -269,8 +255,7 @@ class Appliance:
             raise PenstockError(f"this {type(self).__name__} is closed: make a new one")
 
     def _reach(self, deadline: float, notice: WaitNotice) -> CoordinatorAccess:
-        """Return how to call the coordinator. In embedded mode, wait until it accepts connections (on ranks other than
-        local rank 0: until rank 0 sends the address). `deadline`: a time of time.monotonic()."""
+        """Wait until an embedded coordinator accepts calls (beyond local rank 0: until rank 0 sends its address)."""
         self._check_open()
         if self._access is None:
             assert self._rendezvous is not None
@@ -284,7 +269,6 @@ class Appliance:
         return self._access
 
     def open_stream(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
-        """Open a run of a loader for this box. `owner` gets its number in the job when its first run is opened."""
         if self.in_process:
             return self._open_here(owner, opening)
         settings, run = self.settings, self._open_run(owner, opening)
@@ -314,7 +298,6 @@ class Appliance:
         return run, reader
 
     def _ordinal(self, owner: Any) -> int:
-        """Return the loader's number within the job: 0 for the first that is opened."""
         ordinal = self._ordinals.get(owner)
         if ordinal is None:
             ordinal = self._ordinals[owner] = self._opened
@@ -378,8 +361,7 @@ class Appliance:
         run.open()
 
     def _patiently(self, deadline: float, run: OpenRun, call: Callable[[], None]) -> None:
-        """Repeat `call` while the coordinator cannot be reached or is overloaded, until `deadline` or for REACH_S,
-        whichever is earlier. The repetition is safe, because the coordinator recognises a repeated call."""
+        """Repeat `call` while the coordinator cannot be reached; it recognises a repeated call."""
         give_up = min(deadline, time.monotonic() + REACH_S)
         while True:
             try:
@@ -424,8 +406,8 @@ class Appliance:
                 self._runs.remove(run)
 
     def close(self) -> None:
-        """Close all runs and stop the processes that this appliance started. Local rank 0 of a torchrun launch first
-        waits, at most a minute, until the other ranks close theirs. Batches that the loop still holds stay valid."""
+        """Close all runs and stop the processes that this appliance started. Batches that the loop holds stay valid.
+        Local rank 0 of torchrun first waits, at most a minute, for the other ranks."""
         if not self._owner.is_here:
             return  # a forked child of the training process, at its exit
         with self._lock:
@@ -463,7 +445,7 @@ class Appliance:
 
 
 def _on_death(appliance: Appliance) -> Callable[[PenstockError], None]:
-    """Return a function that ends all runs of an appliance with an error, and does not keep the appliance alive."""
+    """Return a function that ends all runs with an error, and does not keep the appliance alive."""
     reference = weakref.ref(appliance)
 
     def end(error: PenstockError) -> None:
@@ -482,7 +464,6 @@ def _tls_of(settings: ApplianceSettings) -> Tls | None:
 
 
 def _exported(settings: ApplianceSettings, torchrun: Torchrun, tls: Tls | None) -> str:
-    """Serve this process's metrics if the setting `http` is given. Return the URL of their page."""
     if not settings.http:
         return ""
     from penstock.client.metrics import open_web
@@ -511,8 +492,8 @@ _entered: EnteredScope[Appliance] = EnteredScope(
 class _Default:
     """Default appliance, and the ids of the loaders that use it.
 
-    The finalizer of a loader cannot close the appliance, because it may run inside the garbage collector. So it writes
-    to an eventfd, and a thread that waits for the eventfd closes the appliance once no loader uses it."""
+    A loader's finalizer may run inside the garbage collector, so it only writes to an eventfd; a thread closes the
+    appliance."""
 
     def __init__(self) -> None:
         self.appliance = Appliance()
@@ -547,8 +528,7 @@ _default_lock = threading.Lock()
 
 
 def current_appliance(loader: Any) -> Appliance:
-    """Return the appliance for a loader that is iterated without naming one. Raises AmbiguousContextError if no `with`
-    runs in this thread and several appliances are open in other threads."""
+    """Return the appliance for a loader that names none, see the module. Raises AmbiguousContextError."""
     global _default
     appliance = _entered.innermost()
     if appliance is not None:

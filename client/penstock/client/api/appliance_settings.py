@@ -1,9 +1,8 @@
 """Settings of an Appliance: an explicit argument wins, then a PENSTOCK_* variable, then torchrun's variables, then the
 settings file (sections [cluster] and [client]), then the default.
 
-torchrun's RANK and WORLD_SIZE are used for box and num_boxes, because with plain data parallelism each rank is a box.
-With tensor or pipeline parallelism the box is the data-parallel rank, which only the script can determine, so it must
-pass box and num_boxes."""
+With plain data parallelism each rank is a box, so RANK and WORLD_SIZE are used for box and num_boxes. With tensor or
+pipeline parallelism only the script can determine the box, so it must pass both."""
 
 from __future__ import annotations
 
@@ -22,8 +21,6 @@ __all__ = ["ApplianceSettings", "Torchrun", "attempt_key", "resolve", "resolve_g
 
 
 class ApplianceSettings(JobSettings):
-    """Settings of an Appliance, complete and checked."""
-
     @field_validator("device")
     @classmethod
     def _usable(cls, device: str) -> str:
@@ -31,14 +28,11 @@ class ApplianceSettings(JobSettings):
 
     @property
     def slots_per_box(self) -> int:
-        """Number of slots of each box; if num_workers_per_box is 0, this process is the only one."""
         return max(1, self.num_workers_per_box)
 
 
 def resolve(**given: Any) -> ApplianceSettings:
-    """Return the settings of an Appliance from its arguments, the environment and the settings file. An argument that
-    is None counts as not given. Raises InvalidArgumentError, which names the setting and the source of its value, and
-    BoxOutOfRangeError."""
+    """Return the settings from arguments (None: not given), environment and settings file."""
     return _resolved(ApplianceSettings, given)
 
 
@@ -47,7 +41,6 @@ class _GivenOnly(ApplianceSettings):
 
 
 def resolve_given(**given: Any) -> ApplianceSettings:
-    """Return the settings of an appliance from its arguments and the defaults only."""
     return _resolved(_GivenOnly, given)
 
 
@@ -103,8 +96,6 @@ def _explain(error: ValidationError, explicit: dict[str, Any]) -> str:
 
 
 class Torchrun:
-    """Variables that torchrun sets for its processes."""
-
     def __init__(self) -> None:
         env = os.environ
         self.present = "TORCHELASTIC_RUN_ID" in env or {"RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"} <= env.keys()
@@ -121,8 +112,7 @@ class Torchrun:
 
 
 def attempt_key(settings: ApplianceSettings, torchrun: Torchrun) -> str:
-    """Return a key that names this launch of the job: the same on all boxes, and another in each launch. "": neither
-    attempt= nor torchrun gives one."""
+    """Return a key of this launch of the job, the same on all boxes; "" if neither attempt= nor torchrun gives one."""
     if settings.attempt or not torchrun.present:
         return settings.attempt
     return f"{torchrun.master}:{torchrun.restarts}"

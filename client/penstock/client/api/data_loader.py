@@ -1,12 +1,8 @@
-"""DataLoader, which a training script holds: a description of a stream, and later the stream with its position.
+"""DataLoader: a description of a stream, and later the stream with its position.
 
-A loader is in one of three conditions: new (its state is that of the user's loader, made in this process), loaded and
-not started (its state is the loaded one), or streaming (its state at the last step is fetched from the workers). Its
-parts: LocalLoader, the user's loader in this process; LoaderStream, its run once it is open, and who iterates it.
-
-A stream ends when its appliance is closed, at an error, at `load_state_dict`, or at `close`. Only after
-`load_state_dict` or `close` does an executor start another stream, so that a position is never lost silently.
-"""
+A loader is new (its state is made in this process), loaded and not started (its state is the loaded one), or streaming
+(its state is fetched from the workers). A stream ends when its appliance is closed, at an error, at `load_state_dict`,
+or at `close`; only after the last two does an executor start another one, so that a position is never lost silently."""
 
 from __future__ import annotations
 
@@ -48,7 +44,6 @@ _log = logging.getLogger("penstock.client")
 
 class DataLoader:
     """Data loader whose batches are made on the workers, by the loader that `input_fn(*args, **kwargs)` returns there.
-    A dataset, with the arguments of torch's DataLoader, may be passed instead of input_fn.
 
     Example::
 
@@ -67,20 +62,16 @@ class DataLoader:
 
     Args:
         input_fn: callable that returns a torch DataLoader or an iterable of nested tensors: a function or class at the
-        top
-            level of a module that workers can import; in embedded mode, where workers are children of this process, any
-            callable. Or a dataset: see docs/from_torch.md for the arguments of torch that are taken over.
+            top level of a module that workers can import; in embedded mode any callable. Or a dataset: see
+            docs/from_torch.md for the arguments of torch that are taken over.
         args, kwargs: arguments of input_fn on every worker, copied at once: plain values, tensors and arrays; in
-        embedded
-            mode also objects that can be pickled, and functions of any kind.
+            embedded mode also objects that can be pickled, and functions of any kind.
 
     Raises:
         TypeError: input_fn is not callable, or does not accept these arguments; or it is a class (or is annotated to
-        return
-            a class) that takes `strict` in only one of load_state_dict and deaggregate_state_dict.
+            return a class) that takes `strict` in only one of load_state_dict and deaggregate_state_dict.
         InvalidArgumentError, UnsupportedStateError: input_fn or an argument can be sent to workers neither by an
-        importable
-            name nor by value."""
+            importable name nor by value."""
 
     @overload
     def __init__(self, input_fn: Callable[_Arguments, Any], *args: _Arguments.args, **kwargs: _Arguments.kwargs): ...
@@ -107,9 +98,7 @@ class DataLoader:
         self._local = LocalLoader(self.name, input_fn, args, kwargs)
         self.stream = LoaderStream(reference, arguments, self._local, replay=replay)
         self._given: Any = None
-        """The loaded state, as it was passed."""
         self._cached: tuple[int, Any] | None = None
-        """The newest state that was fetched, and its step."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "stream": copy.copy(self.stream)}
@@ -122,14 +111,13 @@ class DataLoader:
         return self.stream.session
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate one epoch, or the rest of an epoch from which batches were taken before. Equal to
-        iter(DataExecutor(self))."""
+        """Iterate one epoch, or the rest of an epoch from which batches were taken before."""
         return iter(Loop(self.stream))
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch of this box: the sum of len() over its workers' loaders. While no
-        run is open, the loaders are built in this process. Raises TypeError if a loader has no len(), or if its len()
-        raises any error, which the text then contains."""
+        run is open, these are built in this process. Raises TypeError if a loader has no len(), or its len() raises any
+        error."""
         if (session := self.stream.live_session) is not None:
             slots = session.capabilities()
             unsized = next((capabilities for capabilities in slots if capabilities.length < 0), None)
@@ -161,34 +149,31 @@ class DataLoader:
 
     @property
     def dataloader(self) -> Any:
-        """Loader that input_fn returns when this process calls it, as if it were the only worker, to inspect for
-        example its dataset. It is built at the first access, and a torch DataLoader gets num_workers=0. Raises
-        InputFnError if input_fn fails in this process, for example because its data are missing."""
+        """Loader that input_fn returns in this process, as if it were the only worker, to inspect for example its
+        dataset. It is built at the first access; a torch DataLoader gets num_workers=0. Raises InputFnError if input_fn
+        fails here."""
         return self._local.instance("DataLoader.dataloader")
 
     @property
     def batch_size(self) -> int | None:
-        """Number of rows of the last delivered batch: the first dimension that all its tensors share. None before the
-        first batch, without tensors, and if numbers differ."""
+        """Number of rows of the last delivered batch, the first dimension that all tensors share; None if unknown."""
         layout = self._session.reader.layout if self._session is not None else None
         return None if layout is None else batch_size_of(*layout)
 
     def config(self) -> dict[str, Any]:
-        """Return the settings that decide the samples and their order: a dict with `input_fn` (name) and `loader`
-        (result of the loader's own config(), None without one). Loaders of penstock.data with equal configs accept each
-        other's states."""
+        """Return the settings that decide the samples and their order: {"input_fn": name, "loader": result of the
+        loader's own config(), or None}. Loaders of penstock.data with equal configs accept each other's states."""
         return self._local.config(self._seed_of_keys)
 
     def can_restore_sample(self) -> bool:
-        """Return True if restore_sample() works: input_fn's loader has this method, and its can_restore_sample(), if it
-        has one, does not return False."""
+        """Return True if input_fn's loader has restore_sample(), and its can_restore_sample(), if any, is not False."""
         return self._local.can_restore_sample(self._seed_of_keys)
 
     def restore_sample(self, key: Any) -> Any:
         """Read a sample again, in this process, with the seed of the run, of the loaded state, or of Appliance(seed=).
-        `key`: the sample's restore key, a text that the loader adds to each batch if it has keys=. A key from a run
-        with another seed is refused. Raises NotRestartableError for a loader without restore_sample, InputFnError if
-        input_fn fails in this process, and any error of the loader's own method."""
+        `key`: restore key that the loader adds to each batch if it has keys=; one from a run with another seed is
+        refused. Raises NotRestartableError for a loader without restore_sample, InputFnError, and errors of the
+        loader's own method."""
         return self._local.restore_sample(self._seed_of_keys, key)
 
     @property
@@ -205,8 +190,7 @@ class DataLoader:
 
     @property
     def step(self) -> int:
-        """Number of the last delivered step, counted over the whole life of the run. Before the first loop begins: the
-        step of the loaded state, or 0 without a loaded state."""
+        """Last delivered step over the whole life of the run; before the first loop that of the loaded state, or 0."""
         return self.stream.step
 
     @property
@@ -233,22 +217,19 @@ class DataLoader:
             ...
             loader.load_state_dict(torch.load(path)["loader"])
 
-        The result depends only on the step. Before the first step it is the loaded state, or that of a new loader,
-        which is built in this process. torch.distributed.checkpoint.load, which requests a state to load into, gets an
-        empty one.
+        Before the first step it is the loaded state, or that of a new loader, which is built in this process.
+        torch.distributed.checkpoint.load, which requests a state to load into, gets an empty one.
 
         Raises:
             NotRestartableError: the loader has no state methods, or cannot be saved for another reason.
             StateUnavailableError: the workers have dropped the state of this step; the run is closed; or several boxes
-            have no
-                common seed yet, before the first loop."""
+                have no common seed yet, before the first loop."""
         return self.state_at(self.step)
 
     def state_at(self, step: int) -> dict[str, Any]:
-        """Return what state_dict() returned, or would have returned, after an earlier step, one of the last
-        Appliance(retention_steps=). For loops whose batches come through a wrapper that reads ahead: see Lookahead.
-        Raises the errors of state_dict(), StateUnavailableError also for a step outside these or before that of the
-        loaded state."""
+        """Return what state_dict() would have returned after an earlier step, one of the last
+        Appliance(retention_steps=). For loops whose wrapper reads ahead: see Lookahead. Raises the errors of
+        state_dict(), StateUnavailableError also for a step outside these or before that of the loaded state."""
         if isinstance(step, bool) or not isinstance(step, int):
             raise TypeError(f"{self.name}: step of state_at(step) must be an int, got {step!r}: pass a step number")
         if is_to_be_filled():
@@ -288,13 +269,11 @@ class DataLoader:
             )
 
     def checkpoints(self, step: int | None = None) -> list[DataLoaderCheckpoint]:
-        """Return a DataLoaderCheckpoint (counts and loader state) of each worker of all boxes after a step (None: the
-        last), in the order of global_worker_id.
+        """Return a DataLoaderCheckpoint of each worker of all boxes after a step (None: the last), by global_worker_id.
 
-        The counts are those of this launch, as get_worker_state() returned them on the workers; `lifetime_*` count all
-        launches. For a loader with the four state methods, `user_state_dict` is the result of its state_dict() on that
-        worker at that step: the input of aggregate_state_dict. For another loader it is the state at the worker's
-        restart point, which may lie before the step; None for a loader without state methods.
+        Counts are those of this launch, `lifetime_*` those of all launches. For a loader with the four state methods,
+        `user_state_dict` is its state_dict() on that worker at that step. Else it is the state at the worker's restart
+        point, which may lie before the step; None without state methods.
 
         Raises the errors of state_at(), and StateUnavailableError before the first step."""
         session, step = self._session, self.step if step is None else step
@@ -309,8 +288,7 @@ class DataLoader:
         return checkpoints_of(fetched, self.stream.loaded, step)
 
     def _fetch(self, session: Session, step: int) -> tuple[FetchedState, int]:
-        """Return the positions and WorkerRecords (counts and loader states) of all boxes at a step, and the number of
-        state methods that input_fn's loader has (0, 2 or 4)."""
+        """Return positions and WorkerRecords of all boxes at a step, and the number of state methods (0, 2, 4)."""
         settings, run = session.appliance.settings, session.run
         if run.error is not None:
             raise run.error
@@ -346,9 +324,8 @@ class DataLoader:
 
         Args:
             sd: result of state_dict(), from this process or another. A loader with the four state methods also accepts
-            a dict
-                that its deaggregate_state_dict understands: made by hand, or by another system with the same protocol.
-                The first step is then step 1, and the run has a new seed unless Appliance(seed=) is given.
+                a dict that its deaggregate_state_dict understands: the first step is then step 1, and the run has a new
+                seed unless Appliance(seed=) is given.
             strict: value for the argument `strict` of the loader's own methods, where they have this argument.
 
         Raises:
@@ -381,9 +358,7 @@ class DataLoader:
         self._given, self._cached = given, None
 
     def _made_by_hand(self, sd: object) -> SavedState | None:
-        """Return `sd` as a SavedState if Penstock did not save it, and the loader has all four state methods (or cannot
-        be built in this process), so that its deaggregate_state_dict may read `sd`. None: it has to be a state that
-        Penstock saved."""
+        """Return `sd` for the loader's own deaggregate_state_dict; None if it has to be a state that Penstock saved."""
         if not isinstance(sd, Mapping) or KEY in sd:
             return None
         if self._local.can_be_built and self._local.methods("load_state_dict") != 4:
@@ -398,35 +373,32 @@ class DataLoader:
         return SavedState(0, self.name, 4, 0, 0, None, aggregated=dict(sd), by_hand=True)
 
     def close(self) -> None:
-        """Close the loader's run, if it is open, and free its workers. The next executor starts from the loaded state,
-        or from the beginning without one."""
+        """Close the run and free its workers. The next executor starts from the loaded state, or from the beginning."""
         self.stream.close()
 
     # ---- for loops and frameworks
 
     def set_epoch(self, epoch: int) -> None:
-        """Give the next epoch that the loop begins its number, as Hugging Face's Trainer and Accelerate do. A pure
-        loader (docs/restarts.md) then makes the epoch of this number, and later epochs count on. An epoch that is
-        resumed or opened already, and those of other loaders, keep the numbers that Penstock counts itself; this is
-        logged once."""
+        """Give the next epoch that the loop begins its number, as Hugging Face's Trainer and Accelerate do, for pure
+        loaders (docs/restarts.md); later epochs count on. An epoch that is resumed or opened already, and those of
+        other loaders, keep Penstock's own numbers; this is logged once."""
         self.stream.asked_epoch = checked_int("epoch", epoch, least=0, most=MOST)
 
     @property
     def mid_epoch(self) -> bool:
-        """True if the present epoch has batches after the last step, or may have some because a loader has no len().
-        False before the epoch's first batch."""
+        """True if the present epoch has, or without len() may have, batches after the last step; False before its
+        first."""
         return self.stream.mid_epoch
 
     def leave_epoch(self, *, at_its_end: bool = False) -> None:
         """Leave the epoch of the loaded state: the next loop begins the next epoch, as after a `break`. For frameworks
         that limit the batches of an epoch.
 
-        at_its_end: True if the state was saved after the last batch by len(): the next loop drops batches beyond len(),
-        as it would have without a stop. On another topology the call then has no effect.
+        at_its_end: True if the state was saved after the last batch by len(): the next loop drops batches beyond len().
+        On another topology the call then has no effect.
 
-        Raises StateMismatchError without `at_its_end`, if the loader that saved the state does not have all four state
-        methods.
-        """
+        Raises StateMismatchError without `at_its_end`, if the loader that saved the state lacks one of the four state
+        methods."""
         self.stream.leave_epoch(at_its_end=at_its_end)
 
     @property
@@ -436,8 +408,7 @@ class DataLoader:
         return settings.box, settings.num_boxes
 
     def expect(self, appliance: Appliance) -> None:
-        """Record the appliance that an executor of this loader will use: until it begins, its settings are those of
-        the loader."""
+        """Record the appliance that an executor will use: until it begins, its settings are those of the loader."""
         self.stream.expected = appliance.settings
 
 
@@ -449,11 +420,11 @@ def wrap(loader: TorchLoader[Any]) -> DataLoader:
         for batch in wrap(torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True)):
             ...
 
-    A map-style dataset is read by a penstock.data.MapLoader: without shuffle the batches are those of torch. With
-    shuffle their order follows from the run's seed, or from the seed of the DataLoader's `generator`. The state resumes
-    on any number of workers and boxes. An IterableDataset must shard itself by torch's get_worker_info(); its state is
-    restored by replay from the start of the epoch, on the same number of workers. The dataset is pickled for the
-    workers, so the appliance must be embedded; for workers on other machines write an input_fn.
+    A map-style dataset is read by a penstock.data.MapLoader: without shuffle the batches are those of torch; with
+    shuffle their order follows from the run's seed, or that of the DataLoader's `generator`. The state resumes on any
+    number of workers and boxes. An IterableDataset must shard itself by torch's get_worker_info(); it is restored by
+    replay from the start of the epoch, on the same number of workers. The dataset is pickled, so the appliance must be
+    embedded; for workers on other machines write an input_fn.
 
     Raises InvalidArgumentError if Penstock cannot reproduce the order of the loader's sampler or batch_sampler."""
     if not isinstance(loader, TorchLoader):

@@ -31,18 +31,15 @@ class DataExecutor:
 
     Args:
         loader: loader whose batches the executor yields.
-        num_steps: number of batches to take, over all epochs that this requires. 0: no batch, and no run is opened, so
-            that a finished job that is started again ends quietly. None: one epoch, or the rest of a begun epoch. After
-            a `break`, the next executor continues with the next batch if num_steps was given, and begins the next epoch
-            if it was not (see `persistent`).
+        num_steps: number of batches to take, over all epochs that this requires. 0: none, and no run is opened, so that
+            a finished job that is started again ends quietly. None: one epoch, or the rest of a begun epoch. After a
+            `break`, the next executor takes the next batch if num_steps was given, and else begins the next epoch.
         checkpoint_steps: steps at which the job saves. None or 0: none. N: each step that N divides, and the last step
             of this executor. Or absolute steps: an iterable of ints and ranges, or a callable from a step to a bool.
-            Workers prepare states for steps that are known ahead; a state is available at any other step too.
-        appliance: Appliance to run on. None: the appliance that the loader runs on already, else the innermost that is
-            open in a `with`, else a default one.
-        persistent: continue the epoch after a `break` (False): the next executor takes the next batch, as an executor
-            with num_steps always does. For code in which each loop over a loader continues the stream, as with Megatron
-            Energon.
+            Workers prepare states for these; a state is available at any other step too.
+        appliance: Appliance to run on. None: the one that the loader runs on already, else the innermost that is open
+            in a `with`, else a default one.
+        persistent: continue the epoch after a `break` even without num_steps (False), as with Megatron Energon.
         rest_only: with num_steps=None, take no batch if the loaded state was saved after the last batch of an epoch
             (False: take the next epoch). For code that reads one epoch in all, after any number of restarts. After a
             change of the number of boxes or workers, the loaders of penstock.data cannot distinguish an epoch's end
@@ -53,8 +50,7 @@ class DataExecutor:
         InvalidArgumentError: num_steps or checkpoint_steps is below 0, or a step in checkpoint_steps is below 1.
 
     Iterating raises the stream's errors: DeadlineError, InputFnError, EmptyInputError, WorkerLostError and others of
-    docs/errors.md.
-    """
+    docs/errors.md."""
 
     def __init__(
         self,
@@ -101,8 +97,7 @@ class DataExecutor:
         return self._loader
 
     def __len__(self) -> int:
-        """Return num_steps if it was given, else the number of batches in an epoch. Raises TypeError if the workers'
-        loaders have no len()."""
+        """Return num_steps, else the number of batches in an epoch. Raises TypeError if a loader has no len()."""
         return len(self._loader) if self._num_steps is None else self._num_steps
 
     def __bool__(self) -> bool:
@@ -125,8 +120,8 @@ class DataExecutor:
 
     @property
     def on_final_iteration(self) -> bool:
-        """True from the last batch of the executor's loop on. If the executor takes one epoch, its last batch is known
-        from len() of the workers' loaders; without one the value becomes True when the loop has ended."""
+        """True from the last batch of the loop on. With one epoch, the last batch is known from len() of the workers'
+        loaders; without one the value becomes True when the loop has ended."""
         return self._loop.on_final_iteration
 
     @property
@@ -154,11 +149,10 @@ class DataExecutor:
         continues it, on any number of workers. None if unknown: before the loop begins, after a state was loaded onto
         another number of boxes (unless digest="rows"), and after a state without a digest.
 
-        With Appliance(digest="rows") the value is this box's part of a digest of all boxes. The sum of the parts modulo
-        2^64 is equal for two streams whose steps deliver the same rows, also if the number of boxes differs or changed
-        at a resume. The loaders of penstock.data deliver the same rows on any number of boxes if the global batch size
-        is the same. The order of rows within a step is not covered, nor are values outside rows: see
-        penstock.proto.batch.digest."""
+        With Appliance(digest="rows") the parts of all boxes, summed modulo 2^64, are equal for two streams whose steps
+        deliver the same rows, also if the number of boxes differs or changed at a resume. The loaders of penstock.data
+        deliver the same rows on any number of boxes if the global batch size is the same. Neither the order of rows
+        within a step nor values outside rows are covered: see penstock.proto.batch.digest."""
         return self._session.reader.position.chain if self._session is not None else None
 
     def __iter__(self) -> Iterator[Any]:

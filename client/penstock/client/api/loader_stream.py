@@ -1,11 +1,9 @@
 """Stream of a loader: how its run is opened from the code, the loaded state and the settings; and who iterates it.
 
-`iter()` opens the run if it is not open, and raises the errors of the opening, but the iterator takes no part in the
-stream before its first `next()`. So an iterator that took no batch blocks no other, and begins no epoch. (tqdm and
-other wrappers call iter() more than once.) At its first `next()` an iterator gets the stream, and keeps it until its
-loop ends: after the last batch, by `break`, by an exception, because the iterator is dropped, or because an iterator
-that was made later takes a batch. In each of these cases the `finally` of the iterator's generator runs.
-"""
+`iter()` opens the run and raises the errors of the opening, but takes no part in the stream before its first `next()`,
+because tqdm and other wrappers call iter() more than once. From then on the iterator has the stream until its loop
+ends: after the last batch, by `break`, by an exception, because it is dropped, or because a later iterator takes a
+batch. In each case the `finally` of the iterator's generator runs."""
 
 from __future__ import annotations
 
@@ -32,26 +30,23 @@ __all__ = ["LoaderStream", "Steps"]
 
 
 class LoaderStream:
-    """Stream of a loader. Before it is opened, it is only a description; afterwards it has a Session."""
-
     def __init__(self, reference: CodeReference, arguments: bytes, local: LocalLoader, *, replay: bool) -> None:
         self.name, self.reference = reference.name, reference
         self._arguments, self._local = arguments, local
         self._replay = replay
         self.session: Session | None = None
         self._holder: weakref.ref[Steps] | None = None
-        """Iterator that has the stream: it took the last batch, and its loop has not ended."""
+        """Iterator that took the last batch, and whose loop has not ended."""
         self._openings = 0
         self.loaded: SavedState | None = None
         self._strict = True
         self.expected: ApplianceSettings | None = None
         """Settings of the appliance that was passed to a DataExecutor of this loader."""
         self._leaves_epoch = False
-        """True if the next loop does not resume the epoch of the loaded state, but begins the next one."""
+        """The next loop begins the epoch after that of the loaded state."""
         self._ends_epoch = False
-        """True if the same holds, and the loaded state is that of the epoch's last batch by len()."""
+        """The same holds, and the loaded state is that of the epoch's last batch by len()."""
         self.asked_epoch: int | None = None
-        """Number of the next epoch by `set_epoch`; None if it was not called for it."""
         self.drawn: int | None = None
         """Random seed that the run will have, because a state was requested before it was open."""
 
@@ -77,7 +72,6 @@ class LoaderStream:
 
     @property
     def live_session(self) -> Session | None:
-        """Session whose run is open and has no error."""
         session = self.session
         return None if session is None or session.run.closed or session.run.error is not None else session
 
@@ -92,8 +86,6 @@ class LoaderStream:
         self.drawn = None
 
     def close(self) -> None:
-        """Close the loader's run, if it is open, and free its workers. The next executor starts from the loaded state,
-        or from the beginning without one."""
         session, self.session = self.session, None
         if session is not None:
             session.reader.close()
@@ -102,9 +94,7 @@ class LoaderStream:
     # ---- for loops
 
     def open(self, appliance: Appliance | None) -> Session:
-        """Return the loader's session. Open the run if it is not open, so that the workers begin to make batches: this
-        takes no batch and begins no loop. `appliance`: appliance passed to the executor; None: that of the open run,
-        else current_appliance()."""
+        """Open the run if it is not open, so that the workers begin to make batches; takes none and begins no loop."""
         session = self.session
         if session is None:
             session = self._open(appliance if appliance is not None else current_appliance(self))
@@ -123,8 +113,7 @@ class LoaderStream:
         return session
 
     def begin(self, steps: Steps, appliance: Appliance | None) -> Session:
-        """Give the stream to an iterator that is to take its first batch, or tries again after an error. An epoch that
-        an earlier loop has left ends here."""
+        """Give the stream to an iterator that is to take a batch. An epoch that an earlier loop has left ends here."""
         session = self.open(appliance)
         holder = self._holder() if self._holder is not None else None
         begins = session.beginning.acquire(blocking=False)
@@ -146,8 +135,7 @@ class LoaderStream:
         return session
 
     def check_continues(self, number: int, session: Session) -> None:
-        """Raise RuntimeError unless the iterator with this number, which took the stream in `session`, is the last one
-        that did."""
+        """Raise RuntimeError unless this iterator was the last that took the stream, in `session`."""
         if self.session is not session:
             raise RuntimeError(
                 f"{self.name}: this iterator has no further batch, because a state was loaded, or the loader was "
@@ -161,11 +149,8 @@ class LoaderStream:
             )
 
     def finish(self, *, left_early: bool, epoch_ended: bool) -> None:
-        """Take the stream back from the iterator that has it, after its loop has ended.
-
-        `left_early`: the loop left its epoch by `break` or an exception, so that the next loop begins the next epoch.
-        `epoch_ended`: the loop was over one epoch (without num_steps), and took it to its end.
-        """
+        """Take the stream back after a loop has ended. `left_early`: by `break` or an exception, so that the next loop
+        begins the next epoch. `epoch_ended`: the loop was over one epoch, and took it to its end."""
         self._holder = None
         session = self.session
         if session is None or session.run.closed:
@@ -179,15 +164,12 @@ class LoaderStream:
 
     @property
     def mid_epoch(self) -> bool:
-        """True if the present epoch has batches after the last step, or may have some because a loader has no len().
-        False before the epoch's first batch."""
         session = self.session
         if session is None or not any(session.reader.position.delivered):
             return False
         return session.expected_last() != session.reader.position.step
 
     def leave_epoch(self, *, at_its_end: bool = False) -> None:
-        """See DataLoader.leave_epoch."""
         if not at_its_end and self.loaded is not None and self.loaded.methods != 4:
             raise StateMismatchError(
                 f"the loaded state of {self.name} was saved after a framework had left the loader's epoch before its "
@@ -261,7 +243,6 @@ class LoaderStream:
             )
 
     def _seed(self, settings: ApplianceSettings) -> int | None:
-        """Return the seed of the run to open; None: a random one."""
         saved, seed = self.loaded, settings.seed
         if seed is not None and self.drawn not in (None, seed):
             raise StateMismatchError(
@@ -297,7 +278,6 @@ class LoaderStream:
         return cover
 
     def replays(self, settings: ApplianceSettings) -> bool:
-        """Return True if the loader can be saved even without state methods, by replay of its batches."""
         return self._replay or settings.replay
 
     def _start_of(self, settings: ApplianceSettings, box: int) -> BoxStart:
@@ -312,8 +292,7 @@ class LoaderStream:
         return start
 
     def seed_to_come(self, settings: ApplianceSettings) -> int:
-        """Return the seed that the run will have when it is opened. If the user gave none, draw one now: a state
-        without a seed could be resumed in a run with another order of samples."""
+        """Return the run's seed; draw it now: a state without a seed could be resumed with another order of samples."""
         if settings.seed is not None:
             return settings.seed
         if settings.num_boxes > 1:
@@ -327,14 +306,11 @@ class LoaderStream:
 
 
 class Steps(Iterator[Any]):
-    """Iterator that a loop holds: a generator of batches that is made when the loop takes its first one.
-
-    batches: function that returns the generator, from the session and the number of the last step before the loop's
-    first one.
+    """Iterator that a loop holds: a generator of batches, made by `batches` when the loop takes its first one, from the
+    session and the number of the last step before it.
 
     After an error of `next`, such as a DeadlineError or Ctrl-C, no batch is lost, and the loader is free for other
-    loops. If there was none, `next` may be called again, and tries again to get the same batch.
-    """
+    loops. If there was none, `next` may be called again for the same batch."""
 
     def __init__(
         self,
@@ -343,13 +319,10 @@ class Steps(Iterator[Any]):
         batches: Callable[[Session, int], Generator[Any, None, None]],
     ) -> None:
         self.number = next(_numbers)
-        """Number of the iterator in this process: one that was made later has a higher number."""
         self._stream, self._appliance, self._batches_from = stream, appliance, batches
         self._batches: Generator[Any, None, None] | None = None
         self._session: Session | None = None
-        """Session in which the iterator took the stream; None before its first `next`."""
         self._first = 0
-        """Number of the last step before the loop's first one."""
 
     def __next__(self) -> Any:
         batches = self._batches
@@ -383,8 +356,7 @@ class Steps(Iterator[Any]):
         return self._batches_from(session, self._first)
 
     def give_up(self) -> bool:
-        """End the loop, as `break` does, because a later iterator takes a batch. Return False if that is not possible,
-        because another thread is in `next`."""
+        """End the loop, because a later iterator takes a batch. Return False while another thread is in `next`."""
         batches = self._batches
         if batches is not None:
             if _runs(batches):
@@ -394,7 +366,6 @@ class Steps(Iterator[Any]):
         return True
 
     def close(self) -> None:
-        """End the loop, as `break` does."""
         if self._batches is None:
             self._batches = (batch for batch in list[Any]())
         self._batches.close()
@@ -408,7 +379,6 @@ _numbers = itertools.count(1)
 
 
 def _abandon(run: StreamRun, reader: Reader) -> None:
-    """Let the run of a garbage-collected loader be closed. Its watch thread does so, because this function may run
-    inside the garbage collector."""
+    """Let the run's watch thread close it, because this function may run inside the garbage collector."""
     run.abandoned = True
     reader.close()

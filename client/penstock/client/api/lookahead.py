@@ -1,12 +1,9 @@
 """Loader for frameworks that prefetch: they take batches before the training loop gets them, so that a resume from
 `DataLoader.state_dict()`, which counts taken batches, would leave some out.
 
-How far such a wrapper is ahead depends on the framework, its version, the position in the epoch and whether the loader
-has a length. So no fixed number is subtracted: the loop counts each batch that it gets by `took()`, and the state that
-is saved is that of the last counted step. Counting costs nothing until a state is requested.
-
-Two mistakes would save a wrong position, so both are errors: the loop forgets to count, or a wrapper yields other
-batches than it took (because it shares batches among ranks, joins several, or repeats some as padding)."""
+How far a wrapper is ahead depends on framework, version, position and length, so the loop counts each batch that it
+gets by `took()`. Two mistakes would save a wrong position, so both are errors: the loop forgets to count, or a wrapper
+yields other batches than it took (because it shares, joins or repeats batches)."""
 
 from __future__ import annotations
 
@@ -40,12 +37,9 @@ class Lookahead(IterableDataset[Any]):
             ahead.state_dict()                    # counts the batches up to this one
 
     If the framework owns the loop, its hook for the start of a batch calls `took()` instead, as the callbacks in
-    penstock.client.integrations do. An epoch that the framework leaves early ends when the framework begins the next
-    one.
-
-    A Lookahead is also an iterable dataset: torch.utils.data.DataLoader(ahead, batch_size=None) suits frameworks that
-    accept nothing else. The batches still come from Penstock's workers, so that DataLoader needs no worker processes of
-    its own.
+    penstock.client.integrations do. An epoch that the framework leaves early ends when it begins the next one. A
+    Lookahead is also an iterable dataset, for frameworks that accept only torch.utils.data.DataLoader(ahead,
+    batch_size=None), which needs no worker processes of its own.
 
     Args:
         loader: Penstock DataLoader.
@@ -54,8 +48,8 @@ class Lookahead(IterableDataset[Any]):
 
     Raises:
         TypeError: the loader is not a penstock.client.DataLoader, or depth is not an int.
-        InvalidArgumentError: depth is below 1, checkpoint_steps is below 0, or a step in checkpoint_steps is below 1.
-    """
+        InvalidArgumentError: depth is below 1, checkpoint_steps is below 0, or a step in checkpoint_steps is below
+            1."""
 
     def __init__(
         self,
@@ -71,24 +65,22 @@ class Lookahead(IterableDataset[Any]):
         self._steps: weakref.ref[Any] | None = None
         """The executor's iterator over the present epoch. The iterator that the framework has holds it."""
         self._begun: Iterator[Any] | None = None
-        """The executor's iterator, until the loop gets the epoch's first batch; None otherwise."""
+        """The executor's iterator, until the loop gets the epoch's first batch."""
         self._handing_out: object = None
         """Identifies the iterator of this object that has taken the last batch."""
         self._waiting: list[Any] = []
-        """Batches that the framework took from `_begun`, to be yielded again if it begins the epoch a second time."""
+        """Batches taken from `_begun`, to be yielded again if the framework begins the epoch a second time."""
         self._step: int | None = None
-        """Number of the last step whose batch the loop has got; None before the first epoch, and after a load."""
+        """Last step whose batch the loop has got; None before the first epoch, and after a load."""
         self._loads = 0
         self._over_at: tuple[int, bool] | None = None
-        """Step of the loaded state, if the loop that saved it had finished its epoch, and True if this was the last
-        batch by len(). None otherwise, and once the loop gets a batch."""
+        """Step of a loaded state that was saved after its epoch, and whether this was the last batch by len()."""
 
     # ---- methods that the framework calls
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate one epoch, or the rest of an epoch from which batches were taken before. Some frameworks begin an
-        epoch twice: an iterator whose first batch is taken before the loop has got a batch of the epoch yields the same
-        batches again."""
+        """Iterate one epoch, or the rest of a begun one. Some frameworks begin an epoch twice: an iterator whose first
+        batch is taken before the loop has got a batch of the epoch yields the same batches again."""
         if get_worker_info() is not None:
             raise RuntimeError(
                 f"{self._loader.name}: a Lookahead must be iterated in the training process, got a worker process of "
@@ -130,8 +122,7 @@ class Lookahead(IterableDataset[Any]):
         return len(self._loader)
 
     def _got(self) -> None:
-        """Forget the batches that are kept for a second start of this epoch. From now on a new iterator does not repeat
-        the epoch, and the epoch ends when the framework drops its iterator."""
+        """Forget the batches kept for a second start: the epoch now ends when the framework drops its iterator."""
         self._begun = None
         self._waiting.clear()
 
@@ -139,16 +130,11 @@ class Lookahead(IterableDataset[Any]):
 
     @property
     def step(self) -> int:
-        """Number of the last step whose batch the loop has got, counted over the whole life of the run. Before the
-        first epoch: the step of the loaded state, or 0 without a loaded state."""
+        """Last step whose batch the loop has got; before the first epoch that of the loaded state, or 0."""
         return self._loader.step if self._step is None else self._step
 
     def took(self) -> None:
-        """Count a batch that the loop has got. Call this once for each batch.
-
-        Raises RuntimeError if all batches that the framework has taken from this loader are counted already: other code
-        repeats batches, or calls took() twice for one.
-        """
+        """Count a batch that the loop has got. Raises RuntimeError if all that the framework took are counted."""
         if self._step is None or self._step >= self._loader.step:
             raise RuntimeError(
                 f"{self._loader.name}: took() was called for a batch after step {self.step}, but the framework has "
@@ -166,8 +152,7 @@ class Lookahead(IterableDataset[Any]):
         """Yield the batches of `batches`, the framework's wrapper of this loader, for one epoch, and count each.
 
         Raises RuntimeError if the wrapper yields more or fewer batches than it took, because it shares, joins or
-        repeats batches; or if a state is loaded in the loop.
-        """
+        repeats batches; or if a state is loaded in the loop."""
         loads = self._loads
         for batch in batches:
             self.took()
@@ -211,8 +196,7 @@ class Lookahead(IterableDataset[Any]):
         return self._loader.state_at(self.step)
 
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
-        """Load a state of this loader, from which the next iteration resumes. Raises the errors of
-        DataLoader.load_state_dict()."""
+        """Load a state, from which the next iteration resumes. Raises the errors of DataLoader.load_state_dict()."""
         steps = self._steps() if self._steps is not None else None
         if steps is not None:
             steps.close()  # the framework may hold its iterator; a loop that goes on has an error
@@ -229,14 +213,12 @@ class Lookahead(IterableDataset[Any]):
 
     @property
     def mid_epoch(self) -> bool:
-        """True if the present epoch has batches that the framework has not taken yet, or may have some because the
-        loader has no len()."""
+        """True if the present epoch has, or without len() may have, batches that the framework has not taken yet."""
         return self._loader.mid_epoch
 
     def leave_epoch(self, *, at_its_end: bool = False) -> None:
-        """Leave the epoch of the loaded state: the next iteration begins the next epoch. Call this if the framework
-        limits the batches of an epoch, and the loop that saved the state had reached this limit. `at_its_end`: as for
-        DataLoader.leave_epoch(). The call keeps its effect if the same state is loaded once more, as Lightning does.
-        Raises the errors of DataLoader.leave_epoch()."""
+        """Leave the epoch of the loaded state, if the framework limits the batches of an epoch, and the loop that saved
+        the state had reached this limit. `at_its_end`, errors: as for DataLoader.leave_epoch(). The call keeps its
+        effect if the same state is loaded once more, as Lightning does."""
         self._over_at = self._loader.step, at_its_end
         self._loader.leave_epoch(at_its_end=at_its_end)

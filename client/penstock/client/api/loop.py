@@ -1,10 +1,8 @@
 """Loop over the stream of a loader: number of steps, epochs, checkpoint steps.
 
-An epoch that the loop leaves by `break` ends when the next loop takes its first batch, not at the `break`. Until then
-the state is that of the last step, in the middle of the epoch. If the loop leaves after the epoch's last batch, the
-epoch counts as complete, not as abandoned. (len() of the loaders tells which batch is the last.) An epoch that a
-persistent loop leaves does not end: the next loop continues with the next batch.
-"""
+An epoch that the loop leaves by `break` ends when the next loop takes its first batch; until then the state is that of
+the last step. If the loop leaves after the epoch's last batch by len(), the epoch counts as complete, not as abandoned.
+An epoch that a persistent loop leaves does not end."""
 
 from __future__ import annotations
 
@@ -28,8 +26,6 @@ __all__ = ["Loop", "iterating"]
 
 
 class Loop:
-    """Loop over a stream; its parameters are those of DataExecutor. It may be iterated again."""
-
     def __init__(
         self,
         stream: LoaderStream,
@@ -44,9 +40,7 @@ class Loop:
         self._schedule = schedule or CheckpointSchedule()
         self._persistent, self._rest_only = persistent, rest_only
         self.session: Session | None = None
-        """Session of the present or last iteration."""
         self.first = 0
-        """Number of the last step before the first step of the present or last iteration."""
         self._last: int | None = None
 
     @property
@@ -74,7 +68,6 @@ class Loop:
         return Steps(self._stream, self._appliance, self._batches)
 
     def _batches(self, session: Session, first: int) -> Generator[Any, None, None]:
-        """Yield the batches of the loop whose first step is `first + 1`, from the next one on."""
         stream, schedule = self._stream, self._schedule
         reader, position = session.reader, session.reader.position
         self.session, self.first, first_epoch = session, first, position.epoch
@@ -135,8 +128,6 @@ class Loop:
 
 
 class _ProgressLine:
-    """Line on standard error with a loop's steps per second, and the share of its time that it waits for batches."""
-
     def __init__(self, label: str, stats: StreamStats, step: int) -> None:
         self._label, self._stats, self._line = label, stats, Progress()
         self._shown_step, self._shown_waited = step, stats.waited_s
@@ -165,6 +156,5 @@ _iterating: EnteredScope[Loop] = EnteredScope(
 
 
 def iterating() -> Loop | None:
-    """Return the loop that is running in this thread, the innermost if loops are nested. In a thread without a loop,
-    return the only one that is running in other threads, or None. Raises AmbiguousContextError if several are."""
+    """Return the innermost loop of this thread, else the only one of other threads. Raises AmbiguousContextError."""
     return _iterating.innermost()

@@ -1,14 +1,13 @@
 """Rendezvous of the ranks of one torchrun launch on one machine, which share one embedded appliance.
 
-Local rank 0 starts the daemons and listens on an abstract Unix socket. The other ranks connect, and receive the
-coordinator's address and token. The socket's name is made of values that all ranks of a launch share and other launches
-do not (the torchrun agent's pid, the master port, the restart count), and of the number of appliances that the launch
-shared before. An abstract socket has no file permissions, so each end asks the kernel for the other end's user. Unlike
-a file with the token, it leaves nothing behind when a rank is killed. If another user has taken the name already, rank
-0 appends a random number, and the others try all names with this beginning that the kernel lists.
+Local rank 0 starts the daemons and sends the other ranks the coordinator's address and token over an abstract Unix
+socket. Its name is made of values that only this launch's ranks share (the torchrun agent's pid, the master port, the
+restart count), and of the number of appliances before. Abstract sockets have no permissions, so each end asks the
+kernel for the other's user; unlike a file, they leave nothing behind when a rank is killed. If another user has taken
+the name, rank 0 appends a random number, and the others try all names with this beginning that the kernel lists.
 
-Ranks finish at slightly different times, and the daemons end with rank 0. So every rank keeps its connection until it
-no longer needs the appliance, and rank 0 waits for that, at most LEAVE_S seconds."""
+Ranks finish at different times, and the daemons end with rank 0. So every rank keeps its connection until it no longer
+needs the appliance, and rank 0 waits for that, at most LEAVE_S seconds."""
 
 from __future__ import annotations
 
@@ -32,12 +31,10 @@ from penstock.proto.lane.frames import check_peer, connect_local
 __all__ = ["CoordinatorAccess", "SharedAppliance"]
 
 POLL_S = 0.02
-"""Seconds between two attempts to connect to local rank 0."""
 LEAVE_S = 60.0
 MAX_MESSAGE = 4096
-"""Largest size in bytes of the message by which local rank 0 sends what a CoordinatorAccess has."""
 SOCKETS = "/proc/net/unix"
-"""File in which the kernel lists the Unix sockets of this network namespace; names of abstract ones begin with an @."""
+"""Lists the Unix sockets of this network namespace; names of abstract ones begin with an @."""
 
 _shared_so_far = 0
 _pause = threading.Event()  # never set: a wait on this event is a sleep
@@ -45,16 +42,13 @@ _pause = threading.Event()  # never set: a wait on this event is a sleep
 
 @dataclass(frozen=True)
 class CoordinatorAccess:
-    """What a process needs to call the coordinator."""
-
     address: str
     token: str = field(repr=False)
     job: str
 
 
 def _connected(name: str) -> socket.socket | None:
-    """Return a connection to the abstract socket of this name; None if no process of this user listens there. Does not
-    wait, because another user's socket may never accept."""
+    """Connect to a socket of this user, else None. Does not wait: another user's socket may never accept."""
     try:
         return connect_local(name, 0.0)
     except (OSError, PenstockError):
@@ -69,7 +63,6 @@ def _is_ours(name: str) -> bool:
 
 
 def _names(name: str) -> list[str]:
-    """Return `name`, and the names of existing abstract sockets that begin with `name` and a hyphen."""
     try:
         listed = Path(SOCKETS).read_bytes().decode(errors="replace").split()
     except OSError:
@@ -78,15 +71,12 @@ def _names(name: str) -> list[str]:
 
 
 class SharedAppliance:
-    """Embedded appliance of all ranks of a launch on this machine."""
-
     def __init__(self, torchrun: Torchrun) -> None:
         global _shared_so_far
         port = torchrun.master.rpartition(":")[2]
         self._name = f"penstock-torchrun-{os.getuid()}-{os.getppid()}-{port}-{torchrun.restarts}-{_shared_so_far}"
         _shared_so_far += 1
         self.hosts = torchrun.local_rank == 0
-        """True on local rank 0, which starts the daemons."""
         self._pid = os.getpid()
         self._listener: socket.socket | None = None
         self._joined: socket.socket | None = None
@@ -139,9 +129,8 @@ class SharedAppliance:
                 sock.send(message)
 
     def join(self, deadline: float, timeout_s: float, waiting: Callable[[], None] = lambda: None) -> CoordinatorAccess:
-        """On the other ranks: wait for local rank 0, and return what it sends. Rank 0 then keeps the daemons running
-        until this rank calls `leave` or ends, but not longer than LEAVE_S after its own `leave`. `waiting` is called
-        repeatedly."""
+        """On the other ranks: wait for what local rank 0 sends. It keeps the daemons running until this rank calls
+        `leave` or ends, at most LEAVE_S after its own `leave`. `waiting` is called repeatedly."""
         while True:
             for name in _names(self._name):
                 if (sock := _connected(name)) is None:
@@ -165,8 +154,7 @@ class SharedAppliance:
             _pause.wait(POLL_S)
 
     def leave(self, stop: Callable[[], None]) -> None:
-        """End this rank's use of the appliance. Local rank 0 waits for the other ranks, at most LEAVE_S, then calls
-        `stop`."""
+        """End this rank's use. Local rank 0 waits for the others, at most LEAVE_S, then calls `stop`."""
         if os.getpid() != self._pid:
             return
         if self._joined is not None:

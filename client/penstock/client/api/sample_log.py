@@ -1,5 +1,4 @@
-"""Log of the samples of each training step. It adds no information to the job's state, but makes samples easy to look
-up: for example, those of the step at which the loss rose."""
+"""Log of the samples of each training step, to look up for example those of the step at which the loss rose."""
 
 from __future__ import annotations
 
@@ -19,15 +18,14 @@ class SampleLog:
     """Log of the samples in each batch: a file of lines {"step": 7, "keys": ["0.3.12...", ...]}, one for each step, in
     order. DataLoader.restore_sample reads a sample again by its key.
 
-    A resumed job continues the same file. It replaces the lines of repeated steps, and a line that a crash cut off.
+    A resumed job continues the same file: it replaces the lines of repeated steps, and a line that a crash cut off.
     Each box writes its own file.
 
     Example::
 
         with SampleLog("keys/box0.jsonl") as log:
             for batch in executor:
-                log.write(executor.step, batch)
-    """
+                log.write(executor.step, batch)"""
 
     def __init__(self, path: str | os.PathLike[str], *, field: str = "key") -> None:
         """
@@ -40,14 +38,13 @@ class SampleLog:
         self._last = 0
 
     def write(self, step: int, batch: Any) -> None:
-        """Write the line of a step: the restore keys in its batch.
+        """Write the line of a step: the restore keys in its batch. The first `write` after an opening replaces the
+        lines of its step and later ones.
 
         Raises:
-            InvalidArgumentError: the batch has no restore keys, or the step is not above the last one that was written
-                since the file was opened. (The first `write` after the opening replaces the lines of its step and of
-                later ones.)
-            OSError: the file cannot be written.
-        """
+            InvalidArgumentError: the batch has no restore keys, or the step is not above the last one written since
+                then.
+            OSError: the file cannot be written."""
         keys = batch.get(self._field) if isinstance(batch, Mapping) else None
         if not isinstance(keys, Sequence) or isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
             raise InvalidArgumentError(
@@ -106,7 +103,6 @@ def _found(batch: Any, field: str) -> str:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step of a line; None if the line is damaged."""
     try:
         step = json.loads(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):

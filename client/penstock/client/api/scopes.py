@@ -1,5 +1,4 @@
-"""Scopes of running code: within which `with` over an Appliance, or within which loop over a DataExecutor, a call
-happens."""
+"""Scopes of running code: within which `with` over an Appliance, or loop over a DataExecutor, a call happens."""
 
 from __future__ import annotations
 
@@ -16,17 +15,12 @@ T = TypeVar("T")
 
 
 class EnteredScope(Generic[T]):
-    """Stack of the objects of one kind whose `with` or loop is running. An object that is entered twice must be left
-    twice.
+    """Stack of the objects of one kind whose `with` or loop is running; entered twice, an object must be left twice.
 
-    Each thread and each asyncio task finds the object that it entered last. A thread that entered none, such as a
-    helper thread, finds the only object that is open elsewhere. If several are, AmbiguousContextError is raised,
-    because a wrong choice would silently stream another box's data.
-
-    Args:
-        name: name of the context variable.
-        ambiguous: text of the AmbiguousContextError, with "{count}" for the number of open objects.
-        usable: function that returns False for an object that must be ignored, such as a closed appliance."""
+    Each thread and asyncio task finds the object that it entered last; one that entered none, such as a helper thread,
+    the only object that is open elsewhere. If several are, AmbiguousContextError (text `ambiguous`) is raised, because
+    a wrong choice would silently stream another box's data. `usable`: False for an object to ignore, such as a closed
+    appliance."""
 
     def __init__(self, name: str, ambiguous: str, usable: Callable[[T], bool] = lambda thing: True) -> None:
         self._stack: ContextVar[tuple[weakref.ref[Any], ...]] = ContextVar(name, default=())
@@ -39,8 +33,7 @@ class EnteredScope(Generic[T]):
         self._stack.set((*self._stack.get(), weakref.ref(thing)))
 
     def leave(self, thing: T) -> None:
-        """Remove an object at the end of its `with` or loop. If it was entered in another thread or task, it stays on
-        the stack there, where `innermost` ignores it."""
+        """Remove an object. If another thread or task entered it, it stays there, and `innermost` ignores it."""
         if thing in self._open:
             self._open.remove(thing)
         stack = list(self._stack.get())
@@ -51,8 +44,6 @@ class EnteredScope(Generic[T]):
         self._stack.set(tuple(ref for ref in stack if ref() in self._open))
 
     def innermost(self) -> T | None:
-        """Return the object that this thread or task entered last; else the only one that others have entered, or None.
-        Raises AmbiguousContextError if others have entered several."""
         usable = [thing for thing in self._open if self._usable(thing)]
         for ref in reversed(self._stack.get()):
             thing = ref()

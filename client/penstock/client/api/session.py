@@ -1,5 +1,4 @@
-"""Session of an opened loader: its run on an appliance, the reader of the run's batches, and what is known of the
-present epoch."""
+"""Session of an opened loader: its run, the reader of its batches, and what is known of the present epoch."""
 
 from __future__ import annotations
 
@@ -24,43 +23,36 @@ _VOUCH = (
     ". A loader whose next epoch continues where the loop left this one sets exact_states = True, and Penstock then "
     "keeps one object for all epochs"
 )
-"""End of a notice about a loader that may mean to continue after a `break`."""
 
 
 @dataclass
 class Session:
-    """Session of an opened loader. It lasts until the loader is closed or a state is loaded."""
+    """Session of an opened loader, until the loader is closed or a state is loaded."""
 
     appliance: Appliance
     run: StreamRun
     reader: Reader
     name: str
     began_at: int
-    """Number of the last step before the session's first batch: 0, or the step of the loaded state."""
+    """Number of the last step before the session's first batch."""
     epoch_began_at: int
-    """Number of the last step before the first batch of the present epoch. If `epoch_start_known` is False, the last
-    step before the session's first batch."""
+    """Number of the last step before the present epoch, or, unless `epoch_start_known`, before the session."""
     epoch_start_known: bool
-    """False until the first epoch ends, if the session resumed a state on another topology: the epoch may have begun
-    earlier."""
+    """False in the first epoch after a resume on another topology: it may have begun earlier."""
     warned_ended: set[tuple[int, int]] = field(default_factory=set)
-    """Ends of other boxes' epochs of which the user was already warned, as (box, last step of the epoch)."""
+    """Ends of other boxes' epochs that the user was warned of, as (box, last step of the epoch)."""
     warned_of_abandoned: bool = False
     warned_of_length: bool = False
     warned_of_epoch: bool = False
     told_apart: bool = False
     leave_due: bool = False
-    """True if the loop left its epoch (by `break` or an exception), or the loaded state was saved after such an end, so
-    that the next loop begins the next epoch."""
+    """The loop left its epoch, or the loaded state was saved after such an end: the next loop begins the next epoch."""
     holder: int = 0
-    """Number of the iterator that has the stream, or had it last."""
     beginning: threading.Lock = field(default_factory=threading.Lock, repr=False)
     """Held while an iterator takes the stream, which may wait for workers."""
 
     def capabilities(self) -> list[records_pb2.LoaderCapabilities]:
-        """Wait until all workers of this box have made their loaders, and return for each slot what its loader can do:
-        state methods, length. Raises DeadlineError if a worker takes too long, and the error of a loader that could not
-        be made."""
+        """Wait until all workers of this box have made their loaders; return for each slot what its loader can do."""
         run, timeout_s = self.run, self.appliance.settings.timeout_s
         if not run.wait_for(lambda run: all(map(_known, run.views)), timeout_s):
             late = next(view for view in run.views if not _known(view))
@@ -88,19 +80,15 @@ class Session:
         )
 
     def epoch_ended(self) -> None:
-        """Record that the reader has reached the end of an epoch. Raises EmptyInputError if it had no batch."""
         step = self.reader.position.step
         if self.epoch_start_known and step == self.epoch_began_at:
             raise self.empty()
         self.epoch_began_at, self.epoch_start_known = step, True
 
     def leave_epoch(self, *, ends_epoch: bool) -> None:
-        """Go to the next epoch, because the loop has left this one after the last delivered batch. If this was the last
-        batch by len() of the workers' loaders, the epoch is at its end, and batches beyond len() are dropped, as torch
-        drops them. Otherwise the epoch is abandoned.
-
-        ends_epoch: the loaded state was that of the last batch by len(). If len() has changed since, its epoch goes on.
-        """
+        """Go to the next epoch. After the last batch by len(), batches beyond len() are dropped, as torch drops them;
+        otherwise the epoch is abandoned. ends_epoch: the loaded state was that of the last batch by len(), which may
+        have changed since."""
         step = self.reader.position.step
         if step == self.began_at:  # it is the epoch of the loaded state that is left
             self.capabilities()  # waits until the epoch's length is known
@@ -129,7 +117,6 @@ class Session:
             )
 
     def check_epoch(self, asked: int | None) -> None:
-        """Log once that `set_epoch` has no effect."""
         position, pure = self.reader.position, self._is_pure
         epoch = position.label if pure else position.epoch
         if asked is not None and asked != epoch and not self.warned_of_epoch:
@@ -157,8 +144,7 @@ class Session:
             )
 
     def warn_of_ended(self, step: int) -> None:
-        """Warn once of each other box whose epoch has ended although this box's epoch continues with `step`. A
-        collective operation of all boxes would wait for such a box forever."""
+        """Warn once of each box whose epoch ended before `step`: a collective operation of all boxes would hang."""
         for box, last in self.run.ended_boxes.items():
             # If the other box's epoch ended at the step where this box's epoch began, both are between the same two
             # epochs.
@@ -171,7 +157,6 @@ class Session:
                 )
 
     def tell_apart(self, step: int) -> None:
-        """Log once that another box is in a later epoch at this step, or calls this epoch by another number."""
         other, position = self.run.box_apart, self.reader.position
         if other is None or self.told_apart:
             return
@@ -197,8 +182,7 @@ class Session:
         )
 
     def expected_last(self) -> int | None:
-        """Return the number of the last step of the present epoch by len() of the workers' loaders; None if a loader
-        has no len(), or is not known to have one yet."""
+        """Return the last step of the present epoch by len() of the workers' loaders; None if unknown."""
         position, last = self.reader.position, self.reader.position.step
         for slot in position.live:
             length = self.run.views[slot].capabilities.length

@@ -4,12 +4,10 @@
                                                                                      │
     files on the disk ─> commit by rank 0's writer <─────────────────────────────────┘
 
-The ranks communicate only in `save` and `restore`, on the training thread: each save needs one small exchange, and a
-larger one if the structure of the state has changed since the save before. After that each rank's writer works alone
-(writer.py). Each rank learns from its writer how a save ended, and shares the result with the other ranks at the next
-save. So either all ranks raise an error, or none. One error is an exception: a rank that fails after the agreement,
-when it copies its values, raises it at once, and all ranks raise it at the next save.
-"""
+The ranks communicate only in `save` and `restore`, on the training thread: one small exchange, and a larger one if the
+structure of the state has changed. Each rank learns from its writer how a save ended, and shares the result at the next
+save, so either all ranks raise an error, or none. One exception: a rank that fails when it copies its values raises
+that at once, and all ranks raise it at the next save."""
 
 from __future__ import annotations
 
@@ -77,32 +75,26 @@ class AsyncCheckpointer:
     Args:
         folder: path that all ranks see; created if missing.
         keep_last: number of the newest checkpoints to keep, others are deleted; None: keep all.
-        keep_every: keep the checkpoints at steps that are multiples of this number too; needs keep_last. None: keep
-            only the newest.
-        threads: number of writing threads, and largest number of files, on each rank; with separation_hint up to twice
-            as many files.
-        separation_hint: prefix of names. Values whose names begin with this prefix are saved in separate files. None:
-            all values share the files.
-        fsync: True: a complete checkpoint survives a power failure. False: it may be lost or incomplete then. (If only
-            the process stops, nothing is lost in either case.)
+        keep_every: also keep the checkpoints at multiples of this step; needs keep_last.
+        threads: number of writing threads on each rank, and largest number of files (twice with separation_hint).
+        separation_hint: prefix of the names of values that are saved in separate files. None: all share the files.
+        fsync: True: a complete checkpoint survives a power failure. (If only the process stops, nothing is lost
+            anyway.)
         buffers: number of saves that may be unwritten at a time. 1: save() waits until the previous save is written. 2:
             save() waits only for the save before the previous one, and two copies of the state take twice the memory.
-        timeout_s: seconds after which a save that is not on the disk has failed. A rank waits a minute longer for the
+        timeout_s: seconds after which a save that is not on the disk has failed. A rank waits a minute longer for
             others.
         on_signal: signal or signals (such as `signal.SIGTERM`) that make `signalled` return True and do not end the
-            process. A handler that the script set for the signal before still runs. A second signal acts as it does
-            without `on_signal`: a second Ctrl-C ends the job.
+            process. The script's earlier handler still runs. A second signal acts as it does without `on_signal`.
         on_exit: what the writer process does with an unwritten save when the training process ends or is killed:
             "finish" or "abandon" it.
         check_replicas: compare values that several ranks have under one name, because only one copy is saved. An object
-            that differs between ranks is an error, a tensor that differs a warning (of large tensors, samples are
-            compared).
+            that differs is an error, a tensor that differs a warning (of large tensors, samples are compared).
         group: process group of the ranks that save together; None: all ranks.
 
     Each buffer takes as much shared memory as one copy of what this rank saves.
 
-    Raises InvalidArgumentError for an invalid argument, CheckpointError if the writer process cannot be started.
-    """
+    Raises InvalidArgumentError for an invalid argument, CheckpointError if the writer process cannot be started."""
 
     def __init__(
         self,
@@ -150,9 +142,8 @@ class AsyncCheckpointer:
         self._agreement = Agreement(self._ranks, threads, separation_hint, check_replicas)
         self._buffers = [StagingBuffer() for _ in range(buffers)]
         self._pending: list[PendingSave] = []
-        """Saves that are being written, and ended saves whose results were not read yet, oldest first."""
+        """Saves being written, and ended saves whose results were not read yet, oldest first."""
         self._unraised: list[CheckpointError] = []
-        """Errors of failed saves that no call has raised yet."""
         self._last: PendingSave | None = None
         self._closed = False
         self._calls = CallLock()
@@ -166,8 +157,7 @@ class AsyncCheckpointer:
     # ---- saving
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Save a checkpoint. Return once the state is copied to shared memory; the copy is written while training
-        continues.
+        """Save a checkpoint. Return once the state is copied to shared memory; it is written while training continues.
 
         Args:
             step: number of the checkpoint, >= 0; saving a step again replaces it.
@@ -178,9 +168,8 @@ class AsyncCheckpointer:
             CheckpointError: the previous save failed (this step was then not saved; call `save` again), a rank could
                 not take part, or the ranks' states contradict each other. All ranks raise this error. If a rank cannot
                 copy its values to shared memory, it alone raises the error, and all ranks raise it at the next call.
-            InvalidArgumentError: the state or the step is invalid. If that is so on some ranks only, the others raise
-                CheckpointError.
-        """
+            InvalidArgumentError: the state or the step is invalid. If only on some ranks, the others raise
+                CheckpointError."""
         self._check_open()
         began = time.monotonic()
         try:
@@ -202,8 +191,8 @@ class AsyncCheckpointer:
         return True
 
     def signalled(self) -> bool:
-        """Return True if any rank has received a signal of `on_signal`. All ranks call this method together, so all
-        ranks stop after the same step. With several ranks the call takes about 0.3 ms."""
+        """Return True if any rank has received a signal of `on_signal`. All ranks call this together, so all stop after
+        the same step. With several ranks the call takes about 0.3 ms."""
         self._check_open()
         if self._ranks.size == 1:
             return bool(self._signals.received)
@@ -216,11 +205,9 @@ class AsyncCheckpointer:
         return any(answer["signal"] for answer in answers)
 
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Prepare the first `save`: plan the save of a state with this structure, and allocate its shared memory.
-
-        All ranks call this method together. Without `prepare` the first save takes 0.7 s longer for each GiB. The
-        method waits for saves that are being written. Raises the errors of `save`.
-        """
+        """Plan the first `save`, of a state with this structure, and allocate its memory. All ranks call this together.
+        Without `prepare` the first save takes 0.7 s longer for each GiB. Waits for saves being written. Raises the
+        errors of `save`."""
         self._check_open()
         while True:
             wait_all(self._writer, list(self._pending), None)
@@ -333,11 +320,8 @@ class AsyncCheckpointer:
         return self.folder / step_name(self._last.step)
 
     def latest(self) -> int | None:
-        """Return the step of the newest complete checkpoint in the folder; None if the folder has no checkpoint.
-
-        The newest checkpoint is the one saved last. Its step need not be the largest, because training may have been
-        resumed from an earlier step. Warns of newer checkpoints that are damaged.
-        """
+        """Return the step of the newest complete checkpoint in the folder; None if it has none. That is the one saved
+        last, whose step need not be the largest. Warns of newer checkpoints that are damaged."""
         found = newest(self.folder)
         for one in checkpoints(self.folder):
             if found is not None and one.path == found.path:
@@ -346,11 +330,9 @@ class AsyncCheckpointer:
         return None if found is None else found.step
 
     def newest(self) -> int | None:
-        """Return the step that `restore` would load; None if the folder has no checkpoint.
-
-        All ranks call this method together and get the same step. Like `restore`, it first waits for saves that are
-        being written, also by an earlier job. Raises the errors of `restore`.
-        """
+        """Return the step that `restore` would load; None if the folder has no checkpoint. All ranks call this
+        together. Like `restore`, it first waits for saves being written, also by an earlier job, and raises its
+        errors."""
         self._check_open()
         wait_all(self._writer, list(self._pending), None)
         with self._calls.one("newest", hold=False), ExitStack() as held:
@@ -405,8 +387,7 @@ class AsyncCheckpointer:
         )
 
     def _choose(self, call: str, held: ExitStack, step: int | None, verify: bool) -> dict[str, Any]:
-        """Let rank 0 choose the checkpoint to restore, and pin it until `held` is closed. Return the choice on all
-        ranks; {} if the folder has no checkpoint."""
+        """Let rank 0 choose the checkpoint to restore, and pin it until `held` is closed; {} if there is none."""
         ranks = self._ranks
 
         def choosing() -> dict[str, Any]:
@@ -443,8 +424,7 @@ class AsyncCheckpointer:
     # ---- closing
 
     def close(self, *, abandon: bool = False) -> None:
-        """End the writer process, after the saves that it is writing. Raises the errors of `wait`. `abandon`: True to
-        abandon these saves, without an error."""
+        """End the writer process, after its saves (`abandon`: without them). Raises the errors of `wait`."""
         if self._closed or not self._owner.is_here:  # a forked child has neither writer nor saves
             return
         self._closed = True
@@ -484,8 +464,7 @@ class AsyncCheckpointer:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Pause Python's garbage collection: one collection takes longer than the whole save of a state with thousands of
-    small entries."""
+    """Pause garbage collection: one collection takes longer than a save of thousands of small entries."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -496,7 +475,6 @@ def _no_collection() -> Iterator[None]:
 
 
 def _leave(writer: WriterProcess, pending: list[PendingSave], on_exit: OnExit, timeout_s: float, pid: int) -> None:
-    """Finalizer of a checkpointer that was not closed: finish or abandon its unwritten saves, as `on_exit` says."""
     if os.getpid() != pid:
         return  # a forked child has neither writer nor saves
     if on_exit == "abandon":

@@ -2,14 +2,10 @@
 
     dcp.save(state, storage_writer=AsyncFileSystemWriter(path))
 
-It differs from torch's FileSystemWriter in three points. Files get nearly equal lengths, computed from the parts of
-tensors that are saved and not from whole tensors. Each file is written by a thread, and the failure of a thread fails
-the save. With sync_files=True, the index is on the disk (fsync) before it is renamed to its final name. torch's own
-reader reads the result.
-
-The files are written in the thread or process in which torch calls the writer. For a separate writer process use
-AsyncCheckpointer.
-"""
+Unlike with torch's FileSystemWriter, files get nearly equal lengths, computed from the parts that are saved; the
+failure of a thread fails the save; with sync_files=True, the index is on the disk before it is renamed. torch's own
+reader reads the result. Files are written in the thread or process in which torch calls; for a separate process use
+AsyncCheckpointer."""
 
 from __future__ import annotations
 
@@ -43,20 +39,15 @@ class AsyncFileSystemWriter(FileSystemWriter):
 
     Args:
         path: folder of the checkpoint; created if missing.
-        thread_count: number of writing threads, and largest number of files, on each rank; with separation_hint up to
-            twice as many files.
-        separation_hint: prefix of names. Values whose names begin with this prefix are saved in separate files. None:
-            all values share the files.
+        thread_count: number of writing threads on each rank, and largest number of files (twice with separation_hint).
+        separation_hint: prefix of the names of values that are saved in separate files. None: all share the files.
         sync_files: True: fsync all files before the save ends.
         overwrite: False: raise an error if the folder holds a checkpoint. True: replace that checkpoint.
-        transforms: torch's stream extensions, such as ZStandard for compression, which are applied to everything that
-            is written.
+        transforms: torch's stream extensions, such as ZStandard for compression, applied to everything that is written.
 
-    If threads fail, `dcp.save` raises the error of one of them. If none failed, but fewer items were written than
-    planned, it raises CheckpointError. Both errors are wrapped in torch's CheckpointException.
-
-    Raises InvalidArgumentError if thread_count is not an int >= 1.
-    """
+    If threads fail, `dcp.save` raises the error of one of them; if fewer items were written than planned,
+    CheckpointError. Both are wrapped in torch's CheckpointException. Raises InvalidArgumentError if thread_count is not
+    an int >= 1."""
 
     def __init__(
         self,
@@ -114,8 +105,7 @@ class AsyncFileSystemWriter(FileSystemWriter):
         return write_item(self.transforms, file, data, item, name, SerializationFormat.TORCH_SAVE)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write torch's index, which makes the checkpoint complete, as the last file. With sync_files, fsync the index
-        and the folder."""
+        """Write torch's index, which makes the checkpoint complete, as the last file."""
         metadata.version = DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
         metadata.storage_meta = self.storage_meta()
@@ -129,7 +119,6 @@ class AsyncFileSystemWriter(FileSystemWriter):
 
 
 def _chunk_bytes(item: WriteItem) -> int | None:
-    """Number of bytes of the tensor, or part of a tensor, that a write item saves; None for an object."""
     if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
         return None
     nbytes = item.tensor_data.properties.dtype.itemsize

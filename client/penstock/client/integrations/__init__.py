@@ -1,4 +1,4 @@
-"""Integrations with other libraries: callbacks for frameworks that own the training loop, and conversions. Most modules
-import their framework. They are imported only on demand, so no framework is a dependency of Penstock."""
+"""Integrations with other libraries, most of which import their framework: imported only on demand, so that no
+framework is a dependency."""
 
 __all__: list[str] = []

@@ -1,5 +1,4 @@
-"""Message with a batch, for the other ranks of its box: the batch's structure (nesting, keys, dtypes), its shapes, and
-its region, one block of memory with the values of all its tensors.
+"""Message with a batch for the other ranks of its box: its structure, shapes, and region (one block with all values).
 
     offset  size  content                                         (in bytes)
     0       8     S, size of the structure                        int64, little-endian, like D and R
@@ -9,7 +8,7 @@ its region, one block of memory with the values of all its tensors.
             8D    dims, then zeros to a multiple of 64
             R     region
 
-Nothing is pickled. Structure, shapes and region are encoded as on a lane, and checked by the same code."""
+Nothing is pickled; all is encoded as on a lane, and checked by the same code."""
 
 from __future__ import annotations
 
@@ -30,15 +29,15 @@ NUMBERS = 3
 
 
 class BatchMessages:
-    """Packer and unpacker of the batches of one stream, for one thread."""
+    """For the batches of one stream, and one thread."""
 
     def __init__(self) -> None:
         self._flattener = Flattener()
         self._assembler: Assembler | None = None
 
     def pack(self, batch: Any) -> torch.Tensor:
-        """Return the message with a batch, as a uint8 tensor of shape [bytes] on the CPU, which shares no memory with
-        the batch. Raises UnsupportedLeafError for tensors on a device such as a GPU."""
+        """Return the message, a uint8 CPU tensor of shape [bytes] that shares no memory with the batch. Raises
+        UnsupportedLeafError for tensors on a GPU."""
         flat = self._flattener.flatten(batch)
         structure = flat.structure.to_bytes()
         dims_at = HEADER + padded(len(structure))
@@ -55,15 +54,14 @@ class BatchMessages:
         return message
 
     def unpack(self, message: torch.Tensor) -> Any:
-        """Return the batch in a message. Its tensors are views of the message's memory; its dicts and lists are new.
-        Raises ProtocolError for a message that pack() cannot have made."""
+        """Return the batch as views of the message. Raises ProtocolError for what pack() cannot have made."""
         structure, shapes, region_at, nbytes = self._parts(message)
         if self._assembler is None or self._assembler.structure != structure:
             self._assembler = Assembler(structure)
         return self._assembler.assemble(shapes, message.numpy(), region_at, nbytes)
 
     def rows(self, message: torch.Tensor) -> int | None:
-        """Return the number of rows of the batch in a message; None as for infer_batch_size."""
+        """Return the number of rows of the batch; None as for infer_batch_size."""
         structure, shapes, _, _ = self._parts(message)
         return batch_size_of(structure, shapes)
 

@@ -1,12 +1,9 @@
 """Messages from the reader of a box, the rank that reads the box's batches, to the box's other ranks, over gloo.
 
-The reader sends a message to the leaders of the other stages of the pipeline (rank_groups.py), and each leader
-broadcasts it to the ranks of its stage, which request batches at the same time because they run in lockstep. The last
-stage requests a batch only when its activations arrive. If the reader waited for that request, the
-activations would never come. So a thread of the reader sends to other stages, and the training thread only queues
-messages. The pipeline's depth limits the length of the queue, because the first stage cannot be further ahead.
-
-Every wait for another rank ends after the timeout of the process groups."""
+The reader sends to the leaders of the other stages (rank_groups.py), which broadcast to their stages, whose ranks run
+in lockstep. The last stage requests a batch only when its activations arrive, and they would never come if the reader
+waited for that. So a thread of the reader sends; the pipeline's depth limits its queue. Every wait ends after the
+timeout of the process groups."""
 
 from __future__ import annotations
 
@@ -26,28 +23,25 @@ from penstock.proto.errors import DeadlineError, LaneLostError, PenstockError, P
 __all__ = ["NOTHING", "Kind", "Message", "Relay", "error_of", "failure_message", "relayed"]
 
 MAX_MESSAGE_BYTES: Final = 4 << 30
-"""Largest size in bytes of a message for which a rank allocates memory."""
+"""Largest message in bytes for which a rank allocates memory."""
 
 
 class Kind(IntEnum):
     BATCH = 0
     END = 1
-    """The loader has no more batches."""
     ERROR = 2
-    """The reader has failed. The content is the name of the error's class, a newline, and the error's text."""
+    """The content is the name of the error's class, a newline, and the error's text."""
     STATE = 3
 
 
 Message = tuple[Kind, torch.Tensor]
-"""Kind and content of a message. The content is a uint8 tensor of shape [bytes]."""
+"""The content is a uint8 tensor of shape [bytes]."""
 
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-"""Content of a message without content."""
 
 
 class Relay:
-    """Connection of this rank with the other ranks of its box. All ranks of the job create their connections in the
-    same order."""
+    """Connection with the other ranks of the box. All ranks of the job create theirs in the same order."""
 
     def __init__(self, ranks: RankGroups, stages: Stages, timeout_s: float) -> None:
         self._ranks, self._timeout_s = ranks, timeout_s
@@ -78,8 +72,7 @@ class Relay:
         return self._broadcast(message)
 
     def share(self, message: Message | None) -> Message:
-        """Send the reader's `message` to all ranks of the box, and return it on each. All ranks of the box call this
-        together, the others with None."""
+        """Return the reader's `message` on all ranks of the box, which call this together, the others with None."""
         if self._sender is not None:
             self._sender.drain(self._timeout_s)
         if self._ranks.leads:
@@ -117,7 +110,7 @@ class _Sender:
         self._waiting.put(message)
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until all queued messages are sent. Raises DeadlineError, or LaneLostError if one could not be sent."""
+        """Wait until all is sent. Raises DeadlineError, or LaneLostError if a message could not be sent."""
         sent = threading.Event()
         self._waiting.put(sent)
         if not sent.wait(timeout_s):
@@ -173,7 +166,7 @@ class _Named:
 
 
 def _broadcast(message: Message | None, group: HostGroup | None, ranks: RankGroups) -> Message:
-    """Send the `message` of the group's first rank to all its ranks, and return it on each. The others pass None."""
+    """Return the first rank's `message` on all ranks. The others pass None."""
     if group is None:
         assert message is not None
         return message
@@ -191,7 +184,6 @@ def _header(message: Message) -> torch.Tensor:
 
 
 def _content(header: torch.Tensor) -> torch.Tensor:
-    """Return memory for the content of a message whose header has arrived."""
     kind, nbytes = header.tolist()
     if kind not in iter(Kind) or not 0 <= nbytes <= MAX_MESSAGE_BYTES:
         raise ProtocolError(
@@ -203,11 +195,11 @@ def _content(header: torch.Tensor) -> torch.Tensor:
 
 
 def relayed(batches: Iterator[Any] | None, relay: Relay, rank: int) -> Iterator[Any]:
-    """Yield the reader's batches on all ranks of its box. All of them must request each batch together, and iterate to
-    the end. `batches`: iterator over the loader on the reader; None on the other ranks.
+    """Yield the reader's batches on all ranks of its box, which request each together, to the end. `batches`: on the
+    reader.
 
-    Raises an error of the reader on all ranks of the box: on the reader the error itself; on the others one of the same
-    class if that is a PenstockError, else a PenstockError with the class's name in its text."""
+    The reader's error is raised on all ranks: on others in the same class if that is a PenstockError, else as a
+    PenstockError with the class's name in its text."""
     return _received(relay) if batches is None else _sent(batches, relay, rank)
 
 
@@ -239,7 +231,6 @@ def _received(relay: Relay) -> Iterator[Any]:
 
 
 def failure_message(error: Exception, rank: int) -> Message:
-    """Return the message by which the reader, `rank`, tells the other ranks its error."""
     name, text = type(error).__name__, str(error)
     if not isinstance(error, PenstockError):
         name, text = PenstockError.__name__, f"the reader, rank {rank}, failed with {name}: {text}"
@@ -247,6 +238,5 @@ def failure_message(error: Exception, rank: int) -> Message:
 
 
 def error_of(content: torch.Tensor) -> PenstockError:
-    """Return the error in the content of a message that `failure_message` made."""
     name, _, text = content.numpy().tobytes().decode(errors="replace").partition("\n")
     return error_named(name, text)

@@ -1,9 +1,8 @@
 """JAX: batches as NumPy arrays, which `jax.jit` and `jax.device_put` take, and states as JSON, for Orbax.
 
-An array is a view of the memory that the workers filled, and keeps the torch tensor with that memory alive. So the ring
-entry is not filled again while an array, a slice of it or a jax.Array in the same memory exists. (On CPUs
-`jax.device_put` makes a jax.Array in the same memory.) This module imports neither JAX nor Orbax, and can be used with
-any library that takes NumPy arrays."""
+An array is a view of the memory that the workers filled and keeps it alive: the ring entry is not filled again while an
+array, a slice or a jax.Array in the same memory (`jax.device_put` on CPUs) exists. Neither JAX nor Orbax is imported,
+so this suits any library that takes NumPy arrays."""
 
 from __future__ import annotations
 
@@ -35,28 +34,21 @@ def numpy_batches(batches: Iterable[Any]) -> Iterator[Any]:
         for batch in numpy_batches(executor):
             parameters, loss = train_step(parameters, batch)     # a function compiled by jax.jit
 
-    The iterator takes a batch only when the loop requests one, and keeps no batch. So the executor and the loader have
-    the same position as the loop.
-
-    Args:
-        batches: a DataExecutor, a DataLoader, or another iterable of batches.
-
-    Iterating raises the stream's errors, and those of as_numpy().
-    """
+    It takes a batch only when the loop requests one, so executor and loader have the loop's position. `batches`: a
+    DataExecutor, a DataLoader, or another iterable. Iterating raises the stream's errors, and those of as_numpy()."""
     return map(as_numpy, batches)
 
 
 def as_numpy(batch: Any) -> Any:
-    """Return a batch with each torch tensor replaced by a NumPy array in the same memory.
+    """Return a batch with each torch tensor replaced by a writable NumPy array in the same memory.
 
-    An array has the shape of its tensor and the dtype of the same name. The dtypes bfloat16 and float8 come from the
-    package ml_dtypes, which JAX requires. The array is writable, and a change of the array changes the tensor. Dicts,
-    lists, tuples, namedtuples and dataclasses are copied; all other values stay as they are.
+    An array has the shape of its tensor and the dtype of the same name; bfloat16 and float8 come from the package
+    ml_dtypes, which JAX requires. Dicts, lists, tuples, namedtuples and dataclasses are copied; all other values stay
+    as they are.
 
     Raises:
         UnsupportedLeafError: NumPy has no such dtype (complex32, float4_e2m1fn_x2), or ml_dtypes is not installed.
-        InvalidArgumentError: a tensor is not on the CPU.
-    """
+        InvalidArgumentError: a tensor is not on the CPU."""
     cls = type(batch)
     if isinstance(batch, torch.Tensor):
         return _array(batch)
@@ -92,11 +84,9 @@ def _array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
 
 @cache
 def _extended(dtype: torch.dtype) -> tuple[torch.dtype, np.dtype[Any]] | None:
-    """Return (torch dtype, NumPy dtype) for a dtype that NumPy does not have, such as bfloat16: the tensor is viewed as
-    the first, integers of the same size, and the array as the second, which comes from ml_dtypes. None: NumPy has the
-    dtype.
-
-    It is cached: an array of bfloat16 takes 2 us, without the cache a caught error of torch 30 us more."""
+    """Return, for a dtype that NumPy lacks, such as bfloat16, the integers of its size to view the tensor as, and
+    ml_dtypes' dtype to view the array as; else None. Cached: an array takes 2 us, a caught error of torch 30 us
+    more."""
     try:
         torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype).numpy()  # torch warns of an empty complex32
         return None

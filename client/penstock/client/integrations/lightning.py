@@ -1,13 +1,9 @@
 """PyTorch Lightning: the loader's position in Lightning's checkpoints.
 
-Lightning itself saves the state of a loader at the batch that its fetcher has taken. For a loader without a length this
-is one batch ahead of the loop. Lightning also does not load a state saved at the end of an epoch. So a callback counts
-the batches that reach the loop, and saves and loads the state.
-
-Lightning's epoch may be shorter than an epoch of the loader (limit_train_batches). Lightning then leaves the loader's
-epoch before its end, and begins the next one. The loader's position alone does not show that Lightning's epoch was
-over, so the checkpoint also records that.
-"""
+Lightning saves a loader's state at the batch that its fetcher has taken, without a length one ahead of the loop, and
+does not load a state saved at the end of an epoch. So a callback counts the batches that reach the loop, and saves and
+loads the state. It also records the end of Lightning's epoch, which limit_train_batches may make shorter than the
+loader's."""
 
 from __future__ import annotations
 
@@ -65,8 +61,8 @@ class LoaderState(Callback):
             self._ahead.leave_epoch(at_its_end=True)
 
     def _epoch_over(self) -> bool:
-        """Return True if the last batch of Lightning's epoch is done. The checkpoint may be saved after that batch,
-        after the validation or after the epoch, so this reads the progress from which Lightning itself resumes."""
+        """True if the last batch of Lightning's epoch is done, by the progress from which Lightning itself resumes: the
+        checkpoint may be saved after that batch, the validation or the epoch."""
         if self._trainer is None:
             return False
         batches = self._trainer.fit_loop.epoch_loop.batch_progress

@@ -1,5 +1,5 @@
 """Asynchronous saves of Megatron-core and NVRx (NVIDIA's resiliency extension), written by Penstock: a replacement of
-the `FileSystemWriterAsync` in these libraries.
+their `FileSystemWriterAsync`, which imports neither.
 
 The schedulers of both libraries save in phases, and call a storage writer in each:
 
@@ -8,14 +8,10 @@ The schedulers of both libraries save in phases, and call a storage writer in ea
     write:     the function of `get_save_function_and_args`, in a process of the scheduler, forked or spawned
     finalize:  `retrieve_write_results` on each rank, gathered, and `finish` on rank 0
 
-Staging copies everything, from any device, to shared memory in the layout of the files (staging.py). So once
-`prepare_write_data` returns, the training may change every tensor, and the writing process needs neither CUDA nor the
-training's memory. The writing process puts its result, success or an error, into the same memory. No queue is used, so
-a message of an earlier save cannot be read by mistake. A writing process that is killed leaves no result, which counts
-as a failure at once.
-
-This module imports neither Megatron-core nor NVRx.
-"""
+Staging copies everything to shared memory in the layout of the files (staging.py), so the training may then change
+every tensor, and the writing process needs no CUDA. It puts its result into the same memory, not into a queue, where a
+message of an earlier save could be read by mistake. A process that is killed leaves no result, which counts as a
+failure at once."""
 
 from __future__ import annotations
 
@@ -47,7 +43,7 @@ from penstock.runtime.files.direct_files import write_file
 __all__ = ["FileSystemWriterAsync"]
 
 VERDICT = 8192
-"""Number of bytes of shared memory for the writing process's result."""
+"""Bytes of shared memory for the writing process's result."""
 LENGTH = 8
 
 
@@ -64,20 +60,16 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
 
     Args:
         path: folder of this checkpoint.
-        single_file_per_rank: must be True. Each rank writes up to `thread_count` files, as with Megatron-core's
-            writer.
+        single_file_per_rank: must be True. Each rank writes up to `thread_count` files, as with Megatron-core's writer.
         sync_files: True: fsync all files before a save is complete.
         thread_count: largest number of files of each rank. Each file is written by a thread.
-        separation_hint: prefix of names. Values whose names begin with this prefix are saved in up to `thread_count`
-            separate files. None: all values share the files.
+        separation_hint: prefix of the names of values that are saved in up to `thread_count` separate files.
         use_msc: must be False, because NVIDIA's multi-storage client is not supported.
         overwrite: False: raise an error if the folder contains a checkpoint.
 
     Attributes:
-        write_buckets: files that were copied to shared memory; None before `prepare_write_data`. len(write_buckets) is
-            the number of files.
-        results_queue: None, because the result is in shared memory.
-    """
+        write_buckets: the files in shared memory, len() of them; None before `prepare_write_data`.
+        results_queue: None, because the result is in shared memory."""
 
     can_run_decentralized_global_plan = True
     results_queue = None
@@ -106,8 +98,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         self.checkpoint_dir = path
         self.write_buckets: StagedFiles | None = None
         self._buffer: StagingBuffer | None = None
-        """Shared memory that the writing process reads from. None before `prepare_write_data`, and after that process
-        has ended."""
+        """Memory that the writing process reads from, until it has ended."""
         self._failure = ""
         self._stored: list[tuple[MetadataIndex, StorageInfo]] = []
 
@@ -134,9 +125,9 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         self.write_buckets = StagedFiles(self._buffer.image, sizes, verdict, str(self.path), self.sync_files)
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, Callable[..., Any] | None, list[Any]]:
-        """Return the function that writes the files, None in place of a function that preloads, and the first
-        function's arguments; (None, None, []) if this rank has nothing to write. The function may be called in another
-        process, forked or spawned."""
+        """Return the function that writes the files, None in place of a function that preloads, and the first one's
+        arguments; (None, None, []) without anything to write. It may be called in another process, forked or
+        spawned."""
         if not self.write_buckets:
             return None, None, []
         return write_staged, None, [_rank(), self.write_buckets, None]
@@ -147,8 +138,8 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         return write_buckets
 
     def retrieve_write_results(self) -> list[WriteResult] | tuple[BaseException, Any]:
-        """Return the results of this rank's items, or this rank's error in the form in which torch sends an exception
-        to other ranks. Call this after the writing function has returned, or its process has ended."""
+        """Return the results of this rank's items, or its error as torch sends one to other ranks. Call this after the
+        writing function has returned, or its process has ended."""
         if self.write_buckets is None:
             raise CheckpointError(
                 "retrieve_write_results() must be called after prepare_write_data(), got a call before it: call "
@@ -173,13 +164,8 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
 
 
 class StagedFiles:
-    """Files of a save in shared memory, as a picklable object for the process that writes them.
-
-    Args:
-        image: shared memory with the files; None if this rank writes no file.
-        files: name of each file, its offset in the memory and its length, in bytes.
-        verdict: offset in the memory at which the writing process puts its result.
-        durable: True to sync the files to the disk."""
+    """Files of a save in shared memory, picklable for the process that writes them. `image`: None without files.
+    `files`: name, offset and length in bytes. `verdict`: offset of the result. `durable`: sync the files."""
 
     def __init__(
         self, image: SharedImage | None, files: list[tuple[str, int, int]], verdict: int, folder: str, durable: bool
@@ -195,13 +181,13 @@ class StagedFiles:
         return len(self.files)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the object for a spawned process. The memory's descriptor is sent, not its contents."""
+        """Send the memory's descriptor to a spawned process, not its contents."""
         assert self._image is not None
         handle = reduction.DupFd(self._image.fd)
         return _received, (handle, self._image.nbytes, self.files, self._verdict, self._folder, self._durable)
 
     def write(self) -> None:
-        """Write the files to the folder, then put the result (the text of an error, "" for success) into the memory."""
+        """Write the files, then put the result (the text of an error, "" for success) into the memory."""
         assert self._image is not None
         region = memoryview(self._image.map)
         error = ""
@@ -232,7 +218,7 @@ class StagedFiles:
         self._image.put(self._verdict, len(data).to_bytes(LENGTH))
 
     def result(self) -> dict[str, Any] | None:
-        """Return the result of the writing process; None if it has not put one into the shared memory."""
+        """Return the writing process's result; None if there is none yet."""
         assert self._image is not None
         begin = self._verdict + LENGTH
         length = int.from_bytes(self._image.map[self._verdict : begin])
@@ -240,7 +226,7 @@ class StagedFiles:
 
 
 def write_staged(rank: int, staged: StagedFiles, results_queue: None) -> None:
-    """Write the files of a save, in a process that the scheduler chose. `retrieve_write_results` reports an error."""
+    """Write the files in a process of the scheduler. `retrieve_write_results` reports an error."""
     staged.write()
     staged.close()
 
@@ -252,8 +238,7 @@ def _received(handle: Any, nbytes: int, *rest: Any) -> StagedFiles:
 
 
 class _Buffers:
-    """Pool of shared memory that earlier saves have released, because allocating memory takes longer than copying into
-    it."""
+    """Shared memory that earlier saves released: allocating takes longer than copying into it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -274,8 +259,7 @@ _buffers = _Buffers()
 def _resolved(
     item: WriteItem, planner: SavePlanner, values: dict[Key, torch.Tensor], objects: dict[Key, bytes]
 ) -> LocalItem:
-    """Return Penstock's item for an item of torch's plan. Put its value into `values` if it is a plain tensor;
-    otherwise put the bytes that torch.save writes into `objects`."""
+    """Return Penstock's item. Put a plain tensor into `values`, else torch.save's bytes into `objects`."""
     data = planner.resolve_data(item)
     framed = isinstance(data, torch.Tensor) and is_plain(data) and _fits(item, data)
     local = LocalItem.of(item, framed)

@@ -1,15 +1,12 @@
 """Megatron-core: the batches of a loader as the `data_iterator` of its pipeline schedules.
 
-Megatron's schedules call the user's forward step on every rank, which takes a microbatch by `next(data_iterator)`. The
-ranks of one data-parallel rank (tensor, context and pipeline parallel) need the same microbatch, so they are one box:
-one rank, the reader, iterates the loader, and the others get its batches (batch_relay.py). Ranks of one stage of a
-pipeline call `next` together. Different stages do not, and with a virtual pipeline neither do the parts of the model on
-one rank (model chunks).
+The ranks of one data-parallel rank (tensor, context and pipeline parallel) need the same microbatch, so they are one
+box: one rank, the reader, iterates the loader, and the others get its batches (batch_relay.py). Ranks of one stage call
+`next` together; stages, and model chunks of a virtual pipeline, do not.
 
-A batch has memory of its own on all ranks, the reader included: Megatron's RerunDataIterator keeps all microbatches of
-an iteration, which may be more than the ring has entries. A microbatch counts as delivered when the reader's first
-stage takes it. Between two iterations of the training loop all stages have taken the same ones, so states are saved
-then."""
+A batch has memory of its own on all ranks: Megatron's RerunDataIterator keeps all microbatches of an iteration, which
+may be more than the ring has entries. A microbatch counts as delivered when the reader's first stage takes it. States
+are saved between two iterations, when all stages have taken the same ones."""
 
 from __future__ import annotations
 
@@ -36,13 +33,12 @@ __all__ = ["DataIterator", "RankGroups", "box_appliance"]
 
 
 def box_appliance(*, ranks: RankGroups | None = None, **settings: Any) -> AbstractContextManager[Appliance | None]:
-    """Return the `Appliance(**settings)` of this rank's box (a data-parallel rank of Megatron), to be opened by `with`.
-    On ranks that do not iterate the loader, return a context manager that does nothing.
+    """Return the `Appliance(**settings)` of this rank's box, to be opened by `with`; on ranks that do not iterate the
+    loader, a context manager that does nothing.
 
     Args:
         ranks: position of this rank among the ranks that share a model; None: as in megatron.core.parallel_state.
-        settings: arguments of Appliance. box, num_boxes and device are not allowed.
-    """
+        settings: arguments of Appliance. box, num_boxes and device are not allowed."""
     wrong = sorted({"box", "num_boxes", "device"} & settings.keys())
     if wrong:
         raise InvalidArgumentError(
@@ -65,32 +61,29 @@ class DataIterator:
             for iteration in range(train_iters):
                 forward_backward_func(data_iterator=data, num_microbatches=num_microbatches, ...)
 
-    A batch of the loader is one microbatch of one data-parallel rank. All ranks create the iterator, at the same point
-    of the code, because the constructor opens process groups. With a virtual pipeline pass `data.chunks(number of model
-    chunks)`.
+    A batch of the loader is one microbatch of one data-parallel rank. All ranks create the iterator, at the same point,
+    because that opens process groups. With a virtual pipeline pass `data.chunks(number of model chunks)`.
 
     A batch is the whole sequence. With context parallelism the forward step takes its part by
     `get_batch_on_this_cp_rank(dict(next(data_iterator)))`: a copy, because that function changes the dict, and
     Megatron's rerun state machine may return it once more.
 
     Args:
-        loader: the Penstock DataLoader. Only one rank of each box iterates the loader; on other ranks the loader costs
-            nothing.
+        loader: the Penstock DataLoader. Only one rank of each box iterates it; on others it costs nothing.
         num_steps: number of microbatches of this box, over as many epochs as needed; None: one epoch.
         checkpoint_steps: as for DataExecutor, in microbatches.
         stages: stages of the pipeline that take batches: "ends" (the first, for its tokens, and the last, for its
             labels) or "all". `next` on another stage is an error.
         ranks: position of this rank among the ranks that share a model; None: as in megatron.core.parallel_state.
-        timeout_s: longest wait for another rank, in seconds. Keep timeout_s above the appliance's timeout_s, so that
-            the reader's error reaches the other ranks.
+        timeout_s: longest wait for another rank, in seconds. Keep it above the appliance's timeout_s, so that the
+            reader's error reaches the other ranks.
 
     Raises:
         InvalidArgumentError: Megatron's parallel state is not initialized, or an argument has an invalid value.
 
-    `next` raises StopIteration on all ranks after the same microbatch. On the reader `next` raises the stream's errors,
-    on the other ranks errors of the same class and text (PenstockError in place of an error of another library);
-    LaneLostError if another rank of the box has ended.
-    """
+    `next` raises StopIteration on all ranks after the same microbatch; on the reader the stream's errors, on the others
+    errors of the same class and text (PenstockError in place of an error of another library); LaneLostError if another
+    rank of the box has ended."""
 
     def __init__(
         self,
@@ -115,16 +108,16 @@ class DataIterator:
         self._messages = BatchMessages()
         self._consumed: int | None = 0
         self._rows: int | None = 0
-        """Number of rows that this box's loader has delivered since a state was loaded; None if unknown."""
+        """Rows that this box's loader has delivered since a state was loaded; None if unknown."""
         self._base: int | None = 0
-        """Number of samples that all boxes had consumed at the loaded state; None if unknown."""
+        """Samples that all boxes had consumed at the loaded state; None if unknown."""
         self._begin()
 
     def _begin(self) -> None:
         self._source: Iterator[Any] | None = None
         self._batches: deque[torch.Tensor] = deque()
         self._first = 0
-        """Number, from 0, of the first microbatch in `_batches`, counted since the last load of a state."""
+        """Number of the first microbatch in `_batches`, from 0 since the last load of a state."""
         self._cursors: list[_Chunk] = []
         self._over: PenstockError | StopIteration | None = None
 
@@ -134,7 +127,6 @@ class DataIterator:
         return self
 
     def __next__(self) -> Any:
-        """Return the next microbatch."""
         if not self._cursors:
             self.chunks(1)
         if len(self._cursors) > 1:
@@ -145,8 +137,7 @@ class DataIterator:
         return next(self._cursors[0])
 
     def chunks(self, count: int) -> list[Iterator[Any]]:
-        """Return, for a virtual pipeline, `count` iterators over all microbatches, one for each part of the model on
-        this rank (model chunk)."""
+        """Return, for a virtual pipeline, `count` iterators over all microbatches, one for each model chunk."""
         if count < 1:
             raise InvalidArgumentError(
                 f"the number of model chunks passed to chunks() must be >= 1, got {count}: pass the number of parts of "
@@ -162,7 +153,6 @@ class DataIterator:
         return list(self._cursors)
 
     def _at(self, number: int) -> Any:
-        """Return the microbatch with this number, from 0, counted since the last load of a state."""
         while number >= self._first + len(self._batches):
             if self._over is not None:
                 raise self._over
@@ -209,19 +199,15 @@ class DataIterator:
     @property
     def consumed_samples(self) -> int | None:
         """Number of samples that all boxes have consumed over the whole life of the run, at the last state_dict() or
-        load_state_dict(): Megatron's consumed_train_samples. None if the rows of a batch could not be counted,
-        because it had no tensors, or tensors with different numbers of rows."""
+        load_state_dict(): Megatron's consumed_train_samples. None if the rows of a batch could not be counted."""
         return self._consumed
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last microbatch: {"loader": the DataLoader's state, "consumed_samples": int}.
 
-        All ranks of the job call this method together, between two iterations, and get the same value. Save the value
-        once, on any rank. (torch.distributed.checkpoint.load, which calls this method to get a state that it loads
-        into, gets an empty state.)
-
-        Raises the errors of DataLoader.state_dict(), on all ranks of the box.
-        """
+        All ranks of the job call this together, between two iterations, and get the same value; save it once.
+        (torch.distributed.checkpoint.load, which requests a state to load into, gets an empty one.) Raises the errors
+        of DataLoader.state_dict(), on all ranks of the box."""
         if is_to_be_filled():
             return {"loader": self._loader.state_dict(), "consumed_samples": 0}
         kind, content = self._relay.share(self._state() if self._ranks.reads else None)
@@ -242,13 +228,10 @@ class DataIterator:
             return failure_message(error, self._ranks.rank)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, from which the next microbatch resumes. The state may have been saved with other numbers of
-        data-, tensor-, context- and pipeline-parallel ranks. All ranks call this method, before the first `next`, or
-        between two iterations.
+        """Load a state, from which the next microbatch resumes, also on other numbers of data-, tensor-, context- and
+        pipeline-parallel ranks. All ranks call this, before the first `next`, or between two iterations.
 
-        Raises the errors of DataLoader.load_state_dict(), and StateMismatchError if `state_dict` is not a state of a
-        DataIterator.
-        """
+        Raises the errors of DataLoader.load_state_dict(), and StateMismatchError for a state of anything else."""
         if not isinstance(state_dict, dict) or not {"loader", "consumed_samples"} <= state_dict.keys():
             raise StateMismatchError(
                 f"a DataIterator's state must have loader and consumed_samples, got {repr(state_dict)[:80]}: pass the "
@@ -263,8 +246,8 @@ class DataIterator:
     # ---- the end
 
     def close(self) -> None:
-        """End the loop over the loader, and wait until other stages have received all batches. Call this method on all
-        ranks, before destroy_process_group(). A `with` calls it at its end, but does not wait after an error."""
+        """End the loop, and wait until other stages have all batches. Call this on all ranks, before
+        destroy_process_group(). A `with` calls it at its end, but does not wait after an error."""
         self._end()
         self._relay.close()
 
@@ -285,8 +268,6 @@ class DataIterator:
 
 
 class _Chunk:
-    """Iterator over all microbatches for one model chunk."""
-
     def __init__(self, owner: DataIterator, number: int, count: int) -> None:
         self._owner, self._number, self._count = owner, number, count
         self.takes = owner._ranks.takes(owner._stages, number, count)

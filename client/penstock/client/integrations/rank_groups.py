@@ -1,15 +1,15 @@
 """Ranks of a model-parallel job that get the same batches.
 
 The ranks with one data-parallel rank are a box: tp x cp ranks (tensor and context parallelism) in each stage of its
-pipeline. The first rank of a stage is the stage's *leader*. The leader of the first stage is the box's *reader*: it
-iterates the loader, and sends the batches to the others.
+pipeline. A stage's first rank is its *leader*. The first stage's leader is the box's *reader*: it iterates the loader,
+and sends the batches to the others.
 
         pp 0            pp 1                    (tp 2, pp 2, dp 2)
     dp 0   0 1    ->    4 5     box 0: rank 0 reads; rank 4 gets its batches, for stage 1; 1 and 5 get those of 0 and 4
     dp 1   2 3    ->    6 7     box 1: rank 2 reads
 
-Other libraries' groups use the accelerators' network, but batches are in the host's memory. So Penstock opens groups of
-its own (host_group.py), and its collective operations never mix with another library's."""
+Other libraries' groups use the accelerators' network, but batches are in the host's memory, so Penstock opens groups of
+its own (host_group.py)."""
 
 from __future__ import annotations
 
@@ -30,22 +30,19 @@ Stages = Literal["ends", "all"]
 
 @dataclass(frozen=True)
 class RankGroups:
-    """Position of a rank in a model-parallel job: its box and stage, and the ranks with which it exchanges batches.
-    Numbers of ranks are those of the whole job."""
+    """Position of a rank in a model-parallel job. Numbers of ranks are those of the whole job."""
 
     rank: int
     box: int
     """Number of the rank's box: its data-parallel rank."""
     stage: int
-    """Number of the rank's stage in the pipeline, from 0."""
     num_stages: int
     peers: tuple[int, ...]
-    """All ranks of the rank's stage in its box, including itself, in ascending order: tp x cp ranks."""
+    """All ranks of the rank's stage in its box, including itself, in ascending order."""
     leaders: tuple[int, ...] = ()
-    """Leader (first rank) of each stage of the box, in the order of the stages. Used on leaders only."""
+    """First rank of each stage of the box, in their order. Used on leaders only."""
     readers: tuple[int, ...] = ()
-    """Reader (rank that iterates the loader) of each box, in the order of the boxes. Used on readers only; on other
-    ranks it may have other values."""
+    """Reader of each box, in their order. Used on readers only; elsewhere it may differ."""
     num_boxes: int = 1
 
     def __post_init__(self) -> None:
@@ -68,30 +65,27 @@ class RankGroups:
 
     @property
     def leads(self) -> bool:
-        """True if this rank is its stage's leader."""
         return self.rank == self.peers[0]
 
     @property
     def reads(self) -> bool:
-        """True if this rank is its box's reader."""
         return self.leads and self.stage == 0
 
     def takes(self, stages: Stages, chunk: int, num_chunks: int) -> bool:
-        """Return True if this rank's model chunk number `chunk` of `num_chunks` (virtual pipeline) takes batches. With
-        stages="ends" only the first chunk of the first stage and the last chunk of the last stage do."""
+        """True if this rank's model chunk number `chunk` of `num_chunks` (virtual pipeline) takes batches. With "ends"
+        only the first chunk of the first stage and the last chunk of the last stage do."""
         first = self.stage == 0 and chunk == 0
         last = self.stage == self.num_stages - 1 and chunk == num_chunks - 1
         return stages == "all" or first or last
 
     def targets(self, stages: Stages) -> tuple[int, ...]:
-        """Return the leaders of other stages to which a reader sends its batches, in the order of the stages."""
+        """Return the leaders of other stages to which a reader sends its batches."""
         others = self.leaders[1:]
         return others if stages == "all" else others[-1:]
 
     @classmethod
     def of_boxes(cls, rank: int, boxes: Sequence[int]) -> RankGroups:
-        """Return the groups of a rank in a job in which all ranks of a box request each batch together, so that a box
-        has one stage. `boxes`: number of the box of each rank of the job."""
+        """Return the groups if all ranks of a box request each batch together: one stage. `boxes`: of each rank."""
         ranks: dict[int, list[int]] = {}
         for each, box in enumerate(boxes):
             ranks.setdefault(box, []).append(each)
@@ -101,10 +95,9 @@ class RankGroups:
 
     @classmethod
     def of_megatron(cls) -> RankGroups:
-        """Return the groups of this rank, taken from Megatron-core's parallel_state.
+        """Return the groups of this rank, from Megatron-core's parallel_state.
 
-        Raises InvalidArgumentError if initialize_model_parallel was not called.
-        """
+        Raises InvalidArgumentError if initialize_model_parallel was not called."""
         state: Any = importlib.import_module("megatron.core.parallel_state")
         if not state.model_parallel_is_initialized():
             raise InvalidArgumentError(

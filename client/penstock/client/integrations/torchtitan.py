@@ -3,10 +3,9 @@
     config.dataloader = PenstockDataLoader.Config(input_fn=input_fn)
     config.checkpoint = PenstockCheckpointManager.Config(enable=True, interval=500)       # or torchtitan's own
 
-A data-parallel rank of torchtitan is a box of Penstock. The loader's state describes all boxes. So all ranks save the
-same state under the same names, a checkpoint keeps one copy, and any number of data-parallel ranks can load it.
-torchtitan takes a batch only when its loop requests one, and saves between steps, so the state is that of the step.
-"""
+A data-parallel rank is a box. The loader's state describes all boxes: all ranks save the same, a checkpoint keeps one
+copy, and any number of data-parallel ranks can load it. torchtitan takes a batch only when its loop requests one, and
+saves between steps, so the state is that of the step."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ __all__ = ["PenstockCheckpointManager", "PenstockDataLoader"]
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 GRACE_S = 60.0
-"""Seconds for which a rank waits for a batch from the rank that reads for it, beyond the reading rank's own
-deadline."""
+"""Seconds for which a rank waits for its reader's batch beyond the reader's own deadline."""
 
 
 class PenstockDataLoader(BaseDataLoader):
@@ -98,8 +96,8 @@ class PenstockDataLoader(BaseDataLoader):
         snapshot_every_n_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Create the dataloader, as torchtitan's trainer does. snapshot_every_n_steps: number of batches between two
-        checkpoint steps, for which the workers prepare states; None: none is announced."""
+        """Create the dataloader, as torchtitan's trainer does. snapshot_every_n_steps: batches between two checkpoint
+        steps, for which the workers prepare states; None: none is announced."""
         if config.input_fn is None:
             raise InvalidArgumentError(
                 "PenstockDataLoader.Config: input_fn must be a function, got None: pass the function that makes the "
@@ -141,8 +139,7 @@ class PenstockDataLoader(BaseDataLoader):
                 return
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state, which covers all data-parallel ranks; {} on a rank that gets its batches from
-        another."""
+        """Return the state of all data-parallel ranks; {} on a rank that gets its batches from another."""
         return {} if self.loader is None else self.loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -165,8 +162,7 @@ def _checked(batch: Any, name: str) -> Batch:
 def _appliance(
     address: str | None, num_workers: int | None, dp_rank: int, dp_world_size: int, seed: int | None
 ) -> Appliance:
-    """Return an appliance with these settings: the same one until it is closed, so trainer and validator share one,
-    whose start takes seconds."""
+    """Return the same appliance until it is closed: trainer and validator share one, whose start takes seconds."""
     key = (address, num_workers, dp_rank, dp_world_size, seed)
     if key not in _appliances or _appliances[key].closed:
         _appliances[key] = Appliance(
@@ -180,8 +176,7 @@ _appliances: dict[tuple[Any, ...], Appliance] = {}
 
 @cache
 def _box(dp_rank: int, dp_world_size: int) -> tuple[RankGroups | None, Relay | None]:
-    """Return the groups of this rank in its box, and its connection with the box's other ranks; (None, None) if it is
-    its box's only rank. All ranks of the job call this together."""
+    """Return this rank's groups and connection; Nones if it is its box's only rank. All ranks call this together."""
     if not dist.is_initialized() or dist.get_world_size() <= dp_world_size:
         return None, None
     rank, timeout_s = dist.get_rank(), resolve().timeout_s + GRACE_S
@@ -193,10 +188,9 @@ def _box(dp_rank: int, dp_world_size: int) -> tuple[RankGroups | None, Relay | N
 class PenstockCheckpointManager(CheckpointManager):
     """Checkpoint manager of torchtitan that uses `AsyncCheckpointer` for checkpoints of the whole training.
 
-    All settings of torchtitan's own manager are kept, except for async_mode: a save always returns once the state is
-    copied to shared memory. torchtitan itself writes safetensors, and the last save if it holds only the model.
-    torchtitan also reads the checkpoints that its own manager wrote, if the folder has none of Penstock's.
-    """
+    It keeps all settings of torchtitan's own, except async_mode: a save always returns once the state is copied to
+    shared memory. torchtitan itself writes safetensors, and the last save if it holds only the model. Checkpoints of
+    torchtitan's own manager are read if the folder has none of Penstock's."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
@@ -288,8 +282,7 @@ class PenstockCheckpointManager(CheckpointManager):
 
 
 class _Container:
-    """Adapter for torchtitan's container of optimizers, which is an Optimizer whose states AsyncCheckpointer would name
-    by parameters, but its state_dict has done this already."""
+    """Adapter for torchtitan's container of optimizers, whose state_dict has named the states already."""
 
     def __init__(self, container: Any) -> None:
         self.state_dict = container.state_dict
@@ -297,7 +290,6 @@ class _Container:
 
 
 def _saved_parts(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that torchtitan saves as a dict for `AsyncCheckpointer`."""
     parts = dict(state)
     if OPTIMIZER in parts:
         parts[OPTIMIZER] = _Container(parts[OPTIMIZER])

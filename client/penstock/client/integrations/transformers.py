@@ -1,10 +1,8 @@
 """Hugging Face Trainer: the loader's position in the Trainer's checkpoints.
 
-By default the Trainer resumes by reading all batches of the epoch again and dropping them. With ignore_data_skip=True
-the Trainer reads none of these batches, and assumes that the loader is at the right position. This callback moves the
-loader to that position. The position is saved in trainer_state.json, the last file of a checkpoint, so each checkpoint
-with this file has the position.
-"""
+By default the Trainer resumes by reading all batches of the epoch again. With ignore_data_skip=True it assumes that the
+loader is at the right position, to which this callback moves it. The position is in trainer_state.json, the last file
+of a checkpoint."""
 
 from __future__ import annotations
 
@@ -43,11 +41,9 @@ class LoaderState(TrainerCallback, ExportableState):
     def __init__(self) -> None:
         self._ahead: Lookahead | None = None
         self.epoch_over = False
-        """True if the last step was the last one of the Trainer's epoch."""
 
     def state(self) -> dict[str, Any]:
-        """Return the state of this callback that the Trainer saves as JSON. The Trainer also calls this once before the
-        training."""
+        """Return the state that the Trainer saves as JSON. It also calls this once before the training."""
         saved = None if self._ahead is None else base64.b64encode(encode_state(self._ahead.state_dict())).decode()
         return {"args": {}, "attributes": {"saved": saved, "epoch_over": self.epoch_over}}
 
@@ -99,7 +95,7 @@ class LoaderState(TrainerCallback, ExportableState):
         self.epoch_over = state.epoch is not None and float(state.epoch).is_integer()
 
     def _took(self) -> None:
-        """Count a batch that the Trainer's loop has got: it calls one of on_substep_end and on_step_end for each."""
+        """Count a batch: the Trainer calls one of on_substep_end and on_step_end for each."""
         assert self._ahead is not None
         self._ahead.took()
 
@@ -112,11 +108,8 @@ def _length(ahead: Lookahead) -> int:
 
 
 def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """Return the path of the newest complete checkpoint of a Trainer in `output_dir`; None if the folder has no
-    complete checkpoint.
-
-    The Trainer's own resume_from_checkpoint=True takes the newest folder, even if the job was killed while writing it.
-    """
+    """Return the path of the newest complete checkpoint of a Trainer in `output_dir`; None if it has none. The
+    Trainer's own resume_from_checkpoint=True takes the newest folder, even if the job was killed while writing it."""
     folders = {
         int(match[1]): path
         for path in Path(output_dir).glob("checkpoint-*")

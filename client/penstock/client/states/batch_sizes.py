@@ -16,17 +16,14 @@ __all__ = ["batch_size_of", "infer_batch_size"]
 
 
 def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
-    """Return the number of rows of a batch: the first dimension that all its tensors share. A tensor without dimensions
-    counts as one row.
+    """Return the number of rows of a batch: the first dimension that all its tensors share; without dimensions 1.
 
     Args:
         data: nested dicts, lists, tuples and dataclasses of tensors. Other values are ignored.
-        batch_size: number of rows of earlier batches; None: not known. If this batch has another number, a UserWarning
-            says so.
+        batch_size: number of rows of earlier batches; None: not known. Another number gives a UserWarning.
 
-    Returns None, with a UserWarning, if the tensors have different numbers of rows. Raises InvalidArgumentError for
-    data without a tensor.
-    """
+    Returns None, with a UserWarning, if the numbers of rows differ. Raises InvalidArgumentError for data without a
+    tensor."""
     sizes = {tensor.shape[0] if tensor.ndim else 1 for tensor in _tensors(data)}
     if not sizes:
         raise InvalidArgumentError(
@@ -49,8 +46,7 @@ def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
 
 
 def batch_size_of(structure: Structure, shapes: Sequence[int]) -> int | None:
-    """Return the number of rows of a batch, as infer_batch_size does; None also for a batch without tensors. `shapes`:
-    dimensions of all its leaves, one after another."""
+    """Do as infer_batch_size, with None for a batch without tensors. `shapes`: dimensions of all leaves in a row."""
     sizes, dims = set(), 0
     for leaf in structure.leaves:
         if leaf.kind == "t":

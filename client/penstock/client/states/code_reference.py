@@ -1,14 +1,13 @@
 """References to user code: a callable's name, which another process can import.
 
-User code is sent to other machines by name, never by value (pickled): only "module:qualname" leaves this machine, and
-the arguments in an envelope, Penstock's encoding for plain values, tensors and arrays, which runs no code when it is
-read. Code without a name to import (a lambda, a local function, a partial, a method of an instance), and arguments that
-do not fit into an envelope, go by value, and only to this machine's own child processes, in embedded mode
-(penstock.proto.state.by_value). With any other appliance, opening the run raises an error with the remedy.
+Only "module:qualname" leaves this machine, never pickled code, and the arguments in an envelope, which runs no code
+when it is read. What has no name to import (a lambda, a local function, a partial, a bound method), or fits no
+envelope, goes by value, only to this machine's own child processes, in embedded mode (penstock.proto.state.by_value);
+else opening the run raises an error.
 
-The main script is special. If it was run with `python -m`, its real module name can be imported. If it was run as a
-file, runners on this machine load the file under the name `penstock_main`, so that its main guard is not executed;
-workers on other machines cannot load it. A notebook, `python -c` and standard input have no file at all."""
+A main script run with `python -m` has a real module name. One run as a file is loaded by runners on this machine as
+`penstock_main`, so that its main guard is not executed; workers on other machines cannot load it. A notebook, `python
+-c` and standard input have no file at all."""
 
 from __future__ import annotations
 
@@ -38,37 +37,31 @@ __all__ = [
 ]
 
 MAIN = "penstock_main"
-"""Module name under which runners load a training script that was run as a file, so that its `if __name__ ==
-"__main__"` is false."""
+"""Module name of a training script that was run as a file, so that its `if __name__ == "__main__"` is false."""
 BY_VALUE = "penstock_by_value"
-"""Name that stands in place of a module's name in the reference to a callable that no other process can import."""
+"""In place of the module in the reference to a callable that no other process can import."""
 RUNNER_VARIABLE = "PENSTOCK_RUNNER"
-"""Environment variable that a worker sets in every process that it starts to run user code."""
+"""Environment variable that a worker sets in every process that runs user code."""
 
 _MAIN_NAMES = ("__main__", "__mp_main__")
 
 
 @dataclass(frozen=True)
 class CodeReference:
-    """Reference to an input_fn by its name."""
-
     name: str
-    """Name of the input_fn, "module:qualname"."""
     main_path: str = ""
     """Absolute path of the training script, if `name` or a pickled argument may refer to it; else ""."""
     only_here: PenstockError | None = field(default=None, compare=False)
-    """Error to raise if the run would use workers on other machines, because something can be sent only by value."""
+    """Error for a run with workers on other machines, because something can be sent only by value."""
 
     def same_as(self, name: str) -> bool:
-        """Return True if `name` names the same input_fn. The modules may differ if one of them is MAIN or BY_VALUE,
-        because a script that is run as a file has no module name."""
+        """Compare names. Modules may differ if one is MAIN or BY_VALUE: a script run as a file has no module name."""
         module, _, qualname = self.name.partition(":")
         other, _, other_qualname = name.partition(":")
         return qualname == other_qualname and (module == other or bool({MAIN, BY_VALUE} & {module, other}))
 
 
 def check_arguments(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise TypeError if the signature of input_fn does not accept these arguments."""
     try:
         # The outermost wrapper is called, not the wrapped function, for which a decorator may supply arguments.
         signature = inspect.signature(input_fn, follow_wrapped=False)
@@ -84,9 +77,7 @@ def check_arguments(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CodeReference, bytes]:
-    """Return the reference to input_fn, and its arguments as bytes, for the processes that will call it. Raises
-    TypeError if input_fn is not callable, and InvalidArgumentError or UnsupportedStateError if something can be sent
-    neither by name nor by value."""
+    """Return reference and arguments. Raises TypeError, InvalidArgumentError or UnsupportedStateError."""
     by_value: Any = None
     try:
         reference = refer(input_fn)
@@ -119,8 +110,7 @@ def _label(input_fn: Any) -> str:
 
 
 def refer(input_fn: Callable[..., Any]) -> CodeReference:
-    """Return the reference to an input_fn. Raises TypeError if it is not callable, and InvalidArgumentError, with what
-    to write instead, if no other process can import it by a name."""
+    """Return the reference to an input_fn. Raises InvalidArgumentError, with what to write instead, without a name."""
     if not callable(input_fn):
         raise TypeError(
             f"input_fn must be callable, got a {type(input_fn).__qualname__}: pass the function itself, without "
@@ -193,8 +183,7 @@ def _check_found(input_fn: Callable[..., Any], module: str, qualname: str) -> No
 
 
 def encode_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """Return an envelope with the arguments of an input_fn. Raises UnsupportedStateError, which names the argument that
-    does not fit."""
+    """Return an envelope. Raises UnsupportedStateError, which names the argument that does not fit."""
     named = [(f"args[{number}]", value) for number, value in enumerate(args)]
     for what, value in [*named, *((f"argument {name!r}", value) for name, value in kwargs.items())]:
         try:
@@ -208,13 +197,12 @@ def encode_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def search_path() -> list[str]:
-    """Return this process's sys.path as absolute paths, so that child processes find the same modules."""
+    """Return sys.path as absolute paths, so that child processes find the same modules."""
     return list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)))
 
 
 def forbid_in_runner(what: str) -> None:
-    """Raise RuntimeError if this process runs user code for a worker: a script without a main guard would start further
-    workers endlessly. `what`: forbidden action, such as "creating an Appliance"."""
+    """Raise RuntimeError in a runner: a script without a main guard would start further workers endlessly."""
     if os.environ.get(RUNNER_VARIABLE):
         raise RuntimeError(
             f"{what} inside a worker is not possible. If input_fn or its dataset does this, leave it out there. If the "

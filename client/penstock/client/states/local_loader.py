@@ -1,8 +1,5 @@
-"""The user's loader in the training process, for calls of its methods here: aggregation of states, the state before the
-first step, len(), and samples by their keys. It is never iterated.
-
-Building it must not affect the training, so the random generators are restored afterwards: an input_fn may seed them or
-draw from them."""
+"""The user's loader in the training process, for its methods (states, len(), samples by key). It is never iterated.
+Building it restores the random generators, from which an input_fn may draw."""
 
 from __future__ import annotations
 
@@ -25,8 +22,8 @@ __all__ = ["LocalLoader", "check_strict", "no_length"]
 
 
 class LocalLoader:
-    """Holder of the loader that input_fn returns. One instance is kept; methods that depend on the seed or on a
-    worker's assignment build others. `purpose` is the operation that needs the loader, for errors."""
+    """Holder of the loader that input_fn returns. Methods that depend on the seed or an assignment build others.
+    `purpose`: why it is needed, for errors."""
 
     def __init__(self, name: str, input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._name = name
@@ -46,7 +43,7 @@ class LocalLoader:
 
     @property
     def maker(self) -> Callable[[], Any]:
-        """Calls input_fn with a copy of its arguments. It keeps no reference to this LocalLoader."""
+        """Return a function that keeps no reference to this LocalLoader."""
         return partial(_call, self._fn, self._args, self._kwargs)
 
     def instance(self, purpose: str) -> Any:
@@ -60,13 +57,12 @@ class LocalLoader:
         return state_methods(self._get(purpose))
 
     def check_strict(self, purpose: str) -> None:
-        """Raise TypeError if only one of load_state_dict and deaggregate_state_dict takes `strict`, because then the
-        user's choice would reach only one of them."""
+        """Raise TypeError if only one loading method takes `strict`: the user's choice would reach only that one."""
         takes_strict(self._get(purpose))
 
     @property
     def can_be_built(self) -> bool:
-        """False if input_fn fails in this process, for example because only the workers have the data."""
+        """False if input_fn fails here, for example because only the workers have the data."""
         try:
             self._get("aggregate_state_dict")
         except InputFnError:
@@ -74,14 +70,13 @@ class LocalLoader:
         return True
 
     def aggregate(self, states: list[Any]) -> Any:
-        """Return the aggregated state. `states`: those of all workers' loaders, in the order of global_worker_id."""
+        """Aggregate the states of all workers' loaders, in the order of global_worker_id."""
         instance = self._get("aggregate_state_dict")
         takes_strict(instance)
         with _undisturbed():
             return instance.aggregate_state_dict(states)
 
     def initial_state(self, seed: int) -> Any:
-        """Return the aggregated state of a loader from which no batch was taken yet."""
         instance = self._build(replace(NEUTRAL, seed=seed), "the state before the first step")
         takes_strict(instance)
         with _undisturbed():
@@ -90,8 +85,7 @@ class LocalLoader:
             return instance.aggregate_state_dict([state])
 
     def length(self, assignments: list[Assignment]) -> int:
-        """Return the sum of the len() of these workers' loaders. Raises TypeError if a loader has no len(), or its
-        len() raises any error."""
+        """Return the sum of these workers' len(). Raises TypeError if one has none, or raises any error."""
         total = 0
         for assignment in assignments:
             with _undisturbed():
@@ -122,7 +116,7 @@ class LocalLoader:
             return self._of_seed(seed, "restore_sample()").restore_sample(key)
 
     def _of_seed(self, seed: int, purpose: str) -> Any:
-        """Return the loader that input_fn makes in a run with this seed, which is kept until another is requested."""
+        """Return the loader in a run with this seed, kept until another is requested."""
         if self._seeded is None or self._seeded[0] != seed:
             self._seeded = (seed, self._build(replace(NEUTRAL, seed=seed), purpose))
         return self._seeded[1]
@@ -156,7 +150,7 @@ class LocalLoader:
 
 
 def no_length(name: str, raised: str) -> str:
-    """Return the text of an error for a loader without a length. `raised`: what its len() raised; "": it has none."""
+    """Return the text of an error. `raised`: what its len() raised; "": it has none."""
     why = f" (it raised {raised})" if raised else ""
     return f"the loader that {name} returned has no len(){why}: add a __len__ to the loader, or pass num_steps"
 
@@ -167,8 +161,7 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def check_strict(input_fn: Callable[..., Any]) -> None:
-    """Make the check of LocalLoader.check_strict on the loader's class, if input_fn is it or is annotated to return it,
-    so that no user code runs."""
+    """Check the loader's class, if input_fn is or is annotated to return it, so that no user code runs."""
     made = input_fn
     if not isinstance(input_fn, type):
         try:

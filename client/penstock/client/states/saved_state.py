@@ -7,20 +7,15 @@
 
     ours = {"format": 4, "step": S, "record": envelope, "of": {digest: {}}}
 
-`aggregated`, the user's part, is the result of the loader's aggregate_state_dict. It stays as the user's code returned
-it: readable, and free to be changed. Penstock's part is one reserved key with an envelope (encoded bytes), so that
-checkpoint libraries carry it along, even if they change nested values. The envelope has a checksum, so damage is found
-at loading. Nothing in Penstock's part differs between boxes, so every rank saves the same value.
+`aggregated`, the result of the loader's aggregate_state_dict, stays readable and free to be changed. Penstock's part is
+one key with an envelope and its checksum, which checkpoint libraries carry along even if they change nested values. It
+is the same on all boxes, so every rank saves the same value.
 
-Libraries that load in place (torch.distributed.checkpoint) first request a state from the loader and fill in the values
-that this state has. A value that only the saved state has, such as an open document or one more shard, would be left
-out silently; a value that only the loader has is an error. So the record holds a copy of the user's part, and torch's
-`load` gets a state with only Penstock's values to be filled (`blank`).
-
-Other libraries that load in place are detected by `of`, a dict from a digest of the record to an empty dict. They
-neither save nor load an empty dict, so after their load `of` still has the digest of the state that was filled, and the
-record is another one. Then the user's part may be incomplete, and the copy in the record is used.
-"""
+Libraries that load in place (torch.distributed.checkpoint) first request a state and fill in its values; one that only
+the saved state has would be left out silently. So the record holds a copy of the user's part, and torch's `load` gets a
+state with only Penstock's values (`blank`). Other such libraries are detected by `of`, a dict from a digest of the
+record to an empty dict: they neither save nor load an empty dict, so after their load `of` has the digest of the state
+that was filled. Then the copy in the record is used."""
 
 from __future__ import annotations
 
@@ -41,47 +36,40 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["FORMAT", "KEY", "STATE", "BoxStart", "SavedState", "WorkerPart", "blank", "is_to_be_filled", "read"]
 
 KEY = "__penstock__"
-"""Key of a saved state under which it has Penstock's part."""
 STATE = "state"
-"""Key under which a saved state has the result of aggregate_state_dict if that is not a dict."""
 FORMAT = 4
-"""Number of the format of saved states that this version writes and reads."""
+"""Format of saved states that this version writes and reads."""
 
 
 @dataclass(frozen=True)
 class WorkerPart:
-    """Part of a saved state that belongs to one worker slot. `worker_step` and `samples` count the slot's batches, and
-    the samples in them, up to the step of the state."""
+    """One worker slot's part. `worker_step` and `samples` count its batches and samples up to the step."""
 
     box: int
     slot: int
     worker_step: int
     samples: int
     digest: int
-    """Digest of the slot's last batch up to the step; 0 before the first batch. A resume that makes this batch again
-    must get the same one."""
+    """That of the slot's last batch, 0 before the first. A resume that makes this batch again must get it."""
     restart: Any
-    """Restart point of the slot: position and loader state from which a replay up to the step starts. Only
-    penstock.worker knows its contents."""
+    """Where a replay up to the step starts. Only penstock.worker knows its contents."""
     user: Any = None
-    """State of the user's loader in this slot; None with four state methods, whose states are saved aggregated only."""
+    """State of the user's loader; None with four state methods, whose states are saved aggregated only."""
     next_digest: int = 0
-    """Digest of the slot's first batch after the step; 0 if unknown. A resume must get the same one."""
+    """That of the slot's first batch after the step; 0 if unknown. A resume must get the same one."""
     next_epoch: bool = False
-    """True if the slot's first batch after the step is the first of the next epoch."""
+    """The slot's first batch after the step is the first of the next epoch."""
     chain: int = 0
-    """Hash over all batches of the slot in its epoch up to the step; 0 before the first batch, or if unknown."""
+    """Hash over the slot's batches in its epoch up to the step; 0 before the first, or if unknown."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that do not have their defaults, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         defaults = {field.name: field.default for field in fields(self) if field.default is not MISSING}
         # by identity: user code's values may compare in ways of their own
         return {name: value for name, value in values.items() if name not in defaults or value is not defaults[name]}
 
     def __post_init__(self) -> None:
-        """Raise ValueError for impossible values, such as negative counts, because another program may have written the
-        saved state."""
+        """Raise ValueError for impossible values: another program may have written the saved state."""
         counts = (self.box, self.slot, self.worker_step, self.samples, self.digest, self.next_digest, self.chain)
         if any(type(count) is not int or not 0 <= count <= MASK for count in counts):
             raise ValueError(f"the counts of a worker in a state must be ints from 0 to {MASK}, got {counts!r:.200}")
@@ -94,73 +82,61 @@ class WorkerPart:
 
 @dataclass(frozen=True)
 class BoxStart:
-    """Position and state from which a box starts or resumes."""
-
     position: records_pb2.BoxPosition
     blob: bytes
-    """Envelope with the state from which the workers' loaders resume; b"" for a start without a state."""
+    """Envelope with the state of the workers' loaders; b"" without one."""
     same_topology: bool
-    """True if `blob` has a part for each slot of the box, which then resumes exactly where the slot of this number
-    was."""
+    """`blob` has a part for each slot, which then resumes exactly where the slot of this number was."""
     anew: bool = False
-    """True if `blob` has only parts to compare, and an epoch begins as in a new stream: of a pure loader, between two
-    epochs, on another topology."""
+    """`blob` has only parts to compare: a pure loader on another topology begins an epoch as in a new stream."""
 
     def resume(self, name: str) -> records_pb2.Resume:
-        """Return the message that names the state. `name`: name of the blob."""
         return records_pb2.Resume(blob=name, same_topology=self.same_topology, anew=self.anew)
 
 
 @dataclass
 class SavedState:
-    """State of a run at a step, as read from or written to a dict."""
-
     step: int
     input_fn: str
     methods: int
     """Number of state methods that the loader has: 4, 2 or 0."""
     num_boxes: int
-    """0 if the state was taken before the first step, or not saved by Penstock, so that it fits any topology."""
+    """0 before the first step, or if Penstock did not save the state: it fits any topology."""
     num_workers_per_box: int
     seed: int | None
-    """None: unknown, because an older release saved the state before the run was opened, or Penstock did not save
-    it."""
+    """None: unknown, in an older release's state of an unopened run, or if Penstock did not save it."""
     positions: list[Position] = field(default_factory=list)
-    """Positions of the boxes, by box number; empty at step 0."""
+    """By box number; empty at step 0."""
     full_digest: bool = False
-    """True if the digests of batches cover all their bytes."""
     parts: list[WorkerPart] = field(default_factory=list)
-    """Parts of the worker slots, in the order of global_worker_id. Empty at step 0, and after new_topology()."""
+    """In the order of global_worker_id. Empty at step 0, and after new_topology()."""
     aggregated: Any = None
 
     @property
     def by_rows(self) -> bool:
-        """True if the digest of a batch is the sum of digests of its rows (Appliance(digest="rows"))."""
+        """True with Appliance(digest="rows")."""
         return any(position.by_rows for position in self.positions)
 
     @property
     def cover(self) -> DigestCover:
-        """Bytes that the digest of a batch covers. A run that resumes from this state must make the same choice."""
+        """A run that resumes from this state must make the same choice."""
         if self.by_rows:
             return DigestCover.ROWS
         return DigestCover.FULL if self.full_digest else DigestCover.SAMPLE
 
     is_pure: bool = False
-    """True if each epoch of the loader is a function of its number: between two epochs such a state needs no parts."""
+    """Each epoch is a function of its number: between two epochs the state needs no parts."""
     by_hand: bool = False
-    """True if the user or another system made the state, so that only the loader's own methods can read it."""
+    """The user or another system made the state, so that only the loader's own methods can read it."""
     is_changed: bool = False
-    """True if the user's part was changed since it was saved: batches after the resume are not compared with the saved
-    run's digests."""
+    """The user's part was changed: digests after the resume are not compared with the saved run's."""
 
     def counts_of(self, box: int, num_boxes: int) -> Rows:
-        """Return the counts of delivered samples from which `box` continues after a resume on `num_boxes` boxes."""
+        """Return the sample counts from which `box` continues after a resume on `num_boxes` boxes."""
         counts = self.aggregated.get(COUNTS) if isinstance(self.aggregated, Mapping) else None
         return counts_part(counts, box, num_boxes, 0) if isinstance(counts, Mapping) and "boxes" in counts else {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the state as DataLoader.state_dict() does. Raises UnsupportedStateError for a value that an envelope
-        cannot hold."""
         record: dict[str, Any] = {
             "step": self.step,
             "input_fn": self.input_fn,
@@ -191,8 +167,7 @@ class SavedState:
         return {**self.aggregated, **own_part}
 
     def start(self, box: int, num_boxes: int, num_workers_per_box: int, *, strict: bool) -> BoxStart:
-        """Return the position and state from which a box resumes on this topology. `strict`: for the loader's own
-        methods. Raises StateMismatchError if the state cannot be resumed on this topology."""
+        """Return where a box resumes on this topology. Raises StateMismatchError if it cannot."""
         if self.positions and (num_boxes, num_workers_per_box) != (self.num_boxes, self.num_workers_per_box):
             other = self.new_topology(num_boxes, num_workers_per_box)
             carried: dict[str, Any] = {}
@@ -205,15 +180,14 @@ class SavedState:
 
     @property
     def slot_0_is_next(self) -> bool:
-        """True if all slots of each box have batches left in the epoch, and the next one is that of slot 0. The slots
-        then keep their worker numbers when they start from this state."""
+        """True if all slots have batches left in the epoch, slot 0's next: they keep their worker numbers."""
         workers = self.num_workers_per_box
         return all(len(position.live) == workers and position.live[position.cursor] == 0 for position in self.positions)
 
     @property
     def _first(self) -> int:
-        """Digest of the run's first batch, with which a resume on another topology must not begin. 0: not known, or a
-        slot was about to give it again, as at the end of an epoch or of a pass over the data."""
+        """Digest of the run's first batch, with which a resume on another topology must not begin. 0: unknown, or due
+        again, as at the end of an epoch or of a pass over the data."""
         if self.is_changed or not self.parts:
             return 0
         history = self.parts[0].restart.get("history", {})
@@ -246,8 +220,7 @@ class SavedState:
         }
 
     def _records(self, box: int, num_boxes: int, num_workers_per_box: int) -> dict[int, dict[str, Any]]:
-        """Return the parts that the slots of a box compare before they resume on this topology, by slot: each compares
-        one, and they are spread over all parts."""
+        """Return by slot the part that it compares before a resume on this topology, spread over all parts."""
         records: dict[int, dict[str, Any]] = {}
         slots = num_boxes * num_workers_per_box
         for slot in range(num_workers_per_box) if self.parts and not self.is_changed else ():
@@ -266,8 +239,7 @@ class SavedState:
 
     @property
     def _next_epoch(self) -> int | None:
-        """Number of the epoch at whose beginning all boxes are, so that a pure loader may be resumed on any topology;
-        None if a box is within an epoch, or the loader is not pure."""
+        """Epoch at whose beginning all boxes of a pure loader are, so that any topology may resume; else None."""
         if not self.is_pure:
             return None
         ends = {(part.box, part.slot) for part in self.parts if part.next_epoch}
@@ -278,8 +250,7 @@ class SavedState:
         return epochs.pop() if len(epochs) == 1 else None
 
     def new_topology(self, num_boxes: int, num_workers_per_box: int) -> SavedState:
-        """Return this state for other numbers of boxes and workers. It has no parts of single slots, because the
-        loader's own deaggregate_state_dict divides the aggregated state among the new workers."""
+        """Return this state without parts: deaggregate_state_dict divides the aggregated one on the new topology."""
         if self.methods != 4 and self._next_epoch is None:
             raise StateMismatchError(
                 f"the state of {self.input_fn} at step {self.step} was saved on "
@@ -310,14 +281,13 @@ class SavedState:
 
 
 def blank() -> dict[str, Any]:
-    """Return an empty state for a library that loads in place, which replaces its values by saved ones. It has only the
-    keys that every saved state has; they suffice to resume."""
+    """Return a state for a library that loads in place: the keys that every saved state has suffice to resume."""
     return {KEY: {"format": 0, "step": 0, "record": b""}}
 
 
 def is_to_be_filled() -> bool:
-    """Return True if torch.distributed.checkpoint.load requests a state to fill. torch calls state_dict() without
-    saying why, so only the call stack identifies it; a caller that is not recognised gets a whole state to fill."""
+    """True if torch.distributed.checkpoint.load requests a state to fill. torch does not say why, so only the call
+    stack tells; an unknown caller gets a whole state to fill."""
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
         if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_loader":
@@ -332,8 +302,7 @@ def _topology(num_boxes: int, num_workers_per_box: int) -> str:
 
 
 def read(value: object) -> SavedState:
-    """Return the SavedState in a result of DataLoader.state_dict(). Raises StateMismatchError for anything else,
-    StateVersionError for a state of another version's format, and StateCorruptError for a damaged one."""
+    """Read a result of DataLoader.state_dict(). Raises StateMismatchError, StateVersionError, StateCorruptError."""
     if not isinstance(value, Mapping) or KEY not in value:
         what = f"a {type(value).__qualname__}" if not isinstance(value, Mapping) else f"a dict without the key {KEY!r}"
         raise StateMismatchError(
@@ -380,7 +349,7 @@ def read(value: object) -> SavedState:
 
 
 def _belongs(own: Mapping[str, Any]) -> bool:
-    """Return True if Penstock's record and the user's part of a state were saved together (see `of` above)."""
+    """True if Penstock's record and the user's part were saved together (see `of` above)."""
     marks = own.get("of")
     return isinstance(marks, Mapping) and _digest(own["record"]) in marks
 

@@ -1,5 +1,4 @@
-"""Conversion of WorkerRecords (a message for each worker, with its counts and its loader's state at a step) to a saved
-state, and to the DataLoaderCheckpoints that users get."""
+"""Conversion of WorkerRecords (each worker's counts and state) to a saved state, and to DataLoaderCheckpoints."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ __all__ = ["checkpoints_of", "saved_of"]
 def saved_of(
     fetched: FetchedState, step: int, name: str, methods: int, seed: int, *, full_digest: bool
 ) -> tuple[SavedState, list[Any]]:
-    """Return the saved state, still without its aggregated part, and the states of the workers' loaders, in the order
-    in which aggregate_state_dict gets them. `methods`: number of the loader's state methods."""
+    """Return the saved state without its aggregated part, and the states for aggregate_state_dict in order."""
     first = fetched.records[0][0]
     positions = [Position.received(fetched.positions[box]) for box in sorted(fetched.positions)]
     saved = SavedState(step, name, methods, first.num_boxes, first.num_workers_per_box, seed, positions, full_digest)
@@ -44,8 +42,7 @@ def saved_of(
 
 
 def _decoded(envelope: bytes) -> dict[str, Any]:
-    """Return a slot's state. An earlier one, which the worker has added, becomes the one from which the slot is
-    restored."""
+    """Return a slot's state; an earlier one, which the worker has added, becomes the one to restore."""
     value = cast(dict[str, Any], decode_state(envelope))
     if "earlier" in value:
         added = value.pop("earlier")
@@ -63,8 +60,8 @@ def _as_start(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
-    """Return the states of the workers' loaders in the order of their worker numbers. That is the order of the slots,
-    except after a resume by the loader's own methods: worker 0 is then the slot whose batch was due first."""
+    """Order states by worker numbers. These are the slots', except after a resume by the loader's own methods: worker 0
+    is then the slot whose batch was due first."""
     launches = [value["launch"] for value in values if "launch" in value]
     if len(launches) < len(values):
         return [value["user"] for value in values]
@@ -82,9 +79,8 @@ def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
 
 
 def checkpoints_of(fetched: FetchedState, loaded: SavedState | None, step: int) -> list[DataLoaderCheckpoint]:
-    """Return a DataLoaderCheckpoint for each worker at `step`, with the counts since this launch of the job began, and
-    those over all launches. `loaded`: state from which this launch resumed. After a resume on another topology all
-    workers began with counts of 0."""
+    """Return a DataLoaderCheckpoint for each worker. `loaded`: state from which this launch resumed; on another
+    topology all workers began with counts of 0."""
     began = loaded.step if loaded is not None else 0
     before = {(part.box, part.slot): part for part in loaded.parts} if loaded is not None else {}
     checkpoints = []

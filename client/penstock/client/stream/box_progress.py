@@ -17,38 +17,31 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["BoxProgress", "DeliveredCounts", "EpochStarts"]
 
 MOST_EPOCH_STARTS = 256
-"""Largest number of epoch starts that are kept and reported; equal to the coordinator's limit
-(Limits.epoch_starts_at_once)."""
+"""Epoch starts that are kept and reported; equal to the coordinator's limit (Limits.epoch_starts_at_once)."""
 SLOTS_IN_ALL = 1 << 15
-"""Largest number of worker slots in all kept epoch starts together, so that a report of a box with many slots stays
-small."""
+"""Slots in all kept epoch starts together, so that a report of a box with many slots stays small."""
 FOLDED_AT = 64
-"""Number of batches of a slot after which the counts that came with them are decoded and added up. Until then they are
-kept as bytes, so that a batch costs the training thread little."""
+"""Batches of a slot until their counts are decoded: kept as bytes, they cost the training thread little."""
 
 
 class EpochStarts:
-    """Positions at which the box began its newest epochs. The training thread adds them, and the watch thread reports
-    those that no answered report had.
+    """Positions at which the box began its newest epochs. The watch thread reports those that no answered report had.
 
-    The coordinator computes the box's position at an earlier step from a known position before it, and from the batches
-    after which each slot ended its epochs. It may lack both: reports come every few seconds and may skip whole epochs,
-    a restarted coordinator has had none (it requests all starts), and a slot's new runner does not know the ends of
-    epochs before its restart point. An epoch's start also tells after which batches the slots ended the epoch before.
-    """
+    The coordinator computes a position at an earlier step from one before it, and from the batches after which each
+    slot ended its epochs. It may lack both: reports skip whole epochs, a restarted coordinator has had none, and a
+    slot's new runner does not know the ends of epochs before its restart point."""
 
     def __init__(self) -> None:
         self._starts: tuple[records_pb2.BoxPosition, ...] = ()
         self._confirmed = -1
-        """Number of the newest epoch whose start was in an answered report; -1: none."""
+        """Newest epoch whose start was in an answered report; -1: none."""
 
     def add(self, position: Position) -> None:
         most = max(1, min(MOST_EPOCH_STARTS, SLOTS_IN_ALL // len(position.total)))
         self._starts = (*self._starts, position.to_proto())[-most:]
 
     def put_into(self, request: pb.WatchRunRequest) -> None:
-        """Put the unconfirmed starts into a report. Leave out epochs after the epoch of the position in the report: the
-        training thread may have begun one meanwhile."""
+        """Add the unconfirmed starts, but no later epoch than the report's position: one may have begun meanwhile."""
         starts, confirmed = self._starts, self._confirmed
         request.epoch_starts.extend(start for start in starts if confirmed < start.epoch <= request.delivered.epoch)
         request.omits_epoch_starts = bool(starts) and starts[0].epoch <= confirmed
@@ -61,9 +54,8 @@ class EpochStarts:
 
 
 class DeliveredCounts:
-    """Counts of the samples and tokens in the delivered batches of a box, one row for each (source, key). A batch comes
-    with the rows whose counts it changed. The training thread takes these; any thread may read the sums over all
-    slots."""
+    """Counts of delivered samples and tokens, a row for each (source, key), of which a batch brings the changed ones.
+    The training thread takes these; any thread may read the sums."""
 
     def __init__(self, slots: int) -> None:
         self._changes: list[deque[bytes]] = [deque() for _ in range(slots)]
@@ -71,14 +63,12 @@ class DeliveredCounts:
         self._lock = threading.Lock()
 
     def begin(self, rows: Rows) -> None:
-        """Begin with the counts of a loaded state. Those of the whole box are kept as those of slot 0, because the
-        loader of slot 0 continues them."""
+        """Begin with a loaded state's counts. The box's are those of slot 0, whose loader continues them."""
         with self._lock:
             self._rows[0] = dict(rows)
 
     def take(self, slot: int, changes: bytes) -> None:
-        """Add the changed counts that came with a delivered batch of a slot (penstock.proto.state.counts). Raises
-        ProtocolError if FOLDED_AT changes wait and one of them is malformed."""
+        """Add a batch's changed counts. Raises ProtocolError if FOLDED_AT changes wait and one is malformed."""
         kept = self._changes[slot]
         if is_whole(changes):
             kept.clear()  # these are all counts of the slot, not only changed ones
@@ -112,29 +102,28 @@ class DeliveredCounts:
 
 @dataclass
 class BoxProgress:
-    """Progress of a box. Values are replaced as a whole, so that the reporting thread reads whole values; only the
+    """Progress of a box. Values are replaced as a whole, so that the reporting thread reads whole ones; only the
     numbers in `waited_by_slot` are increased in place."""
 
     position: Callable[[], records_pb2.BoxPosition | None] = lambda: None
     waiting_for: int = 0
-    """1 + number of the slot for whose batch the loop waits; 0 if it does not wait."""
+    """1 + number of the slot for whose batch the loop waits; 0: none."""
     waiting_since: float = 0.0
-    """Start of the present wait, a time of time.monotonic()."""
+    """A time of time.monotonic()."""
     waited_by_slot: list[float] = field(default_factory=list)
-    """Seconds for which the loop has waited for each slot's batches. Assign a new list to start again from 0."""
+    """Seconds of waiting for each slot's batches. Assign a new list to start again from 0."""
     epoch_ended: bool = False
     unreachable: Callable[[], list[tuple[int, int, str]]] = list
-    """Function that returns (slot, generation, reason) for each slot on a worker that this host cannot reach."""
+    """Returns (slot, generation, reason) for each slot on a worker that this host cannot reach."""
     counts: DeliveredCounts | None = None
     """None before the run has a reader."""
     abandoned: tuple[tuple[int, int], ...] = ()
-    """Pairs (epoch, last step) of the epochs that were abandoned."""
+    """Pairs (epoch, last step)."""
     epoch_starts: EpochStarts = field(default_factory=EpochStarts)
     _reported_waits: tuple[list[float], list[float]] = field(default=([], []))
 
     def waits(self) -> list[float]:
-        """Return the seconds for which the loop has waited for each slot so far, including the present wait. A value
-        never decreases, even if the training thread has just ended a wait and not yet added it to the list."""
+        """Return `waited_by_slot` with the present wait. A value never decreases, even at the end of a wait."""
         counted = self.waited_by_slot
         seconds, slot = list(counted), self.waiting_for - 1
         if 0 <= slot < len(seconds):

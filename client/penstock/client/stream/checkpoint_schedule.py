@@ -6,9 +6,7 @@
     iterable              the steps in it; it may contain ranges
     callable              the steps for which the function returns True
 
-Steps are absolute: they count the batches of the box (data-parallel rank) over the whole life of the run, so a resumed
-run has the same checkpoint steps as one that was never stopped.
-"""
+Steps are absolute, so a resumed run has the same checkpoint steps as one that was never stopped."""
 
 from __future__ import annotations
 
@@ -26,15 +24,13 @@ CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
 
 HORIZON = 256
 MIN_AHEAD = 2
-"""Smallest number of future checkpoint steps that are announced, however distant they are. A worker takes a snapshot at
-each, so that its state needs no replay."""
+"""Fewest future checkpoint steps to announce: at each a worker takes a snapshot, which needs no replay."""
 MOST_REQUESTED = 1365
 """A third of what a runner accepts (`producer.MOST_WANTED`), because earlier requests may still be open."""
 
 
 def checked_int(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """Return an argument as an int. Raises InvalidArgumentError if it is out of bounds, and TypeError if it is not an
-    integer."""
+    """Return an int. Raises InvalidArgumentError out of bounds, and TypeError for other types."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     number = int(value.__index__())
@@ -47,19 +43,16 @@ def checked_int(name: str, value: Any, least: int = 1, most: int | None = None) 
 
 @dataclass(frozen=True)
 class CheckpointSchedule:
-    """Set of checkpoint steps, made from an argument `checkpoint_steps`."""
-
     every: int = 0
     steps: tuple[int, ...] = ()
     """Single steps, in ascending order."""
     ranges: tuple[range, ...] = ()
     predicate: Callable[[int], bool] | None = None
     and_last: bool = field(default=False)
-    """True if the last step of the executor's loop is a checkpoint step too."""
+    """The last step of the executor's loop is a checkpoint step too."""
 
     @classmethod
     def of(cls, steps: CheckpointSteps) -> CheckpointSchedule:
-        """Return the schedule for an argument `checkpoint_steps`. Raises InvalidArgumentError or TypeError."""
         if steps is None:
             return cls()
         if callable(steps):
@@ -91,8 +84,7 @@ class CheckpointSchedule:
         return (index > 0 and self.steps[index - 1] == step) or any(step in entry for entry in self.ranges)
 
     def after(self, step: int) -> int | None:
-        """Return the first checkpoint step after `step`; None if there is none, or if a function returns False for the
-        next HORIZON steps."""
+        """Return the next checkpoint step; None if a function returns False for the next HORIZON steps."""
         if self.every:
             return (step // self.every + 1) * self.every
         if self.predicate is not None:
@@ -106,8 +98,7 @@ class CheckpointSchedule:
         return min(candidates, default=None)
 
     def ahead(self, step: int, last: int | None, horizon: int) -> list[int]:
-        """Return the checkpoint steps to announce to workers now: those within the next `horizon` steps, and further
-        ones if these are fewer than MIN_AHEAD. `last`: the executor's last step; None if unknown."""
+        """Return the steps to announce now: those within `horizon` steps, and further ones up to MIN_AHEAD."""
         steps: list[int] = []
         upcoming: int | None = step
         while upcoming is not None:
@@ -123,12 +114,11 @@ class CheckpointSchedule:
 
 
 def requests_of(pairs: list[int]) -> list[int]:
-    """Return those of a slot's announced steps for which snapshots are requested, at most MOST_REQUESTED.
+    """Return those announced steps for which snapshots are requested, at most MOST_REQUESTED: the first after each
+    batch, and if these are too many, those of the next batches. A state at another step is made from the snapshot
+    before it.
 
-    If the steps are too many, only the first ones after each batch are kept, and if these are too many, those of the
-    next batches. A state at another step is made from the snapshot before it.
-
-    `pairs`: flat list of pairs, as the result: step, number of the slot's last batch up to this step, ascending."""
+    `pairs`: flat, ascending, as the result: step, number of the slot's last batch up to it."""
     if len(pairs) <= 2 * MOST_REQUESTED:
         return pairs
     each = max(1, MOST_REQUESTED // len(set(pairs[1::2])))

@@ -1,15 +1,10 @@
-"""Delivery of batches on a CUDA device: page-locked rings, a separate stream for the copies, and events.
+"""Delivery of batches on a CUDA device: page-locked rings, a separate stream for the copies, and events. (With ROCm,
+torch also uses the name CUDA.)
 
-The copies have a CUDA stream of their own, so that no copy waits for the loop's kernels, and an event on this stream
-waits only for the copies before it. Tensors are allocated on the stream of the copies and used on the loop's stream.
-`record_stream` informs the allocator of this use. Otherwise the allocator would give a tensor's memory to the next copy
-as soon as the loop drops the tensor, even while kernels still read that memory.
-
-CUDA is initialised when the first ring is page-locked, in the thread that iterates. Creating an `Appliance` does not
-initialise CUDA, because processes that an Appliance starts must not inherit a CUDA context.
-
-(With ROCm, torch and this module also use the name CUDA.)
-"""
+On a stream of their own no copy waits for the loop's kernels, and an event waits only for the copies before it.
+`record_stream` tells the allocator that the loop's stream uses the tensors: otherwise it would give a dropped tensor's
+memory to the next copy while kernels still read it. CUDA is initialised when the first ring is page-locked, not with
+the `Appliance`, because processes that it starts must not inherit a CUDA context."""
 
 from __future__ import annotations
 
@@ -32,8 +27,7 @@ FEWER = "Or use smaller batches or fewer workers: each worker slot has a ring of
 
 
 class CudaBackend:
-    """Backend of a CUDA device. `device` without an index: the current device of the thread that first copies. `cuda`:
-    torch.cuda, or a test's replacement."""
+    """Backend of a CUDA device; without an index the current one of the thread that first copies."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self.device = device
@@ -72,7 +66,7 @@ class CudaBackend:
 
 
 class Mapped(Protocol):
-    """Object with a memory mapping of this process, which stays mapped while the object lives."""
+    """Object with a memory mapping, which stays mapped while the object lives."""
 
     @property
     def nbytes(self) -> int: ...
@@ -83,18 +77,11 @@ class Mapped(Protocol):
 
 
 class PageLocks:
-    """Page locks of memory regions for copies to a CUDA device. A region is unlocked when the Mapped object that owns
-    it is garbage-collected.
+    """Page locks for copies to a CUDA device, until the Mapped object that owns the memory is garbage-collected. A copy
+    of other memory blocks the thread, so without a lock copies are slower, but correct.
 
-    A thread that starts a copy of page-locked memory continues at once. With other memory it waits for the copy. So if
-    memory cannot be locked, copies are slower, but correct.
-
-    Args:
-        runtime: torch.cuda.cudart().
-        device: name of the device, for the warning.
-        take_error: function that is called after a failed call of the runtime, see `take_error` below.
-        what: description of the memory, for the warning.
-        less: advice on how to need less page-locked memory, for the warning."""
+    `runtime`: torch.cuda.cudart(). `take_error`: called after its failed calls. For the warning, `device`, `what` and
+    `less`: advice on how to need less page-locked memory."""
 
     def __init__(
         self, runtime: Any, device: str, take_error: Callable[[], None], what: str = RING, less: str = FEWER
@@ -106,7 +93,7 @@ class PageLocks:
         self._warned = False
 
     def lock(self, memory: Mapped) -> bool:
-        """Page-lock the memory of a Mapped object. Return True if that worked. The first failure is a UserWarning."""
+        """Page-lock memory. Return True if that worked. The first failure is a UserWarning."""
         runtime = self._runtime
         error = runtime.cudaHostRegister(memory.address, memory.nbytes, 0)
         if not int(error):
@@ -127,8 +114,8 @@ class PageLocks:
 
 
 def take_error(device: torch.device) -> None:
-    """Clear the error that the CUDA runtime keeps after a failed call. The runtime reports it at the next kernel
-    launch, which would be one of the training loop. So launch a kernel here, and ignore the error of that launch."""
+    """Clear the error that the CUDA runtime keeps after a failed call and reports at the next kernel launch, one of the
+    training loop's. So launch a kernel here, and ignore its error."""
     try:
         torch.empty(1, device=device).fill_(0)
     except RuntimeError:

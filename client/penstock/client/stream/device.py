@@ -1,9 +1,8 @@
 """Devices on which batches can be delivered.
 
-Each tensor is copied separately into memory of its own. With one copy of the whole batch, a label that the loop keeps
-would keep the images of its batch in device memory, and `torch.save` of the label would write them too. The cost for
-the training thread is small: 23 us for a dict of 8 tensors on the CPU backend, against 21 us with one copy and eight
-views of it (2-core AMD EPYC); `benchmarks/device.py` measures it on a device."""
+Each tensor is copied separately: with one copy of the whole batch, a label that the loop keeps would keep its images in
+device memory, and `torch.save` would write them too. For 8 tensors on the CPU that costs 23 us instead of 21 (2-core
+AMD EPYC); `benchmarks/device.py` measures it on a device."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ __all__ = ["CpuBackend", "DeviceBackend", "DeviceEvent", "check_device", "copied
 
 
 class DeviceEvent(Protocol):
-    """Point in a device's queue of work; torch.cuda.Event is one implementation."""
+    """Point in a device's queue of work, such as a torch.cuda.Event."""
 
     def query(self) -> bool:
         """Return True if the device has done all work before this point. Does not wait."""
@@ -33,17 +32,15 @@ class DeviceBackend(Protocol):
     def device(self) -> torch.device: ...
 
     def lock(self, ring: Ring) -> None:
-        """Make copies from a ring fast, for as long as the `Ring` object lives. Called once for a ring, before the
-        first copy. Never fails: if the ring cannot be page-locked, copies are slower."""
+        """Make copies from a ring fast while the `Ring` lives. Called once, before the first copy. Never fails."""
 
     def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], DeviceEvent]:
-        """Start copying contiguous CPU tensors to the device, without waiting. Return the copies, with the dtypes and
-        shapes of the sources and each with memory of its own; and an event that is reached when the last copy ends.
-        Until then the sources' memory must neither change nor be freed. Copies end in the order in which they start."""
+        """Start copying contiguous CPU tensors, without waiting. Return copies with memory of their own, and an event
+        that is reached when the last one ends; until then the sources must neither change nor be freed. Copies end in
+        order."""
 
     def order_after_copies(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
-        """Make the device run the work that this thread starts from now on only after these copies. The thread itself
-        does not wait. `event`: the one that `copy` returned."""
+        """Run the work that this thread starts from now on after these copies, up to `event`. Does not wait."""
 
 
 class _Done:
@@ -52,7 +49,7 @@ class _Done:
 
 
 class CpuBackend:
-    """Backend for Appliance(device="cpu"): each batch is a copy in memory of its own, and not a view of the ring."""
+    """Backend for Appliance(device="cpu"): each batch is a copy, and not a view of the ring."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -73,12 +70,10 @@ _CARRIED: Final[dict[torch.dtype, torch.dtype]] = {
     for dtype, (_, needed) in CARRIERS.items()
     if needed is not None
 }
-"""Dtypes that some releases of torch cannot copy, or copy with a warning, and the integer dtype as which each is
-copied."""
+"""Dtypes that some torch cannot copy, or copies with a warning, and the integers as which each is copied."""
 
 
 def copied(sources: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Start copying tensors to a device, on its current stream. Return the copies."""
     copies = []
     for source in sources:
         carrier = _CARRIED.get(source.dtype)
@@ -92,8 +87,7 @@ def copied(sources: Sequence[torch.Tensor], device: torch.device) -> list[torch.
 
 
 def check_device(name: str) -> str:
-    """Return the name of a device for batches ("cpu", "cuda" or "cuda:N") in torch's spelling. Raises
-    InvalidArgumentError for any other name, and for a device that this process cannot use."""
+    """Return "cpu", "cuda" or "cuda:N" in torch's spelling. Raises InvalidArgumentError if it cannot be used."""
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -6,19 +6,16 @@ batch ahead of the loop.
     batch n is used by the loop                  next() returns the copies,           │
                                                  the loop's stream waits for the event┘
 
-Before `next` returns a batch to the loop, it starts the copy of the batch after that one (**stages** it) if its frame,
-the message that announces it, has arrived. So the device copies while the loop computes. `next` never waits for the
-frame of a batch to stage. More than one batch ahead would only take device memory: a copy that takes longer than a step
-limits the loop's rate, however many are started.
+Before `next` returns a batch, it **stages** the one after it: starts its copy if its frame, the message that announces
+it, has arrived. So the device copies while the loop computes. More than one ahead would only take device memory: a copy
+that takes longer than a step limits the loop's rate anyway.
 
-**A staged batch is not delivered.** Position, digests, acks and saved states ignore it. If the loop abandons the epoch,
-the reader waits for the batch's copy before it drops the batch, because the producer then reuses the entry. If the
-batch's runner is replaced, the new one sends the batch again. Only the frame that is due next is ever staged.
+**A staged batch is not delivered**: position, digests, acks and saved states ignore it. If the loop abandons the epoch,
+the reader waits for the copy before it drops the batch, because the producer then reuses the entry. If the runner is
+replaced, the new one sends the batch again. Only the frame that is due next is ever staged.
 
-**A ring entry is released by the event of its copy**, once the batch is delivered: the loop has no views of the entry.
-Events are queried whenever the reader is called, and while it waits for a batch, because the producer may wait for a
-free entry.
-"""
+**A ring entry is released by the event of its copy**, once the batch is delivered. Events are queried whenever the
+reader is called, and while it waits, because the producer may wait for a free entry."""
 
 from __future__ import annotations
 
@@ -44,17 +41,16 @@ from penstock.proto.state.position import Position
 __all__ = ["DeviceLane", "DeviceReader", "backend_of", "reader_for"]
 
 LOOK_S = 50e-6
-"""Seconds between two queries of whether a copy has ended. A copy of 1 MiB takes about as long."""
+"""Seconds between two queries of a copy's end. A copy of 1 MiB takes about as long."""
 CLOSE_S = 5.0
-"""Longest wait of `close` for the end of copies. They take milliseconds, unless the device has failed."""
+"""Longest wait of `close` for copies, which take milliseconds unless the device has failed."""
 
 _stranded: list[DeviceLoad] = []
-"""Loads whose copies did not end within CLOSE_S. Their rings stay in memory for the life of the process, because the
-device may still read them."""
+"""Loads whose copies did not end within CLOSE_S: their rings stay in memory, because the device may still read them."""
 
 
 class DeviceLoad:
-    """Batch whose tensors are being copied to the device, until its ring entry is released."""
+    """Batch that is being copied to the device, until its ring entry is released."""
 
     __slots__ = ("batch", "copies", "counts", "digest", "entry", "event", "lane", "ring", "token")
 
@@ -69,11 +65,10 @@ class DeviceLoad:
         self.batch: Any = None
         self.copies: list[torch.Tensor] = []
         self.event: DeviceEvent | None = None
-        """Reached when all copies have ended; None if the batch has no tensors."""
+        """Reached when all copies have ended; None without tensors."""
 
     def move(self, leaves: list[Any]) -> list[Any]:
-        """Start copying the tensors among `leaves`, which are views of the ring entry. Return the leaves with the
-        copies."""
+        """Start copying the tensors among `leaves`, views of the ring entry. Return the leaves with the copies."""
         backend, tensors = self.lane.backend, [leaf for leaf in leaves if type(leaf) is torch.Tensor]
         if tensors:
             if torch.is_inference_mode_enabled():
@@ -102,8 +97,7 @@ class DeviceLoad:
         self.batch, self.copies = None, []
 
     def wait(self, until: float) -> bool:
-        """Wait until the copies are done, and return True; False if they are not by `until`, a time of
-        time.monotonic()."""
+        """Wait for the copies; False if they are not done by `until`, a time of time.monotonic()."""
         while not self.done:
             if time.monotonic() > until:
                 return False
@@ -112,15 +106,12 @@ class DeviceLoad:
 
 
 class PeekingConsumer(Consumer):
-    """Consumer that can also return the next frame and leave it to be read again."""
-
     def __init__(self, sock: socket.socket, name: str) -> None:
         super().__init__(sock, name)
         self._seen: Frame | PenstockError | None = None
 
     def look(self) -> Frame | None:
-        """Return the frame that the next `receive` will return; None if none has arrived, or if the next `receive` will
-        raise an error."""
+        """Return the frame that the next `receive` will return; None if it will return none, or raise an error."""
         if self._seen is None:
             try:
                 self._seen = super().receive()
@@ -145,8 +136,6 @@ class PeekingConsumer(Consumer):
 
 
 class DeviceLane(SlotLane):
-    """Lane that copies the batches to a device. `take` returns a DeviceLoad."""
-
     __slots__ = ("backend",)
 
     consumer: PeekingConsumer | None
@@ -176,14 +165,11 @@ class DeviceLane(SlotLane):
 
 
 class DeviceReader(OrderedReader):
-    """Ordered reader that delivers batches on a device."""
-
     def __init__(self, run: OpenRun, position: Position, label: str, timeout_s: float, backend: DeviceBackend) -> None:
         self._backend = backend
         self._staged: DeviceLoad | None = None
         self._lent: deque[DeviceLoad] = deque()
-        """Loads of batches that the loop has, but whose copies are not known to be done, in the order in which they
-        end."""
+        """Batches that the loop has, but whose copies are not known to be done, in the order in which they end."""
         self._stuck_since = 0.0
         super().__init__(run, position, label, timeout_s)
 
@@ -193,8 +179,8 @@ class DeviceReader(OrderedReader):
     # ---- the hot path
 
     def next(self) -> Any:
-        """Return the next batch, with its tensors on the device, or EPOCH_ENDED. The loop's CUDA stream waits for the
-        end of the batch's copy; this thread does not."""
+        """Return the next batch on the device, or EPOCH_ENDED. The loop's stream, not this thread, waits for the
+        copy."""
         run = self.run
         run.fence.taken = step = self.position.step + 1
         if step >= run.fence.step:  # before a batch that was staged is delivered; its lane may be of an old generation
@@ -230,7 +216,6 @@ class DeviceReader(OrderedReader):
         return batch
 
     def _stage(self) -> None:
-        """Start the copy of the batch that is due next, if its frame has arrived."""
         position = self.position
         lane = self._lanes[position.turn]
         consumer = lane.consumer
@@ -259,7 +244,7 @@ class DeviceReader(OrderedReader):
     # ---- ring entries
 
     def _release_copied(self) -> bool:
-        """Release the ring entries of delivered batches whose copies have ended. Return True if one was."""
+        """Release the entries of delivered batches whose copies have ended. Return True if one was."""
         lent, released = self._lent, False
         while lent and lent[0].done:
             load = lent.popleft()
@@ -327,8 +312,8 @@ class DeviceReader(OrderedReader):
         return False
 
     def close(self) -> None:
-        """Wait until no copy reads the rings, at most CLOSE_S, then close all lanes. Raises no error, because the
-        garbage collector may call this method."""
+        """Wait for copies, at most CLOSE_S, then close all lanes. Raises nothing: the garbage collector may call
+        this."""
         loads, self._staged = [*self._lent, *filter(None, [self._staged])], None
         self._lent.clear()
         until = time.monotonic() + CLOSE_S
@@ -348,8 +333,7 @@ def backend_of(device: str) -> DeviceBackend:
 
 
 def reader_for(device: str, run: OpenRun, position: Position, label: str, timeout_s: float) -> OrderedReader:
-    """Return the reader that delivers a run's batches, beginning after `position`. `device`: "" for views of the
-    ring."""
+    """Return a run's reader, beginning after `position`. `device`: "" for views of the ring."""
     if not device:
         return OrderedReader(run, position, label, timeout_s)
     return DeviceReader(run, position, label, timeout_s, backend_of(device))

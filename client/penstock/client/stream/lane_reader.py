@@ -1,18 +1,16 @@
-"""Lane of one worker slot: the connection that brings the slot's batches to the training process. This end reads
-frames, the messages of the lane, and maps the rings: shared memory, in which each entry holds one batch. The producer,
-at the other end, is the slot's runner, or the receiver for a runner on another host.
+"""Lane of one worker slot, the training process's end: reads frames (messages), and maps the rings: shared memory with
+one batch in each entry. The producer at the other end is the slot's runner, or the receiver for one on another host.
 
-A `SlotLane` belongs to one generation of a slot; a slot begins a new generation when it gets another runner. A lane
-survives a broken connection: the Hello, the first message on the next connection, contains the lane's state. Views of
-an old lane's rings that are freed later release nothing, because their tokens go to a deque that is not read any more.
+A `SlotLane` belongs to one generation of a slot: a new runner begins a new one. It survives a broken connection: the
+Hello, the first message on the next one, contains its state. Views of an old lane's rings release nothing, because
+their tokens go to a deque that is not read any more.
 
-A token is an int, ring << 16 | entry, that names an entry. When the loop drops a view, the view's finalizer appends the
-token to a deque. A finalizer may do nothing else (see penstock.proto.batch.assemble), so `drain` does the rest.
+A token is an int, ring << 16 | entry. When the loop drops a view, its finalizer appends the token to a deque; it may do
+nothing else (see penstock.proto.batch.assemble), so `drain` does the rest.
 
-**A delivered batch equals the one that the runner made.** Before delivery the batch's bytes are compared with the
-digest that the runner computed when it wrote them (penstock.proto.batch.digest). After a difference the reader closes
-the connection and fetches the batch again, because the ring at the other end still has it. Only a batch that arrives
-damaged CORRUPT_TRIES times in a row is an error in the training loop."""
+**A delivered batch equals the one that the runner made**: its bytes are compared with the runner's digest
+(penstock.proto.batch.digest). After a difference the batch is fetched again, because the ring at the other end still
+has it. Only after CORRUPT_TRIES in a row does the training loop get an error."""
 
 from __future__ import annotations
 
@@ -39,22 +37,17 @@ __all__ = ["CORRUPT_TRIES", "RingView", "SlotLane"]
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
 CUT_OFF_S = 2.0
-"""Seconds for which a worker's host must be unreachable before another worker is requested. If only the daemon is dead,
-the coordinator reports that within 1.5 s, with a better message."""
+"""Seconds for which a host must be unreachable before another worker is requested. Of a dead daemon alone the
+coordinator reports within 1.5 s, with a better message."""
 CHECK_S = 0.1
-"""Seconds between the first failed attempt to reach a worker's host and the second. Meanwhile a reply of the
-coordinator can show that this host's own network works."""
+"""Seconds until the second attempt, so that the coordinator's reply can show that this host's network works."""
 CORRUPT_TRIES = 8
-"""On a link that damages every second batch, this happens once in 256 batches, so the loop gets the error within a
-second."""
+"""On a link that damages every second batch, this happens once in 256, so the loop gets the error within a second."""
 ABANDONED_KEPT = 256
-"""Largest number of abandoned epochs that a Hello lists. A replacement runner needs those since its restart point,
-which is a few seconds old."""
+"""Abandoned epochs that a Hello lists: a replacement runner needs those since its restart point, seconds ago."""
 
 
 class RingView:
-    """Ring of a lane in the training process, with values that are needed for each batch and are computed once."""
-
     __slots__ = ("buffer", "entry_bytes", "group", "held", "limit", "ring")
 
     def __init__(self, ring: Ring) -> None:
@@ -62,12 +55,11 @@ class RingView:
         self.buffer = wrap_buffer(ring.map)
         self.entry_bytes = ring.entry_bytes
         self.held: set[int] = set()
-        """Numbers of the entries of which the loop still has views."""
+        """Entries of which the loop still has views."""
         self.limit = min(max(2, ring.entries // 2), ring.entries - 1)
-        """Largest number of entries of which the loop may have views. Beyond it batches are delivered as copies, so
-        that a loop that keeps its batches does not leave the producer without free entries."""
+        """Most entries with views; then batches are copies, so that a loop that keeps them leaves entries free."""
         self.group = max(1, ring.entries // 4)
-        """Number of delivered batches for which one ack is sent."""
+        """Delivered batches for which one ack is sent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,60 +69,52 @@ class SlotLane:
     slot: int
     generation: int
     name: str
-    """Text with worker, box and slot, for messages."""
+    """Worker, box and slot, for messages."""
     consumer: Consumer | None = None
     poll: select.poll = field(default_factory=select.poll)
-    """Poll object of the connection, created once, because its creation takes longer than the wait for a fast
-    worker."""
+    """Created once, because that takes longer than the wait for a fast worker."""
     rings: dict[int, RingView] = field(default_factory=dict)
     current_ring: int = 0
     release: deque[int] = field(default_factory=deque)
     freed: list[int] = field(default_factory=list)
-    """Entries whose views were freed, for the next ack, as a flat list: ring, entry, ring, entry ..."""
+    """For the next ack, as a flat list: ring, entry, ring, entry ..."""
     unacked: int = 0
-    """Number of delivered batches since the last ack."""
     group: int = 1
     abandons: int = 0
-    """Number of epochs that were abandoned so far, over all generations of the slot."""
+    """Abandoned epochs so far, over all generations of the slot."""
     abandoned_epoch: int = -1
-    """Number of the epoch that was abandoned last; -1 if none was."""
     abandoned: deque[tuple[int, int]] = field(default_factory=partial(deque, maxlen=ABANDONED_KEPT))
-    """Newest abandoned epochs, as pairs (epoch, number of the slot's last batch delivered in it)."""
+    """Newest ones, as pairs (epoch, number of the slot's last batch delivered in it)."""
     unsettled: bool = False
-    """True from a connection or an abandoned epoch to the next frame: the producer may not know of that epoch
-    yet."""
+    """From a connection or an abandoned epoch to the next frame: the producer may not know of that epoch yet."""
     unused: int = 0
-    """Number of frames in a row that the reader did not need, such as batches that were sent again."""
+    """Frames in a row that were not needed, such as batches that were sent again."""
     chain: int = 0
-    """Hash over the slot's batches of epoch `chained_epoch` that were delivered."""
+    """Hash over the slot's delivered batches of epoch `chained_epoch`."""
     chained_epoch: int = 0
     content: int = 0
-    """What the chain links for the batch that was checked last: its digest, or with DigestCover.ROWS another one,
-    which covers also what is not rows."""
+    """What the chain links for the batch checked last: its digest, or with DigestCover.ROWS one of all values."""
     last_digest: int = 0
     layout: tuple[Structure, list[int]] | None = None
-    """Structure (nesting, keys, dtypes) and shapes of the last batch whose digest was right."""
+    """Structure and shapes of the last batch whose digest was right."""
     wanted: list[int] = field(default_factory=list)
-    """Checkpoint steps of the last announcement, as a flat list: step, number of the slot's batches up to it, step
-    ..."""
+    """Announced checkpoint steps as a flat list: step, number of the slot's batches up to it, step ..."""
     retry_at: float = 0.0
     backoff_s: float = FIRST_BACKOFF_S
     last_failure: str = ""
-    """Reason why the last connection was lost or could not be made; "" once connected."""
+    """Why the last connection was lost or could not be made; "" once connected."""
     cut_off_since: float = 0.0
     cut_off_at: float = 0.0
-    """Times of time.monotonic() since which the worker's host has been unreachable, and at which this process
-    noticed that. Both 0 if the host can be reached."""
+    """Times of time.monotonic(): when the host became unreachable, and when that was noticed. 0: it can be reached."""
     network_works: bool = False
-    """True if the coordinator has replied between `cut_off_at` and the last attempt to connect the lane."""
+    """The coordinator has replied between `cut_off_at` and the last attempt to connect."""
     unreachable: str = ""
-    """Reason why the coordinator must give the slot to another worker, whose host can be reached; "": it need
-    not."""
+    """Why the coordinator must give the slot to another worker; "": it need not."""
     failed_since: float = 0.0
     tried_failed: bool = False
     copies: int = 0
     corrupt: int = 0
-    """Number of times in a row that the slot's next batch has arrived damaged."""
+    """Times in a row that the slot's next batch has arrived damaged."""
 
     def next_generation(self, generation: int, name: str) -> SlotLane:
         """Return a lane for the slot's next generation, which keeps what does not belong to a runner."""
@@ -147,7 +131,6 @@ class SlotLane:
     # ---- connections
 
     def hello(self, hello: lane_pb2.Hello) -> None:
-        """Add the lane's state to a Hello."""
         self.drain()
         self.freed.clear()
         for ring_id, ring in self.rings.items():
@@ -165,8 +148,7 @@ class SlotLane:
             hello.epoch = self.abandoned_epoch
 
     def attach(self, sock: socket.socket, wake_fd: int) -> None:
-        """Give the lane the connection `sock`. From now on `poll` waits for frames on it, and for `wake_fd`, which the
-        watch thread makes readable when it has news."""
+        """Use the connection `sock`. `poll` also waits for `wake_fd`, by which the watch thread announces news."""
         consumer = self._consumer(sock)
         forks.keep(consumer)
         consumer.abandons = self.abandons
@@ -190,21 +172,19 @@ class SlotLane:
         self.last_digest = digest
 
     def settle(self) -> None:
-        """Record that a frame has arrived on this connection: the worker can be reached and knows of all abandoned
-        epochs."""
+        """Record a frame on this connection: the worker can be reached and knows of all abandoned epochs."""
         self.unsettled = False
         self.backoff_s = FIRST_BACKOFF_S
         self.cut_off_since = self.cut_off_at = 0.0
         self.unreachable = ""
 
     def begin_try(self, replied_at: float) -> None:
-        """Record the start of an attempt to connect. `replied_at`: time of the coordinator's last reply."""
+        """Record an attempt to connect. `replied_at`: time of the coordinator's last reply."""
         self.network_works = replied_at > self.cut_off_at > 0.0
 
     def cut_off(self, now: float, silent_s: float, why: str) -> bool:
-        """Record at time `now` that the worker's host has been unreachable for `silent_s` seconds. Return True if
-        another worker must be requested: this has lasted for CUT_OFF_S, and this host's network works. Otherwise a box
-        with a network fault of its own would take its slots from healthy workers."""
+        """Record an unreachable host. Return True to request another worker, after CUT_OFF_S and if this host's network
+        works: otherwise a box with a network fault of its own would take its slots from healthy workers."""
         self.lose(now, why)
         if not self.cut_off_at:
             self.cut_off_since, self.cut_off_at = now - silent_s, now
@@ -214,7 +194,7 @@ class SlotLane:
         return bool(self.unreachable)
 
     def lose(self, now: float, why: str) -> None:
-        """Drop the connection, which is lost or brought bad data. The next attempt follows with exponential backoff."""
+        """Drop a lost or bad connection. The next attempt follows with exponential backoff."""
         if self.consumer is not None:
             self.consumer.close(say_so=False)
             self.consumer = None
@@ -230,8 +210,7 @@ class SlotLane:
     # ---- batches
 
     def take(self, frame: Frame) -> Any:
-        """Return the batch that a BATCH frame announces, as views of its ring entry, or as copies beyond
-        `RingView.limit`. Raises BatchCorruptError if its digest is not the one that the runner computed."""
+        """Return the announced batch, as views of its ring entry, or as copies beyond `RingView.limit`."""
         ring_id, entry = frame.ring, frame.entry
         ring, assembler, shapes = self.checked(frame)
         if self.release:
@@ -247,9 +226,7 @@ class SlotLane:
         return batch
 
     def checked(self, frame: Frame) -> tuple[RingView, Assembler, list[int]]:
-        """Check the batch that a BATCH frame announces against its digest. Return what builds the batch: its ring, the
-        Assembler of its structure, and the shapes of its tensors. Raises BatchCorruptError, or ProtocolError for a
-        malformed frame."""
+        """Check a batch against its digest; return ring, Assembler, shapes. Raises BatchCorruptError, ProtocolError."""
         ring = self.rings.get(frame.ring)
         if ring is None:
             ring = self._map(frame.ring)
@@ -299,8 +276,7 @@ class SlotLane:
             freed += (ring_id, entry)
 
     def ack(self, total: int) -> bool:
-        """Send the number of the slot's delivered batches (`total`, over the whole life of the run) and the released
-        entries. Return False if the socket's buffer is full."""
+        """Send the slot's number of delivered batches and the released entries. False: the socket is full."""
         consumer = self.consumer
         if consumer is None:
             return True

@@ -1,15 +1,13 @@
-"""Open run of one box. The run is registered with the coordinator, and a thread of this process watches the run.
+"""Open run of one box, registered with the coordinator, and watched by a thread of this process.
 
-The watch thread reports progress, renews the box's lease, and receives the slots' views: for each slot its worker,
-address and condition, as the coordinator knows them. It communicates with the training thread by replacing values as a
-whole (`views`, `error`, `ended_boxes`, times of replies) and then incrementing `version`, by the fence (StepFence), and
-by making `wake_fd` readable. While the coordinator is unreachable, it retries for as long as the run is open. Batches
-do not pass through the coordinator, so a restart of the coordinator affects only a loop that waits for a slot.
+The watch thread reports progress, renews the box's lease, and receives the slots' views: worker, address and condition.
+It communicates with the training thread by replacing values as a whole (`views`, `error`, `ended_boxes`, times of
+replies) and then incrementing `version`, by the fence (StepFence), and by `wake_fd`. It retries an unreachable
+coordinator while the run is open; batches do not pass through it, so its restart affects only a loop that waits for a
+slot.
 
-The thread refers to the run but not to the loader. The finalizer of a loader that is dropped without being closed sets
-`abandoned` and closes the lanes. It makes no call, because it may run inside the garbage collector; the thread then
-closes the run.
-"""
+The thread does not refer to the loader. The finalizer of a dropped loader sets `abandoned` and closes the lanes,
+without a call, because it may run inside the garbage collector; the thread then closes the run."""
 
 from __future__ import annotations
 
@@ -52,27 +50,23 @@ from penstock.runtime.telemetry.logs import LONGEST, plain
 __all__ = ["OpenRun", "RunLink", "StepFence"]
 
 LINGER_S = 1.0
-"""Seconds between two checks, after the run has ended with an error, of whether its loader was garbage-collected."""
+"""Seconds between two checks, after an error ended the run, of whether its loader was garbage-collected."""
 CLOSE_S = 5.0
-"""Deadline in seconds of the call that closes a run. If the coordinator does not answer in time, it notices the end of
-the box later, because the box's lease expires."""
+"""Deadline of the call that closes a run. Without it the box's lease expires, later."""
 DIAL_S = 10.0
 AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
-"""Errors after which a call to the coordinator is tried again: the coordinator is unreachable, or its disk is full.
-Batches are delivered meanwhile."""
+"""Errors after which a call is tried again: the coordinator is unreachable, or its disk is full."""
 SHORTEST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 RETRY_S = 0.3
-"""Smallest deadline in seconds of one call that fetches a state or closes the run."""
+"""Smallest deadline of one call that fetches a state or closes the run."""
 OFFER_EVERY_S = 5.0
 """Fewest seconds between two saved states that are sent to the coordinator for restarts."""
 ABANDONED_SENT = 4096
-"""Largest number of abandoned epochs in one report; equal to the coordinator's limit (Limits.abandoned_at_once)."""
+"""In one report; equal to the coordinator's limit (Limits.abandoned_at_once)."""
 AWAY_S = 3600.0
-"""Seconds for which a save waits for an unreachable coordinator, which has the state. A coordinator keeps an attempt
-(launch of the run) without heartbeats for as long (Limits.abandoned_s)."""
+"""Seconds for which a save waits for the coordinator, which keeps a silent attempt as long (Limits.abandoned_s)."""
 AWAY_WARN_S = 30.0
-"""Seconds for which a save waits for the coordinator before the first warning. Each later warning comes when the time
-waited has doubled."""
+"""Seconds until a waiting save's first warning. Each later one comes when the time waited has doubled."""
 NEVER: Final = 1 << 63
 """Step number that no box ever comes to."""
 
@@ -91,13 +85,11 @@ def _plain(view: pb.SlotView) -> pb.SlotView:
 
 
 class StepFence:
-    """Fence of a box: the step that the box must not take while the coordinator decides whether a mixture of sources
-    changes from this step on. Without a fence `step` is NEVER.
+    """Fence of a box: the step that it must not take while the coordinator decides whether a mixture changes from it
+    on.
 
-    The training thread writes `taken` before it reads `step`. The watch thread writes `step` before it reads `taken`.
-    So one of the two always sees what the other has written. Once the box has reported that it has not taken the step,
-    it does not take it until the fence is removed.
-    """
+    The training thread writes `taken` before it reads `step`; the watch thread the reverse, so one always sees what the
+    other wrote. A box that reported the step as not taken does not take it until the fence is removed."""
 
     __slots__ = ("answer", "step", "taken")
 
@@ -106,7 +98,7 @@ class StepFence:
         self.taken = 0
         """Last step that the training thread has taken, or is taking now."""
         self.answer = ("", 0)
-        """Key by which the coordinator names the newest fence, and the value of `taken` when the fence was set."""
+        """Key of the newest fence, and the value of `taken` when it was set."""
 
     def set(self, key: str, step: int) -> None:
         self.step = step
@@ -119,24 +111,19 @@ class StepFence:
 
 @dataclass(frozen=True)
 class RunLink:
-    """How a run reaches the coordinator and the workers."""
-
     client: Callable[[], CoordinatorClient]
-    """Returns a new client of the coordinator."""
     receiver: Callable[[], str]
-    """Returns the address of this process's receiver, the process that takes batches from other hosts, and starts it if
-    none runs."""
+    """Returns the address of this process's receiver for batches from other hosts, which it starts if none runs."""
     host: str
-    """Id of this host, by which workers on the same host are recognised; see penstock.proto.rpc.channel.host_id."""
+    """By which workers on the same host are recognised; see penstock.proto.rpc.channel.host_id."""
     force_tcp: bool
     compression: str | None
-    """Name of the codec that compresses batches over TCP; None: no compression."""
     embedded: bool
 
 
 class OpenRun(StreamRun):
-    """Open run of one box, with its watch thread. Any thread may call `close`. The other methods are for the training
-    thread, unless their docstring says otherwise."""
+    """Open run of one box, with its watch thread. Methods are for the training thread, unless their docstring says
+    otherwise; any thread may call `close`."""
 
     def __init__(
         self,
@@ -149,33 +136,29 @@ class OpenRun(StreamRun):
         super().__init__(name, request.box, request.num_boxes, request.num_workers_per_box, cover)
         self.link = link
         self.notice = notice or WaitNotice()
-        """Writer of the lines on stderr that say what the loop waits for before its first batch."""
+        """Says on stderr what the loop waits for before its first batch."""
         self._lease_s = 0.0
-        """Seconds of silence after which the coordinator takes this box for dead, as it has said in its last reply."""
+        """Seconds of silence after which the coordinator takes this box for dead, by its last reply."""
         self._confirmed_epoch = -1
-        """Number of the newest abandoned epoch that the coordinator has in its journal; -1: none. This epoch and
-        earlier ones are not reported again."""
+        """Newest abandoned epoch in the coordinator's journal, -1: none. It and earlier ones are not reported again."""
         self._commit_mark = b""
-        """Signed number of the last commit in the coordinator's journal, from its last reply. Each report returns it.
-        So a coordinator that was started with an older copy of its journal notices that."""
+        """Signed number of the journal's last commit, returned in each report: an older journal is noticed."""
         self._taken = 0
-        """Version of the newest reply that was applied to `views`. The coordinator's versions only increase."""
+        """Version of the newest reply in `views`. The coordinator's versions only increase."""
         self._take_lock = threading.Lock()
         self.version = 0
-        """Counter that is increased after each change of `views` or `error`, so that the training thread notices the
-        change."""
+        """Increased after each change of `views` or `error`, for the training thread."""
         self.replied_at = 0.0
-        """Time of the coordinator's last reply to a report, a time of time.monotonic(); 0 before the first."""
+        """Time of time.monotonic() of the last reply to a report; 0 before the first."""
         self._reporting: threading.Thread | None = None
         self._offering: threading.Thread | None = None
         self._offered_at = 0.0
         self._restarts: list[records_pb2.Restart] = []
         """Newest saved state from which all slots may restart, one entry for each box."""
         self._restarts_known: list[records_pb2.Restart] = []
-        """Value of `_restarts` that the coordinator has got. A coordinator that was restarted gets it again."""
+        """`_restarts` that the coordinator has got. A restarted one gets it again."""
         self.away_because = ""
-        """Message of the error with which the watch thread's latest unanswered report failed; "" if the coordinator has
-        answered all reports."""
+        """Error of the latest unanswered report; "" if all were answered."""
         self.fence = StepFence()
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._on_closed = on_closed
@@ -188,7 +171,7 @@ class OpenRun(StreamRun):
         forks.keep(self)
 
     def forked(self) -> None:
-        """Make the run unusable in a fork of this process: its methods raise an error that names the fork."""
+        """Make the run unusable in a fork: its methods raise an error that names the fork."""
         self.error = self._owner.error(f"run {self.name}, box {self.box}")
         self.closed = True
         self.version += 1  # readers of the run check `error` first
@@ -197,8 +180,6 @@ class OpenRun(StreamRun):
     # ---- opening
 
     def open(self) -> None:
-        """Register this box with the coordinator, and start the watch thread. Raises the coordinator's error if it
-        refuses the box."""
         reply = self._client.open_run(self._request)
         self.name, self.attempt, self.seed = reply.run, reply.attempt, reply.seed
         hold_s, self._lease_s = intervals(reply)
@@ -242,8 +223,8 @@ class OpenRun(StreamRun):
         return request
 
     def _report(self, seen: int, hold_s: float) -> pb.WatchRunReply:
-        """Report progress to the coordinator, and return the reply, which shows that the reported abandoned epochs are
-        in its journal. The coordinator may delay the reply by `hold_s` if nothing is newer than version `seen`."""
+        """Report progress; the reply shows that the abandoned epochs are in the journal. It may be held back for
+        `hold_s` if nothing is newer than version `seen`."""
         request = self._watch_request(seen, hold_s)
         reply = self._client.watch_run(request)
         self.progress.epoch_starts.answered(request, reply)
@@ -260,8 +241,7 @@ class OpenRun(StreamRun):
         return abandoned[bisect_right(abandoned, self._confirmed_epoch, key=itemgetter(0)) :]
 
     def _report_abandoned(self) -> None:
-        """Report abandoned epochs until at most ABANDONED_SENT are unreported, which fit in one report. After a long
-        time without a coordinator there may be more."""
+        """Report abandoned epochs until the rest fits in one report: after a long outage there may be more."""
         while len(self._unconfirmed()) > ABANDONED_SENT:
             self._report(0, 0.0)
 
@@ -297,23 +277,21 @@ class OpenRun(StreamRun):
             self._take(reply)
 
     def reach(self, seconds: float) -> None:
-        """Wait until the coordinator can be reached, or until `seconds` have passed. Wait at least SHORTEST_BACKOFF_S,
-        because a reachable coordinator may still refuse calls. May be called from any thread."""
+        """Wait until the coordinator can be reached, at least SHORTEST_BACKOFF_S: it may still refuse calls. Any
+        thread."""
         self._closing.wait(SHORTEST_BACKOFF_S)
         if not self._closing.is_set():
             self._client.reach(seconds)
 
     def _linger(self) -> None:
-        """After the run has ended with an error, wait until it is closed, or its loader is garbage-collected and the
-        run must be closed here."""
+        """After an error ended the run, wait until it is closed, or must be closed here, because its loader is gone."""
         while not self._closing.wait(LINGER_S):
             if self.abandoned:
                 self.close()
                 return
 
     def _take(self, reply: pb.WatchRunReply) -> None:
-        """Apply the slots' views in a reply, unless a newer one was applied: `report` and the watch thread may get
-        replies in another order."""
+        """Apply a reply's views unless newer ones were: `report` and the watch thread may get them in another order."""
         with self._take_lock:
             if reply.version <= self._taken:
                 return
@@ -356,8 +334,7 @@ class OpenRun(StreamRun):
         return True
 
     def hold(self, step: int, timeout_s: float) -> None:
-        """Wait at a fence (StepFence) until the coordinator has decided about a change of the mixture, so that the box
-        may take `step`. Raises DeadlineError after `timeout_s` seconds."""
+        """Wait at a StepFence until the box may take `step`. Raises DeadlineError."""
         if not self.wait_for(lambda run: step < self.fence.step, timeout_s) and not self.closed:
             raise DeadlineError(
                 f"run {self.name}, box {self.box} waited {timeout_s:.0f} s before step {step} for the coordinator to "
@@ -382,12 +359,8 @@ class OpenRun(StreamRun):
     # ---- calls of the training thread
 
     def dial(self, view: pb.SlotView, hello: lane_pb2.Hello) -> socket.socket:
-        """Connect to the daemon of the slot's runner and send the Hello, the first message on a lane; the daemon hands
-        the connection to the runner. If the batches come over TCP, connect to the receiver instead, which connects to
-        that daemon.
-
-        Raises OSError or LaneLostError if nothing listens at the address, PenstockError if no receiver can be started.
-        """
+        """Connect to the daemon of the slot's runner, or over TCP to the receiver, and send the Hello. Raises OSError
+        or LaneLostError if nothing listens, PenstockError if no receiver can be started."""
         hello.protocol = LANE_PROTOCOL
         hello.run, hello.attempt, hello.box = self.name, self.attempt, self.box
         hello.slot, hello.generation, hello.ticket = view.slot, view.generation, view.ticket
@@ -407,7 +380,6 @@ class OpenRun(StreamRun):
         return sock
 
     def is_remote(self, view: pb.SlotView) -> bool:
-        """Return True if the slot's batches come over TCP."""
         return self.link.force_tcp or view.host_id != self.link.host or not view.local_address
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
@@ -426,9 +398,8 @@ class OpenRun(StreamRun):
         return self._when_back(fetch, f"the state of step {request.step}", request.deadline_s)
 
     def _when_back(self, call: Callable[[float], _Result], what: str, deadline_s: float) -> _Result:
-        """Return the result of `call`, which is repeated while the coordinator is unreachable, for AWAY_S or
-        `deadline_s`, whichever is longer. `call` gets the seconds for which the coordinator was unreachable so far, to
-        add to its deadline. `what`: operation, for warnings."""
+        """Repeat `call` while the coordinator is unreachable, for AWAY_S or `deadline_s`, whichever is longer. It gets
+        the seconds of the outage so far, to add to its deadline. `what`: operation, for warnings."""
         away_s, since, warn_at = 0.0, 0.0, AWAY_WARN_S
         while True:
             called_at = time.monotonic()
@@ -457,9 +428,8 @@ class OpenRun(StreamRun):
         return self._fetched(request).records[0][1]
 
     def offer(self, starts: Callable[[], list[BoxStart]]) -> None:
-        """Send a saved state to the coordinator, in the background: a slot that is lost later need not replay the
-        launch (appliance/core/launch_restarts.py). Only box 0 sends it, for all boxes, at most every OFFER_EVERY_S
-        seconds."""
+        """Send a saved state in the background: a slot that is lost later need not replay the launch
+        (appliance/core/launch_restarts.py). Only box 0 sends it, for all, at most every OFFER_EVERY_S seconds."""
         now = time.monotonic()
         busy = self._offering is not None and self._offering.is_alive()
         if self.box or busy or now - self._offered_at < OFFER_EVERY_S:
@@ -505,9 +475,8 @@ class OpenRun(StreamRun):
         self._on_closed(self)
 
     def _tell_end(self, *, forget: bool) -> None:
-        """Report that this box has left the run. If the coordinator is unreachable, call it again for up to CLOSE_S
-        seconds: it may be restarting, and without the report it would wait for this box in each later state query. An
-        embedded coordinator is called only once, because it is never restarted."""
+        """Report that this box has left the run, again for up to CLOSE_S: a restarting coordinator would wait for this
+        box in each state query. An embedded one is called only once, because it is never restarted."""
         until = time.monotonic() + CLOSE_S
         while True:
             left = max(RETRY_S, until - time.monotonic())

@@ -1,5 +1,4 @@
-"""Registry of this process's readers, receivers and saves, for metrics. Objects disappear when they are garbage-
-collected. A scrape, on another thread, reads those that are alive."""
+"""Registry of this process's readers, receivers and saves that are alive, for metrics on another thread."""
 
 from __future__ import annotations
 
@@ -33,13 +32,11 @@ class _Watched(Generic[_Thing]):
 
 @dataclass
 class SaveCounters:
-    """Counters of the checkpoints of all AsyncCheckpointers of this process."""
-
     ok: int = 0
     failed: int = 0
     in_flight: int = 0
     stalled_s: float = 0.0
-    """Seconds for which calls of save() have blocked the training loop in all."""
+    """Seconds for which save() has blocked the training loop in all."""
     last_stall_s: float = 0.0
     last_write_s: float = 0.0
     """Seconds from the return of save() until the last complete checkpoint was complete."""
@@ -59,7 +56,7 @@ class SaveCounters:
             self.in_flight += 1
 
     def ended(self, step: int, seconds: float, written: int, *, ok: bool) -> None:
-        """Count a checkpoint at the end of its writing. `seconds`: since save() returned. `written`: bytes."""
+        """Count a written checkpoint. `seconds`: since save() returned. `written`: bytes."""
         with self._lock:
             self.in_flight -= 1
             self.written_bytes += written

@@ -1,15 +1,13 @@
 """Ordered reader: reads frames (messages) from the lanes of a box, one for each worker slot, and returns batches in the
-order of the box's position. Each batch passes through this code, and all of it runs in the training thread.
+order of the box's position. Each batch passes through this code, in the training thread.
 
-`OrderedReader.next` reads a frame from the lane of the batch that is due, makes a batch of it and advances the
-position. Without a frame it waits for that lane or for the coordinator's news. A batch is acknowledged in a later call
-of `next`, because the loop gets it only when `next` returns. Acks are sent for groups of batches. A long wait sends all
-acks, because a producer whose ring is full waits for them.
+Without a frame of the batch that is due, `next` waits for its lane or the coordinator's news. A batch is acknowledged
+in a later call, because the loop gets it only when `next` returns. Acks are sent for groups of batches; a long wait
+sends all, because a producer whose ring is full waits for them.
 
-Order is checked: a batch that is not exactly the next one of its slot is an error, except that a batch repeated after a
-reconnect is released unread. Content is checked too (lane_reader.py): a damaged batch is fetched again from the ring at
-the lane's other end, and is an error only if it stays damaged.
-"""
+A batch that is not exactly the next one of its slot is an error, except that one repeated after a reconnect is released
+unread. Content is checked too (lane_reader.py): a damaged batch is fetched again, and is an error only if it stays
+damaged."""
 
 from __future__ import annotations
 
@@ -50,24 +48,21 @@ from penstock.proto.v1 import lane_pb2, records_pb2
 __all__ = ["OrderedReader"]
 
 OUTRUN = 2 * (MAX_ENTRIES + 8)
-"""Number of a slot's next batches among which checkpoint steps are announced. It is more than twice a ring: the next
-announcement is sent at the middle one of the announced steps, and a worker may be a whole ring ahead of the loop."""
+"""A slot's next batches among which checkpoint steps are announced: more than twice a ring, because the next
+announcement comes at the middle one, and a worker may be a whole ring ahead of the loop."""
 FAILED_GRACE_S = 2.0
-"""Seconds to wait, after a slot was reported as failed, for its last batches and its error to arrive on its lane."""
+"""Seconds for a failed slot's last batches and error to arrive on its lane."""
 RETRY_FLUSH_S = 0.02
 LAZY_S = 0.002
-"""Seconds of waiting after which the acks of incomplete groups are sent. If they were sent at once, a loop that is
-faster than its workers would cost one system call and one wake-up of the producer for each batch."""
+"""Seconds of waiting after which incomplete groups are acked. At once, a loop faster than its workers would cost a
+system call and a wake-up of the producer for each batch."""
 
 NO_WORKER = (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING)
-"""Phases in which a slot is assigned to no worker."""
 
 _log = logging.getLogger("penstock.client")
 
 
 class OrderedReader(Reader):
-    """Reader of batches that come over lanes."""
-
     run: OpenRun
 
     def __init__(self, run: OpenRun, position: Position, label: str, timeout_s: float) -> None:
@@ -82,15 +77,15 @@ class OrderedReader(Reader):
         self._slow = [""] * run.num_slots
         self._start_queue = [0] * run.num_slots
         self._queue_moved = 0.0
-        """Monotonic time at which the awaited runner last moved up in its worker's queue of runners to start."""
+        """Monotonic time at which the awaited runner last moved up in its worker's queue."""
         self._notice = run.notice
         self._notice.pause()
         self._later_notice: WaitNotice | None = None
-        """Writer of lines about a wait after the first batch, for a slot without a worker; None in any other wait."""
+        """For a wait after the first batch, for a slot without a worker."""
         self._open_epochs = position.epoch
         self._waiting_since, self._moving = 0.0, False
         self._ending = False
-        """True in `end_epoch`: no further batch is wanted from this epoch."""
+        """In `end_epoch`: no further batch is wanted from this epoch."""
         self._abandoned: list[tuple[int, int]] = []
         self._logged_not_used = self._told_keeps_place = False
         run.progress.position = self.copy_position
@@ -100,9 +95,8 @@ class OrderedReader(Reader):
     # ---- the hot path
 
     def next(self) -> Any:
-        """Wait for the next batch of the box and return it. Return EPOCH_ENDED at the end of an epoch. Raises
-        DeadlineError if no batch came in time, and the error of an input that failed, once all batches before the
-        failure were delivered."""
+        """Wait for the next batch, or EPOCH_ENDED. Raises DeadlineError, and a failed input's error once all batches
+        before it were delivered."""
         position, run = self.position, self.run
         total = position.total
         run.fence.taken = step = position.step + 1
@@ -168,8 +162,7 @@ class OrderedReader(Reader):
         self._moving = False
 
     def _corrupt(self, lane: SlotLane, what: str) -> None:
-        """Drop the connection, so that the damaged batch is sent again on the next one. Raises BatchCorruptError if it
-        has arrived damaged CORRUPT_TRIES times in a row."""
+        """Drop the connection, to get the batch again. Raises BatchCorruptError after CORRUPT_TRIES in a row."""
         lane.corrupt += 1
         self.stats.corrupt += 1
         lane.lose(time.monotonic(), what)
@@ -229,16 +222,15 @@ class OrderedReader(Reader):
         return epoch_over
 
     def _cut_off(self, lane: SlotLane, error: records_pb2.ErrorDetail) -> None:
-        """Handle the receiver's message that it cannot reach the worker of a lane. Report at once: the reply shows that
-        this host's network works, and a later report requests another worker."""
+        """Handle the receiver's message that a worker cannot be reached. Report at once: the reply shows that this
+        host's network works, and a later report requests another worker."""
         silent_s = USER_TIMEOUT_S if error.name == DeadlineError.__name__ else 0.0
         first = not lane.cut_off_at
         if lane.cut_off(time.monotonic(), silent_s, error.message) or first:
             self.run.report_soon()
 
     def _unreachable(self) -> list[tuple[int, int, str]]:
-        """Return (slot, generation, reason) for all slots of workers that one lane has found unreachable, for the watch
-        thread's reports."""
+        """Return (slot, generation, reason) for all slots of workers that one lane has found unreachable."""
         views, lanes = self.run.views, list(self._lanes)
         why = {views[lane.slot].worker: lane.unreachable for lane in lanes if lane.unreachable}
         known = [(lane, views[lane.slot]) for lane in lanes]
@@ -263,7 +255,7 @@ class OrderedReader(Reader):
     # ---- waiting
 
     def _wait(self, lane: SlotLane) -> None:
-        """Wait until a frame for `lane` may have arrived. After LAZY_S of waiting the acks of all lanes are sent."""
+        """Wait until a frame for `lane` may have arrived. After LAZY_S all lanes' acks are sent."""
         run = self.run
         version = run.version
         if self._version != version:
@@ -334,8 +326,8 @@ class OrderedReader(Reader):
         return f"the {which} batch of {self.label}{slots}", why
 
     def _failed(self, lane: SlotLane, view: pb.SlotView, now: float) -> float:
-        """Raise the error of a slot that has failed and is not restarted, once nothing more can arrive over its lane.
-        Until then return the time of the next check."""
+        """Raise a failed slot's error once nothing more can arrive on its lane, else return the time of the next
+        check."""
         if lane.consumer is None:
             if lane.tried_failed:
                 raise self._slot_error(view)
@@ -397,8 +389,7 @@ class OrderedReader(Reader):
         return f"box {self.run.box}, slot {slot}, worker {worker or 'unknown'}"
 
     def _refresh(self) -> None:
-        """Apply the slots' views from the watch thread: give each slot that moved to another runner a new lane, and
-        connect the lanes of ready slots."""
+        """Apply new views: give each slot with another runner a new lane, and connect the lanes of ready slots."""
         run = self.run
         if isinstance(run.error, ForkedProcessError):
             raise run.error  # even if unprocessed frames remain, because they belong to the parent
@@ -580,8 +571,7 @@ class OrderedReader(Reader):
         return sum(len(ring.held) for lane in list(self._lanes) for ring in list(lane.rings.values()))
 
     def copy_position(self) -> records_pb2.BoxPosition | None:
-        """Return the position, for the watch thread; None if the training thread changes it during each attempt to read
-        it."""
+        """Return the position, for the watch thread; None if it changes during each attempt to read it."""
         position = self.position
         for _ in range(1000):
             before = (position.step, position.epoch, len(position.live))

@@ -1,29 +1,27 @@
 """The receiver: a process that receives batches over TCP into a ring on this host, for a training job with workers on
 other hosts.
 
-It is a process, because a thread would share the interpreter lock with the loop. It imports neither torch nor numpy:
-`receiver_process.Receiver` starts this file by its path, because `python -m` would import penstock.client.
+A thread would share the interpreter lock with the loop. It imports neither torch nor numpy: `receiver_process.Receiver`
+starts this file by its path, because `python -m` would import penstock.client.
 
-The consumer of a lane connects to it as to a daemon on its own host, and its Hello names the address of the worker's
-daemon (`target`). For the consumer the receiver is a producer like any other, but each batch is received from TCP
-straight into a ring entry, and acks are forwarded to the sender, the worker's thread at the other end. Each lane is a
-state machine, and one thread serves all. No code waits for a single socket: a receiver that did not read from its
-consumer would not forward the acks that the sender waits for.
+For the consumer, whose Hello names the worker's daemon (`target`), the receiver is a producer like any other, but
+batches come from TCP straight into a ring entry, and acks are forwarded to the sender. Each lane is a state machine,
+and one thread serves all. No code waits for a single socket: a receiver that did not read from its consumer would not
+forward the acks that the sender waits for.
 
-The ring is the flow control: without a free entry nothing is read from TCP. Small batches are copied out of the receive
-buffer, and one receive gets many of them. A large batch is received into its entry, and the bytes after it into the
-buffer in the same call. A compressed batch comes in pieces, each unpacked while the next is on its way. Frames are
-verified by the checksum in them, payloads by the one after them (penstock.proto.lane.tcp), summed piece by piece while
-in the processor's cache. A difference is an ERROR frame to the consumer, which reconnects and gets the data again.
+The ring is the flow control: without a free entry nothing is read from TCP. One receive gets many small batches, copied
+out of the buffer; a large one goes into its entry, and the bytes after it into the buffer in the same call. A
+compressed batch comes in pieces, each unpacked while the next is on its way. Frames and payloads have checksums
+(penstock.proto.lane.tcp), summed piece by piece while in the processor's cache. A difference is an ERROR frame to the
+consumer, which reconnects and gets the data again.
 
-With TLS a receive returns at most 16 KiB, and epoll does not report the bytes that TLS has already read: a lane that
-has such bytes left enters itself in `ReceiverLoop.again`. An invalid certificate of the worker, or the worker's refusal
-of this end's certificate, is an error and not a lost connection, because a retry would not help.
+With TLS a receive returns at most 16 KiB, and epoll does not report the bytes that TLS has already read: a lane with
+such bytes enters itself in `ReceiverLoop.again`. An invalid certificate on either side is an error and not a lost
+connection, because a retry would not help.
 
-Ends. If the TCP connection is lost or refused, complete batches are forwarded, then the consumer's socket ends, and the
-consumer reconnects. Only an error from the daemon, or an invalid stream, reaches the consumer as an ERROR frame. If the
-consumer is gone, its last acks are sent, then TCP is closed. The process ends with the process of `--parent-pid`.
-"""
+Ends. If TCP is lost or refused, complete batches are forwarded, then the consumer's socket ends, and it reconnects.
+Only an error from the daemon, or an invalid stream, is an ERROR frame. If the consumer is gone, its last acks are sent,
+then TCP is closed. The process ends with that of `--parent-pid`."""
 
 from __future__ import annotations
 
@@ -74,18 +72,17 @@ from penstock.runtime.telemetry.logs import log_lines
 _log = logging.getLogger("penstock.client.stream.receiver")
 
 HELLO_S = 10.0
-"""Deadline in seconds of a new consumer's Hello, and of a lane's last acks once its consumer has left."""
+"""Deadline of a new consumer's Hello, and of a lane's last acks once its consumer has left."""
 SMALL = 16 << 10
-"""Largest payload, in bytes, that is copied out of the receive buffer. One system call receives many such payloads."""
+"""Largest payload that is copied out of the receive buffer: one system call receives many such payloads."""
 AHEAD = 4 << 10
-"""Number of bytes after a large payload that are received in the same call: enough for the next frame."""
+"""Bytes after a large payload that are received in the same call: enough for the next frame."""
 WAKE_AT = 512 << 10
-"""Number of bytes of a large payload that must have arrived before they are received. Without this limit one call gets
-160 KiB of 8 MiB, and the wake-ups cost sender and receiver a tenth of their time (benchmarks/README.md)."""
+"""Bytes of a large payload that must have arrived before they are received. Otherwise one call gets 160 KiB of 8 MiB,
+and the wake-ups cost both ends a tenth of their time (benchmarks/README.md)."""
 READS_A_TURN = 32
 PACKED_AHEAD = 32 << 10
-"""Number of bytes after a compressed piece that are received in the same call. Compressed data may unpack to many times
-their length."""
+"""Bytes after a compressed piece in the same call: they may unpack to many times their length."""
 PACKED_READS_A_TURN = 8
 """READS_A_TURN in the middle of a compressed payload, because unpacking a piece takes 0.2 ms."""
 NEVER = float("inf")
@@ -94,8 +91,7 @@ Connection = socket.socket | OSError | PenstockError
 
 
 class ReceiverLane:
-    """Lane through the receiver: a socket to the consumer in the training process, a TCP connection to the worker, and
-    the ring between the two."""
+    """Socket to the consumer in the training process, TCP connection to the worker, and the ring between."""
 
     def __init__(self, loop: ReceiverLoop, sock: socket.socket, max_batch_bytes: int) -> None:
         sock.setblocking(False)
@@ -272,8 +268,7 @@ class ReceiverLane:
             self.fail(error)
 
     def _crowded(self) -> bool:
-        """Return True if the consumer does not read its frames. Then nothing more is received, and TCP stops the
-        sender."""
+        """True if the consumer does not read its frames: then nothing is received, and TCP stops the sender."""
         if self._producer.crowded:
             self._producer.flush()
         return self._producer.crowded
@@ -336,8 +331,7 @@ class ReceiverLane:
             raise malformed(f"a worker must announce a structure before its batches, got structure {frame.structure}")
 
     def _fill(self) -> bool:
-        """Copy bytes of the payload from the receive buffer to the ring entry. Return False if it is not complete
-        yet."""
+        """Copy the payload from the receive buffer to the ring entry. Return False if it is not complete yet."""
         while self._target is not None:
             if self._target:
                 piece = self._inbox.take_bytes(len(self._target))
@@ -354,8 +348,8 @@ class ReceiverLane:
         return True
 
     def _open_entry(self) -> bool:
-        """Get a ring entry for the batch in `_frame`, or skip the batch if its epoch was abandoned. Return False if no
-        entry is free. Entries are as large as in the sender's ring, so that both rings grow in the same way."""
+        """Get a ring entry, or skip a batch of an abandoned epoch; False: none is free. Entries are as large as in the
+        sender's ring, so that both grow in the same way."""
         frame, producer = self._frame, self._producer
         size = frame.nbytes + 8 * frame.size
         if frame.abandons < producer.abandons:
@@ -399,7 +393,7 @@ class ReceiverLane:
             self._producer.forward(reserved, self._frame, more=True)  # `_settle` flushes
 
     def _settle(self) -> None:
-        """Send pending bytes to consumer and worker, end the lane if it is over, and set the events to wait for."""
+        """Send pending bytes, end the lane if it is over, and set the events to wait for."""
         if self.over or not self._has_hello:
             return
         sock, out, producer = self._tcp, self._out, self._producer
@@ -446,7 +440,7 @@ class ReceiverLane:
 class ReceiverLoop:
     def __init__(self, name: str, parent_pid: int, max_batch_bytes: int, tls: Tls | None = None) -> None:
         self.again: set[ReceiverLane] = set()
-        """Lanes with bytes to read that epoll does not report, because TLS has read them already."""
+        """Lanes with bytes that TLS has read already, which epoll does not report."""
         self.dialer = LaneDialer(tls)
         self.rings = RingBudget()
         self._max_batch_bytes = max_batch_bytes
@@ -464,7 +458,6 @@ class ReceiverLoop:
         self._epoll.register(self._listener, select.EPOLLIN)
 
     def run(self) -> None:
-        """Serve all lanes, and new consumers, until the parent process has ended."""
         special = {self._wake: self._take_connections, self._listener.fileno(): self._accept}
         while True:
             soonest = min((lane.deadline for lane in self._lanes), default=NEVER)
@@ -487,7 +480,7 @@ class ReceiverLoop:
                     lane.end("a Hello, connection or last ack did not come before the deadline")
 
     def close(self) -> None:
-        """Release all resources after `run` has returned; only tests need this."""
+        """Release all resources after `run`; only tests need this."""
         for lane in list(self._lanes):
             lane.end("the receiver ends")
         self._listener.close()
@@ -516,8 +509,7 @@ class ReceiverLoop:
             self.watch(lane, fd, 0)
 
     def connect(self, address: str, then: Callable[[Connection], None]) -> None:
-        """Connect in a thread, because name look-ups block and a handshake may take long. `then` is called with the
-        result in the event loop's thread."""
+        """Connect in a thread: name look-ups block, a handshake may take long. `then` runs in the loop's thread."""
 
         def work() -> None:
             connection: Connection

@@ -17,25 +17,20 @@ __all__ = ["Receiver"]
 
 RECEIVER = Path(__file__).with_name("receiver.py")
 START_S = 30.0
-"""Seconds within which the receiver must listen. On an idle machine the start takes 0.1 s."""
+"""On an idle machine the start takes 0.1 s."""
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 20)}
-"""Environment variables for glibc's malloc in the receiver. Unpacking allocates and frees 256 KiB for each piece, which
-glibc by default returns to the kernel each time: 9.5 ms for 8 MiB with lz4 instead of 4."""
+"""glibc by default returns each unpacked 256 KiB to the kernel: 9.5 ms for 8 MiB with lz4 instead of 4."""
 
 
 class Receiver:
-    """Handle on the receiver process of this training process.
-
-    Args:
-        max_batch_bytes: largest ring entry in bytes; larger ones are refused.
-        tls: TLS files for connections to workers; None: no TLS."""
+    """Handle on this process's receiver. `max_batch_bytes`: larger ring entries are refused. `tls`: for workers."""
 
     def __init__(self, max_batch_bytes: int = 1 << 30, tls: Tls | None = None) -> None:
         self.max_batch_bytes = max_batch_bytes
         self.tls = tls
         self.name = ""
-        """Name of the running receiver's abstract Unix socket; "" before the first start."""
+        """Its abstract Unix socket; "" before the first start."""
         self._process: Spawned | None = None
         self._lock = threading.Lock()
 
@@ -45,8 +40,8 @@ class Receiver:
         return process.pid if process is not None and process.status is None else None
 
     def start(self, parent_watch: int | None = None) -> str:
-        """Start the receiver if none runs. Return the name of its socket, for `connect_local`. The receiver ends with
-        the process `parent_watch` (None: this one). Raises DeadlineError or PenstockError if it cannot be started."""
+        """Start the receiver if none runs, and return its socket's name. It ends with `parent_watch` (None: this
+        process)."""
         with self._lock:
             if self.pid is None:
                 self._end()

@@ -1,5 +1,5 @@
-"""A stream: an open run, and the reader of its batches. Batches come from worker processes over lanes (open_run.py,
-ordered_reader.py), or are made in this process (penstock.client.in_process). Here is what both kinds share."""
+"""A stream: an open run, and the reader of its batches. They come from worker processes over lanes (open_run.py,
+ordered_reader.py), or are made in this process (penstock.client.in_process); here is what both share."""
 
 from __future__ import annotations
 
@@ -34,26 +34,20 @@ EPOCH_ENDED: Final = object()
 
 @dataclass(frozen=True)
 class Opening:
-    """Request of a loader to open a run."""
-
     reference: CodeReference
-    """Reference to input_fn for other processes."""
     arguments: bytes
     """input_fn's arguments, as other processes decode them (code_reference.py)."""
     make: Callable[[], Any]
     """Calls input_fn with a copy of its arguments, in this process."""
     start_of: Callable[[int], BoxStart]
-    """Returns the position and state from which the box with a given number starts."""
+    """Returns the start of the box with a given number."""
     start: BoxStart
-    """The same of this box."""
     seed: int | None
-    """Seed of the run. None: the seed of the resumed run, or a random one."""
+    """None: that of the resumed run, or a random one."""
     key: str
-    """Text that differs between the openings of one loader in one launch of the job, so that the coordinator recognises
-    a repeated request."""
+    """Differs between a loader's openings in one launch, so that the coordinator recognises a repeated request."""
     replay: bool
-    """True if a loader without state methods may be saved too: its batches are counted, and made again after a
-    resume."""
+    """A loader without state methods may be saved too: its batches are counted, and made again after a resume."""
     cover: DigestCover
 
 
@@ -68,8 +62,7 @@ class StreamStats:
     waited_by_worker: dict[str, float] = field(default_factory=dict)
     """Seconds for which the loop waited for batches, by the name of the worker that made them."""
     copies: int = 0
-    """Number of batches delivered as copies and not as views of the ring, because the loop held views of too many
-    batches."""
+    """Number of batches delivered as copies, because the loop held views of too many batches."""
     ahead: int = 0
     """Number of batches whose copy to the device was started before the loop requested them; 0 without a device."""
     recoveries: int = 0
@@ -77,24 +70,19 @@ class StreamStats:
     corrupt: int = 0
     """Number of times that data arrived damaged, over the network or from memory, and were fetched again."""
     skipped: int = 0
-    """Number of poison batches (batches that kill their runner) of this box left out in the present attempt
-    (poison="skip")."""
+    """Number of poison batches, which kill their runner, left out in the present attempt (poison="skip")."""
     sources: dict[str, SampleCounts] = field(default_factory=dict)
     """Counts of the delivered samples by source, over the whole life of the run; empty unless the loader has `counts`
-    (penstock.data.Counts). Other boxes have counts of their own. After a resume on another number of boxes, box 0
-    continues the counts of all boxes, so the sum over all boxes is always that of the run."""
+    (penstock.data.Counts). Each box has its own. After a resume on another number of boxes, box 0 continues the counts
+    of all, so the sum over all boxes is always that of the run."""
     keys: dict[str, SampleCounts] = field(default_factory=dict)
-    """Counts of the delivered samples as in `sources`, but by key; empty unless the loader counts by a key
-    (penstock.data.Counts(by=))."""
+    """The same by key; empty unless the loader counts by a key (penstock.data.Counts(by=))."""
     imbalance: float | None = None
-    """Imbalance of the boxes: cost of the most expensive box in a step, divided by the mean cost of all boxes, as the
-    mean over this box's delivered steps. 1: all boxes cost the same. None unless the loader has `counts` and `balance`
-    (penstock.data.Balance)."""
+    """Cost of the most expensive box in a step, divided by the mean cost of all boxes, as the mean over this box's
+    delivered steps. None unless the loader has `counts` and `balance` (penstock.data.Balance)."""
 
 
 class StreamRun(ABC):
-    """Open run of one box."""
-
     def __init__(self, name: str, box: int, num_boxes: int, num_slots: int, cover: DigestCover) -> None:
         self.name, self.box, self.num_slots, self.cover = name, box, num_slots, cover
         self.num_boxes = num_boxes
@@ -102,41 +90,35 @@ class StreamRun(ABC):
         """Number of slots of all boxes together."""
         self.attempt = self.seed = 0
         self.error: PenstockError | None = None
-        """Error that has ended the run, such as a newer attempt of the job."""
+        """What has ended the run, such as a newer attempt of the job."""
         self.closed = False
         self.views = [pb.SlotView(slot=slot) for slot in range(num_slots)]
         """Worker, address and condition of each slot."""
         self.progress = BoxProgress()
         self.ended_boxes: dict[int, int] = {}
-        """Boxes of the run that have ended an epoch and not begun the next one: the epoch's last step, by the number of
-        the box."""
+        """Last step of the epoch of each box that has ended one and not begun the next."""
         self.box_apart: pb.BoxEnd | None = None
         """A box that is in another epoch than this one."""
         self.abandoned = False
         """True once the loader was garbage-collected; its finalizer sets it."""
         self.away_since: float | None = None
-        """Time of time.monotonic() at which the coordinator was first called without an answer, in the present outage;
-        None while it answers."""
+        """Time of time.monotonic() of the present outage's first unanswered call; None: the coordinator answers."""
 
     @abstractmethod
     def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
-        """Wait until `ready(self)` is True, and return True. Return False after `timeout_s` seconds, or if the run is
-        closed. Raises the error that has ended the run."""
+        """Wait until `ready(self)`; False after `timeout_s`, or if the run is closed. Raises what ended it."""
 
     @abstractmethod
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
-        """Return the positions of all boxes, and the WorkerRecords (counts and loader state) of all workers, at a step.
-        Raises an error if they are not available within `deadline_s` seconds."""
+        """Return positions and WorkerRecords of all boxes at a step, or raise an error after `deadline_s` seconds."""
 
     @abstractmethod
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
-        """Run the loader's aggregate_state_dict. `states`: envelope with the list of the workers' states. Return an
-        envelope with the result."""
+        """Run the loader's aggregate_state_dict on an envelope of the workers' states. Return an envelope."""
 
     @abstractmethod
     def close(self, *, forget: bool = True) -> None:
-        """Close the run. May be called again. `forget`: the run will not be opened again, so an embedded coordinator
-        can drop what it knows of it."""
+        """Close the run, also again. `forget`: it will not be opened again, and an embedded coordinator can drop it."""
 
     def fail(self, error: PenstockError) -> None:
         """End the run with an error, which the training loop will get. May be called from any thread."""
@@ -146,8 +128,7 @@ class StreamRun(ABC):
         """Report this box's progress to the coordinator now, if there is one."""
 
     def offer(self, starts: Callable[[], list[BoxStart]]) -> None:  # noqa: B027
-        """Let all slots of the run restart from a saved state, where that is quicker than to replay the launch.
-        `starts`: returns the position and state of each box."""
+        """Let slots restart from a saved state (of each box), where that is quicker than to replay the launch."""
 
 
 class Reader(ABC):
@@ -158,17 +139,14 @@ class Reader(ABC):
     def __init__(self, run: StreamRun, position: Position, label: str, timeout_s: float) -> None:
         self.run, self.position = run, position
         self.label = label
-        """Name of the loader, shown in messages."""
         self._timeout_s = timeout_s
         self.stats = StreamStats()
         self.began_at = position.step
         """Number of the last step before the first batch of this reader."""
         self.wait_s = 0.0
-        """Seconds for which the loop waited for the last batch."""
         self.layout: tuple[Structure, list[int]] | None = None
-        """Structure (nesting, keys, dtypes) and shapes of the last batch."""
         self.thread = threading.get_ident()
-        """Id of the thread that reads. Only this thread takes batches; others may look at them."""
+        """Only this thread takes batches; others may look at them."""
         self.counts = run.progress.counts = DeliveredCounts(run.num_slots)
         self._warned_unsharded = self._told_worker_info = False
         run.progress.waited_by_slot = [0.0] * run.num_slots
@@ -179,11 +157,8 @@ class Reader(ABC):
 
     @abstractmethod
     def open_epochs(self, limit: int, label: int | None = None) -> None:
-        """Allow the workers to make batches of the epochs up to and including number `limit`.
-
-        label: what user code of a pure loader sees as the number of the position's epoch, if this call opens it. None:
-        it counts on.
-        """
+        """Allow the workers to make epochs up to number `limit`. label: what user code of a pure loader sees as the
+        number of the position's epoch, if this call opens it; None: it counts on."""
 
     @abstractmethod
     def abandon_epoch(self) -> None:
@@ -191,13 +166,11 @@ class Reader(ABC):
 
     @abstractmethod
     def end_epoch(self) -> bool:
-        """Go to the next epoch from the last batch that len() of the workers' loaders promises. Return True if no
-        further batch was due; else abandon the epoch, and return False."""
+        """Go to the next epoch after the last batch by len(). Return False, and abandon it, if another was due."""
 
     @abstractmethod
     def raise_failed(self, view: pb.SlotView) -> NoReturn:
-        """Raise the error of a slot that has failed and is not restarted. `view`: the coordinator's view of the
-        slot."""
+        """Raise the error of a slot that has failed and is not restarted. `view`: the coordinator's."""
 
     # ---- what a reader without lanes has nothing to do for
 
@@ -208,17 +181,15 @@ class Reader(ABC):
 
     @property
     def held(self) -> int:
-        """Number of delivered batches of which the loop still has views. May be read from any thread."""
+        """Number of delivered batches of which the loop has views. May be read from any thread."""
         return 0
 
     def flush(self) -> bool:
-        """Tell the workers which batches were delivered. Return False if some of these messages could not be sent
-        yet."""
+        """Tell the workers which batches were delivered. Return False if a message could not be sent yet."""
         return True
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """Announce the next checkpoint steps to the workers. `last`: the executor's last step; None if unknown. Return
-        the step at which to announce again; None if no checkpoint step was announced."""
+        """Announce checkpoint steps. Return the step at which to announce again; None if none was announced."""
         return None
 
     def open_lanes(self) -> list[Literal["local", "tcp"]]:
@@ -238,8 +209,8 @@ class Reader(ABC):
         self.run.progress.waited_by_slot[slot] += seconds
 
     def _tell_of_loaders(self) -> None:
-        """Tell once what the workers' loaders reveal when their first batches arrive: that none has called
-        current_assignment(), so that each worker reads the whole input, and what torch's get_worker_info() answers."""
+        """Tell once what the first batches reveal: no loader called current_assignment(), so that each worker reads the
+        whole input, and what torch's get_worker_info() answers."""
         views = self.run.views
         unsharded = all(view.HasField("capabilities") and not view.capabilities.looked_at_assignment for view in views)
         if unsharded and self.run.num_workers > 1 and not self._warned_unsharded:
@@ -259,12 +230,10 @@ class Reader(ABC):
 
 
 def placed(error: PenstockError, worker: str, box: int, slot: int, step: int) -> PenstockError:
-    """Return the error with worker, box, slot and step added to its message."""
     where = f"worker {worker}, " if worker else ""
     message = f"{error.message} [{where}box {box}, slot {slot}, step {step}]"
     return type(error)(message, remote_traceback=error.remote_traceback)
 
 
 def recovered(box: int, slot: int, why: str) -> str:
-    """Return the text of the warning that a slot moved to another runner without a loss."""
     return f"worker slot {slot} of box {box} was recovered: {why}; the batches are the same as without the fault"

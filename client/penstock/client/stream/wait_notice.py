@@ -1,8 +1,5 @@
-"""Lines on standard error about the reason for which a training job waits: to open a run, for its first batch, or for a
-later batch of a slot that has no worker.
-
-A first batch takes a fraction of a second on an idle machine, and many seconds if the machine is busy or no worker is
-free. Without such lines a job that waits looks like one that hangs."""
+"""Lines on standard error about why a training job waits: to open a run, for its first batch, or for a slot without a
+worker. Without them a job on a busy machine looks like one that hangs."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ __all__ = ["STAGES", "WaitNotice"]
 
 FIRST_S = 2.0
 LEAST_S, MOST_S = 10.0, 60.0
-"""Limits of the seconds between two lines. Within them, the next line is due when the time waited has doubled."""
+"""Limits of the seconds between two lines; within them, the next is due when the time waited has doubled."""
 
 STAGES: dict[int, str] = {
     pb.FORK_SERVER: "import of torch in the fork server",
@@ -24,7 +21,6 @@ STAGES: dict[int, str] = {
     pb.RESTORE: "restore of its state",
     pb.FIRST_BATCH: "first batch of its loader",
 }
-"""Text for each stage in the start of a runner."""
 
 
 def _print(line: str) -> None:
@@ -35,18 +31,17 @@ def _print(line: str) -> None:
 
 
 class WaitNotice:
-    """Writer of the lines that say what a training job waits for. Its clock starts when the object is created."""
+    """Writer of these lines. Its clock starts when the object is created."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, write: Callable[[str], None] = _print) -> None:
         self._clock, self._write = clock, write
         self._since = clock()
         self._waited_s: float | None = None
-        """Seconds that had been waited when the clock was paused; None while it runs."""
+        """Seconds waited when the clock was paused; None while it runs."""
         self._next_s = FIRST_S
 
     @property
     def due(self) -> float:
-        """Time of `clock` at which the next line is due if the wait continues."""
         return self._since + self._next_s
 
     def pause(self) -> None:
@@ -59,7 +54,7 @@ class WaitNotice:
             self._since, self._waited_s = self._clock() - self._waited_s, None
 
     def tell(self, what: str, why: str) -> None:
-        """Write the line "waiting for WHAT (WHY, N s)" if the next line is due."""
+        """Write the line "waiting for WHAT (WHY, N s)" if it is due."""
         waited_s = self._clock() - self._since
         if waited_s >= self._next_s:
             self._next_s = waited_s + min(max(waited_s, LEAST_S), MOST_S)

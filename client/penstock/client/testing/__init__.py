@@ -11,11 +11,9 @@ Example::
                 ...
             state = loader.state_dict()
 
-The appliance has no socket, thread or process, and the loop never waits: a batch is made when the loop requests it. All
-other parts are real: DataLoader, DataExecutor, checkpoint_closure, Lookahead, states. The batches are those that
-workers would send, from the same positions and with the same seeds. A state that is saved here resumes on a real
-Appliance, and the reverse. See docs/debugging.md for the differences.
-"""
+The appliance has no socket, thread or process: a batch is made when the loop requests it. All other parts are real.
+Batches are those that workers would send, with the same positions and seeds, and a state resumes on a real Appliance,
+and the reverse. See docs/debugging.md for the differences."""
 
 from penstock.client.in_process import Fault
 from penstock.client.testing.fake_appliance import FakeAppliance, InputError, LostWorker, SlowBatch

@@ -31,19 +31,16 @@ class FakeAppliance(Appliance):
                 train(executor)
                 assert executor.stats.recoveries == 1
 
-    Use a FakeAppliance like an Appliance: pass it to executors, or open it in a `with`. A saved state assumes that the
-    other boxes take the same steps as this box, and leave an epoch after the same step. For the other boxes' batches,
-    create a FakeAppliance with another `box`.
-
-    A FakeAppliance reads neither environment variables nor the settings file.
+    Use it like an Appliance; it reads neither environment variables nor the settings file. A saved state assumes that
+    the other boxes take the same steps, and leave an epoch after the same one. For their batches, create a
+    FakeAppliance with another `box`.
 
     Args:
         faults: faults that happen in each run, each once at its step: InputError, LostWorker, SlowBatch.
         others: as for Appliance, with the same defaults. The job's name is by default "test-" and random digits, and
             timeout_s is the deadline for SlowBatch. Batches have memory of their own, on any device.
 
-    Raises the errors of Appliance, and InvalidArgumentError if the step of a fault is below 1.
-    """
+    Raises the errors of Appliance, and InvalidArgumentError if the step of a fault is below 1."""
 
     def __init__(
         self,
@@ -75,8 +72,8 @@ class FakeAppliance(Appliance):
 
 @dataclass(frozen=True)
 class SlowBatch:
-    """Fault: the batch of this step arrives `seconds` late. If `seconds` is the appliance's `timeout_s` or more, the
-    loop gets a DeadlineError. Training may then continue: the next executor gets the batch."""
+    """Fault: the batch of this step arrives `seconds` late. With `timeout_s` or more, the loop gets a DeadlineError;
+    the next executor gets the batch."""
 
     step: int
     seconds: float
@@ -87,8 +84,8 @@ class SlowBatch:
 
 @dataclass(frozen=True)
 class InputError:
-    """Fault: input_fn's loader raises `error` (a ValueError by default) while it makes the batch of this step. The loop
-    gets an InputFnError with the error's text, and the run ends. After load_state_dict another run can be opened."""
+    """Fault: input_fn's loader raises `error` (by default a ValueError) as it makes the batch of this step. The loop
+    gets an InputFnError, and the run ends. After load_state_dict another run can be opened."""
 
     step: int
     error: Exception = field(default_factory=partial(ValueError, "injected by a test"))
@@ -99,9 +96,8 @@ class InputError:
 
 @dataclass(frozen=True)
 class LostWorker:
-    """Fault: the worker that is to make the batch of this step dies. By default another worker recovers the slot, with
-    a warning and a count in DataExecutor.stats.recoveries. With `for_good` the loop gets a WorkerLostError, and the run
-    ends."""
+    """Fault: the worker that is to make the batch of this step dies. Another recovers the slot, with a warning and a
+    count in DataExecutor.stats.recoveries. With `for_good` the loop gets a WorkerLostError, and the run ends."""
 
     step: int
     for_good: bool = False

@@ -1,2 +1,1 @@
-"""Restoring of a checkpoint: reads its index and the values that a rank needs, verifies them, and loads them into the
-entries of a state (modules, optimizers, loaders)."""
+"""Restoring of a checkpoint: its index, the values that a rank needs, and the entries of a state to load them into."""

@@ -1,10 +1,7 @@
-"""Entries of the state to restore: each top-level key with its value, such as a module or an optimizer. An entry knows
-which saved values it needs, checks that they fit, and loads them.
+"""Entries of the state to restore: each top-level key with its value, such as a module or an optimizer.
 
-A restore calls three methods of each entry, so that no object is changed before all values are read and checked.
-`wanted` returns the values to read, and into which tensors. `fit` gets the values that were read, and raises an error
-if they do not fit. `put` loads them into the object. It is called when `fit` has succeeded on every rank.
-"""
+`wanted` returns the values to read, `fit` checks those that were read, and `put` loads them once `fit` has succeeded on
+every rank, so that no object is changed before all values are checked."""
 
 from __future__ import annotations
 
@@ -45,7 +42,6 @@ EXTRA = "_extra_state"
 @dataclass(frozen=True)
 class ReadRequest:
     tensor: torch.Tensor | None
-    """Tensor to read the value into; None for an object."""
     own: bool
     """True if the restore made this tensor, so that it may be filled before all values are checked."""
 
@@ -55,11 +51,10 @@ class SavedEntries:
     path: Path
     index: dict[str, SavedValue]
     paths: dict[str, KeyPath]
-    """Keys that lead to each saved value in the nested state: "model.weight" has ("model", "weight")."""
+    """Keys that lead to each saved value: "model.weight" has ("model", "weight")."""
 
     def under(self, key: str) -> dict[str, KeyPath]:
-        """Return the values that were saved under a top-level key of the state, with the keys below it: under("model")
-        has "model.weight" with ("weight",). Raises CheckpointError if there are none."""
+        """Return the values saved under a top-level key with the keys below it: "model.weight" with ("weight",)."""
         found = {name: path[1:] for name, path in self.paths.items() if path[0] == key}
         if not found:
             there = ", ".join(sorted({repr(path[0]) for path in self.paths.values()}))
@@ -67,9 +62,7 @@ class SavedEntries:
         return found
 
     def empty(self, name: str, like: torch.Tensor | None = None) -> ReadRequest:
-        """Return a request to read the value into a new tensor, or as an object. If `like` has the shape of the saved
-        tensor, the new tensor is on the device of `like`, and is a DTensor split in the same way if `like` is one.
-        Otherwise it is on the CPU."""
+        """Request a new tensor, with device and split of `like` if that has the saved shape, or an object."""
         saved = self.index[name].tensor
         if saved is None:
             return ReadRequest(None, True)
@@ -78,7 +71,6 @@ class SavedEntries:
         return ReadRequest(torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu"), True)
 
     def filled(self, name: str, tensor: torch.Tensor) -> ReadRequest:
-        """Return a request to read the value into the given tensor. Raises CheckpointError if it does not fit."""
         saved = self.index[name].tensor
         if saved is None:
             raise CheckpointError(
@@ -104,19 +96,16 @@ class SavedEntries:
 @dataclass
 class RestoreContext:
     containers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Types and keys that dicts had when they were saved (see `with_containers`), by the path of the dict in the state,
-    such as "config.layers"."""
+    """Types and keys of dicts at the save (`with_containers`), by path in the state, such as "config.layers"."""
     notes: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-    """What torch's `load_state_dict` would change in an optimizer's state (see `optimizers.notes`), by the optimizer's
-    key."""
+    """What torch's `load_state_dict` would change in an optimizer's state (`optimizers.notes`), by its key."""
     orders: dict[int, list[int]] = field(default_factory=dict)
-    """Order of each optimizer's parameter groups at the save (see `group_order`), by the optimizer's id(). Schedulers
-    need it, so they are restored after the optimizers."""
+    """Each optimizer's `group_order`, by id(). Schedulers need it, so they are restored after the optimizers."""
 
 
 class StateEntry(ABC):
     comes_first = False
-    """True if this entry is checked before others, which need what it sets in the RestoreContext."""
+    """True if others need what this entry sets in the RestoreContext."""
 
     def __init__(self, key: str, value: Any, saved: SavedEntries) -> None:
         self.key = key
@@ -130,8 +119,6 @@ class StateEntry(ABC):
         pass
 
     def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
-        """Check the values that were read, those that `wanted` requested, and keep them for `put`. Raises
-        CheckpointError if they do not fit."""
         root: dict[str, Any] = {}
         for name, path in self.names.items():
             set_element(root, (self.key, *path), values[name])
@@ -143,7 +130,6 @@ class StateEntry(ABC):
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
-        """Convert an error of user code or torch into a CheckpointError that names this entry."""
         try:
             yield
         except PenstockError:
@@ -269,8 +255,6 @@ class _StatefulEntry(StateEntry):
 
 
 class _PlainEntry(StateEntry):
-    """A dict of tensors and plain values, or a single tensor or plain value."""
-
     def __init__(self, key: str, value: Any, saved: SavedEntries, state: Mapping[str, Any]) -> None:
         super().__init__(key, value, saved)
         self._state = state
@@ -300,8 +284,7 @@ class _PlainEntry(StateEntry):
 
 
 def _replace(target: MutableMapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Replace the values of a dict in place by loaded ones, also in nested dicts, but not tensors, which are filled
-    already."""
+    """Replace values of nested dicts in place, but not tensors, which are filled already."""
     for key, value in loaded.items():
         if isinstance(target.get(key), MutableMapping) and isinstance(value, Mapping):
             _replace(target[key], value)

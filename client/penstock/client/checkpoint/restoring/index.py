@@ -1,10 +1,9 @@
 """Index of a checkpoint: which values it has, and where their bytes are. Anybody may have written it: every field is
 checked, and compared with the manifest's files.
 
-penstock/proto/state/checkpoint_index.py describes the format. A checkpoint of an earlier Penstock has only torch's
-`.metadata`, a pickle. A child process without torch (metadata_reader.py) makes the same index of it, so that a pickle
-that takes forever, or all memory, ends with that process.
-"""
+Format: penstock/proto/state/checkpoint_index.py. An earlier Penstock's checkpoint has only torch's `.metadata`, a
+pickle. A child process without torch (metadata_reader.py) converts it, so that a pickle that takes forever, or all
+memory, ends with it."""
 
 from __future__ import annotations
 
@@ -27,17 +26,15 @@ __all__ = ["Archive", "SavedValue", "converted", "read_index"]
 
 READER = Path(__file__).with_name("metadata_reader.py")
 READER_S = 120.0
-"""Longest time in seconds to read a `.metadata`. 3,000 entries take 0.1 s, of which most is the start of Python."""
+"""Seconds to read a `.metadata`. 3,000 entries take 0.1 s."""
 LARGE = 1 << 30
-"""Largest size in bytes of a tensor that may be stored in fewer bytes than its size. An expanded tensor is stored so:
-its repeated values were written once. A larger tensor with missing bytes is damage."""
+"""Largest bytes of an expanded tensor, whose repeated values are written once; a larger one is damaged."""
 
 
 class Archive(NamedTuple):
     """Bytes of one chunk of a tensor, or of one object, in a file."""
 
     chunk: int
-    """Number of the chunk; 0 for an object."""
     file: str
     offset: int
     length: int
@@ -45,15 +42,11 @@ class Archive(NamedTuple):
 
 class SavedValue(NamedTuple):
     tensor: TensorStorageMetadata | None
-    """torch's description of a tensor; None for an object."""
     path: tuple[str | int, ...]
-    """Keys that lead to the value in the nested state."""
     archives: list[Archive]
-    """One archive for each chunk, in their order; one for an object."""
 
 
 def converted(metadata: bytes, where: Path) -> bytes:
-    """Return the content of index.json for torch's `.metadata`. Raises CheckpointCorruptError, naming `where`."""
     command = [sys.executable, "-I", "-S", str(READER)]
     try:
         done = subprocess.run(
@@ -68,14 +61,7 @@ def converted(metadata: bytes, where: Path) -> bytes:
 
 
 def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> dict[str, SavedValue]:
-    """Return the values of a checkpoint by name, from the content of index.json.
-
-    Args:
-        where: path of the index, for errors.
-        files: length in bytes of each of the checkpoint's files, by name.
-
-    Raises CheckpointCorruptError, naming `where`, if `data` is not an index of these files.
-    """
+    """Return a checkpoint's values by name, from index.json. `where`: for errors. `files`: lengths in bytes."""
     try:
         index = json.loads(data)
         if index["format"] > FORMAT:

@@ -1,7 +1,6 @@
 """Program that reads torch's index of a checkpoint, the pickle `.metadata`, from standard input, and writes it as
-Penstock's index.json to standard output. It needs neither torch nor Penstock: stand-ins take the place of torch's
-classes, so nothing that the pickle names is imported or called. Its parent ends it after a while (index.py).
-"""
+Penstock's index.json. Stand-ins take the place of torch's classes, so nothing that the pickle names is imported or
+called."""
 
 import io
 import json
@@ -16,8 +15,6 @@ FACTOR = 400
 
 
 class StandIn:
-    """Object of one of torch's classes, with the attributes that were pickled."""
-
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
             self.__dict__.update(state)

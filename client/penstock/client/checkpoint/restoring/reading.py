@@ -1,13 +1,9 @@
 """Reader of a checkpoint's files. Every byte is verified by a hash before its use.
 
-An archive is the bytes of one saved value in a file, as torch.save writes them. The writer hashes each archive
-separately (`CheckpointFile.parts`), so a rank reads and hashes only the archives that it needs. A few threads do this,
-because both reading and hashing release the interpreter lock. One call reads several neighbouring archives.
-
-Values for the user's tensors are kept in memory until everything is read and verified (`FillRequest`). Like a save,
-this takes as much additional memory as these tensors take. Values for tensors that the restore has made (an optimizer's
-states) are copied into them at once.
-"""
+Each archive (one saved value as torch.save writes it) is hashed separately (`CheckpointFile.parts`), so a rank reads
+only what it needs, in threads, because reading and hashing release the interpreter lock. Values for the user's tensors
+stay in memory until everything is verified (`FillRequest`), which takes as much memory as these tensors; those for new
+tensors are copied at once."""
 
 from __future__ import annotations
 
@@ -37,14 +33,11 @@ from penstock.runtime.files.plain_files import open_plain
 __all__ = ["FillRequest", "read", "read_file"]
 
 RUN = 16 << 20
-"""Largest number of bytes of neighbouring archives that one call reads."""
 SMALL = 8 << 20
-"""Largest number of bytes that a restore reads without threads, because Python's work for each entry takes longer."""
+"""Bytes that a restore reads without threads, because Python's work for each entry takes longer."""
 MAX_UNNEEDED_BYTES = 4 << 10
-"""Largest number of bytes for each tensor that a read buffer may waste. A buffer with more bytes that no tensor of the
-user needs is freed, after its values were copied."""
+"""Bytes per tensor that a kept read buffer may waste; with more it is freed, after its values were copied."""
 GAP = 64 << 10
-"""Largest number of bytes between two archives that are read by one call."""
 
 
 @dataclass(frozen=True)
@@ -88,19 +81,15 @@ class _Piece:
 
     @property
     def is_new(self) -> bool:
-        """True if the target tensor can be filled at once."""
         return self.own and self.target.device.type == "cpu"
 
 
 @dataclass
 class _Archive:
-    """Archive to read: the bytes that torch.save wrote for one saved value, and the tensors to copy the value into."""
-
     name: str
     offset: int
     length: int
     shape: tuple[torch.dtype, tuple[int, ...]] | None
-    """dtype and shape; None for an object."""
     pieces: list[_Piece]
 
 
@@ -112,18 +101,8 @@ def read(
     load: Callable[[str, bytes], Any],
     threads: int,
 ) -> tuple[dict[str, Any], list[FillRequest]]:
-    """Read the requested values from a checkpoint's files.
-
-    Args:
-        folder: descriptor of the checkpoint's folder.
-        load: function that makes an object from its name and its bytes.
-
-    Returns tensors and objects by name, and requests to copy values into the user's tensors. The caller carries out the
-    requests once all values are checked.
-
-    Raises CheckpointCorruptError, with the file's name, if the bytes are not those that were written; CheckpointError
-    if one tensor would get two different values.
-    """
+    """Read the requested values. Return tensors and objects by name, and requests to copy values into the user's
+    tensors, which the caller carries out once all values are checked. `folder`: descriptor."""
     by_file: dict[str, list[_Archive]] = defaultdict(list)
     for name, archive in _archives(index, wanted):
         by_file[name].append(archive)
@@ -161,7 +140,6 @@ def read(
 
 
 def read_file(folder: int, file: CheckpointFile) -> bytes:
-    """Return the contents of a short file. Raises CheckpointCorruptError if it cannot be read, or is too short."""
     handle = _open(folder, file)
     try:
         return bytes(_read(handle, 0, file.nbytes, file.name).numpy())
@@ -226,7 +204,7 @@ class _Reader:
                     self._fill(archive.name, piece, values, keep=keep)
 
     def _end(self, archive: _Archive) -> int:
-        """Offset after the last byte that the archive's hash covers: the archive, and the padding after it."""
+        """Offset after the last byte that the archive's hash covers, with the padding."""
         if archive.offset in self._parts:
             return max(self._parts[archive.offset][0], archive.offset + archive.length)
         return archive.offset + archive.length
@@ -254,8 +232,7 @@ class _Reader:
 
 
 def _is_kept(run: list[_Archive], nbytes: int) -> bool:
-    """Return True to keep a read buffer of `nbytes` bytes until the user's tensors are filled from it. See
-    MAX_UNNEEDED_BYTES."""
+    """True to keep a read buffer until the user's tensors are filled from it. See MAX_UNNEEDED_BYTES."""
     needed = count = 0
     for archive in run:
         dtype, shape = archive.shape or (torch.uint8, ())
@@ -267,8 +244,7 @@ def _is_kept(run: list[_Archive], nbytes: int) -> bool:
 
 
 def _values(archive: memoryview, name: str, shape: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:
-    """Return the tensor as a view of its values in the archive, if the bytes around them are those that torch.save
-    writes."""
+    """Return a view of the values, if the bytes around them are those that torch.save writes."""
     frame, (dtype, sizes) = frame_of(*shape), shape
     before = len(frame.before)
     if len(archive) == frame.length and archive[:before] == frame.before:
@@ -280,8 +256,7 @@ def _values(archive: memoryview, name: str, shape: tuple[torch.dtype, tuple[int,
 
 
 def _same(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
-    """True if two tensors, converted to `dtype`, have the same bytes. (Not values, because a NaN does not equal
-    itself.)"""
+    """Compare bytes, not values, because a NaN does not equal itself."""
     left, right = (value.to(dtype).flatten().view(torch.uint8) for value in (one, other))
     return torch.equal(left, right)
 

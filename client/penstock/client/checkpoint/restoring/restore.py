@@ -1,13 +1,8 @@
 """Restore of a checkpoint into the objects of a training job, on any number of ranks.
 
-What was saved decides what is loaded, not the present state of the objects: an optimizer that has made no step has no
-state yet, and a loader's state may have other parts than before. Each rank reads the values that it needs. A DTensor
-gets its part, even if another rank wrote that part.
-
-All values are read, hashed and compared with their targets before any value is loaded. So a checkpoint that is damaged,
-does not fit, or is deleted during the restore, leaves all objects unchanged. Tensors and objects are loaded by
-torch.load with weights_only, unless the caller trusts the files (objects.py).
-"""
+What was saved decides what is loaded, not the present state: an optimizer that has made no step has no state yet. All
+values are read, hashed and compared before any is loaded, so a checkpoint that is damaged or deleted meanwhile leaves
+all objects unchanged. torch.load runs with weights_only, unless the caller trusts the files (objects.py)."""
 
 from __future__ import annotations
 
@@ -51,16 +46,14 @@ from penstock.proto.state.checkpoint_files import (
 __all__ = ["LoadedCheckpoint", "chosen", "load"]
 
 SILENCE_S = 8.0
-"""Seconds without a sign of life from a save of another process, whose machine may be gone, after which a restore no
-longer waits for it."""
+"""Seconds without a sign of life from another process's save, whose machine may be gone, until a restore ignores it."""
 TRIES = 20
-"""Number of attempts to choose a checkpoint. An attempt fails if another process deletes it before it is pinned."""
+"""Attempts to choose a checkpoint: another process may delete it before it is pinned."""
 
 
 @contextmanager
 def chosen(folder: Path, step: int | None, timeout_s: float, verify: bool) -> Iterator[FoundCheckpoint | None]:
-    """Context manager with the checkpoint to restore, pinned until the `with` ends; None if the folder has no
-    checkpoint. Waits at most `timeout_s` seconds for a save that another process is making."""
+    """Choose the checkpoint to restore, pinned in the `with`; wait for a save that another process is making."""
     _settle(folder, timeout_s)
     for turn in range(TRIES):
         found = _choose(folder, step)
@@ -100,18 +93,16 @@ def _choose(folder: Path, step: int | None) -> FoundCheckpoint | None:
 
 
 def _saved_by(value: SavedValue) -> int:
-    """Rank that saved an object, which the name of the object's file shows."""
     return int(value.archives[0].file.rpartition("__")[2].partition("_")[0])
 
 
 def _through(handle: int) -> Path:
-    """Path to a folder that stays valid when the folder is renamed. `handle`: descriptor of the folder."""
+    """Path to a folder, from its descriptor, that stays valid when the folder is renamed."""
     return Path(f"/proc/self/fd/{handle}")
 
 
 def _settle(folder: Path, timeout_s: float) -> None:
-    """Wait until no save is running in `folder`, at most `timeout_s` seconds. If a save stopped while it replaced a
-    checkpoint, put the old checkpoint back."""
+    """Wait until no save runs in `folder`. If one stopped while it replaced a checkpoint, put the old one back."""
     try:
         with locked(folder, timeout_s, silence_s=SILENCE_S):
             put_back(folder)
@@ -124,7 +115,6 @@ def _settle(folder: Path, timeout_s: float) -> None:
 
 
 def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
-    """Error for a damaged checkpoint, which recommends the newest one whose files have the right sizes."""
     try:
         good = [one.step for one in checkpoints(path.parent) if one.path != path and not one.damage]
     except CheckpointError:
@@ -137,8 +127,6 @@ def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
 
 @dataclass
 class LoadedCheckpoint:
-    """Checkpoint that was read and checked, but is not loaded into the objects of the state yet."""
-
     _entries: list[StateEntry]
     _fills: list[FillRequest]
 
@@ -152,8 +140,7 @@ class LoadedCheckpoint:
 def load(
     path: Path, save: str, state: Mapping[str, Any], rank: int, threads: int, allow_unsafe_types: bool
 ) -> LoadedCheckpoint | None:
-    """Read and check the values that `state` needs, without changing it. Return None if the checkpoint is gone, or was
-    replaced: its save has another id than `save`."""
+    """Read and check the values for `state`. Return None if the checkpoint is gone, or not `save` any more."""
     if not isinstance(state, Mapping):
         raise InvalidArgumentError(
             f'restore: state must be a dict of names and values, such as {{"model": model}}, got {type(state).__name__}'

@@ -1,2 +1,1 @@
-"""Saving of a checkpoint: the ranks agree on a plan, each copies its values to shared memory, and its writer process
-writes them to the disk."""
+"""Saving of a checkpoint: a plan that the ranks agree on, copies in shared memory, and each rank's writer process."""

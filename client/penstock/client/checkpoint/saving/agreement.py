@@ -1,9 +1,8 @@
-"""Agreement of the ranks before each save: on the step, on the values that each rank writes, and on the number of bytes
-of these values. planning.py explains items, archives and plans.
+"""Agreement of the ranks before each save: on the step, and on the values that each rank writes, with their sizes.
 
-The agreement is one exchange of a few hundred bytes, unless a rank's state has another structure than at the last save.
-Every rank decides by itself from the same data of all ranks, so either all ranks continue or all raise an error.
-"""
+It is one exchange of a few hundred bytes, unless a state has another structure than at the last save. Every rank
+decides from the same data of all ranks, so either all continue or all raise an error. Items, archives and plans:
+planning.py."""
 
 from __future__ import annotations
 
@@ -41,21 +40,16 @@ OBJECT, TENSOR = "object", "tensor"
 @dataclass(frozen=True)
 class AgreedSave:
     save: str
-    """Random id of the save, hexadecimal."""
     plan: GlobalPlan
     lengths: list[dict[Key, int]]
-    """Number of bytes of each unframed item (see LocalItem.frame), one dict for each rank."""
+    """Bytes of each unframed item (see LocalItem.frame), one dict for each rank."""
     collected: CollectedState
     objects: dict[Key, bytes]
-    """Bytes of this rank's unframed items."""
     in_flight: list[str]
     """Earlier saves that at least one rank has not finished writing."""
 
 
 class Agreement:
-    """Agreement of the ranks on a plan of what each rank saves, made at the first save and again when the structure of
-    the state has changed. Arguments: see AsyncCheckpointer."""
-
     def __init__(self, ranks: Ranks, threads: int, hint: str | None, check_replicas: bool) -> None:
         self._ranks = ranks
         self._threads, self._hint = threads, hint
@@ -71,8 +65,7 @@ class Agreement:
     def agree_on_save(
         self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError], in_flight: list[str]
     ) -> AgreedSave:
-        """Agree with the other ranks on a save, and return it. `earlier`: errors of this rank's earlier saves that no
-        call has raised yet; emptied when they are raised. Raises the errors of AsyncCheckpointer.save, on all ranks."""
+        """Agree on a save, or raise on all ranks. `earlier`: this rank's unraised errors, emptied when raised."""
         collected: CollectedState | None = None
         objects: dict[Key, bytes] = {}
         known: dict[Key, tuple[str, str]] = {}
@@ -215,8 +208,7 @@ def digests(
 
 
 def _object_digest(collected: CollectedState, one: LocalItem, objects: dict[Key, bytes]) -> str:
-    """Return the digest of an object's value, not of its pickle: pickles of equal values may differ, if a value has the
-    same string twice, as one str object or two."""
+    """Digest an object's value, not its pickle, which differs between equal values with one str object or two."""
     name = one.name
     value = collected.values.get(name)
     if isinstance(value, torch.Tensor) or type(value) in PLAIN:
@@ -225,8 +217,7 @@ def _object_digest(collected: CollectedState, one: LocalItem, objects: dict[Key,
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all values of a small tensor, or `SAMPLES` values of a large one, flat. The order follows the indices, not
-    the strides, so it is the same for equal tensors."""
+    """Return all, or `SAMPLES`, values, flat, in the order of indices, not strides: the same for equal tensors."""
     if tensor.nbytes <= WHOLE:
         return tensor.reshape(-1)
     step = tensor.numel() // SAMPLES
@@ -244,8 +235,7 @@ def summary(known: dict[Key, tuple[str, str]]) -> str:
 
 
 def compare(answers: list[dict[str, Any]]) -> tuple[list[str], dict[str, str]]:
-    """Return texts that describe the values that differ between ranks: a list for objects, and a dict by name for
-    tensors."""
+    """Return texts for the values that differ between ranks: a list for objects, a dict by name for tensors."""
     first: dict[tuple[str, str], tuple[int, str, str]] = {}
     objects: dict[str, str] = {}
     tensors: dict[str, str] = {}

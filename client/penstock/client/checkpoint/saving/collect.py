@@ -1,11 +1,8 @@
-"""Collection of the state to save as a flat dict of values with names such as "model.layer.weight", the names that
-torch.distributed.checkpoint uses.
+"""Collection of the state to save as a flat dict of values with torch's names, such as "model.layer.weight".
 
-The names of a module's and an optimizer's values do not depend on the number of ranks (parameter_names.py,
-optimizers.py). The state of a data loader is saved as one object, whatever it contains (loader_states.py). An object is
-saved as plain values with a recipe, a description from which the object is made again (plain_values.py), if that is
-possible.
-"""
+The names do not depend on the number of ranks (parameter_names.py, optimizers.py). A data loader's state is one object
+(loader_states.py). Other objects are saved as plain values with a recipe to make them again, if possible
+(plain_values.py)."""
 
 from __future__ import annotations
 
@@ -44,31 +41,26 @@ __all__ = [
 ]
 
 OURS = "__penstock__"
-"""Top-level key of Penstock's own data in a checkpoint. With this data a restore gives the state exactly its original
-form: types of dicts, keys, objects."""
+"""Top-level key of Penstock's own data, with which a restore gives the state exactly its original form."""
 CONTAINERS, RECIPES, OPTIMIZERS = "containers", "recipes", "optimizers"
-"""Names of three tables that each rank saves under OURS: types and keys of dicts, recipes of objects, and the parts of
-optimizers' states that torch's `load_state_dict` would change."""
+"""Tables of each rank under OURS: types and keys of dicts, recipes, what torch changes in optimizers' states."""
 KINDS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict}
 """Mapping types that a restore makes again, by name. Other mappings are restored as dicts."""
 
 
 @dataclass
 class CollectedState:
-    """Values that this rank could save, by name. Which rank saves a value that several have is decided later."""
+    """Values that this rank could save, by name. Which rank saves a shared value is decided later."""
 
     values: dict[str, Any]
     paths: dict[str, tuple[Any, ...]]
-    """Keys that lead to each value in the nested state."""
     signature: list[Any]
-    """Description of the structure of the state. If it equals that of the save before, the plan is used again."""
+    """Structure of the state. If it equals that of the save before, the plan is used again."""
     loaders: dict[str, tuple[int, int]]
     """(box, number of boxes) of each data loader, by its key in the state."""
     recipes: dict[str, Any]
-    """Recipes of objects that are saved as plain values (plain_values.py)."""
     opaque: dict[str, str]
-    """Objects that cannot be saved as plain values, each with the name of the class without a recipe: its own, or that
-    of something in it."""
+    """Objects that cannot be saved as plain values, each with the name of the class without a recipe."""
 
     def items(self) -> list[LocalItem]:
         tensors, found = TensorItems(), []
@@ -87,8 +79,7 @@ class CollectedState:
         return found
 
     def _by_torch(self, name: str) -> list[LocalItem]:
-        """Items of torch's planner: for a tensor that is split over ranks, or a tensor class with its own rules for
-        saving."""
+        """Items of torch's planner, for split tensors and tensor classes with their own rules for saving."""
         plan = create_default_local_save_plan({name: self.values[name]}, is_coordinator=True)
         return [
             LocalItem.of(
@@ -146,8 +137,7 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
 
 
 def _flatten(value: Any, path: tuple[Any, ...], values: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> None:
-    """Add each value inside nested dicts and lists to `values`, and the keys that lead to it to `paths`, under the name
-    that torch's `flatten_state_dict` gives it. (torch's function takes four times as long.)"""
+    """Add nested values and their keys by the names of torch's `flatten_state_dict`, which takes four times as long."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _flatten_into(inner, (*path, str(key)), values, paths)
@@ -169,16 +159,14 @@ def _flatten_into(value: Any, path: tuple[Any, ...], values: dict[str, Any], pat
 
 
 def _is_flattened(value: Any) -> bool:
-    """Return True if torch saves the contents of a container under separate names: a dict, or a list of tensors or
-    dicts."""
+    """True if torch saves the contents under separate names: a dict, or a list of tensors or dicts."""
     return isinstance(value, Mapping) or (
         isinstance(value, list) and any(isinstance(inner, torch.Tensor) or _is_flattened(inner) for inner in value)
     )
 
 
 def _made_plain(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Replace objects in `values` by the plain values that are saved for them. Return the recipes, and for objects
-    without one the class that lacks it."""
+    """Replace objects in `values` by plain values. Return the recipes, and for other objects the class without one."""
     recipes, opaque = {}, {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
@@ -205,8 +193,7 @@ def _unrestorable(tensor: torch.Tensor) -> str:
 
 
 def _containers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (path, description) of each dict that a restore could not make again from the names of values: a dict with
-    keys that are not strings, or a mapping of a type in KINDS."""
+    """Yield (path, description) of each dict that names alone cannot restore: keys that are not strings, or KINDS."""
     if isinstance(value, Mapping):
         keys = {str(key): key for key in value if type(key) is not str and _is_plain(key)}
         coded = {str(key): _coded(key, path) for key in value if type(key) is not str and not _is_plain(key)}
@@ -229,7 +216,6 @@ def _container(value: Mapping[Any, Any]) -> str:
 
 
 def _coded(key: Any, path: tuple[Any, ...]) -> list[Any]:
-    """Return a dict's key as [plain value, recipe]."""
     encoded = encode(key)
     if encoded.opaque:
         raise InvalidArgumentError(
@@ -246,7 +232,6 @@ def _is_plain(key: Any) -> bool:
 
 
 def with_containers(value: Any, containers: dict[str, dict[str, Any]], path: tuple[Any, ...] = ()) -> Any:
-    """Return a restored state with the types and keys that its dicts had when they were saved."""
     if not containers:
         return value
     if isinstance(value, dict):
@@ -272,8 +257,7 @@ def _state_of(key: str, value: Any, state: Mapping[str, Any]) -> Any:
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state_dict() with the names of the module without wrappers (such as DDP): "layer.weight", not
-    "module.layer.weight"."""
+    """Return a module's state_dict() without the names of wrappers: "layer.weight", not "module.layer.weight"."""
     plain = module.state_dict()
     clean = clean_keys(module, list(plain))
     return type(plain)((clean[name], value) for name, value in plain.items())
@@ -290,8 +274,7 @@ def _kind(value: Any) -> Any:
 
 
 def object_bytes(collected: CollectedState, items: list[LocalItem]) -> dict[Key, bytes]:
-    """Return the bytes that torch.save writes for each unframed item. Raises InvalidArgumentError, with the value's
-    name, for a value that torch.save cannot write."""
+    """Return the bytes that torch.save writes for each unframed item."""
     found = {}
     for one in items:
         if one.frame is not None:

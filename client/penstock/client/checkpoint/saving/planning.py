@@ -1,19 +1,13 @@
 """Plan of what each rank saves and where: torch's plan, made once and kept while the state keeps its structure. An item
-is what is saved as a unit: a tensor, a part of a tensor that is split over ranks, or another object. An archive is the
-bytes in a file that torch.save would write for one item.
+is saved as a unit: a tensor, a part of one that is split over ranks, or another object. An archive is the bytes that
+torch.save would write for one item.
 
-torch.distributed.checkpoint describes, gathers and scatters all tensors at each save. For an unchanged model the
-resulting plan is the same, so here the ranks agree on a plan once (`agree`) and then only compare signatures
-(`CollectedState.signature`). Only the lengths of objects differ from save to save.
+torch.distributed.checkpoint describes, gathers and scatters all tensors at each save. Here the ranks agree once
+(`agree`), then only compare signatures. A tensor's archive has a length that follows from dtype and shape
+(torch_frames.py), so layout and index (`described`) are complete before anything is written.
 
-The layout of the files, with the offset of each archive, is complete before anything is written, because the length of
-a tensor's archive follows from its dtype and shape (torch_frames.py). So the index can also be described before the
-writing (`described`), without reports from the writers.
-
-A state has thousands of entries, and the first save plans each of them while the training waits. To keep that short, an
-entry is one tuple, tensors of one dtype and shape share one description, and torch's slower kinds of items are made
-only for torch's planner.
-"""
+The first save plans thousands of entries while the training waits. So an entry is one tuple, tensors of one dtype and
+shape share one description, and torch's slower kinds of items are made only for torch's planner."""
 
 from __future__ import annotations
 
@@ -63,36 +57,29 @@ __all__ = [
 
 SUFFIX = ".distcp"
 DCP_VERSION = "1.0.0"
-"""Version of torch's checkpoint format, as FileSystemWriter writes it."""
 
 Key = tuple[str, tuple[int, ...] | None]
-"""Key of a saved item: name of the value, and offset of the tensor's part: zeros for a whole tensor, None for an
-object."""
+"""Name of the value, and offset of the tensor's part: zeros for a whole tensor, None for an object."""
 
 Stored = tuple[tuple[str, tuple[int, ...] | None], int | None, int, int]
-"""Description of one archive (the bytes of one saved value): name of the value, offset of the part in its tensor (None
-for an object), and hint, as in torch's MetadataIndex; then the archive's offset and number of bytes in its file."""
+"""Value's name, offset in its tensor (None: object) and hint, as in MetadataIndex; offset and bytes in the file."""
 
 
 class LocalItem(NamedTuple):
-    """Item (tensor, part of a tensor, or object) that this rank could save. If several ranks have an item, the plan
-    chooses one of them to save it."""
+    """Item that this rank could save. If several ranks have it, the plan chooses one."""
 
     key: Key
     hint: int | None
-    """Position of this part in torch's list of the tensor's parts, as in torch's MetadataIndex: 0 for a whole tensor.
-    None for an object, and for a part whose position torch's planner has not set yet."""
+    """As in torch's MetadataIndex: 0 for a whole tensor; None for an object, or until torch's planner sets it."""
     data: TensorWriteData | None
-    """torch's description of the tensor or part: offsets, sizes, dtype. None for an object."""
+    """Offsets, sizes, dtype of the tensor or part. None for an object."""
     frame: TorchFrame | None
-    """Frame of a plain tensor: the bytes before and after the tensor's values in its archive (see torch_frames.py), so
-    that the values can be copied into the archive. None: the item is unframed; torch.save writes its archive, whose
-    length may change from save to save."""
+    """Bytes around a plain tensor's values (torch_frames.py), so that these can be copied into its archive. None:
+    unframed; torch.save writes the archive, whose length may change from save to save."""
     kind: WriteItemType
 
     @classmethod
     def of(cls, item: WriteItem, framed: bool) -> LocalItem:
-        """`framed`: True for a plain tensor, whose archive has a frame."""
         index, data = item.index, item.tensor_data
         frame = frame_of(data.properties.dtype, tuple(data.chunk.sizes)) if framed and data is not None else None
         return cls((index.fqn, index.offset), index.index, data, frame, item.type)
@@ -111,8 +98,7 @@ class LocalItem(NamedTuple):
 
 
 class TensorItems:
-    """Maker of the items for whole plain tensors, equal to those of torch's planner. Tensors of one dtype and shape
-    share one description, which is made, pickled and loaded only once."""
+    """Items for whole plain tensors, equal to torch's. One dtype and shape share one description, pickled only once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[torch.Size, TensorWriteData, TorchFrame]] = {}
@@ -160,18 +146,16 @@ def decode_items(value: dict[str, Any]) -> tuple[list[LocalItem], dict[str, tupl
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Layout of one file of a rank: archives follow each other, first those of framed items, then those of the
-    others."""
+    """Layout of one file of a rank: the archives of framed items, then those of the others."""
 
     name: str
     framed: tuple[tuple[LocalItem, int], ...]
-    """Each with the offset of its archive in the file, in bytes."""
+    """Each with the offset of its archive in bytes."""
     framed_bytes: int
     others: tuple[LocalItem, ...]
-    """Their lengths may differ from save to save."""
 
     def offsets(self, lengths: dict[Key, int]) -> tuple[list[int], int]:
-        """Return the offset of the archive of each item in `others`, and the length of the file, in bytes."""
+        """Return the offset of the archive of each item in `others`, and the length of the file."""
         offsets, offset = [], self.framed_bytes
         for one in self.others:
             offset = _aligned(offset)
@@ -194,11 +178,10 @@ RankLayout = tuple[FileLayout, ...]
 class GlobalPlan:
     layouts: list[RankLayout]
     metadata: Metadata
-    """torch's index of the checkpoint, without `storage_data`, which says where each archive is."""
+    """torch's index, without `storage_data`, which says where each archive is."""
     shared: dict[Key, list[int]]
     """Items that several ranks have and only one saves, with the ranks that have them."""
     _made: tuple[Any, bytes] | None = field(default=None)
-    """Argument of the last call of `index`, and its result."""
 
     def files(self, lengths: Sequence[dict[Key, int]]) -> list[list[tuple[str, int]]]:
         """Return (name, length in bytes) of the files of each rank."""
@@ -207,7 +190,6 @@ class GlobalPlan:
         ]
 
     def index(self, lengths: Sequence[dict[Key, int]]) -> bytes:
-        """Return the description of the index. It is made again only if lengths have changed since the last call."""
         if self._made is None or self._made[0] != lengths:
             files = [
                 (file.name, file.stored(lengths[rank])) for rank, layout in enumerate(self.layouts) for file in layout
@@ -219,11 +201,7 @@ class GlobalPlan:
 def agree(
     by_rank: Sequence[tuple[list[LocalItem], dict[str, tuple[Any, ...]]]], buckets: int, hint: str | None
 ) -> GlobalPlan:
-    """Return the plan for all ranks. Every rank computes the plan from the same input, so all have the same plan.
-
-    Raises CheckpointError if ranks contradict each other: one name for tensors of two shapes or dtypes, or for a tensor
-    and an object.
-    """
+    """Return the plan, equal on all ranks. Raises CheckpointError if one name has two shapes, dtypes or kinds."""
     metadata = _plan_alone(*by_rank[0]) if len(by_rank) == 1 else None
     saved, shared = [by_rank[0][0]], {}
     if metadata is None:
@@ -235,8 +213,7 @@ def agree(
 
 
 def _plan_alone(items: list[LocalItem], paths: dict[str, tuple[Any, ...]]) -> Metadata | None:
-    """Return torch's index if one rank saves only whole tensors and objects, which torch's planner takes four times as
-    long for; None for other items."""
+    """Return the index of one rank's whole tensors and objects, four times faster than torch; else None."""
     stored: dict[str, BytesStorageMetadata | TensorStorageMetadata] = {}
     objects, tensors = BytesStorageMetadata(), dict[int, TensorStorageMetadata]()
     for (name, _), _, data, _, kind in items:
@@ -254,7 +231,6 @@ def _plan_alone(items: list[LocalItem], paths: dict[str, tuple[Any, ...]]) -> Me
 def _plan_together(
     by_rank: Sequence[tuple[list[LocalItem], dict[str, tuple[Any, ...]]]],
 ) -> tuple[list[list[LocalItem]], Metadata]:
-    """Make the plan with torch's planner. Of an item that several ranks have, one rank saves it."""
     plans = [SavePlan([one.item for one in items], planner_data=paths) for items, paths in by_rank]
     try:
         deduplicated, metadata = DefaultSavePlanner().create_global_plan(plans)
@@ -322,17 +298,11 @@ class Bucket:
 
 
 def assign(items: Sequence[Item], prefix: str, buckets: int, hint: str | None = None) -> list[Bucket]:
-    """Return the files for `items`. No file is empty.
+    """Return the files for `items`, none empty; at most `buckets`, and as many for names that begin with `hint`.
 
-    Tensors are assigned in order of size, the largest first, each to the file with the fewest bytes so far. So files
-    have nearly equal lengths, and the threads, each of which writes one file, finish together. (The longest is at most
-    4/3 of the best possible: R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969.)
-
-    Args:
-        prefix: beginning of the file names, which differs from rank to rank: "__0_".
-        buckets: largest number of files for items whose names begin with `hint`, and also for all other items.
-        hint: prefix of the names of items that go into separate files; None: all items share the files.
-    """
+    Tensors go, the largest first, each to the file with the fewest bytes, so that the threads, one for each file,
+    finish together. (The longest is at most 4/3 of the best possible: R. L. Graham, "Bounds on multiprocessing timing
+    anomalies", SIAM J. Appl. Math. 17, 1969.)"""
     matching = [index for index, item in enumerate(items) if hint and item.name.startswith(hint)]
     others = sorted(set(range(len(items))) - set(matching))
     own = re.sub(r"[^A-Za-z0-9_-]", "_", hint or "")[:100]  # the length of file names is limited
@@ -361,8 +331,6 @@ _to_json = json.JSONEncoder(check_circular=False).encode  # the check takes a qu
 
 
 class _Parts:
-    """List of the objects that are pickled together."""
-
     def __init__(self) -> None:
         self._values: list[Any] = []
         self._numbers: dict[int, int] = {}
@@ -388,8 +356,7 @@ class _Parts:
 
 
 def described(metadata: Metadata, files: Iterable[tuple[str, Iterable[Stored]]]) -> bytes:
-    """Return the description of the index, the arguments of IndexPickle as JSON. `metadata`: torch's index without its
-    `storage_data`. `files`: name of each file, and its archives."""
+    """Return the arguments of IndexPickle as JSON. `metadata`: torch's index without its `storage_data`."""
     parts = _Parts()
     number = parts.number
     for part in (Metadata, TensorStorageMetadata, MetadataIndex, StorageInfo, *ATTRIBUTES):

@@ -1,9 +1,7 @@
 """Exchange of small values between the ranks of a training job: JSON over a separate process group.
 
-The group uses gloo, so that nothing needs a GPU or waits for its kernels. The group has its own timeout, so that a lost
-rank becomes an error. The training thread runs its collectives, like those of the job. Values are JSON and not pickle,
-because nothing from another machine is unpickled.
-"""
+It uses gloo, so that nothing waits for a GPU's kernels, and has its own timeout, so that a lost rank becomes an error.
+JSON and not pickle, because nothing from another machine is unpickled."""
 
 from __future__ import annotations
 
@@ -23,12 +21,8 @@ MARGIN_S = 60.0
 
 
 class Ranks:
-    """Ranks that save and restore together. Every rank of the group makes a Ranks, at the same point of the program.
-
-    Args:
-        group: None: all ranks of the job, or only this process if torch.distributed is not initialised.
-        timeout_s: longest time in seconds that a rank may be busy before it takes part in an exchange.
-    """
+    """Ranks that save and restore together; each makes a Ranks, at the same point of the program. `group` None: all
+    ranks, or only this process. `timeout_s`: how long a rank may be busy before an exchange."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
         self.rank, self.size = 0, 1
@@ -46,8 +40,7 @@ class Ranks:
             self._group = HostGroup(members, dist.get_rank(), timeout_s + MARGIN_S)
 
     def exchange(self, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """Send `value` to all ranks, and return the values of all ranks. Raises CheckpointError if a rank is lost or
-        does not answer in time."""
+        """Return the values of all ranks. Raises CheckpointError if a rank is lost or does not answer in time."""
         if self._alone and _initialized() and dist.get_world_size() > 1:
             raise CheckpointError(
                 "this AsyncCheckpointer was created before init_process_group, and covers only this rank"
@@ -72,13 +65,8 @@ class Ranks:
         ]
 
     def together(self, call: str, what: str, part: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Run `part` on every rank, and return the results of all ranks. If `part` raises an error on one rank, an
-        error is raised on all ranks.
-
-        Args:
-            call: name of the public method that runs, which must be the same on all ranks.
-            what: beginning of the error message, such as "step 5 was not saved".
-        """
+        """Run `part` on every rank, and return all results; an error on one rank is raised on all. `call`: public
+        method, the same on all ranks. `what`: beginning of the error message."""
         own: dict[str, Any] = {}
         failure: BaseException | None = None
         try:
@@ -110,6 +98,6 @@ def _initialized() -> bool:
 
 
 def _fitting(name: str) -> type[PenstockError]:
-    """Return the class of error to raise on this rank when another rank has raised one of the class `name`."""
+    """Return the error class to raise on this rank when another has raised `name`."""
     kind = CATALOGUE[name].error if name in CATALOGUE else CheckpointError
     return kind if issubclass(kind, CheckpointError) else CheckpointError

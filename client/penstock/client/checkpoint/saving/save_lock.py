@@ -1,12 +1,9 @@
 """Lock that allows one call into a checkpointer at a time, across threads and signal handlers.
 
-A signal handler runs between any two instructions of the main thread, also within a `save`, and may call `save` itself,
-as handlers for preemption do. The second call would find half-changed data. So while a call holds the lock, signals are
-recorded, and their handlers run at the end of the call, on the same thread and before the call returns. That is within
-milliseconds, unless the call waits for other ranks. While a call waits for an earlier save or for another thread,
-handlers run at once. The handler of a second signal of one kind runs at once during a call, so that a second Ctrl-C
-always works.
-"""
+A handler runs between any two instructions of the main thread, also within a `save`, and may call `save` itself, as
+handlers for preemption do; it would find half-changed data. So while a call holds the lock, signals are recorded, and
+their handlers run at its end, before it returns. While a call waits for an earlier save or another thread, handlers run
+at once, and so does that of a second signal of one kind, so that a second Ctrl-C always works."""
 
 from __future__ import annotations
 
@@ -22,32 +19,21 @@ from penstock.proto.errors import CheckpointError, InvalidArgumentError
 __all__ = ["CallLock", "SignalWatch"]
 
 POLL_S = 0.002
-"""Seconds between two checks of whether another thread's call of the checkpointer has ended."""
 
 Handler = Callable[[int, Any], Any]
 
 
 class CallLock:
-    """Lock of one AsyncCheckpointer, held during a call of its methods."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner = 0
-        """Id of the thread that holds the lock; 0: none."""
         self._call = ""
 
     @contextmanager
     def one(self, call: str, *, hold: bool = True) -> Iterator[None]:
-        """Hold the lock during the `with`.
-
-        Args:
-            call: name of the method, for errors.
-            hold: True: signals are recorded during the whole call. False: they are recorded only while the lock is
-            taken and released, because the call waits for a long time.
-
-        Raises CheckpointError if this thread holds the lock already: the call is made by a signal handler, or by a
-        `state_dict` that is being saved.
-        """
+        """Hold the lock during the `with`. hold=False: record signals only while it is taken and released, because the
+        call waits long. Raises CheckpointError if this thread holds it already: a signal handler or `state_dict` within
+        a save calls."""
         held = self._enter(call)
         try:
             if hold:
@@ -82,14 +68,13 @@ class CallLock:
 
 
 class _HeldSignals:
-    """Recorder of signals: replaces the handlers of all signals that have a Python handler, until
-    `restore_handlers`."""
+    """Recorder that replaces all Python signal handlers until `restore_handlers`."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Handler] = {}
         self._recorded: list[int] = []
         self.drops_repeats = True
-        """True if a second signal of one kind is ignored; False if its handler runs at once."""
+        """Ignore a second signal of one kind, instead of running its handler at once."""
         if threading.current_thread() is not threading.main_thread():
             return  # Python runs handlers only on the main thread
         try:
@@ -109,8 +94,7 @@ class _HeldSignals:
             self._handlers[number](number, frame)
 
     def restore_handlers(self) -> None:
-        """Put the replaced handlers back, and run those of the signals that arrived meanwhile. Raises the first
-        error of these handlers, after all were run."""
+        """Restore the handlers, and run those of the signals that arrived. Raises the first error after all."""
         raised: BaseException | None = None
         left = [*self._handlers.items()]
         while left:
@@ -133,15 +117,12 @@ class _HeldSignals:
 
 
 class SignalWatch:
-    """Recorder of signals for a training loop that checks after each step whether a signal has arrived (`received`). A
-    second signal acts as it does without SignalWatch, so that a second Ctrl-C ends the job."""
+    """Recorder of signals for a loop that checks `received`. A second signal acts as it does without it."""
 
     def __init__(self, numbers: int | Iterable[int]) -> None:
-        """Raises InvalidArgumentError outside the main thread, and for a number that is not a signal or whose signal
-        cannot be handled."""
+        """Raises InvalidArgumentError outside the main thread, and for a number that cannot be handled."""
         wanted = [numbers] if isinstance(numbers, int) else [*numbers]
         self.received = 0
-        """Number of the last signal that arrived; 0 before the first."""
         self._before: dict[int, Any] = {}
         if wanted and threading.current_thread() is not threading.main_thread():
             raise InvalidArgumentError(

@@ -1,13 +1,9 @@
 """Copy of live tensors into shared memory: the only part of a save for which the training loop waits.
 
-Each save that is not written yet has one image, shared memory with the bytes of its files as they will be on the disk:
-each tensor's values between the bytes that torch.save would write before and after them. Each file has a region of the
-image. The regions follow from the plan and stay the same while the plan does, so that each later save only copies each
-tensor once.
-
-The memory is a memfd: it has no name under /dev/shm, and the kernel frees it when the last process that maps it ends.
-All its pages are allocated at once, because page faults would double the time of the first copy.
-"""
+Each unwritten save has one image: shared memory with the bytes of its files as on the disk, a region for each file. The
+regions follow from the plan, so each later save only copies each tensor once. The memory is a memfd: it has no name
+under /dev/shm, and the kernel frees it with its last process. All pages are allocated at once, because page faults
+would double the time of the first copy."""
 
 from __future__ import annotations
 
@@ -30,13 +26,11 @@ __all__ = ["CudaCopies", "SharedImage", "Staged", "StagingBuffer"]
 PAGE = mmap.PAGESIZE
 _numbers = itertools.count()
 SLACK = 16 * PAGE
-"""Smallest number of spare bytes in a file's region of the image. Objects that grow from save to save use the spare
-bytes, so that the regions need not be laid out again. If a file's objects have more bytes than this, the file gets as
-many spare bytes as its objects have. So objects that grow steadily need ever fewer new layouts."""
+"""Fewest spare bytes in a file's region, for objects that grow from save to save. With more bytes of objects, a file
+gets as many spare bytes: objects that grow steadily need ever fewer new layouts."""
 
 Staged = tuple[list[tuple[str, int, int, list[int]]], tuple[int, int]]
-"""Contents of the image: (name, offset and length in the image, offsets of the archives in the file) of each file, then
-offset and length of the description of the index. All in bytes."""
+"""(name, offset and length in the image, offsets of archives) of each file; offset and length of the index."""
 
 
 def pages(nbytes: int) -> int:
@@ -44,15 +38,8 @@ def pages(nbytes: int) -> int:
 
 
 class SharedImage:
-    """Shared memory of `nbytes` bytes, rounded up to whole pages.
-
-    Attributes:
-        number: number of the image, unique in the process that made it.
-        fd: descriptor of the memory, to be sent to the writer process; closed with the image.
-        map: mapping of the memory in this process.
-        address: address of the first byte of the mapping.
-        tensor: the whole memory as uint8, of shape [nbytes].
-    """
+    """Shared memory of `nbytes` bytes, rounded up to whole pages. `number` is unique in the process that made it;
+    `tensor` is the whole memory as uint8, of shape [nbytes]; `fd` is closed with the image."""
 
     def __init__(self, nbytes: int) -> None:
         self.number = next(_numbers)
@@ -86,8 +73,7 @@ class SharedImage:
         self.map[offset : offset + len(data)] = data
 
     def view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a contiguous tensor whose values are the image's bytes from `offset` on, a multiple of the dtype's
-        size."""
+        """Return a contiguous tensor in the image. `offset`: a multiple of the dtype's size."""
         count = math.prod(shape)
         if not count:
             # the offset of an empty tensor may lie at the end, or be unaligned
@@ -96,15 +82,13 @@ class SharedImage:
         return values if len(shape) == 1 else values.view(shape)
 
     def close(self) -> None:
-        """Close the descriptor of the memory. The mapping stays until the last tensor that uses it is freed."""
+        """Close the descriptor. The mapping stays until the last tensor that uses it is freed."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class StagingBuffer:
-    """Holder of the shared memory for the files of one save at a time, used again for later saves."""
-
     def __init__(self) -> None:
         self.image: SharedImage | None = None
         self._layout: RankLayout | None = None
@@ -120,14 +104,9 @@ class StagingBuffer:
         metadata: bytes,
         tensor_of: Callable[[LocalItem], torch.Tensor],
     ) -> Staged:
-        """Copy everything that this rank saves into the image, byte for byte as it will be in the files. When the
-        method returns, the training loop may change its values again.
-
-        Args:
-            objects: bytes of the unframed items.
-            metadata: description of the index for the writer; b"" on ranks that do not write it.
-            tensor_of: function that returns the tensor of an item.
-        """
+        """Copy everything that this rank saves into the image, byte for byte as in the files; after that the loop may
+        change its values. `objects`: of unframed items. `metadata`: index's description; b"" on ranks that do not write
+        it."""
         lengths = {key: len(data) for key, data in objects.items()}
         laid_out = [file.offsets(lengths) for file in layout]
         others = [offsets for offsets, _ in laid_out]
@@ -194,8 +173,7 @@ class StagingBuffer:
 
 
 class CudaCopies:
-    """Copies from a CUDA device into page-locked memory, on a separate CUDA stream, after the kernels that were started
-    before them. `cuda`: torch.cuda, or a test's replacement."""
+    """Copies from CUDA into page-locked memory, on a stream of their own, after the kernels started before."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device
@@ -211,8 +189,6 @@ class CudaCopies:
         self._locked: set[int] = set()
 
     def copy(self, image: SharedImage, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy each of `sources`, tensors on the device, into the tensor of `targets` with the same index. Return when
-        all copies are done."""
         if image.number not in self._locked:
             self._locked.add(image.number)
             with self._cuda.device(self._device):

@@ -1,29 +1,22 @@
 """The checkpoint writer: a process that writes shared memory to files and commits them as a checkpoint.
 
-Each rank has one writer, a small process without torch, gRPC or CUDA. Shared memory holds the files as they will be on
-the disk (staging.py), so the writer only writes, hashes and commits (makes the checkpoint valid). The writer makes
-torch's index itself, from the training process's description (proto/state/checkpoint_index.py). A writer starts in 0.1
-s, takes 12 to 14 MiB, shares no interpreter lock with the training loop, and lives as long as its checkpointer.
-writer_process.py starts it by its file's path, because `python -m` would import penstock.client, and with it torch.
+Each rank has one, without torch, gRPC or CUDA: it starts in 0.1 s, takes 12 to 14 MiB, shares no interpreter lock with
+the loop, and lives as long as its checkpointer. writer_process.py starts it by its file's path, because `python -m`
+would import penstock.client, and with it torch. Requests are JSON after their length, over a Unix socket, and may carry
+the memfd to write from; replies are lines of JSON.
 
-Requests are JSON after their length, over a Unix socket, and may carry the memfd to write from; replies are lines of
-JSON.
-
-**Files** are written past the page cache where possible (O_DIRECT). For 1 GiB that took 0.01 to 0.06 s of processor
-time in the kernel instead of 0.35 to 4.7 s, and the training loop can use that time. The whole write took 0.5 to 0.75 s
-instead of 0.7 to 5.5 s (12 runs of each, with 4 and 16 MiB a call, 1 and 2 threads, fsync included).
+**Files** are written past the page cache where possible (O_DIRECT). For 1 GiB that took 0.01 to 0.06 s of kernel time
+instead of 0.35 to 4.7 s, and in all 0.5 to 0.75 s instead of 0.7 to 5.5 s (12 runs of each, with 4 and 16 MiB a call, 1
+and 2 threads, fsync included).
 
 **Commit.** Every rank's writer writes its files into one temporary folder, makes them durable, and then writes a report
-file there. Rank 0's writer waits for all reports, compares sizes with the plan, adds the manifest and, as the last
-file, torch's `.metadata`; then it renames the folder. The others wait for that, or for the file with the causes of a
-failure. So the writers agree through the folder that the ranks share anyway. A collective operation would need the
-threads of the training loops.
+there. Rank 0's writer waits for all reports, compares sizes with the plan, adds the manifest and, last, torch's
+`.metadata`, and renames the folder. The others wait for that, or for the file with the causes of a failure. So the
+writers agree through the shared folder: a collective operation would need the threads of the training loops.
 
-**End.** When the training process has ended, the writer finishes the save in flight or abandons it, as the save asks,
-and ends. A save has a deadline, which also ends a writer without a training process. The training process may have
-ended because a machine failed, and then another rank's writer may be gone too, while a restarted job waits for the
-folder. So a writer without a training process abandons a save once a rank that it waits for shows no sign of life.
-"""
+**End.** When the training process has ended, the writer finishes or abandons the save in flight, as the save asks. A
+save has a deadline. If a machine failed, another rank's writer may be gone while a restarted job waits for the folder,
+so a writer without a training process abandons a save once a rank that it waits for shows no sign of life."""
 
 from __future__ import annotations
 
@@ -84,29 +77,24 @@ from penstock.runtime.process.watch import wait_for_parent_end
 
 PROGRESS_S = 0.2
 SIGN_S = 1.0
-"""Seconds between the signs of life (changes of a file) of a writer, once rank 0's writer requests them."""
+"""Seconds between a writer's signs of life (changes of a file), once rank 0's writer requests them."""
 SILENCE_S = 5.0
-"""Seconds without a sign of life from another rank, after which a writer without a training process abandons a save.
-The writers of other ranks wait twice as long for a sign of rank 0's."""
+"""Seconds of silence of a rank, after which a writer without a training process abandons a save (of rank 0: twice)."""
 PROBE_S = 0.5
-"""Seconds between two tests of a writer that waits for the temporary folder: whether it can write into the folder of
-the checkpoints."""
+"""Seconds between two tests of a waiting writer, whether it can write into the checkpoints' folder."""
 LENGTH = 8
-"""Number of bytes of the length that precedes each request."""
 NICENESS = 10
-"""Niceness of the writer process. The training loop and its input have priority on a busy processor."""
+"""The training loop and its input have priority on a busy processor."""
 
 
 class WriteFailed(Exception):
-    """Failure of a save. `causes`: reason of the failure, by rank."""
-
     def __init__(self, causes: dict[int, str]) -> None:
         super().__init__("; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(causes.items())))
         self.causes = causes
 
 
 class SaveJob:
-    """Part of a save that one rank's writer does. `request`: the JSON value that writer_process.py sends."""
+    """One rank's part of a save. `request`: as writer_process.py sends it."""
 
     def __init__(
         self,
@@ -122,7 +110,7 @@ class SaveJob:
         self.ranks: int = request["ranks"]
         self.folder = Path(request["folder"])
         self.temporary = self.folder / temporary_name(request["step"], self.save)
-        """Path of the folder to write into. Another user may put a link in its place, see `_inside`."""
+        """Another user may put a link in its place, see `_inside`."""
         self.final = self.folder / step_name(request["step"])
         self._held: HeldFolder | None = None
         self.deadline: float = time.monotonic() + request["timeout_s"]
@@ -130,15 +118,14 @@ class SaveJob:
         self.cancelled = False
         self._begun = False
         self._orphaned = orphaned
-        """Function that returns True once the training process has ended."""
+        """Returns True once the training process has ended."""
         self._signs: dict[int, tuple[int, float]] = {}
-        """Last sign of life of each rank's writer, and the time at which this writer first saw it, by rank."""
+        """Last sign of life of each rank's writer, and when it was first seen."""
         self._signed_at = 0.0
         self._send_reply = send_reply
         self._reported_at = time.monotonic()
 
     def run(self) -> None:
-        """Write this rank's files, then commit the checkpoint (rank 0) or wait for the commit. Raises WriteFailed."""
         try:
             self._run()
         finally:
@@ -147,7 +134,6 @@ class SaveJob:
 
     @property
     def _inside(self) -> HeldFolder:
-        """Handle on the temporary folder, to write into the folder and to empty it."""
         if self._held is None:
             self._held = HeldFolder(self.temporary)
         return self._held
@@ -178,15 +164,14 @@ class SaveJob:
             self._give_up(failed.causes)
 
     def _check_final(self) -> None:
-        """Raise WriteFailed if the save would replace a folder or file that is not a Penstock checkpoint."""
+        """Raise WriteFailed if the save would replace something that is not a Penstock checkpoint."""
         if self.final.exists() and not (self.final / MANIFEST).exists() and any(self.final.iterdir()):
             raise WriteFailed({0: f"{self.final} exists and is not a Penstock checkpoint: move it to another folder"})
 
     # ---- this rank's files
 
     def _report(self) -> dict[str, Any]:
-        """Write this rank's files and return its report, which lists them or names an error. Ranks above 0 also write
-        it into the temporary folder, for rank 0."""
+        """Write this rank's files and return its report: the files, or an error. Ranks above 0 also write it."""
         report: dict[str, Any] = {"save": self.save, "files": [], "error": self.request["error"]}
         try:
             if self.rank:
@@ -288,9 +273,7 @@ class SaveJob:
         self._delete(surplus([self.request["step"], *older], self.request["keep_last"], self.request["keep_every"]))
 
     def _delete(self, steps: list[int]) -> None:
-        """Delete the checkpoints of these steps, which keep_last and keep_every do not keep. Each is first renamed
-        durably, so that an interrupted deletion does not leave half a checkpoint. One that another process is reading
-        is left for a later save."""
+        """Delete checkpoints, each first renamed durably, so that no half one stays. One being read stays for later."""
         with suppress(OSError), ExitStack() as claims:
             free = [step for step in steps if claims.enter_context(claimed(self.folder / step_name(step)))]
             surplus = [(self.folder / step_name(step), self.folder / temporary_name(step, self.save)) for step in free]
@@ -302,7 +285,7 @@ class SaveJob:
                 shutil.rmtree(aside, ignore_errors=True)
 
     def _gather(self) -> dict[int, dict[str, Any]]:
-        """Wait for the reports of the other ranks; once a report has an error, return those that came."""
+        """Wait for the other ranks' reports; once one has an error, return those that came."""
         reports: dict[int, dict[str, Any]] = {}
 
         def all_there() -> bool:
@@ -327,7 +310,6 @@ class SaveJob:
         return reports
 
     def _expect_signs(self, late: list[int]) -> None:
-        """Raise WriteFailed if the writer of a rank of `late` shows no sign of life."""
         now = time.monotonic()
         if not self._signs:
             sign_of_life(self._inside.path / ASKED)
@@ -360,9 +342,8 @@ class SaveJob:
     # ---- the other ranks
 
     def _await_folder(self) -> None:
-        """Wait for the temporary folder, which rank 0's writer makes once it has the lock of the checkpoints' folder.
-        Raises OSError if this rank cannot write into the folder of the checkpoints: rank 0 may be unable to make the
-        temporary folder for the same reason."""
+        """Wait for rank 0's temporary folder. Raises OSError if this rank cannot write beside it: rank 0 may be
+        unable to make it for the same reason."""
         probed_at = time.monotonic()
 
         def there() -> bool:
@@ -406,7 +387,6 @@ class SaveJob:
             raise WriteFailed(causes)
 
     def _explain(self, error: BaseException, where: Path, nbytes: int = 0) -> str:
-        """Text of an error for the user: the file, the cause, and the remedy. `nbytes` bytes were to be written."""
         if not isinstance(error, OSError) or isinstance(error, PenstockError):
             return str(error)
         text = f"{error.filename or where}: {error.strerror or error}"
@@ -477,8 +457,7 @@ def _saved(value: dict[str, Any]) -> Any:
 
 
 def _sync_name(folder: Path) -> None:
-    """Make the names of a folder and its parents durable, because the process that made them may have stopped before it
-    did so. Takes 0.1 ms for each folder."""
+    """Make the names of a folder and its parents durable: their maker may have stopped before. 0.1 ms each."""
     while not os.path.ismount(folder) and folder != folder.parent:
         folder = folder.parent
         with suppress(PermissionError):  # this user cannot read the folder, so this process did not make it
@@ -498,9 +477,8 @@ class Parent:
         self._sock = sock
         self._lock = threading.Lock()
         self.images: dict[int, memoryview] = {}
-        """Mapped images (shared memory with files to write), by their numbers in the training process."""
+        """By their numbers in the training process."""
         self.gone = threading.Event()
-        """Set once the training process has ended."""
 
     def receive(self) -> dict[str, Any] | None:
         """Return the next request; None if the training process has ended, or has closed its checkpointer."""
@@ -526,7 +504,7 @@ class Parent:
         return bytes(data)
 
     def end(self) -> None:
-        """Let `receive` return None after the requests sent so far, also if forks of the training process live on."""
+        """Let `receive` return None after the requests so far, also if forks of the training process live on."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
 
@@ -536,8 +514,8 @@ class Parent:
 
 
 def exit_after_parent(parent: Parent, watched: list[SaveJob], parent_watch: int) -> None:
-    """Wait in a thread until the training process has ended. Then let `serve` end after its save (in `watched`). End
-    this process at once if the save is to be abandoned (`finish` is False), and at the save's deadline."""
+    """Wait in a thread for the training process's end; then let `serve` end after its save, or end at once if the save
+    is to be abandoned (`finish` is False), or at its deadline."""
     wait_for_parent_end(parent_watch)
     parent.gone.set()
     parent.end()

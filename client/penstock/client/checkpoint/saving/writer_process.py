@@ -1,10 +1,7 @@
-"""Handle of the training process on its writer process: starts the writer, submits saves to it, receives their results,
-and ends it.
+"""Handle of the training process on its writer process.
 
-A thread reads the writer's replies, so that a failed save is known, and reported to the other ranks, while the loop
-trains. Every wait has a deadline. A writer that dies is detected by the end of its socket or by its pidfd. A writer
-that hangs is killed at its save's deadline, and the next save starts another one.
-"""
+A thread reads the replies, so that a failed save is known while the loop trains. A writer that dies is detected by the
+end of its socket or its pidfd; one that hangs is killed at its save's deadline, and the next save starts another."""
 
 from __future__ import annotations
 
@@ -41,12 +38,11 @@ _log = logging.getLogger("penstock.checkpoint")
 WRITER = Path(__file__).with_name("writer.py")
 LENGTH = 8
 START_S = 30.0
-"""Seconds within which the writer process must be ready. On an idle machine a start takes 0.1 s."""
+"""On an idle machine a start takes 0.1 s."""
 GRACE_S = 10.0
-"""Seconds after a save's deadline until the writer is killed. By then a writer that does not hang has reported that the
-save failed."""
+"""Seconds after a save's deadline, by which a writer that does not hang has reported, until it is killed."""
 LEAVE_S = 5.0
-"""Seconds within which a writer without work must end when it is told to; then it is killed."""
+"""Seconds until an idle writer that was told to end is killed."""
 
 
 class PendingSave:
@@ -67,8 +63,7 @@ class PendingSave:
         return sum(size for _, _, size, _ in self.request["files"])
 
     def end(self, causes: dict[int, str]) -> None:
-        """Record that the save has ended. `causes`: reason of the failure, by rank; empty if the checkpoint is
-        complete."""
+        """Record that the save has ended. `causes`: by rank; empty if the checkpoint is complete."""
         if self.ended.is_set():
             return
         if causes:
@@ -84,8 +79,6 @@ class PendingSave:
 
 
 class WriterProcess:
-    """Handle on the writer process of one rank. `submit` starts the process if none runs."""
-
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._lock = threading.RLock()  # reentrant: a signal handler may interrupt and call again
@@ -97,13 +90,12 @@ class WriterProcess:
         return running.process.pid if running is not None and running.alive else None
 
     def start(self) -> None:
-        """Start a writer process unless one runs, and wait until it is ready."""
         with self._lock:
             self._start()
 
     def submit(self, pending: PendingSave, image: SharedImage | None, images: Iterable[SharedImage]) -> None:
-        """Submit a save. `image`: shared memory with the save's files; None: the save has failed in this process
-        already, and the writer only reports that to the other ranks. `images`: all in use; the writer unmaps others."""
+        """Submit a save. `image`: its files; None: it has failed here, and the writer only tells the other ranks.
+        `images`: all in use; the writer unmaps others."""
         with self._lock:
             try:
                 self._start().submit(pending, image, {one.number for one in images})
@@ -118,8 +110,7 @@ class WriterProcess:
                 raise
 
     def wait(self, pending: PendingSave, timeout_s: float | None = None) -> bool:
-        """Wait until a save has ended. Return False if `timeout_s` seconds pass before. At the save's own deadline the
-        writer is killed, which ends the save."""
+        """Wait for a save's end; False after `timeout_s`. At the save's own deadline the writer is killed."""
         if _ended(pending, _left(pending.deadline, timeout_s)):
             return True
         if time.monotonic() < pending.deadline:
@@ -131,15 +122,13 @@ class WriterProcess:
         return _ended(pending, LEAVE_S)
 
     def kill(self, why: str) -> None:
-        """Kill the writer. The saves that it has not completed fail, for the reason `why`."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
             running.kill(why)
 
     def stop(self, *, finish: bool = False) -> None:
-        """End the writer. `finish`: True to return at once: the writer completes the submitted saves, then ends. False
-        to wait for its end, and to kill it after LEAVE_S."""
+        """End the writer; kill it after LEAVE_S. `finish`: return at once, it completes the submitted saves first."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
@@ -154,8 +143,6 @@ class WriterProcess:
 
 
 class _Running:
-    """One writer process, from its start to its end. After that WriterProcess makes a new handle."""
-
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lock = threading.RLock()
@@ -163,9 +150,7 @@ class _Running:
         """Submitted saves that have not ended, in the order in which they are written."""
         self._ended = False
         self._why = ""
-        """Reason why this process killed the writer; "" if it did not kill the writer."""
         self._mapped: set[int] = set()
-        """Numbers of the images that the writer has mapped."""
         try:
             self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:
@@ -248,9 +233,7 @@ class _Running:
         ready.set()  # the last action: code that waits for it finds everything cleaned up
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield the writer's replies until the process ends. Its end is watched too, because the end of the socket may
-        never come: a child that this process forked while the writer was started may hold the writer's end of the
-        socket."""
+        """Yield replies until the process ends. That is watched too: a fork may hold the writer's end of the socket."""
         replies, process = LineReader(self._sock.fileno()), self.process.fileno()
         # without pidfds only the socket is watched
         watched = [replies.fileno(), process] if process >= 0 else [replies.fileno()]
@@ -297,8 +280,7 @@ def _not_started(rank: int, error: OSError) -> CheckpointError:
 
 
 def _give_up(pending: PendingSave, rank: int, why: str) -> None:
-    """Let a save fail, because no writer of this rank will write its report. This process writes it for the other ranks
-    instead."""
+    """Let a save fail, and write the report for the other ranks in place of the writer, which will not."""
     request = pending.request
     temporary = Path(request["folder"]) / temporary_name(request["step"], request["save"])
     if request["ranks"] > 1:
@@ -317,8 +299,7 @@ def _give_up(pending: PendingSave, rank: int, why: str) -> None:
 
 
 def wait_all(writer: WriterProcess, pendings: list[PendingSave], timeout_s: float | None) -> None:
-    """Wait until all of `pendings` have ended. Raises DeadlineError after `timeout_s` seconds; None: no limit besides
-    each save's own deadline."""
+    """Wait until all have ended. Raises DeadlineError after `timeout_s`; None: only each save's own deadline."""
     until = None if timeout_s is None else time.monotonic() + timeout_s
     for pending in pendings:
         left = None if until is None else max(until - time.monotonic(), 0)
@@ -330,8 +311,7 @@ def wait_all(writer: WriterProcess, pendings: list[PendingSave], timeout_s: floa
 
 
 def _ended(pending: PendingSave, timeout_s: float) -> bool:
-    """Wait for the end of a save by polling. The wait() of a threading.Event is not used, because it holds a lock that
-    a signal handler may need too."""
+    """Poll for the end of a save: the wait() of an Event holds a lock that a signal handler may need too."""
     until, pause = time.monotonic() + timeout_s, 0.0005
     while not pending.ended.is_set():
         if time.monotonic() >= until:

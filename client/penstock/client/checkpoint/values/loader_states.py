@@ -1,14 +1,9 @@
-"""State of a data loader in a checkpoint: one object, which any number of ranks can load.
+"""State of a data loader in a checkpoint: one value of bytes under one name, which any number of ranks can load.
 
-torch.distributed.checkpoint saves each leaf of a nested state under a name of its own. So a state with changing parts,
-such as a loader's, could only be loaded into a state with the same parts. Here the loader's state is one value of bytes
-(Penstock's own encoding, with a checksum) under one name.
-
-The state of a run with several boxes (data-parallel ranks) covers all boxes, so only the rank with box 0 fetches and
-saves the state. If each rank has a run of its own (with an embedded appliance, for example), each rank saves a state
-under a name that contains the rank. Such states can be loaded only on the same number of ranks. If only one rank has
-saved such a state, the run had one box, whose model was split over several ranks, and any rank can load the state.
-"""
+torch.distributed.checkpoint saves each leaf under a name of its own, so a state with changing parts could only be
+loaded into one with the same parts. With several boxes the state covers all, so only the rank with box 0 saves it. If
+each rank has a run of its own, each saves a state under a name with its rank, to be loaded on the same number of ranks.
+If only one rank has saved such a state, the run had one box on several ranks, and any rank can load it."""
 
 from __future__ import annotations
 
@@ -24,8 +19,7 @@ Loader = DataLoader | Lookahead
 SHARED = "all"
 """Key, below a loader's key, of a state that covers all boxes. That of a single rank is "rank-3"."""
 UNIT = 4096
-"""States are padded with zeros to a multiple of this number of bytes, so that their lengths rarely change: then the
-index must be made again, which takes as long as the rest of a save."""
+"""States are padded to multiples of this: a changed length means a new index, half the time of a save."""
 LENGTH = 8
 
 
@@ -34,8 +28,7 @@ def _own(rank: int) -> str:
 
 
 def loader_leaves(loader: Loader, rank: int, ranks: int) -> dict[str, bytes]:
-    """Return what this rank saves of a loader: its state as bytes, by the key below the loader's key; {} on a rank that
-    saves no state, because box 0 saves it for all boxes."""
+    """Return this rank's part of a loader's state, by the key below the loader's; {} if box 0 saves it for all."""
     box, num_boxes = loader.box_and_num_boxes
     if ranks == 1:
         return {SHARED: _padded(encode_state(loader.state_dict()))}
@@ -45,8 +38,7 @@ def loader_leaves(loader: Loader, rank: int, ranks: int) -> dict[str, bytes]:
 
 
 def names_for(loader: Loader, rank: int, names: set[str], key: str) -> str:
-    """Return the name of the saved state that this rank must load, of the `names` under the loader's key. Raises
-    StateMismatchError if several ranks saved states of separate runs, and this rank did not."""
+    """Return the saved state for this rank. Raises StateMismatchError if only other ranks saved separate runs."""
     if SHARED in names:
         return SHARED
     if _own(rank) in names:
@@ -66,6 +58,6 @@ def load_loader(loader: Loader, data: bytes) -> None:
 
 
 def _padded(data: bytes) -> bytes:
-    """`data` with its length before it, and zeros after it up to a multiple of `UNIT` bytes."""
+    """Put the length before `data`, and zeros after it up to a multiple of `UNIT` bytes."""
     framed = len(data).to_bytes(LENGTH) + data
     return framed.ljust(-(-len(framed) // UNIT) * UNIT, b"\0")

@@ -1,9 +1,7 @@
 """Objects in a checkpoint: written as torch.save writes them, and loaded so that no code in them can run.
 
-torch.save and torch.load take 0.2 to 0.8 ms for the smallest object, and a state has thousands of numbers. For values
-without tensors, torch.save writes zip archives that differ only in the pickle and its length. So the rest of the
-archive is cached by the pickle's length, and a number is saved in microseconds.
-"""
+torch.save and torch.load take 0.2 to 0.8 ms for the smallest object, and a state has thousands of numbers. Without
+tensors, archives differ only in the pickle and its length, so the rest is cached by length."""
 
 from __future__ import annotations
 
@@ -23,13 +21,12 @@ from penstock.proto.errors import CheckpointCorruptError, CheckpointError
 __all__ = ["bounded", "load_object", "load_tensor", "plain_bytes"]
 
 PROTOCOL = 2
-"""Number of the pickle protocol that torch.save uses."""
 HEADER = 30
 """Bytes in a zip archive from the start of a file's header to the file's name."""
 
 
 def plain_bytes(value: Any) -> bytes:
-    """Bytes that torch.save writes for a value without tensors, but without the CRC32, which torch.load ignores."""
+    """Return what torch.save writes for a value without tensors, but without the CRC32, which torch.load ignores."""
     pickled = pickle.dumps(value, PROTOCOL)
     kept = _around(len(pickled))
     if kept is None:
@@ -40,8 +37,7 @@ def plain_bytes(value: Any) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _around(length: int) -> tuple[bytes, bytes] | None:
-    """Bytes that torch.save writes before and after a pickle of `length` bytes; None if this torch writes them in an
-    unknown way."""
+    """Return what torch.save writes before and after a pickle of `length` bytes; None if torch's way is unknown."""
     for value in ("x" * max(length - 10, 0), None, 1, 256, 65536, 0.5, ""):
         pickled = pickle.dumps(value, PROTOCOL)
         if len(pickled) == length:
@@ -55,7 +51,7 @@ def _around(length: int) -> tuple[bytes, bytes] | None:
 
 
 def _pickle_at(data: bytes) -> int | None:
-    """Offset of the pickle in bytes that torch.save wrote; None if it is not the first file in this archive."""
+    """Offset of the pickle in what torch.save wrote; None if it is not the archive's first file."""
     if data[:4] != b"PK\x03\x04" or data[8:10] != b"\0\0":
         return None
     name, extra = int.from_bytes(data[26:28], "little"), int.from_bytes(data[28:30], "little")
@@ -65,7 +61,7 @@ def _pickle_at(data: bytes) -> int | None:
 
 
 class _Plain(pickle.Unpickler):
-    """Unpickler of plain values: it raises UnpicklingError for any class except bytes, and for tensors."""
+    """Unpickler that refuses tensors, and any class except bytes."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("_codecs", "encode"):
@@ -89,8 +85,7 @@ def _no_bytes() -> bytes:
 
 
 def load_object(data: bytes, name: str, where: str, *, unsafe: bool) -> Any:
-    """Return the object `name` that torch.save wrote as `data`. `where`: path of the checkpoint, for errors. `unsafe`:
-    True to unpickle any class. Raises CheckpointError if `data` cannot be loaded."""
+    """Return the object that torch.save wrote. `unsafe`: unpickle any class. Raises CheckpointError."""
     begin = _pickle_at(data)
     if begin is not None:
         try:
@@ -121,7 +116,7 @@ def _unreadable(name: str, where: str, error: Exception) -> CheckpointError:
 
 
 def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Raises CheckpointCorruptError if `data` is not what torch.save writes for a tensor of this dtype and shape."""
+    """Raises CheckpointCorruptError if `data` is not a tensor of this dtype and shape."""
     try:
         tensor = torch.load(_stored(data), map_location="cpu", weights_only=True)
     except Exception as error:  # arbitrary bytes can raise any error
@@ -159,13 +154,10 @@ def _stored(data: bytes) -> io.BytesIO:
 
 
 def bounded(data: bytes) -> bytes:
-    """Return `data`, whose pickle at the beginning takes no more memory than its length justifies. Raises
-    pickle.UnpicklingError if it takes more, or has no end.
+    """Return `data`, if unpickling takes no more memory than its length justifies; else raise pickle.UnpicklingError.
 
-    The unpickler allocates memory for any length, or position in its memo, that a pickle names, before it checks
-    whether the data exist: five bytes make it allocate 32 GiB. genops checks lengths. A pickler never writes a position
-    above the pickle's own length.
-    """
+    The unpickler allocates memory for any length or memo position before it checks whether the data exist: five bytes
+    make it allocate 32 GiB. genops checks lengths. A pickler never writes a position above the pickle's own length."""
     try:
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(data):

@@ -1,16 +1,10 @@
 """State of an optimizer by the names of its parameters, and of a scheduler by the parameters of its groups.
 
-torch's `load_state_dict` gives the first saved state to the first parameter, and so on. If the parameters are in
-another order than at the save, a parameter gets the momentum of another one, without an error if the shapes agree. Here
-the state is first put into the optimizer's own order: states by name, groups by the set of their parameters. A
-scheduler has lists with a value for each group, so these are reordered too. If a state depends on the order of
-parameters in another way, the restore raises an error.
-
-`load_state_dict` also converts every value to the parameter's dtype: float32 momentum of bfloat16 parameters is
-rounded, and a mask becomes numbers. And if several parameters shared one tensor of the state, each gets a tensor of its
-own. So a checkpoint records which dtypes and which shared tensors the state had (`notes`), and `load_optimizer`
-restores them after `load_state_dict`.
-"""
+torch's `load_state_dict` goes by order: with another order than at the save, a parameter silently gets another's
+momentum. Here the state is first put into the optimizer's own order, as are a scheduler's lists; if it depends on the
+order in another way, the restore raises an error. `load_state_dict` also converts every value to the parameter's dtype
+(float32 momentum of bfloat16 parameters is rounded), and splits tensors that parameters share. So a checkpoint records
+both (`notes`), and `load_optimizer` restores them."""
 
 from __future__ import annotations
 
@@ -38,7 +32,7 @@ __all__ = [
 ]
 
 Path = tuple[Any, ...]
-"""Keys and indexes that lead to a value in the optimizer's state. The first is the parameter's name or number."""
+"""Keys and indexes to a value in the optimizer's state, first the parameter's name or number."""
 
 PER_GROUP = {"_last_lr", "base_lrs", "base_momentums", "lr_lambdas", "max_lrs", "max_momentums", "min_lrs"}
 """A scheduler's lists that have one value for each parameter group."""
@@ -47,8 +41,7 @@ OTHER_LISTS = {"_milestones", "_schedule_phases", "milestones", "_schedulers"}
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
-    """Return the optimizer's state_dict with names of parameters in place of numbers. Entries that belong to no
-    parameter keep their keys. Raises InvalidArgumentError if such a key is also the name of a parameter."""
+    """Return the state_dict with names for parameters' numbers. Other entries' keys must not be names."""
     plain = optimizer.state_dict()
     if twice := sorted(set(names) & {key for key in plain["state"] if isinstance(key, str)}):
         raise InvalidArgumentError(
@@ -66,15 +59,8 @@ def named_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str,
 
 
 def numbered_state(loaded: dict[str, Any], names: list[str], order: list[int], lengths: list[int]) -> dict[str, Any]:
-    """Return a saved state as a state_dict that the optimizer's load_state_dict accepts: with numbers of parameters,
-    and in the optimizer's own order.
-
-    Args:
-        loaded: saved state, a result of `named_state`.
-        names: names of the optimizer's parameters, in its order.
-        order: see `group_order`.
-        lengths: number of parameters in each group.
-    """
+    """Return a result of `named_state` as a state_dict that the optimizer's load_state_dict accepts, in its own order
+    (`group_order`). `lengths`: number of parameters in each group."""
     numbers = {name: number for number, name in enumerate(names)}
     groups, begin = [], 0
     for saved, length in zip(order, lengths, strict=True):
@@ -89,8 +75,7 @@ def numbered_state(loaded: dict[str, Any], names: list[str], order: list[int], l
 
 
 def group_order(loaded: dict[str, Any], names: list[str], lengths: list[int]) -> list[int]:
-    """Return, for each parameter group of an optimizer, the index of the saved group with the same parameters. Raises
-    CheckpointError, naming parameters, if the saved groups have other parameters; also if their number differs."""
+    """Return for each parameter group the index of the saved one with the same parameters. Raises CheckpointError."""
     saved = [frozenset(group["params"]) for group in loaded["param_groups"]]
     _check_names({name for group in saved for name in group}, set(names))
     order, begin, taken = [], 0, set[int]()
@@ -124,8 +109,7 @@ def _check_names(saved: set[str], own: set[str]) -> None:
 
 
 def warn_of_numbers(key: str, value: Any) -> None:
-    """Warn if a value of the state contains the state_dict of an optimizer, which identifies parameters by numbers.
-    Such a state can be restored only if the parameters are in the same order."""
+    """Warn of a nested optimizer's state_dict: its numbers need the same order of parameters at the restore."""
     for path in _numbered(value, (key,)):
         warn_user(
             f"{'.'.join(map(str, path))!r} of the state is an optimizer's state_dict, which identifies parameters by "
@@ -151,9 +135,8 @@ def _numbered(value: Any, path: Path) -> Iterator[Path]:
 
 
 def check_order(loaded: dict[str, Any], optimizer: torch.optim.Optimizer, names: list[str], order: list[int]) -> None:
-    """Raise CheckpointError if the parameters are in another order than at the save, and the saved state depends on it:
-    tensors with the values of all parameters one after another, as L-BFGS has, and settings of a group that are lists
-    with a value for each parameter. Arguments as for `numbered_state`."""
+    """Raise CheckpointError if the order of parameters differs, and the state depends on it: tensors of all parameters
+    in a row, as L-BFGS has, or settings with a value for each."""
     before = [name for group in loaded["param_groups"] for name in group["params"]]
     if before == names:
         return
@@ -192,8 +175,7 @@ def _order_matters(what: str, before: list[str]) -> CheckpointError:
 
 
 def notes(optimizer: torch.optim.Optimizer, named: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return what the optimizer's `load_state_dict` would change in a saved state. "dtypes": paths of tensors that have
-    another dtype than their parameter. "shared": lists of paths that lead to the same tensor."""
+    """Return what `load_state_dict` changes: paths of tensors with another dtype, lists of paths to one tensor."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     names = [name for group in named["param_groups"] for name in group["params"]]
     own = {name: parameter.dtype for name, parameter in zip(names, parameters, strict=True)}
@@ -214,13 +196,8 @@ def merged(one: Mapping[str, list[Any]], other: Mapping[str, list[Any]]) -> dict
 def load_optimizer(
     optimizer: torch.optim.Optimizer, numbered: dict[str, Any], names: list[str], noted: Mapping[str, list[Any]]
 ) -> None:
-    """Load a saved state into an optimizer, and correct what its `load_state_dict` has changed. A class with its own
-    `load_state_dict` may convert dtypes on purpose, so its dtypes are not corrected.
-
-    Args:
-        numbered: result of `numbered_state`.
-        noted: results of `notes` at the save, merged over all ranks.
-    """
+    """Load a result of `numbered_state`, and correct what `load_state_dict` has changed (`noted`, merged over all
+    ranks). A class with its own `load_state_dict` may convert dtypes on purpose, so its dtypes are not corrected."""
     optimizer.load_state_dict(numbered)
     inner = optimizer
     while isinstance(wrapped := getattr(inner, "optimizer", None), torch.optim.Optimizer):
@@ -260,7 +237,7 @@ def _at(value: Any, path: Path) -> Any:
 
 
 def _put(value: Any, path: Path, new: Any) -> None:
-    """Set the value at a path inside nested dicts, lists and tuples. A tuple on the path is replaced by a new one."""
+    """Set the value at a path. A tuple on the path is replaced by a new one."""
     inner = _at(value, path[:-1])
     if isinstance(inner, tuple):
         _put(value, path[:-1], type(inner)((*inner[: path[-1]], new, *inner[path[-1] + 1 :])))
@@ -269,9 +246,7 @@ def _put(value: Any, path: Path, new: Any) -> None:
 
 
 def regrouped(loaded: Any, order: list[int]) -> Any:
-    """Return a scheduler's saved state for an optimizer whose parameter groups are in another order than at the save:
-    lists with one value for each group get the optimizer's order. Raises CheckpointError for an unknown list of that
-    length."""
+    """Reorder a scheduler's lists of one value for each group. Raises CheckpointError for an unknown one."""
     if order == sorted(order):
         return loaded
     if isinstance(loaded, MutableMapping):

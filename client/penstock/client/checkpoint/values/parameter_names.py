@@ -1,10 +1,6 @@
-"""Names of parameters that do not depend on wrappers of a module or on the order of parameters.
-
-A checkpoint outlives the program that wrote it. By then modules may be registered in another order, parameters may be
-sorted into other groups, and `torch.compile` or DistributedDataParallel may wrap a module or one inside it. So values
-are saved under names that leave out wrappers. An optimizer's state is saved by the names of its parameters. Of a
-parameter with several names (tied weights), the first in alphabetical order is used for that.
-"""
+"""Names of parameters that do not depend on wrappers of a module or on the order of parameters, because a checkpoint
+outlives the program that wrote it. Of a parameter with several names (tied weights), the first in alphabetical order
+counts."""
 
 from __future__ import annotations
 
@@ -22,8 +18,7 @@ from penstock.proto.tracebacks import warn_user
 __all__ = ["clean_keys", "parameter_names", "unwrapped"]
 
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "_fsdp_wrapped_module"}
-"""Attributes in which wrappers keep the wrapped module: torch.compile, activation checkpointing, Lightning Fabric and
-FSDP1."""
+"""Attributes of wrapped modules: torch.compile, activation checkpointing, Lightning Fabric, FSDP1."""
 
 MemoryKey = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 """Address, dtype, shape and strides of a tensor's values in memory."""
@@ -67,13 +62,10 @@ def _clean(key: str, parallel: set[str]) -> str:
 def parameter_names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], key: str) -> list[str]:
     """Return the names of an optimizer's parameters, in its order.
 
-    The names come from the module, or the dict of tensors, in `state` that contains all parameters. If only several
-    modules together contain all parameters, each name begins with the key of its module. Parameters outside `state`
-    have the names that were given to the optimizer (`Adam(model.named_parameters())`), or are named by number and
-    shape, with a warning.
-
-    Raises InvalidArgumentError if two parameters have one name.
-    """
+    They come from the module, or dict of tensors, in `state` that has all parameters; if only several modules together
+    do, each name begins with its module's key. Others have the names given to the optimizer
+    (`Adam(model.named_parameters())`), or are named by number and shape, with a warning. Raises InvalidArgumentError if
+    two parameters have one name."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     holders = {other: _held(value) for other, value in sorted(state.items()) if isinstance(value, nn.Module)}
     names = _from_one(parameters, holders)
@@ -90,8 +82,7 @@ def parameter_names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], 
 
 
 Held = tuple[dict[int, str], dict[MemoryKey, str]]
-"""Names of the parameters that a value of the state holds: by the parameter's id(), and by the MemoryKey of its
-values."""
+"""Names of a value's parameters by id(), and by MemoryKey."""
 
 
 def _from_one(parameters: list[torch.Tensor], holders: dict[str, Held]) -> list[str] | None:

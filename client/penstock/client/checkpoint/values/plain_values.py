@@ -1,10 +1,8 @@
 """Encoding of objects of common classes as plain values: numbers, text, bytes, and lists of them.
 
-Loading an object of a class means running code that the file names, so a restore does that only on request. But random
-states contain arrays, metrics contain numpy's scalars, and configurations contain paths and dates. Such a value is
-saved as plain values, together with a *recipe* for making the value again, which also consists of plain values. If the
-recipe is None, the value was saved unchanged.
-"""
+Loading an object means running code that the file names, so a restore does that only on request. But states contain
+arrays, numpy's scalars, paths and dates. They are saved as plain values with a *recipe* to make them again, itself
+plain values; None: saved unchanged."""
 
 from __future__ import annotations
 
@@ -26,27 +24,21 @@ __all__ = ["FACTORIES", "LEAVES", "PLAIN", "EncodedValue", "decode", "encode", "
 
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 LEAVES = PLAIN | {torch.Tensor, torch.nn.Parameter}
-"""Types of values that contain no other values. A value's type is looked up here first, because `isinstance(value,
-Mapping)` takes a microsecond, and a state has thousands of values."""
+"""Types of values without parts, looked up first: `isinstance(value, Mapping)` takes 1 us, a state has thousands."""
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
-"""Default factories with which a defaultdict can be restored, by name."""
 DEPTH = 60
-"""Largest number of levels of nesting in a value with a recipe."""
 
 
 class EncodedValue(NamedTuple):
     value: Any
     recipe: Any
     opaque: str
-    """Why the value was not encoded: the class of a part that has no recipe, "tensors" if only tensors have none, or
-    too deep nesting. "": it was encoded."""
+    """Why it was not encoded: class without a recipe, "tensors", or too deep nesting. "": it was encoded."""
 
 
 class _Kind(NamedTuple):
     taken: Callable[[Any], Any]
-    """Convert a value of this class to plain values."""
     made: Callable[[Any], Any]
-    """Make the value again from what `taken` returned."""
 
 
 def _moment(value: Any) -> Any:
@@ -131,8 +123,7 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def encode(value: Any, depth: int = 0) -> EncodedValue:
-    """Return plain values, and the recipe to make the value from them. If a part of the value has no recipe (`opaque`),
-    the encoding has the value itself."""
+    """Return plain values and the recipe; the value itself if a part has no recipe (`opaque`)."""
     kind = type(value)
     if kind in PLAIN:
         return EncodedValue(value, None, "")
@@ -155,8 +146,7 @@ def encode(value: Any, depth: int = 0) -> EncodedValue:
 
 
 def _parts(value: Any) -> tuple[str, Any] | None:
-    """Return the name in MAKE of the value's class, and the plain values into which it is taken apart; None for other
-    classes."""
+    """Return the name in MAKE and the plain parts; None for other classes."""
     kind = type(value)
     if isinstance(value, np.generic | np.ndarray) and (value.dtype.hasobject or value.dtype.fields is not None):
         return None
@@ -200,7 +190,6 @@ def _opaque(inner: list[EncodedValue]) -> str:
 
 
 def decode(value: Any, recipe: Any) -> Any:
-    """Return the value that `encode` has encoded."""
     if recipe is None:
         return value
     name, inner = recipe
@@ -213,7 +202,7 @@ def decode(value: Any, recipe: Any) -> Any:
 
 
 def value_digest(value: Any) -> str:
-    """Return a digest of a value. Equal values of the same types have equal digests, in any order of keys in dicts."""
+    """Return a digest, equal for equal values of the same types, in any order of keys in dicts."""
     hasher = xxhash.xxh3_64()
     _feed(hasher, value, 0)
     return hasher.hexdigest()
@@ -258,7 +247,7 @@ def _feed_tensor(hasher: Any, tensor: torch.Tensor) -> None:
 
 
 def _feed_object(hasher: Any, value: Any, depth: int) -> None:
-    """Add an object of any class to a hash, by the data that pickle would save of it."""
+    """Add an object to a hash by what pickle would save of it."""
     if depth > DEPTH:
         return
     try:

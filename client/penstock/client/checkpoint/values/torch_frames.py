@@ -1,13 +1,9 @@
 """Frames of torch.save around a tensor: the bytes before its values and after them.
 
-torch.distributed.checkpoint stores each tensor as torch.save writes it, as a separate zip archive. For one dtype and
-shape, archives are the same except for the values, which are contiguous. So torch.save runs once, for a tensor of
-uninitialised memory. The bytes before and after the values are kept as a frame, and later tensors are staged by copying
-their values into a frame.
-
-Frames have no CRC32. torch.load ignores it, and it took 0.45 s of processor time for 1 GiB. The manifest has a checksum
-for each file instead, which takes 0.13 s outside the training process.
-"""
+torch.distributed.checkpoint stores each tensor as a separate zip archive. Archives of one dtype and shape differ only
+in the values, so torch.save runs once, and later tensors' values are copied into the kept frame. Frames have no CRC32:
+torch.load ignores it, and it took 0.45 s for 1 GiB. The manifest's checksums take 0.13 s outside the training
+process."""
 
 from __future__ import annotations
 
@@ -40,8 +36,7 @@ class TorchFrame:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True if what torch.save writes of a tensor depends only on its values, dtype and shape, so that it has a
-    frame."""
+    """True if what torch.save writes depends only on values, dtype and shape, so that the tensor has a frame."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -52,7 +47,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 @lru_cache(maxsize=65536)
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchFrame:
-    """Return the frame of contiguous CPU tensors of this dtype and shape."""
     tensor = torch.empty(shape, dtype=dtype, device="cpu")  # uninitialised memory, whose values are never read
     recorder = _Recorder(tensor)
     with without_crc32():
@@ -72,8 +66,7 @@ def saved_bytes(value: Any) -> bytes:
 
 
 class _Recorder:
-    """File object that records what torch.save writes for `tensor`: `parts` are the bytes before and after its
-    values."""
+    """File object for torch.save. `parts`: the bytes before and after the values of `tensor`."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values = (tensor.data_ptr(), tensor.nbytes)

@@ -1,8 +1,5 @@
-"""Private parts of torch that checkpoints need, in one place.
-
-tests/checkpoint/test_torch_private.py checks the parameters and results of each function. With a torch version that has
-changed a function, that test fails and names the function, before a save fails.
-"""
+"""Private parts of torch that checkpoints need. tests/checkpoint/test_torch_private.py checks each function's
+parameters and results, so that a changed torch fails there, before a save fails."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ __all__ = [
 
 @contextmanager
 def without_crc32() -> Iterator[None]:
-    """Let torch.save compute no CRC32. The setting is that of the whole process, so keep the block short."""
+    """Let torch.save compute no CRC32. The setting is the whole process's, so keep the block short."""
     before = config.save.compute_crc32
     config.save.compute_crc32 = False
     try:
@@ -44,5 +41,5 @@ def without_crc32() -> Iterator[None]:
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
-    """Copy each source tensor to the target tensor with the same index, in one call for thousands of small tensors."""
+    """Copy tensors in one call for thousands of small ones."""
     torch._foreach_copy_(targets, sources, non_blocking)
