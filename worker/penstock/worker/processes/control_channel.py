@@ -31,9 +31,9 @@ MAX_JSON = 1 << 20
 MAX_PAYLOAD = 1 << 30
 """Usually a loader's state, which the coordinator limits to 900,000,000 bytes."""
 MAX_FDS = 16
-"""Usually a loader's state, which the coordinator limits to 900,000,000 bytes."""
-DESCRIPTORS_CLOSED = 77
 """Limit for one message, and for descriptors that arrive before theirs."""
+DESCRIPTORS_CLOSED = 77
+"""Exit status if user code closed the control socket, so that no error can be reported."""
 
 
 class DescriptorsClosedError(Exception):
