@@ -1,9 +1,9 @@
 """Restart points: data from which a loader is rebuilt at an earlier position, and their encoding.
 
-    the beginning    call input_fn() again, seeded as when the slot's counts began. For a loader with four state
-                     methods also the start of a launch, by the state from which that resumed.
-    an epoch start   the random generators before `iter()`, the loader's state, if any, the generators after `iter()`
-    a snapshot       `state_dict()` after batch n, and the random generators at that moment
+the beginning    call input_fn() again, seeded as when the slot's counts began. For a loader with four state
+                 methods also the start of a launch, by the state from which that resumed.
+an epoch start   the random generators before `iter()`, the loader's state, if any, the generators after `iter()`
+a snapshot       `state_dict()` after batch n, and the random generators at that moment
 """
 
 from __future__ import annotations
