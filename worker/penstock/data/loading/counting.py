@@ -40,7 +40,6 @@ TOKEN_FIELDS = ("input_ids", "tokens", "token_ids")
 """Fields in which tokens are looked for if `Counts` names none; the first that the sample has."""
 
 MOST_TOKENS = 1 << 40
-"""Limit on the tokens of a sample."""
 NONE = "(none)"
 """Key of samples for which `Counts(by=...)` gives None."""
 
@@ -202,7 +201,6 @@ def _column(samples: Sequence[Any], name: _Part | None) -> list[Any] | None:
 
 
 def _row_of(lengths: list[int | None]) -> Row:
-    """Return the row of samples with these numbers of tokens; None: without tokens."""
     row, known = new_row(), [length for length in lengths if length is not None]
     row[SAMPLES], row[TOKENS] = len(lengths), sum(known)
     for bits, count in Counter(map(int.bit_length, known)).items():

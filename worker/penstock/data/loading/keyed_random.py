@@ -39,7 +39,6 @@ def seeds_of(key: int, *position: npt.ArrayLike) -> list[Seeds]:
 
 
 def seed_generators(seeds: Seeds) -> None:
-    """Seed the global generators of python, numpy and torch."""
     for_python, for_others = seeds
     random.seed(for_python)
     np.random.seed(for_others & 0xFFFFFFFF)
@@ -62,7 +61,6 @@ class Generators:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Restore all generators at the end of the block."""
         before, held = capture_rng(), capture(self._found) if self._found else b""
         try:
             yield

@@ -92,7 +92,6 @@ class MapReader:
         return self.samples(plan)
 
     def batch(self, plan: BatchPlan, ahead: ColumnsAhead | None = None, plans: Sequence[BatchPlan] = ()) -> Any:
-        """Read and collate a batch. `ahead`, `plans`: as in `read`."""
         if not self.reseeds:
             return self._collated(plan, self.read(plan, ahead, plans))
         with self._generators.undisturbed():

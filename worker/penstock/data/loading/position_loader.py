@@ -69,7 +69,6 @@ class PositionLoader(Loader):
         """Batch returned or skipped last, by its number in the rest of the epoch."""
         self._epoch = self._start = self._done = self._first = 0
         self._partitioned_for = self._topology()
-        """Topology for which `_done` counts batches."""
         self._epoch_is_set = False
         """True after `set_epoch`: the next iteration is then over that epoch, even without a batch left."""
         self._counted = 0, 0
@@ -307,7 +306,6 @@ class _Epoch:
         return batch
 
     def skip_batch(self) -> None:
-        """Advance by one batch without making it."""
         plan = self._plan()
         if self._fetcher is not None:
             self._fetcher.close()

@@ -232,7 +232,6 @@ class StreamingLoader(PositionLoader):
         self._threads = fetch_threads
         self._shuffle = shuffle
         self._decoded: Ints = np.zeros(0, np.int64)
-        """Row groups found last by `_decode_ahead`."""
         self._decoded_ahead = partitions * inner if shuffle and inner else DECODED_AHEAD
         self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
         self._seconds = math.inf if predownload and prefetch_seconds is None else prefetch_s
@@ -243,7 +242,6 @@ class StreamingLoader(PositionLoader):
         self._rate = ReadingRate()
         self._upcoming: UpcomingShards | None = None
         self._listed_for: EpochRemainder | None = None
-        """Rest of an epoch for which `_upcoming` was made."""
         super().__init__(
             dataset.name,
             balanced.order if balanced else order,

@@ -143,7 +143,6 @@ class Balanced:
         """Settings that decide the order, for the state; empty if each step keeps its rows."""
 
     def imbalance(self, epoch: EpochRemainder, steps: int) -> Imbalance:
-        """Return how unequal the boxes' costs are in an epoch's first `steps` steps."""
         boxes, numbers = epoch.boxes, range(min(steps, epoch.batches))
         plain, assigned = [], []
         for number in numbers:
@@ -170,8 +169,6 @@ PROBES = 1024
 
 
 class Costs:
-    """A dataset's costs, checked to be finite and at least 0."""
-
     def __init__(self, cost: Cost, dataset: Any, length: int) -> None:
         self._function = cost if callable(cost) else None
         self._array = None if self._function else _array(_column(cost, dataset) if isinstance(cost, str) else cost)

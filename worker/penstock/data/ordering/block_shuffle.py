@@ -53,8 +53,6 @@ class Consecutive:
 
 @dataclass(frozen=True)
 class Zeros:
-    """Zeros without memory."""
-
     count: int
 
     def __len__(self) -> int:
@@ -260,7 +258,6 @@ class PartSequence:
         return low, high, mix(self._key, partition, number)
 
     def _rank(self, at: Ints) -> Ints:
-        """Return the rank of each index's file run."""
         return np.searchsorted(self._bounds, at.astype(self._bounds.dtype), side="right") - 1
 
     def _run_bounds(self, samples: Ints) -> npt.NDArray[Any]:

@@ -65,7 +65,6 @@ class EpochRemainder:
         self.batches = self._partition.batches
 
     def position(self, batches: int) -> int:
-        """Return the position after the first `batches` batches."""
         carries = self.epochs.tail == "carry"
         batches = min(batches, self.batches) if carries else batches
         if batches <= 0:
@@ -130,8 +129,6 @@ class EpochRemainder:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """Settings of all epochs of a loader."""
-
     length: int
     tail: Tail
     skip: Ranges = ()
@@ -155,8 +152,6 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class WorkerBatches:
-    """Batches that one worker makes of the rest of an epoch."""
-
     remainder: EpochRemainder
     order: SampleOrder
     turn: WorkerTurn

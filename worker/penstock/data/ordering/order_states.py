@@ -93,7 +93,6 @@ class OrderProgress:
         return WorkerTurn((number - self.first) % self.topology.workers, self.topology.workers)
 
     def of_worker(self, number: int) -> OrderProgress:
-        """Return the progress of worker `number` of a box with this progress."""
         return replace(self, done=self.turn(number).done(self.done))
 
 
@@ -299,7 +298,6 @@ def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], ep
 def deaggregated(
     state: Mapping[str, Any], number: int, workers: int, topology: Topology, epochs: EpochPlan, *, strict: bool
 ) -> OrderProgress:
-    """Return where worker `number` of `workers` starts."""
     whole = progress_of(state)
     same = state.get("workers") == workers and whole.topology.workers == topology.workers
     if same and whole.topology == topology and skip_of(state) == epochs.skip:

@@ -61,7 +61,6 @@ class Partition:
         return whole + 1
 
     def position(self, batches: int) -> int:
-        """Return the position after the first `batches` global batches."""
         if batches >= self.batches and self.tail != "carry":
             return self.length
         return self.start + min(batches, self.batches) * self.batch

@@ -19,7 +19,6 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["UnshardedOrder"]
 
 SAMPLE_LIMIT = 1 << 48
-"""Exclusive bound of the samples of a dataset and of an epoch."""
 _BLOCKS, _SHORT, _INSIDE = 0, 1, 2
 """Mixed into keys: for the order of a repeat's blocks, the place of the short block, and the order within a block."""
 
@@ -70,6 +69,5 @@ def _mixed(keys: npt.NDArray[np.uint64], part: npt.ArrayLike) -> npt.NDArray[np.
 
 
 def _chosen(keys: npt.NDArray[np.uint64], count: int) -> Ints:
-    """Return a pseudorandom number in [0, count) by key."""
     found: Ints = (_mixed(keys, _SHORT) % np.uint64(count)).astype(np.int64)
     return found

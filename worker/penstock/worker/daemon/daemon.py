@@ -48,7 +48,6 @@ RETRY_S = 0.3
 UNAVAILABLE_AGAIN_S = 60.0
 """Seconds between two log lines that say that the coordinator cannot be reached."""
 ATTACH_DEADLINE_S = 30.0
-"""Largest number of seconds that a runner may take to accept a connection from a training job."""
 HELPERS_AT_ONCE = 2
 """Smallest limit on simultaneous helper processes; with more than two cores it is one per core."""
 ASSIGNED = 2

@@ -77,7 +77,6 @@ class Heartbeats:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-heart", daemon=True)
         self.heartbeats = 0
-        """Number of the thread's answered heartbeats."""
 
     def start(self) -> None:
         self._thread.start()

@@ -44,7 +44,6 @@ from penstock.worker.slots.slot_record import SlotKey
 
 _log = logging.getLogger("penstock.worker")
 HELLO_DEADLINE_S = 10.0
-"""Seconds for the TLS handshake and the Hello together."""
 WAITING = 256
 SHOWN = 200
 PAUSE_S = 0.1

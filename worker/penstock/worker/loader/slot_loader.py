@@ -139,9 +139,7 @@ class SlotLoader:
         self._generators: LoaderGenerators | None = None
         self._rng_before_call = self._rng_at_peek = b""
         self._taken_for = slot
-        """Worker number in the box with which the present loader was made."""
         self._counts = False
-        """True if the loader counts its samples in an attribute `tally`."""
         self._unused = False
         self._loaded = False
         self._has_first = not assignment.start.step and assignment.box == assignment.slot == 0
@@ -162,7 +160,6 @@ class SlotLoader:
 
     @property
     def worker(self) -> int:
-        """Worker number within the box that user code sees."""
         worker = self.history.launch.worker
         return self.assignment.slot if worker is None else worker
 
@@ -749,7 +746,6 @@ class SlotLoader:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Hashes of the states in which input_fn left the loader's generators."""
         return () if self._generators is None else self._generators.seeds
 
     def require_seeds(self, seeds: tuple[int, ...]) -> None:

@@ -91,7 +91,6 @@ def _refuse_beginning(source: SlotLoader) -> None:
 
 
 def saved_goal(source: SlotLoader, resume: dict[str, Any]) -> EpochGoal:
-    """Return where a pure loader resumes on the topology of the saved state."""
     a = source.assignment
     part = resume["slots"][a.slot]
     if source.capabilities.state_methods == 4:  # only the aggregated state holds the loader's own
@@ -232,7 +231,6 @@ class _FourMethodResume:
         self._source, self._part = source, part
         self._keep_for_good = keep
         self._kept: list[tuple[RestartPoint, bool]] = []
-        """Points reached by the way being tried; dropped if it is wrong."""
         self._total, self._epoch, self._then = total, epoch, then
         self._point = RestartPoint.of(part)
         """May lie far before the saved position."""

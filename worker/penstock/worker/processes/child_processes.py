@@ -78,7 +78,6 @@ class Child:
         """Negative for a signal, as in subprocess; None if unknown."""
         self.stacks = StackFile()
         self.last_stack = ""
-        """Python stacks of the child when it crashed."""
         self._channel = channel
         self._on_message = on_message
         self._on_gone = on_gone

@@ -62,8 +62,6 @@ def encode_head(message: ControlMessage) -> bytes:
 
 
 class MessageInbox:
-    """Assembler of messages from bytes and descriptors in pieces of any size."""
-
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._fds: list[int] = []

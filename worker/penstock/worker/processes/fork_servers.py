@@ -42,7 +42,6 @@ FORK_MOST_S = 300.0
 ORPHANS_LOOK_S = 0.03
 """Seconds between two searches for orphans, processes that outlived their runner."""
 ORPHANS_LEAST_S = 1.0
-"""Least seconds to search for orphans after a fork server's death."""
 ORPHANS_S = 4.0
 KILL_S = 5.0
 """Seconds until a killed process ends; one that hangs in a driver or a file system does not."""
@@ -51,7 +50,6 @@ _FORK_SERVER_DIED = (
     "another one"
 )
 END_S = 5.0
-"""Seconds that a fork server may take to end its children and itself."""
 IDLE_S = 300.0
 """Seconds that a fork server is kept without slots. A start takes over a second of processor time; idle it holds 150
 MB."""

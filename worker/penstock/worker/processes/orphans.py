@@ -62,7 +62,6 @@ class Orphans:
         return bool(living)
 
     def spares(self, own_pids: Collection[int]) -> bool:
-        """Return True if an orphan is of a kind that gets time to clean up."""
         return any(map(_cleans_up, _orphans_of(own_pids)))
 
 

@@ -91,7 +91,6 @@ NOTHING = ProcessorUse(0.0, 0.0)
 
 
 def used_by(pid: int) -> ProcessorUse:
-    """Return `NOTHING` if the process is gone."""
     counted = _counted(pid)
     return ProcessorUse(cpu_seconds(family(pid)), counted[1] if counted is not None else 0.0)
 

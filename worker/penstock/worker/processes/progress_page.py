@@ -93,7 +93,6 @@ class ProgressPage:
     # ---- the runner writes
 
     def take_over(self) -> None:
-        """Continue to write after another process of the slot."""
         self.refresh()
         first, self._last, self._made, self._replayed = _COUNTS.unpack_from(self._map, _COUNTS_AT)
         self._first = first - 1 if first else None
@@ -137,7 +136,6 @@ class ProgressPage:
         self._put(_ENTRIES_AT + total % ENTRIES * _ENTRY.size, entry)
 
     def end(self, epoch: int, total: int) -> None:
-        """Record that an epoch ended after the slot's batch `total`."""
         self._put(_ENDS_AT + self._ends % ENDS * _END.size, _END.pack(epoch, total))
         self._ends += 1
         self._write_head()
@@ -154,7 +152,6 @@ class ProgressPage:
         self._write_head()
 
     def doing(self, activity: str, delivered: int) -> None:
-        """Record the activity that begins, and the batches delivered so far."""
         now = time.monotonic()
         if ACTIVITIES[self._activity] not in IDLE:
             self.worked_s += now - self._since
@@ -229,12 +226,10 @@ class ProgressPage:
 
     @property
     def activity(self) -> tuple[str, float]:
-        """Activity, and the seconds since it began."""
         return ACTIVITIES[self._activity % len(ACTIVITIES)], max(0.0, time.monotonic() - self._since)
 
     @property
     def working_s(self) -> float:
-        """`worked_s` with the present activity."""
         activity, for_s = self.activity
         return self.worked_s + (0.0 if activity in IDLE else for_s)
 

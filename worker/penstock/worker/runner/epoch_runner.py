@@ -58,7 +58,6 @@ class EpochRunner:
         self._files = {} if build is not None else _offsets()
 
     def run(self) -> None:
-        """Stream epochs as the training job allows, until the daemon ends the slot."""
         self._stream.source.learn_resume(self._sent.resume)
         self._stream.on_prepare = self._note_prepare
         goal = self._first_goal()

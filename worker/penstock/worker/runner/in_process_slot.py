@@ -69,7 +69,6 @@ class MadeBatch:
 @dataclass(frozen=True)
 class SlotState:
     data: bytes
-    """Encoded restart point."""
     samples: int
     digest: int
     next_digest: int = 0
@@ -226,7 +225,6 @@ class InProcessSlot:
         self._lost = True
 
     def failure(self, error: BaseException) -> PenstockError:
-        """Return the error that a runner would report."""
         source = self._ready()
         return source.failed(f"batch {source.position.total + 1}", error)
 

@@ -60,7 +60,6 @@ class KeptRunner:
         self._stream.keep(point, start, epoch_start=point.is_epoch_start, begins=True)
 
     def _recover(self, points: list[RestartPoint]) -> None:
-        """Go to the position after the last batch that the previous runner delivered."""
         stream = self._stream
         stream.doing("waiting")
         while stream.hello is None:

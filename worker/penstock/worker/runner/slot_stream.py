@@ -109,7 +109,6 @@ class SlotStream:
         self.on_point: Callable[[StreamPosition, bytes], None] = lambda position, data: None
         """Called with each restart point sent to the daemon."""
         self.on_lane: Callable[[int], None] = lambda fd: None
-        """Called with each new connection of the lane."""
         self.on_prepare: Callable[[int, bool], None] = lambda total, loop_waits: self.prepared(0)
         """Called in a migration's target once all that it starts from has arrived, with the batches that the loop has
         taken, and whether it waits for each."""
@@ -124,7 +123,6 @@ class SlotStream:
         self._begun = False
         self._last_look = 0.0
         self._taken = 0
-        """Newest consumer that was waited for."""
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
         self._polled = (-1, 0)  # the consumer's socket and its polled events
@@ -151,7 +149,6 @@ class SlotStream:
     # ---- streaming
 
     def stream_epoch(self) -> None:
-        """Stream until the open epoch ends or the training loop abandons one."""
         source, producer, progress_page, flatten = (
             self.source,
             self.producer,

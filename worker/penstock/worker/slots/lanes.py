@@ -168,7 +168,6 @@ class SlotLanes:
         self._passing: tuple[asyncio.Task[None], socket.socket, int] | None = None
         """Task that passes the newest connection on, with it and the consumer's number."""
         self._unread = False
-        """True if the runner may not have received a connection yet."""
 
     async def attach(self, sock: socket.socket, hello: lane_pb2.Hello, deadline_s: float) -> None:
         """Send the finished batches, and pass the connection on in the background; close it if the runner is not ready

@@ -141,7 +141,6 @@ def _mib(size: int) -> str:
 
 
 WINDOW_S = 1.0
-"""Least seconds between two readings of a page."""
 
 
 @dataclass

@@ -30,8 +30,6 @@ def key_of(assignment: records_pb2.WorkerAssignment | coordinator_pb2.TakenSlot)
 
 @dataclass
 class DaemonCounters:
-    """Sums over all present and former slots."""
-
     snapshots: int = 0
     """Snapshots and epoch starts received from runners."""
     snapshots_sent: int = 0
@@ -51,7 +49,6 @@ class SnapshotQuota:
     bytes_per_s: float
 
     def pause_s(self, size: int) -> float:
-        """Return the seconds to wait after a snapshot of `size` bytes."""
         return max(self.every_s, size / self.bytes_per_s)
 
 
@@ -66,11 +63,9 @@ class SlotHost:
     snapshot_quota: SnapshotQuota
     counters: DaemonCounters
     slot_changed: Callable[[], None]
-    """Called when a slot's report has changed."""
     runner_memory: int = 0
     """Bytes that a runner and its descendants may hold; 0 = no limit."""
     embedded: bool = False
-    """True in embedded mode (daemon of one job)."""
 
 
 @dataclass(eq=False)
