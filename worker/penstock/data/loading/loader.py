@@ -51,8 +51,8 @@ class Loader(torch.utils.data.IterableDataset[Any], ABC):
         """True if the next iteration begins at the present position, not at the next epoch."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Set `advance_state` to None, which says that states cannot be advanced, in a subclass that overrides only
-        `state_dict`."""
+        """Set `advance_state` to None (states cannot be advanced) in a subclass that overrides only `state_dict`: the
+        inherited function does not know its states."""
         super().__init_subclass__(**keywords)
         if "state_dict" in vars(cls) and "advance_state" not in vars(cls):
             cls.advance_state = None  # type: ignore[assignment]

@@ -73,8 +73,8 @@ class MapLoader(PositionLoader):
             global_batch_size: rows of all boxes' batches together, in place of batch_size. Boxes share them as evenly
                 as possible; each gets at least one.
             seed: seed of the shuffle and of `reseed`; None: the run's seed (0 outside a worker).
-            shuffle_block: neighbouring samples shuffled with each other, where neighbours are faster to read; None:
-                all.
+            shuffle_block: number of neighbouring samples shuffled with each other, for data where neighbours are faster
+                to read; None: all.
             num_samples: samples in an epoch; None: the dataset's length. With another number, an epoch continues where
                 the one before stopped, so no sample repeats before all have come.
             tail: treatment of an incomplete last batch: "emit" it, "pad" it with samples of the epoch's beginning,
@@ -95,9 +95,9 @@ class MapLoader(PositionLoader):
             keys: field added to each batch, with a text for each row by which `restore_sample` reads it again. A batch
                 that is not a dict becomes {"batch": batch, keys: ...}.
             counts: counts of samples by source and key, see `Counts`; None: nothing is counted.
-            rank: (this rank, number of data-parallel ranks) that share each global batch. None: the worker's box and
-                boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows (tensor parallelism) pass
-                the same value.
+            rank: (this rank, number of data-parallel ranks); they share each global batch. None: the worker's box and
+                the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows (tensor
+                parallelism) pass the same value.
             balance: assignment of the rows of one or several steps to boxes by cost, see Balance; None: round robin. A
                 step has the same rows on any number of boxes. Over several steps a resume needs the same global batch,
                 so give `global_batch_size`.

@@ -47,8 +47,7 @@ WINDOWS_KEPT = 4
 
 @dataclass(frozen=True)
 class Balance:
-    """Setting of a loader: assign rows (samples) to boxes (data-parallel ranks) and steps so that the boxes of a step
-    have about the same cost.
+    """Setting of a loader: assign rows to boxes and steps so that the boxes of a step have about the same cost.
 
     Example::
 

@@ -45,9 +45,9 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     Call `empty` once for each such tensor, in the order of the tensors in the batch. If other values lie between them,
     the first batch of a size is copied.
 
-    The tensor lies in the ring while the main thread of a runner (the process that runs your loader) makes a batch of
-    at least 512 KiB. Anywhere else (in replays, and in worker processes of a torch DataLoader) the result is
-    `torch.empty(shape, dtype=dtype)`. The tensor is yours for as long as you hold it. A batch is copied like any other
+    The tensor lies in the batch's ring entry, if that has at least 512 KiB and enough free space, while the main thread
+    of a runner (the process that runs your loader) makes the batch. Anywhere else (in replays, and in worker processes
+    of a torch DataLoader) the result is `torch.empty(shape, dtype=dtype)`. The tensor is yours for as long as you hold it. A batch is copied like any other
     if it holds other tensors instead (`tensor * 2`), or if you still hold a part of it after yielding it: `yield
     make()` releases the batch, `batch = make(); yield batch` does not.
 
