@@ -47,9 +47,9 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
 
     The tensor lies in the batch's ring entry, if that has at least 512 KiB and enough free space, while the main thread
     of a runner (the process that runs your loader) makes the batch. Anywhere else (in replays, and in worker processes
-    of a torch DataLoader) the result is `torch.empty(shape, dtype=dtype)`. The tensor is yours for as long as you hold it. A batch is copied like any other
-    if it holds other tensors instead (`tensor * 2`), or if you still hold a part of it after yielding it: `yield
-    make()` releases the batch, `batch = make(); yield batch` does not.
+    of a torch DataLoader) the result is `torch.empty(shape, dtype=dtype)`. The tensor is yours for as long as you hold
+    it. A batch is copied like any other if it holds other tensors instead (`tensor * 2`), or if you still hold a part
+    of it after yielding it: `yield make()` releases the batch, `batch = make(); yield batch` does not.
 
     shape: dims, or an int; the exact shape of the result that `out=` receives, as the tensor cannot be resized. dtype:
     torch.get_default_dtype() by default. The tensor is contiguous, in the ring aligned to 64 bytes. Raises what

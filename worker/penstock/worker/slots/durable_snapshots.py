@@ -54,8 +54,8 @@ class DurableSnapshots:
                 await self.make(point)
 
     async def make(self, point: StoredSnapshot) -> None:
-        """Send a point, waiting while the coordinator is unreachable or overloaded. One that was refused or could not be
-        sent counts as durable too, so that it is not sent again."""
+        """Send a point, waiting while the coordinator is unreachable or overloaded. One that was refused or could not
+        be sent counts as durable too, so that it is not sent again."""
         slot, logged = self._slot, False
         data = b"" if point.begins and len(point.data) > LARGE else point.data
         header = self._header(point, len(data))
