@@ -21,8 +21,8 @@ from penstock.worker.daemon.worker_settings import DaemonSettings
 from penstock.worker.processes.fork_servers import START_DEADLINE_S
 
 UNSAFE_BIND = 16
-"""Exit status if the daemon refused to listen beyond this machine without TLS; equals UNSAFE_BIND in
-penstock.deploy.console.exit_codes."""
+"""Exit status for a refusal to listen beyond this machine without TLS; equals UNSAFE_BIND of the deploy package's
+exit_codes."""
 
 
 def main() -> int:

@@ -1,2 +1,2 @@
-"""Loaders that make batches from map-style datasets (MapLoader) and from StreamingDatasets (StreamingLoader), and their
+"""Loaders that make batches from map-style datasets (MapLoader) and StreamingDatasets (StreamingLoader), and their
 parts."""

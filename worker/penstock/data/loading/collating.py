@@ -1,5 +1,5 @@
-"""Functions that make a batch: from samples, by a user's collate function; from columns, as torch's default_collate
-does from rows; and batches without rows."""
+"""Functions that make a batch: from samples, from columns as torch's default_collate does from rows, or without
+rows."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ _TORCHS_OWN: dict[Any, Any] = {
     str: torchs.collate_str_fn,
     bytes: torchs.collate_str_fn,
 }
-"""torch's collate functions by type, as torch defines them. A user may change torch's table at any time."""
+"""torch's collate functions by type, as torch defines them. A user may change torch's table."""
 
 
 def checked_collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return a function that calls `collate_fn`, but raises DatasetError for a StopIteration, which would silently end
-    the epoch."""
+    """Let `collate_fn` raise DatasetError for a StopIteration, which would silently end the epoch."""
     if not callable(collate_fn):
         raise InvalidArgumentError(
             f"collate_fn must be a function from a list of samples to a batch, got {collate_fn!r}. Pass a function, or "
@@ -48,18 +47,17 @@ def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any
 
 
 def may_draw(collate_fn: Callable[[list[Any]], Any]) -> bool:
-    """Return True if a collate function may draw random numbers: any but Penstock's and torch's own."""
+    """Return True for any collate function but Penstock's and torch's own."""
     return collate_fn is not collate and collate_fn is not torchs.default_collate
 
 
 def collates_as_torch() -> bool:
-    """Return True if torch's default_collate has no function of a user, so that `collate_columns` gives the same
-    batches."""
+    """Return True if torch's default_collate has no user function, so that `collate_columns` gives the same batches."""
     return torchs.default_collate_fn_map == _TORCHS_OWN
 
 
 def collate_columns(columns: Columns) -> dict[str, Any]:
-    """Return the batch that torch's default_collate makes from the rows of these columns, and raise its errors."""
+    """Return the batch of torch's default_collate from the rows of these columns, and raise its errors."""
     return {name: _collated_column(values) for name, values in columns.items()}
 
 
@@ -71,12 +69,9 @@ def _collated_column(values: Values) -> Any:
 
 
 def empty_batch(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
-    """Return a batch without rows, for a box that gets no row of an epoch's last batch. `sample`: any sample.
-
-    Few collate functions accept an empty list. So [sample] and [sample, sample] are collated: if one sample makes 3
-    rows and two make 6, none makes 0. That works for stacked tensors, lists, running offsets ([0, 7], then [0, 7, 14],
-    so [0]) and counts.
-    """
+    """Return a batch without rows, for a box that gets no row of an epoch's last batch. Few collate functions accept an
+    empty list, so [sample] and [sample, sample] are collated: if one makes 3 rows and two make 6, none makes 0. That
+    works for stacked tensors, lists, running offsets ([0, 7], then [0, 7, 14], so [0]) and counts."""
     warnings.warn(
         "the epoch's last batch has fewer samples than there are boxes, so some boxes get a batch without rows, and "
         "the mean of its loss is NaN. Pass tail='pad' or 'drop' to avoid batches without rows",
@@ -87,8 +82,8 @@ def empty_batch(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
 
 
 def without_rows(batch: Any) -> Any:
-    """Return a copy of a batch without its rows: the first dimension of tensors and arrays, and the items of other
-    lists. A list or tuple with a tensor, array, dict, list or tuple in it is a container."""
+    """Copy a batch without rows: no first dimension of tensors and arrays, no items of lists, except lists and tuples
+    that contain tensors, arrays, dicts, lists or tuples."""
     if isinstance(batch, Mapping):
         return {name: without_rows(value) for name, value in batch.items()}
     if isinstance(batch, list | tuple) and any(isinstance(each, _ARRAYS | Mapping | list | tuple) for each in batch):

@@ -1,10 +1,6 @@
-"""Reading of the columns of several batches in one call of a dataset.
-
-A call costs about as much for one batch of small rows as for a dozen batches. The shuffled rows of all of them come
-from the same row groups, and each row group takes one look-up of each column. So a call also reads the rows of the next
-batches, some hundred KiB in all. Each batch still gets arrays of its own, so that saving or keeping one batch does not
-save or keep the others.
-"""
+"""Reading of the columns of several batches in one call of a dataset, which costs about as much for a dozen batches of
+small rows as for one: shuffled rows come from the same row groups, each looked up once. Each batch gets arrays of its
+own, so that saving or keeping one does not save or keep the others."""
 
 from __future__ import annotations
 
@@ -21,30 +17,27 @@ from penstock.data.ordering.epoch_plan import BatchPlan
 __all__ = ["ColumnsAhead"]
 
 AHEAD_BYTES = 512 << 10
-"""Largest size in bytes of several batches that are read in one call, estimated from the call before. A single batch
-may be larger."""
+"""Bytes of several batches read in one call, estimated from the call before. A single one may be larger."""
 AHEAD_BATCHES = 32
-"""Largest number of batches that are read in one call."""
 FEWEST = 4
-"""Smallest number of batches that are read together. For fewer batches, copying the arrays costs more than the common
-call saves."""
+"""Fewest batches read together. For fewer, copying the arrays costs more than the common call saves."""
 MEASURED_ROWS = 8
-"""Number of values of a list whose sizes are measured, to estimate the size of the whole list."""
+"""Values of a list that are measured, to estimate the size of all."""
 
 
 class ColumnsAhead:
-    """Reader of the columns of an epoch's batches, which reads several batches in one call of the dataset."""
+    """Reader of an epoch's columns, several batches in one call of the dataset."""
 
     def __init__(self, source: ColumnSource) -> None:
         self._source = source
         self._read: list[tuple[BatchPlan, Columns]] = []
-        """Batches that were read and not taken yet, the next one last."""
+        """Batches read and not taken yet, the next one last."""
         self._count = 1
-        """Number of batches to read in the next call. At first it is 1, because a loop may take only one batch."""
+        """Batches to read in the next call; at first 1, because a loop may take only one."""
 
     def take(self, plan: BatchPlan, plans: Sequence[BatchPlan] = ()) -> Columns | None:
-        """Return the columns of the batch `plan`, see `ColumnSource.get_columns`. `plans`: plans of the batches that
-        follow it in the same epoch, the next one last; `plan` itself may be the very last."""
+        """Return the columns of `plan` (`ColumnSource.get_columns`). `plans`: those that follow in the epoch, the next
+        one last; `plan` itself may be the very last."""
         if self._read and self._read[-1][0] is plan:
             return self._read.pop()[1]
         self._read = []
@@ -56,8 +49,8 @@ class ColumnsAhead:
         return columns
 
     def _take(self, plans: list[BatchPlan]) -> bool:
-        """Read these batches together. Return False if a file is not open, or if the samples cannot be read by column.
-        No error is raised then: the loop may never take the batch whose sample cannot be read."""
+        """Return False if a file is not open, or samples cannot be read by column; raise nothing: the loop may never
+        take the bad batch."""
         ids = np.concatenate([plan.ids for plan in plans])
         if not self._source.is_at_hand(ids):
             return False
@@ -74,8 +67,7 @@ class ColumnsAhead:
         return True
 
     def _next_count(self, columns: Columns | None, batches: int) -> int:
-        """Return the number of batches to read in the next call, after a call that read `batches` batches and returned
-        `columns`."""
+        """Return how many batches to read next, after a call that read `batches` and returned `columns`."""
         if columns is None:
             return 1
         batch_bytes = max(1, sum(map(_nbytes, columns.values())) // batches)
@@ -84,7 +76,6 @@ class ColumnsAhead:
 
 
 def _nbytes(values: Values) -> int:
-    """Return the approximate size of some values, in bytes."""
     if isinstance(values, np.ndarray):
         return values.nbytes
     measured = values[:MEASURED_ROWS]
@@ -102,5 +93,5 @@ def _size(value: Any) -> int:
 
 
 def _part(values: Values, begin: int, end: int) -> Values:
-    """Return the values of the rows `begin` to `end` - 1 of a column. An array is copied."""
+    """Return the rows `begin` to `end` - 1, copied if an array."""
     return values[begin:end].copy() if isinstance(values, np.ndarray) else values[begin:end]

@@ -37,10 +37,9 @@ from penstock.proto.state.counts import (
 __all__ = ["CountedBatch", "Counts", "LoaderCounts", "SampleCounter", "skipped_rows"]
 
 TOKEN_FIELDS = ("input_ids", "tokens", "token_ids")
-"""Fields of a dict in which tokens are looked for, if `Counts` names no field; the first one that the sample has."""
+"""Fields in which tokens are looked for if `Counts` names none; the first that the sample has."""
 
 MOST_TOKENS = 1 << 40
-"""Largest number of tokens that a sample may have."""
 NONE = "(none)"
 """Key of samples for which `Counts(by=...)` gives None."""
 
@@ -49,26 +48,23 @@ _Part = str | Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Counts:
-    """Settings of the counts that a loader keeps: samples, tokens, truncated and skipped samples, and lengths, by
-    source and by key. Pass this object to MapLoader, StreamingLoader or ShardLoader.
+    """Settings of the counts of a MapLoader, StreamingLoader or ShardLoader: samples, tokens, truncated and skipped
+    samples, and lengths, by source (the Mixture's source or the dataset's stream) and by key.
 
         MapLoader(dataset, batch_size=32, counts=Counts(by="language", tokens="input_ids"))
 
-    The source of a sample is the Mixture's source or the dataset's stream that it comes from. The counts are in
-    `executor.stats.sources` and `.keys`, in saved states, and in metrics: see docs/counts.md.
+    They are in `executor.stats.sources` and `.keys`, in saved states, and in metrics: see docs/counts.md.
     """
 
     by: _Part | None = None
-    """Key of a sample: given as the name of a field, or as a function from the sample to a text or a number. None:
-    no keys. At most 95 pairs of source and key are counted separately; samples of further pairs are counted together,
-    as "(other)"."""
+    """Key of a sample: name of a field, or function from the sample to a text or a number; None: no keys. Beyond 95
+    pairs of source and key, samples are counted together, as "(other)"."""
     tokens: _Part | None = None
-    """Tokens of a sample: given as the name of a field, or as a function from the sample. The value is the number of
-    tokens, or an object whose len() is this number. None: the sample itself if it is a one-dimensional list, array or
-    tensor of integers, or else its field input_ids, tokens or token_ids; other samples have no tokens."""
+    """Tokens of a sample: name of a field, or function from the sample; its value is their number, or an object of this
+    length. None: the sample if it is a 1-D list, array or tensor of integers, or its field input_ids, tokens or
+    token_ids."""
     truncated: _Part | None = None
-    """Name of a bool field, or a function from the sample to a bool: True if the sample was truncated. None: truncated
-    samples are not counted."""
+    """Bool field, or function from the sample to a bool: True if it was truncated. None: not counted."""
 
     def __post_init__(self) -> None:
         for name in ("by", "tokens", "truncated"):
@@ -81,14 +77,14 @@ class Counts:
 
 
 class CountedBatch(NamedTuple):
-    """Batch with the counts of its samples, as threads and processes make it for a loader that counts."""
+    """Batch with its samples' counts, as threads and processes make it."""
 
     batch: Any
     counted: dict[Group, Row]
 
 
 class SampleCounter:
-    """Counter of the samples in one batch. It has only settings, so it can be sent to another process."""
+    """Counter of a batch's samples. It has only settings, so it can be sent to another process."""
 
     def __init__(self, counts: Counts) -> None:
         self._by, self._tokens, self._truncated = counts.by, counts.tokens, counts.truncated
@@ -99,8 +95,8 @@ class SampleCounter:
         sources: Sequence[str] | None = None,
         parts: Sequence[Sequence[tuple[str, int]]] | None = None,
     ) -> dict[Group, Row]:
-        """Return the counts of one batch's samples. `sources`: name of each sample's source; None: "". `parts`: for
-        each sample a list, for a packed line (source, number of tokens) of each document in it."""
+        """Return a batch's counts. `sources`: of each sample; None: "". `parts`: of each packed line (source, tokens)
+        of its documents."""
         if not samples:
             return {}
         sources = [""] * len(samples) if sources is None else sources
@@ -140,7 +136,7 @@ class SampleCounter:
         return list(map(self._key, samples))
 
     def _lengths(self, samples: Sequence[Any]) -> list[int | None]:
-        """Return the number of tokens of each sample; of dicts of tensors faster than by `_length`."""
+        """Return the tokens of each sample; of dicts of tensors faster than by `_length`."""
         name = self._tokens
         if name is None and type(samples[0]) is dict:
             name = next((field for field in TOKEN_FIELDS if field in samples[0]), None)
@@ -195,7 +191,7 @@ class SampleCounter:
 
 
 def _column(samples: Sequence[Any], name: _Part | None) -> list[Any] | None:
-    """Return the field `name` of each sample; None unless all samples are dicts with this field."""
+    """Return field `name` of each sample; None unless all are dicts with it."""
     if isinstance(name, str) and type(samples[0]) is dict:
         try:
             return [sample[name] for sample in samples]
@@ -205,7 +201,6 @@ def _column(samples: Sequence[Any], name: _Part | None) -> list[Any] | None:
 
 
 def _row_of(lengths: list[int | None]) -> Row:
-    """Return the row of samples with these numbers of tokens; None: without tokens."""
     row, known = new_row(), [length for length in lengths if length is not None]
     row[SAMPLES], row[TOKENS] = len(lengths), sum(known)
     for bits, count in Counter(map(int.bit_length, known)).items():
@@ -216,7 +211,7 @@ def _row_of(lengths: list[int | None]) -> Row:
 def _move_tokens(
     found: dict[Group, Row], sources: Sequence[str], keys: Sequence[str], parts: Sequence[Sequence[tuple[str, int]]]
 ) -> None:
-    """Count the tokens of each document in a packed line for the document's source instead of the line's."""
+    """Count the tokens of a packed line's documents for their sources instead of the line's."""
     for source, key, own in zip(sources, keys, parts, strict=True):
         for of, size in own:
             if of != source:
@@ -229,7 +224,7 @@ def _len(value: Any) -> int:
 
 
 def _own_length(sample: Any) -> int | None:
-    """Return the length of a one-dimensional list, array or tensor of integers; None for any other sample."""
+    """Return the length of a 1-D list, array or tensor of integers; None for others."""
     if isinstance(sample, torch.Tensor):
         return _len(sample) if sample.ndim == 1 and not sample.is_floating_point() else None
     if isinstance(sample, np.ndarray):
@@ -254,8 +249,8 @@ def _value(sample: Any, part: _Part, what: str) -> Any:
 
 
 class LoaderCounts:
-    """Counts of a loader's samples up to its position, and the settings that say what is counted. `shares`: share that
-    each source should have, by name: (millionths of the samples, millionths of the tokens), of which one is 0."""
+    """Counts of a loader's samples up to its position. `shares`: of each source, in millionths of the samples or of the
+    tokens; the other is 0."""
 
     def __init__(self, counts: Counts | None, shares: Mapping[str, tuple[int, int]] | None = None) -> None:
         if counts is not None and not isinstance(counts, Counts):
@@ -277,7 +272,7 @@ class LoaderCounts:
             self.tally.set_shares(shares)
 
     def saved(self) -> dict[str, Any]:
-        """Return the entry with the counts for a worker's state; an empty dict if the loader does not count."""
+        """Return the counts' entry of a worker's state; empty if the loader does not count."""
         if self.tally is None:
             return {}
         return {COUNTS: {"by": self._by, "rows": plain_rows(self.tally.rows)}}
@@ -287,8 +282,7 @@ class LoaderCounts:
             self.tally = Tally(rows, self._shares)
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Continue from the counts in a worker's state; from zero if it has none, or with strict=False if they are by
-        another key."""
+        """Continue from a state's counts; from zero if it has none, or, with strict=False, by another key."""
         counts = state.get(COUNTS)
         if not isinstance(counts, Mapping):
             if self.tally is not None and state.get("done"):
@@ -319,8 +313,7 @@ class LoaderCounts:
         self.begin(saved_rows(counts.get("rows")))
 
     def part(self, aggregated: Mapping[str, Any], box: int, num_boxes: int, worker: int) -> dict[str, Any]:
-        """Return the entry with the counts for the state with which one worker resumes. Those of an aggregated state
-        are divided among the workers (counts_part). `worker`: number of the worker in its box."""
+        """Return the counts with which one worker resumes. Those of an aggregated state are divided (counts_part)."""
         counts = aggregated.get(COUNTS)
         if not isinstance(counts, Mapping):
             return {}
@@ -333,7 +326,7 @@ class LoaderCounts:
 
     @staticmethod
     def aggregated(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the entry with the counts for an aggregated state; an empty dict if the workers have no counts."""
+        """Return the counts' entry of an aggregated state; empty if workers have none."""
         counts = [state.get(COUNTS) for state in states]
         found = aggregated_counts(counts, len(states) // states[0]["topology"]["boxes"])
         return {} if found is None else {COUNTS: found}

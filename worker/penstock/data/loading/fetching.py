@@ -1,9 +1,9 @@
-"""Prefetching of batches in threads or processes. Batches are returned in order. The loader's position counts only
-batches that the caller has taken: after a resume, prefetched batches are made again.
+"""Prefetching of batches in threads or processes, in order. The position counts only batches that the caller has taken:
+after a resume, prefetched ones are made again.
 
-Threads suit data that wait for disk or network, and code that releases the GIL. They only read samples: the main thread
-collates, because in a runner it collates directly into the ring of shared memory. Processes are the worker processes of
-a torch DataLoader, whose sampler yields plans of whole batches.
+Threads suit waits for disk or network, and code that releases the GIL. They only read samples: the main thread
+collates, in a runner directly into the ring. Processes are those of a torch DataLoader whose sampler yields plans of
+batches.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from penstock.runtime.process.end import describe_exit
 __all__ = ["ReadAhead", "check_threads", "in_processes", "in_threads"]
 
 EXIT_WAIT_S = 5.0
-"""Seconds to wait for the exit status of a process that has stopped sending; it usually comes within milliseconds."""
+"""Seconds for the exit status of a process that stopped sending; it usually comes in milliseconds."""
 PREFETCHED_BATCHES = 2
-"""Number of batches that each thread or process makes ahead, as in torch's DataLoader by default."""
+"""Batches that each thread or process makes ahead, as torch's default."""
 
 
 class ReadAhead:
-    """Batches of a worker in one epoch, made before they are needed. `begin`: function from an iterator of
-    plans to an iterator of batches; when that is dropped, its threads or processes stop."""
+    """A worker's batches of an epoch, made ahead. `begin`: makes an iterator of batches from one of plans; dropping
+    that stops its threads or processes."""
 
     def __init__(self, own_batches: WorkerBatches, begin: Callable[[Iterator[BatchPlan]], Iterator[Any]]) -> None:
         self._worker_batches, self._begin = own_batches, begin
         self._batches: Iterator[Any] | None = None
 
     def take(self, done: int) -> Any:
-        """Return batch number `done` of the worker's batches, which must exist. The caller increases `done` by one at
-        each call, but repeats it after an error."""
+        """Return batch `done` of the worker's, which must exist. The caller adds one at each call, but repeats it after
+        an error."""
         if self._batches is None:
             self._batches = self._begin(self._worker_batches.all_plans(done))
         try:
@@ -58,7 +58,7 @@ class ReadAhead:
             raise
 
     def close(self) -> None:
-        """Stop making batches. The next call of `take` starts again."""
+        """Stop making batches, until the next `take`."""
         self._batches = None
 
 
@@ -111,8 +111,8 @@ def _read(wanted: SimpleQueue[tuple[Future[Any], BatchPlan] | None], reader: Map
 
 
 def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, *, seed: int) -> Iterator[Any]:
-    """Yield the batches of these plans, made by the worker processes of a torch DataLoader. `seed`: seed of the
-    processes' random generators, for samples that are read without `reseed`."""
+    """Yield batches made by a torch DataLoader's processes. `seed`: of their generators, for samples read without
+    `reseed`."""
     if multiprocessing.current_process().daemon:
         raise InvalidArgumentError(
             "fetch_processes must be 0 inside a daemonic process, such as a worker process of a torch DataLoader, "
@@ -159,19 +159,16 @@ def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, 
 
 
 def _watch(batches: Iterator[Any], workers: list[Any]) -> None:
-    """Set the processes that torch's SIGCHLD handler checks for the iterator `batches`.
-
-    When one of them has ended, the handler raises an error in the main thread, even in the middle of the user's own
-    code. So they are set only while this module waits for a batch. That wait needs the handler: a process that ends in
-    the middle of sending a batch would be waited for forever.
-    """
+    """Set the processes that torch's SIGCHLD handler checks. When one has ended, it raises in the main thread, even in
+    user code, so they are set only while this module waits for a batch. That wait needs it: otherwise a process that
+    ends while it sends would be waited for forever."""
     _C._remove_worker_pids(id(batches))
     _C._set_worker_pids(id(batches), tuple(worker.pid for worker in workers))
 
 
 def _explained(error: Exception, workers: list[Any], name: str) -> Exception:
-    """Return the error to raise for `error`: if one of the processes has ended, one that says how; otherwise `error`
-    without its traceback and context. Not all who notice an end report it."""
+    """Return the error to raise: how a process has ended, or `error` without traceback and context. Not all who notice
+    an end report it."""
     if isinstance(error, RuntimeError):
         status = _status(workers, EXIT_WAIT_S if isinstance(error, _WorkerEnded) else 0.0)
         if status is not None:
@@ -184,8 +181,7 @@ def _explained(error: Exception, workers: list[Any], name: str) -> Exception:
 
 
 def _status(workers: list[Any], wait_s: float) -> int | None:
-    """Return the exit status of a worker process that has ended (-9: killed by signal 9), waiting up to `wait_s`
-    seconds for it; None if all are alive then."""
+    """Wait up to `wait_s` for a worker's exit status (-9: signal 9); None if all are alive then."""
     until, ends = time.monotonic() + wait_s, select.poll()
     for worker in workers:
         ends.register(worker.sentinel, select.POLLIN)
@@ -198,9 +194,8 @@ def _status(workers: list[Any], wait_s: float) -> int | None:
 
 
 class _Batches(torch.utils.data.Dataset[Any]):
-    """Dataset for torch's DataLoader whose items are whole batches. They are pickled here and not by torch's queue,
-    whose feeder thread drops objects that cannot be sent (a function, a tensor that requires grad), and the reader
-    would wait forever."""
+    """Dataset of whole batches. They are pickled here: torch's queue has a feeder thread that drops objects that cannot
+    be sent (a function, a tensor that requires grad), and the reader would wait forever."""
 
     def __init__(self, reader: MapReader) -> None:
         self._reader = reader
@@ -225,7 +220,7 @@ class _Batches(torch.utils.data.Dataset[Any]):
 
 
 class _WorkerEnded(RuntimeError):
-    """A process that made batches can no longer send them. It is ending, but may still be alive."""
+    """A process can no longer send batches. It is ending, but may still be alive."""
 
 
 def _received(batch: bytes) -> Any:

@@ -1,10 +1,7 @@
-"""Seeding of the process's random generators for one sample, from a key and the sample's position in the order.
-
-User code draws from the generators of python, numpy and torch. If these were not seeded for each sample, a sample would
-depend on those that the process read before it, so on the numbers of workers and boxes and on restarts. Each is seeded
-in the cheapest way: Python's with 64 bits, numpy's and torch's with 32 (torch.manual_seed would take twenty times as
-long, because it also seeds all devices).
-"""
+"""Seeding of the generators of python, numpy and torch for one sample, from a key and its position in the order.
+Otherwise a sample would depend on those that the process read before, so on workers, boxes and restarts. Each is seeded
+in the cheapest way, Python's with 64 bits, the others with 32 (torch.manual_seed takes twenty times as long: it seeds
+all devices)."""
 
 from __future__ import annotations
 
@@ -27,22 +24,21 @@ __all__ = ["CONTAINERS", "Generators", "Seeds", "draws_nothing", "seed_generator
 
 
 _PYTHON, _OTHERS = 0, 1
-"""Mixed into seeds, so that Python's generator and the other two get different ones."""
+"""Mixed into seeds, so that Python's generator and the others get different ones."""
 
 T = TypeVar("T")
 Seeds = tuple[int, int]
-"""Pair of seeds: one for Python's generator, one for numpy's and torch's."""
+"""For Python's generator, and for numpy's and torch's."""
 
 
 def seeds_of(key: int, *position: npt.ArrayLike) -> list[Seeds]:
-    """Return a pair of seeds for each of several samples. `position`: integers that identify a sample, such as its
-    epoch and position; at least one is an array with an entry for each sample."""
+    """Return each sample's seeds. `position`: integers that identify it, such as epoch and position; at least one is an
+    array."""
     words = mix(key, *position)
     return list(zip(mix(_PYTHON, words).tolist(), mix(_OTHERS, words).tolist(), strict=True))
 
 
 def seed_generators(seeds: Seeds) -> None:
-    """Seed the global generators of python, numpy and torch."""
     for_python, for_others = seeds
     random.seed(for_python)
     np.random.seed(for_others & 0xFFFFFFFF)
@@ -50,9 +46,8 @@ def seed_generators(seeds: Seeds) -> None:
 
 
 class Generators:
-    """Generators from which the code of a user may draw: those of the process, and those that a walk over its objects
-    and the modules that define them finds (found_generators.py). A numpy Generator takes 30 us to seed, others up to
-    10."""
+    """Generators from which user code may draw: the process's, and those that a walk over objects and modules finds
+    (found_generators.py). Seeding takes up to 10 us, for a numpy Generator 30."""
 
     def __init__(self, objects: Iterable[object]) -> None:
         objects = list(objects)
@@ -66,7 +61,6 @@ class Generators:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Restore the states of all generators at the end of the block."""
         before, held = capture_rng(), capture(self._found) if self._found else b""
         try:
             yield
@@ -77,8 +71,7 @@ class Generators:
 
 
 def seeded(make: Callable[[], T], key: int, *position: int) -> T:
-    """Return `make()`, called with generators that are seeded from a key and a position; they are restored
-    afterwards."""
+    """Return `make()`, called with generators seeded from key and position, and restored afterwards."""
     before = capture_rng()
     try:
         seed_generators(seeds_of(key, np.array([position[0]]), *position[1:])[0])
@@ -88,13 +81,12 @@ def seeded(make: Callable[[], T], key: int, *position: int) -> T:
 
 
 CONTAINERS = (list, tuple, range, np.ndarray, np.memmap, torch.Tensor)
-"""Types whose items are read without calling user code."""
+"""Types whose items are read without user code."""
 
 
 def draws_nothing(dataset: Any) -> bool:
-    """Return True if no user code runs when samples of a dataset are read, so that generators need not be seeded for
-    them, which takes longer than to read a cheap sample. Whether code draws cannot be tried: it may for one sample in a
-    million. A subclass is user code."""
+    """Return True if no user code runs when samples are read: seeding, which costs more than a cheap sample, is then
+    not needed. Draws cannot be tried: there may be one in a million samples. A subclass is user code."""
     kind = type(dataset)
     if kind in CONTAINERS:
         return True

@@ -1,10 +1,10 @@
-"""Base class of MapLoader, StreamingLoader and ShardLoader: batches in an order that does not depend on the numbers of
-boxes and workers, and positions in this order as states.
+"""Base class of MapLoader, StreamingLoader and ShardLoader: batches in an order that does not depend on boxes and
+workers, and positions in it as states.
 
-A subclass has the order. It answers where a state lies in it (`_check_order`, `_own_position`, `_part`), writes states
-(`_saved`, `_aggregated`), and makes the batches from a position on. Two kinds of order differ in that, and stay apart:
-PositionLoader computes which sample is at a position, so its position is a few integers, and batches may be planned and
-read ahead; a ShardLoader reads shards forwards by cursors, whose states are part of its position.
+A subclass has the order: where a state lies (`_check_order`, `_own_position`, `_part`), how it is written (`_saved`,
+`_aggregated`), and the batches from there. A PositionLoader computes the sample at a position, so a position is a few
+integers, and batches may be planned ahead; a ShardLoader reads shards forwards by cursors, whose states are part of its
+position.
 """
 
 from __future__ import annotations
@@ -37,34 +37,29 @@ class Loader(torch.utils.data.IterableDataset[Any], ABC):
     """True if batches do not depend on the process's random generators, so that states need not hold these."""
 
     _described: dict[str, Any]
-    """All settings that decide the order, by name. `load_state_dict` refuses a state with other settings."""
+    """Settings that decide the order. `load_state_dict` refuses a state with others."""
 
     def __init__(
         self, name: str, identity: WorkerIdentity, batch: int, keys: str | None, counts: LoaderCounts, balance: Any
     ) -> None:
-        """
-        Args:
-            name: name of the data, for messages.
-            batch: number of rows of all boxes' batches together.
-            keys: name of the field for restore keys; None: batches have none.
-            balance: assignment of rows to boxes by cost; None: round robin.
-        """
+        """name: of the data, in messages. batch: rows of all boxes together. keys: field for restore keys, or None.
+        balance: assigns rows to boxes by cost; None: round robin."""
         super().__init__()
         self._name, self._identity, self._batch = name, identity, batch
         self._key_field, self._counts, self._balance = checked_name(keys), counts, balance
         self._at_position = True
-        """True if the next iteration begins at the present position; False if at the next epoch's beginning."""
+        """True if the next iteration begins at the present position, not at the next epoch."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Set `advance_state` to None in a subclass that overrides `state_dict` but not `advance_state`, because the
-        inherited function does not know the subclass's states. None means that states cannot be advanced."""
+        """Set `advance_state` to None (states cannot be advanced) in a subclass that overrides only `state_dict`: the
+        inherited function does not know its states."""
         super().__init_subclass__(**keywords)
         if "state_dict" in vars(cls) and "advance_state" not in vars(cls):
             cls.advance_state = None  # type: ignore[assignment]
 
     def _promise(self, *, draws_nothing: bool, advances: bool = True) -> None:
-        """Set what other parts may rely on. Of a user's subclass it is not known that it draws nothing. To count needs
-        the samples, and an advanced state lacks the generators' states."""
+        """Set what others may rely on. A user's subclass may draw. Counting needs the samples, and an advanced state
+        lacks generators."""
         self.draws_nothing = draws_nothing and type(self).__module__.startswith("penstock.data.")
         if self._counts.tally is not None or not self.draws_nothing or not advances:
             self.advance_state = None  # type: ignore[method-assign, assignment]
@@ -73,7 +68,7 @@ class Loader(torch.utils.data.IterableDataset[Any], ABC):
 
     @abstractmethod
     def _epoch_number(self) -> int:
-        """Return the number of the epoch at whose beginning, or within which, the position lies."""
+        """Return the epoch in which, or at whose beginning, the position lies."""
 
     @abstractmethod
     def _go_to_epoch(self, epoch: int) -> None: ...
@@ -83,24 +78,24 @@ class Loader(torch.utils.data.IterableDataset[Any], ABC):
 
     @abstractmethod
     def _saved(self) -> dict[str, Any]:
-        """Return the present position as a state, without counts."""
+        """Return the present position, without counts."""
 
     @abstractmethod
     def _check_order(self, state: Any, *, strict: bool) -> None:
-        """Raise StateMismatchError for a state of another kind of loader, or of another order (strict=False: only a
-        warning); StateCorruptError or StateVersionError for one that cannot be read."""
+        """Raise StateMismatchError for a state of another kind or order (strict=False: only warn for the order);
+        StateCorruptError or StateVersionError for one that cannot be read."""
 
     @abstractmethod
     def _is_whole(self, topology: Topology) -> bool:
-        """Return True if the state of one worker of this topology says where all workers are."""
+        """Return True if one worker's state says where all are."""
 
     @abstractmethod
     def _own_position(self, state: Mapping[str, Any], *, strict: bool) -> Any:
-        """Return the position in the state of this worker, or of one that has made no batch."""
+        """Return the position in a state of this worker, or of one that has made no batch."""
 
     @abstractmethod
     def _part(self, aggregated: Mapping[str, Any], *, strict: bool) -> Any:
-        """Return the position of this worker in a state of all workers."""
+        """Return this worker's position in a state of all."""
 
     @abstractmethod
     def _state_of(self, position: Any) -> dict[str, Any]: ...
@@ -110,8 +105,7 @@ class Loader(torch.utils.data.IterableDataset[Any], ABC):
 
     @abstractmethod
     def _aggregated(self, states: list[Any]) -> dict[str, Any]:
-        """Merge the states of all workers, without counts. The topology is taken from the states, because any process
-        may call this."""
+        """Merge all workers' states, without counts. The topology is theirs, because any process may call this."""
 
     # ---- epochs
 
@@ -125,9 +119,9 @@ class Loader(torch.utils.data.IterableDataset[Any], ABC):
             self._go_to_epoch(number)
 
     def imbalance(self, steps: int = 100) -> Imbalance:
-        """Return how unequal the costs of the boxes are, without balance and with it, as a mean over `steps` steps from
-        the present epoch's beginning (of a ShardLoader, from a loaded state on). No sample is read. Raise
-        InvalidArgumentError for a loader without `balance`."""
+        """Return how unequal the boxes' costs are, without balance and with it, as a mean over `steps` steps from the
+        present epoch's beginning (ShardLoader: from the loaded state). No sample is read. Raises InvalidArgumentError
+        without `balance`."""
         if self._balance is None:
             raise InvalidArgumentError(
                 f"{self._name}: imbalance() needs the costs of samples. Pass balance=Balance(cost, report=True) to the "
@@ -143,27 +137,27 @@ class Loader(torch.utils.data.IterableDataset[Any], ABC):
 
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return the state that a worker will have after `batches` more of its batches in the same epoch. It is
-        computed from `state_dict`, without reading data or running user code. Cursor states stay the same: a resume
-        skips the samples from there. So do the changes of weights that it lists; it fits a loader that knows more.
+        """Return the state after `batches` more of a worker's batches in the same epoch, without reading data or
+        running user code. Cursors stay: a resume skips from there. So do listed changes of weights; it fits a loader
+        that knows more.
 
-        The loader has None instead of this method if states cannot be computed: with `counts`, if batches depend on the
-        process's random generators, and for a ShardLoader with `balance` or of a finite source of unknown lengths.
+        The loader has None instead where states cannot be computed: with `counts`, if batches depend on the process's
+        generators, and for a ShardLoader with `balance` or of a finite source of unknown lengths.
         """
         done = progress_of(state_dict).done
         taken = {TAKEN: state_dict.get(TAKEN, done)} if "block" in state_dict else {}  # only of endless sources
         return {**state_dict, **taken, "done": done + batches}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to the position of a state. A state from aggregate_state_dict or state_after, or of a run with a single
-        worker, fits any topology. Any other state, unless it was saved before the first batch, fits only the numbers of
-        boxes and workers and the global batch (and `skip`) with which it was saved.
+        """Go to the position of a state. One from aggregate_state_dict or state_after, of a run with a single worker,
+        or from before the first batch fits any topology; any other fits only the boxes, workers, global batch and
+        `skip` of its run.
 
         Raises:
-            StateMismatchError: the state belongs to another order of samples; or it is the state of one of several
-                workers, with another topology or `skip`; or `skip` leaves out more samples before the position than
-                when the state was saved; or its counts are by another key. With strict=False another order, if the
-                position has a meaning in it, and another `skip` are only warnings, and counts begin at zero.
+            StateMismatchError: the state has another order; it is one of several workers' states with another topology
+                or `skip`; it was saved with a `skip` that leaves out fewer samples before the position; or it has
+                counts by another key. With strict=False another order, if the position has a meaning in it, and another
+                `skip` only warn, and counts begin at zero.
             StateCorruptError, StateVersionError: the state cannot be read.
         """
         self._check_order(state_dict, strict=strict)
@@ -184,7 +178,7 @@ class Loader(torch.utils.data.IterableDataset[Any], ABC):
         self._go_to(position)
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
-        """Merge the states of all workers, in order of global_worker_id, into one state that fits any topology."""
+        """Merge all workers' states, in order of global_worker_id, into one that fits any topology."""
         if not worker_states:
             raise InvalidArgumentError(
                 "aggregate_state_dict needs the states of all workers, got an empty list. Pass one state for each "
@@ -193,8 +187,8 @@ class Loader(torch.utils.data.IterableDataset[Any], ABC):
         return {**self._aggregated(worker_states), **LoaderCounts.aggregated(worker_states)}
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
-        """Return this worker's part of a state that `aggregate_state_dict` or `state_after` returned. `strict` and
-        errors: as in `load_state_dict`."""
+        """Return this worker's part of a state of `aggregate_state_dict` or `state_after`. Raises: as
+        `load_state_dict`."""
         self._check_order(aggregated, strict=strict)
         progress = progress_of(aggregated)
         if "others" not in aggregated and progress.done and not self._is_whole(progress.topology):
@@ -205,13 +199,11 @@ class Loader(torch.utils.data.IterableDataset[Any], ABC):
         return {**self._state_of(self._part(aggregated, strict=strict)), **self._counts_part(aggregated)}
 
     def config(self) -> dict[str, Any]:
-        """Return the settings that decide the order of samples, as a dict of JSON values. A state with different
-        settings is refused."""
+        """Return the settings that decide the order, as JSON values. A state with others is refused."""
         return {"kind": type(self).__name__, **copy.deepcopy(self._described)}
 
     def can_restore_sample(self) -> bool:
-        """Return True: `restore_sample` can read any sample again. A user's function that draws from the process's
-        random generators returns another value then."""
+        """Return True: `restore_sample` reads any sample again. User code that draws randomly returns another value."""
         return True
 
     # ---- counts and keys

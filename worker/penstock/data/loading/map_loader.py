@@ -1,5 +1,5 @@
-"""Loader of batches from any map-style dataset. Its order does not depend on the numbers of boxes and workers, and a
-saved position can be resumed on other numbers of them."""
+"""Loader of batches from a map-style dataset, in an order and with positions that do not depend on boxes and
+workers."""
 
 from __future__ import annotations
 
@@ -31,20 +31,18 @@ __all__ = ["MapLoader"]
 
 class MapLoader(PositionLoader):
     """Loader of batches from a map-style dataset (`__len__`, `__getitem__`), in an order that does not depend on boxes
-    and workers.
+    and workers. One iteration is one epoch, or the rest of it after a loaded state.
 
     Example::
 
         def input_fn():
             return MapLoader(dataset, batch_size=32, shuffle=True)
 
-    Inside an input_fn the loader makes this worker's share of the batches, and implements RestartableDataLoader: a
-    saved state can be resumed on any number of boxes (data-parallel ranks) and workers. In a plain torch DataLoader
-    (`DataLoader(loader, batch_size=None, num_workers=4)`) the worker processes share the batches, and the order is the
-    same; use `set_epoch` and `state_after` there, because the worker processes count batches in their own copies of the
-    loader. Anywhere else the loader yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
-
-    One iteration is one epoch, or the rest of it after a loaded state.
+    Inside an input_fn the loader makes this worker's share of the batches as a RestartableDataLoader: a state can be
+    resumed on any number of boxes and workers. In a torch DataLoader (`DataLoader(loader, batch_size=None,
+    num_workers=4)`) the worker processes share the batches in the same order; use `set_epoch` and `state_after` there,
+    because they count in copies of the loader. Elsewhere it yields all batches of this rank (RANK and WORLD_SIZE, if
+    set).
     """
 
     def __init__(
@@ -68,44 +66,41 @@ class MapLoader(PositionLoader):
         balance: Balance | None = None,
         collate_fn: Callable[[list[Any]], Any] = collate,
     ) -> None:
-        """
-        Args:
+        """Args:
             dataset: map-style dataset. Its length, and its optional attribute `fingerprint` (a text), are part of a
-                state. An optional method `__getitems__` reads many samples at once; it is not used with `reseed`.
+                state. An optional `__getitems__` reads many samples at once; not used with `reseed`.
             batch_size: rows of a box's batch; the global batch grows with the number of boxes.
-            global_batch_size: rows of all boxes' batches together. Give either batch_size or global_batch_size. Boxes
-                share the rows as evenly as possible, and each gets at least one.
+            global_batch_size: rows of all boxes' batches together, in place of batch_size. Boxes share them as evenly
+                as possible; each gets at least one.
             seed: seed of the shuffle and of `reseed`; None: the run's seed (0 outside a worker).
-            shuffle_block: number of neighbouring samples that are shuffled with each other, for data where neighbours
-                are faster to read; None: all samples are shuffled with each other.
-            num_samples: number of samples in an epoch; None: the length of the dataset. With another number, an epoch
-                continues where the one before stopped, so no sample repeats before all samples have come.
+            shuffle_block: number of neighbouring samples shuffled with each other, for data where neighbours are faster
+                to read; None: all.
+            num_samples: samples in an epoch; None: the dataset's length. With another number, an epoch continues where
+                the one before stopped, so no sample repeats before all have come.
             tail: treatment of an incomplete last batch: "emit" it, "pad" it with samples of the epoch's beginning,
-                "drop" it, or "carry" its samples into the next epoch's first batch. Only "pad" repeats a sample. With
-                "emit" a box may get a batch of no rows, if the rest of an epoch has fewer samples than boxes.
-            skip: ranges of samples to leave out. A sample is named by epoch * num_samples + its position in the epoch's
-                order. The other samples come in the same order as without `skip`. A resumed run may add ranges after
-                its position.
-            fetch_threads: number of threads that read samples ahead; 0: none. The dataset must be thread-safe.
-            fetch_processes: number of processes that make batches ahead; 0: none.
-            reseed: True: seed the generators before each sample is read, from seed, epoch and position, so that random
-                augmentation depends on nothing else: the global ones of python, numpy and torch, and those that
-                dataset, transforms and collate function hold, or the modules that define them. They are also seeded
-                before the collate function is called, from the position of the batch's first row. After a batch their
-                earlier states are restored. This takes 10 us a sample and 0.25 ms a batch, and for each numpy Generator
-                of your own 30 us a sample (docs/datasets.md). False: leave the generators alone. None: False with
-                `fetch_threads`, which share the generators, and for datasets that draw no random numbers: lists,
-                arrays, tensors, torch's TensorDataset, Subset, ConcatDataset and StackDataset of these, and Penstock's
-                datasets, unless a subclass overrides `__getitem__` or `clips` may draw. Otherwise True.
-            keys: name of a field that is added to each batch, with a text for each row that `restore_sample` takes to
-                read the row's sample again. A batch that is not a dict becomes {"batch": batch, keys: ...}.
-            counts: settings of the counts of samples by source and key, see `Counts`; None: nothing is counted.
-            rank: (this rank, number of data-parallel ranks); the ranks share each global batch. None: the worker's box
-                and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
-                tensor parallelism, pass the same value.
-            balance: distribution of the rows of a step, or of several steps, to the boxes by cost, see Balance; None:
-                rows are assigned round robin. A step has the same rows on any number of boxes. A balance over several
-                steps needs the same global batch after a resume, so give `global_batch_size`.
+                "drop" it, or "carry" its samples into the next epoch. Only "pad" repeats a sample. With "emit" a box
+                may get a batch of no rows, if fewer samples than boxes are left.
+            skip: ranges of samples to leave out, named by epoch * num_samples + position in the epoch's order. The
+                others keep their order. A resumed run may add ranges after its position.
+            fetch_threads: threads that read samples ahead; 0: none. The dataset must be thread-safe.
+            fetch_processes: processes that make batches ahead; 0: none.
+            reseed: True: seed generators before each sample from seed, epoch and position, so that random augmentation
+                depends on nothing else: the global ones of python, numpy and torch, and those that dataset, transforms
+                and collate function or their modules hold. They are also seeded for the collate function, from the
+                batch's first position, and restored after a batch. This takes 10 us a sample and 0.25 ms a batch, and
+                for each numpy Generator of your own 30 us a sample (docs/datasets.md). False: leave them alone. None:
+                False with `fetch_threads`, which share them, and for data that draw nothing: lists, arrays, tensors,
+                torch's TensorDataset, Subset, ConcatDataset and StackDataset of these, and Penstock's datasets, unless
+                a subclass overrides `__getitem__` or `clips` may draw. Otherwise True.
+            keys: field added to each batch, with a text for each row by which `restore_sample` reads it again. A batch
+                that is not a dict becomes {"batch": batch, keys: ...}.
+            counts: counts of samples by source and key, see `Counts`; None: nothing is counted.
+            rank: (this rank, number of data-parallel ranks); they share each global batch. None: the worker's box and
+                the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows (tensor
+                parallelism) pass the same value.
+            balance: assignment of the rows of one or several steps to boxes by cost, see Balance; None: round robin. A
+                step has the same rows on any number of boxes. Over several steps a resume needs the same global batch,
+                so give `global_batch_size`.
             collate_fn: function from a list of samples to a batch.
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.
@@ -201,8 +196,7 @@ def _check_fetching(threads: int, processes: int, reseed: bool | None) -> None:
 
 
 def _length_of(dataset: Any) -> int:
-    """Return the dataset's length. Raise InvalidArgumentError unless the dataset is map-style, DatasetError if it is
-    empty."""
+    """Raise InvalidArgumentError unless the dataset is map-style, DatasetError if it is empty."""
     name = type(dataset).__qualname__
     if not hasattr(type(dataset), "__getitem__") or isinstance(dataset, torch.utils.data.IterableDataset):
         raise InvalidArgumentError(

@@ -1,6 +1,5 @@
-"""Reading of samples by number, for MapLoader and StreamingLoader. To an error of user code a note is added that names
-the sample. Random generators are seeded before each sample from the loader's seed and the sample's position
-(keyed_random.py), and restored after the batch."""
+"""Reading of samples by number, for MapLoader and StreamingLoader. Errors of user code get a note that names the
+sample. Generators are seeded for each sample from seed and position (keyed_random.py), and restored after the batch."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ __all__ = ["MapReader"]
 
 
 class MapReader:
-    """Reader that makes batches from a dataset. It has only the dataset and settings, so it can be sent to another
-    process."""
+    """Reader that makes batches. It has only dataset and settings, so it can be sent to another process."""
 
     def __init__(
         self,
@@ -42,13 +40,10 @@ class MapReader:
         own_samples: bool = True,
         own_collate: bool = True,
     ) -> None:
-        """Args: | name: name of the dataset in errors. | epoch_size: number of samples in an epoch. | reseed: True to
-        seed the random generators before each sample is read. | reseed_collate: True to seed them before a batch is
-        collated; None: as `reseed`. | many: function from sample numbers to samples, whose errors name the sample; used
-        without `reseed`. | counter: counter of the samples; each batch is then returned as a CountedBatch. |
-        own_samples: True if user code that may draw random numbers runs when a sample is read. | own_collate: the same
-        of `collate`. Otherwise `collate` does what torch's default_collate does, so that a | batch may be made from
-        whole columns of the dataset."""
+        """reseed, reseed_collate: seed before samples are read, before a batch is collated (None: as `reseed`). many:
+        reads samples by numbers, with errors that name them; not with `reseed`. counter: batches become CountedBatches.
+        own_samples, own_collate: user code that may draw runs there. Without own_collate, `collate` does what torch's
+        default_collate does, so that batches may be made from whole columns."""
         self.dataset, self.collate = dataset, collate
         self.name, self._length = name, epoch_size
         self._key = derive_seed(seed, "sample") if reseed else None
@@ -59,14 +54,14 @@ class MapReader:
         self.draws_nothing = not ((own_samples and self._key is None) or (own_collate and self._collate_key is None))
         """True if batches neither depend on the process's random generators nor change them."""
         self._by_column = not own_collate and not self.reseeds and counter is None and columns_match_samples(dataset)
-        """True if batches are made from whole columns: the dataset has them, and no user code needs single samples."""
+        """True if batches are made from whole columns: the dataset has them, and no user code needs samples."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_found": None}
 
     @property
     def _generators(self) -> Generators:
-        """Generators to seed, which are looked for in the process that reads."""
+        """Generators to seed, looked for in the process that reads."""
         if self._found is None:
             collate = getattr(self.collate, "args", (self.collate,))
             self._found = Generators((self.dataset, *collate))
@@ -83,14 +78,13 @@ class MapReader:
             return self._each(plan, self._key)
 
     def columns_ahead(self) -> ColumnsAhead:
-        """Return a reader of an epoch's columns, which reads those of several batches at a time."""
         return ColumnsAhead(self.dataset)
 
     def read(
         self, plan: BatchPlan, ahead: ColumnsAhead | None = None, plans: Sequence[BatchPlan] = ()
     ) -> list[Any] | Columns:
-        """Return the data of a plan's batch: whole columns if the batch can be made from them, otherwise samples.
-        `ahead`, `plans`: see `ColumnsAhead.take`; None: only this batch is read."""
+        """Return whole columns if the batch can be made from them, otherwise samples. `ahead`, `plans`: see
+        `ColumnsAhead.take`."""
         if self._by_column and not plan.empty and collates_as_torch():
             columns: Columns | None = self.dataset.get_columns(plan.ids) if ahead is None else ahead.take(plan, plans)
             if columns is not None:
@@ -98,15 +92,13 @@ class MapReader:
         return self.samples(plan)
 
     def batch(self, plan: BatchPlan, ahead: ColumnsAhead | None = None, plans: Sequence[BatchPlan] = ()) -> Any:
-        """Read and collate the batch of a plan. `ahead`, `plans`: as in `read`."""
         if not self.reseeds:
             return self._collated(plan, self.read(plan, ahead, plans))
         with self._generators.undisturbed():
             return self._seeded(plan, self._all(plan) if self._key is None else self._each(plan, self._key))
 
     def collated(self, plan: BatchPlan, found: list[Any] | Columns) -> Any:
-        """Collate what `read` returned for this plan, with generators seeded from the position of the batch's first
-        row."""
+        """Collate what `read` returned, with generators seeded from the batch's first position."""
         if self._collate_key is None:
             return self._collated(plan, found)
         with self._generators.undisturbed():
@@ -128,7 +120,7 @@ class MapReader:
         return CountedBatch(self.collate(found), counted)
 
     def sources(self, numbers: Ints) -> Sequence[str] | None:
-        """Return the source of each sample, from the dataset's method `sources_of`; None if it has none."""
+        """Return each sample's source by `sources_of` of the dataset, if it has it."""
         names = getattr(self.dataset, "sources_of", None)
         if not callable(names):
             return None
@@ -187,8 +179,7 @@ class MapReader:
             raise
 
     def _annotate(self, error: Exception, what: str) -> None:
-        """Add a note to an error of user code. A StopIteration, which would silently end the epoch, becomes a
-        DatasetError."""
+        """Add a note. A StopIteration, which would silently end the epoch, becomes a DatasetError."""
         if isinstance(error, StopIteration):
             raise stop_iteration_error(f"{self.name} for {what}") from error
         error.add_note(f"raised by {self.name} for {what}")

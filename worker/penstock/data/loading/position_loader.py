@@ -1,9 +1,6 @@
-"""Base class of loaders that can compute which sample is at a position of the order, for any kind of storage.
-
-The order (ordering/sharded_order.py, unsharded_order.py) maps positions to samples. The epoch plan
-(ordering/epoch_plan.py) divides an epoch into batches, and WorkerBatches selects the batches that this process makes.
-Subclasses define how the samples of a batch are read.
-"""
+"""Base class of loaders that can compute which sample is at a position. The order (ordering/) maps positions to
+samples, the epoch plan divides an epoch into batches, WorkerBatches selects this process's; subclasses read the
+samples."""
 
 from __future__ import annotations
 
@@ -42,12 +39,10 @@ __all__ = ["PositionLoader", "balanced_order", "check_settings"]
 
 
 COUNTED_AT_ONCE = 1 << 16
-"""Largest number of skipped samples for which the dataset is asked for their sources in one call."""
+"""Skipped samples whose sources are asked for in one call."""
 
 
 class PositionLoader(Loader):
-    """Loader that can compute which sample is at a position of the order."""
-
     _balance: Balanced | None
 
     def __init__(
@@ -64,24 +59,22 @@ class PositionLoader(Loader):
         counts: LoaderCounts,
         balance: Balanced | None = None,
     ) -> None:
-        """Go to the beginning of epoch 0, or if `skip` leaves out all of it, of the first epoch that has a batch."""
+        """Begin at epoch 0, or if `skip` leaves out all of it, at the first epoch with a batch."""
         super().__init__(name, identity, batch, keys, counts, balance)
         self._order, self._described = order, described
         self._epochs = EpochPlan(len(order), tail, ranges_of(skip))
         self._keys = PositionKeys.of(described, len(order))
         self._promise(draws_nothing=self._reader.draws_nothing)
         self._last: tuple[EpochRemainder, int] | None = None
-        """Batch that was returned or skipped last: (rest of the epoch, number of the batch in it)."""
+        """Batch returned or skipped last, by its number in the rest of the epoch."""
         self._epoch = self._start = self._done = self._first = 0
         self._partitioned_for = self._topology()
-        """Topology for which `_done` counts this worker's batches."""
         self._epoch_is_set = False
-        """True if `set_epoch` was called since the last iteration began. The next iteration is then over that epoch,
-        even if the epoch has no batch left."""
+        """True after `set_epoch`: the next iteration is then over that epoch, even without a batch left."""
         self._counted = 0, 0
-        """Position from which `state_after` counts batches: (epoch, start)."""
+        """(epoch, start) from which `state_after` counts."""
         self._epochs_begun = 0
-        """Grows when an iteration begins and when the position is set: an iterator from before has then ended."""
+        """Grows when an iteration begins and the position is set: earlier iterators have then ended."""
         if EpochPlan(len(order), tail).remainder(0, 0, batch, identity.boxes).batches == 0:
             raise DatasetError(
                 f"{name}: a global batch must have at most {len(order)} rows, the samples of an epoch, with "
@@ -99,23 +92,23 @@ class PositionLoader(Loader):
     # ---- methods of subclasses
 
     _reader: MapReader
-    """Reader that makes the batches; a subclass sets it before it calls `__init__`."""
+    """Set by a subclass before it calls `__init__`."""
 
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
-        """Prepare to prefetch data for the next batches, whose plans are `plans`. Called from time to time."""
+        """Prefetch for the next batches. Called from time to time."""
 
     def _approach(self, plan: BatchPlan) -> None:
-        """Prefetch the data that will be needed soon. Called before each batch, with its plan."""
+        """Prefetch what is needed soon. Called before each batch."""
 
     def _fetcher(self, own_batches: WorkerBatches) -> ReadAhead | None:
-        """Return what makes the batches of a new epoch ahead; None if each batch is made only when it is needed."""
+        """Return what makes an epoch's batches ahead; None: each is made when needed."""
         return None
 
     # ---- epochs
 
     def __len__(self) -> int:
-        """Return the number of batches that this process makes in a whole epoch. With tail="carry" epochs differ by up
-        to one batch; the number is that of the present epoch."""
+        """Number of this process's batches in a whole epoch; of the present one with tail="carry", as epochs differ by
+        up to one."""
         begin = self._epochs.begin(self._epoch, self._batch, (self._epoch, self._start))
         return self._identity.turn().done(
             self._epochs.remainder(self._epoch, begin, self._batch, self._identity.boxes).batches
@@ -141,8 +134,8 @@ class PositionLoader(Loader):
         return _Epoch(self, self._worker_batches())
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. The iteration starts at the epoch's beginning; or, if a state in this
-        epoch was loaded, at that state's position. If that position is the epoch's end, the iteration has no batch."""
+        """Set the epoch of the next iteration, which starts at its beginning, or at a state loaded in this epoch; if
+        that is its end, it has no batch."""
         super().set_epoch(epoch)
         self._epoch_is_set = True
         self._count_from_here()
@@ -199,10 +192,9 @@ class PositionLoader(Loader):
         self._count_from_here()
 
     def state_after(self, batches: int) -> dict[str, Any]:
-        """Return the state after `batches` more batches of this rank. They are counted from the position at which the
-        latest iteration began; or from the position that `load_state_dict` or `set_epoch` set, if that was later. The
-        state fits any topology. Use this method with torch's DataLoader, whose worker processes make and count the
-        batches in copies of this loader."""
+        """Return the state after `batches` more batches of this rank, counted from the beginning of the latest
+        iteration, or from a later `load_state_dict` or `set_epoch`. It fits any topology. Use it with torch's
+        DataLoader, whose processes make and count batches in copies of this loader."""
         batches = whole("batches", batches)
         if batches < 0:
             raise InvalidArgumentError(f"batches must be at least 0, got {batches}. Pass the number of batches done")
@@ -210,18 +202,14 @@ class PositionLoader(Loader):
         return self._state_of(OrderProgress(epoch, start, 0, self._topology()))
 
     def restore_sample(self, key: str) -> Any:
-        """Read the sample of one row of an earlier batch again. `key`: the row's text in the field that the loader's
-        argument `keys` names.
-
-        Raises InvalidArgumentError for an invalid key, StateMismatchError for a key of other data or settings.
-        """
+        """Read a row's sample again by its text in the field that the argument `keys` names. Raises
+        InvalidArgumentError for an invalid key, StateMismatchError for one of other data or settings."""
         epoch, position = self._keys.position_of(key)
         positions = np.array([position])
         return self._reader.samples(BatchPlan(epoch, positions, self._order.ids(epoch, positions)))[0]
 
     def last_samples(self) -> list[range]:
-        """Return the samples of the global batch that was returned or skipped last, as ranges that `skip` accepts; an
-        empty list before the first batch."""
+        """Return the samples of the last global batch as ranges that `skip` accepts; empty before the first."""
         if self._last is None:
             return []
         remainder, number = self._last
@@ -229,8 +217,8 @@ class PositionLoader(Loader):
         return [range(first + begin, end + begin) for first, end in remainder.kept_ranges(number)]
 
     def _skipped(self, remainder: EpochRemainder, number: int) -> dict[str, int]:
-        """Return the number of samples, by source, that `skip` leaves out just before the end of batch `number`. Only
-        box 0 counts them."""
+        """Return the samples, by source, that `skip` leaves out just before batch `number` ends; only box 0 counts
+        them."""
         if not self._epochs.skip or self._identity.box:
             return {}
         skipped: Counter[str] = Counter()
@@ -252,8 +240,8 @@ class PositionLoader(Loader):
         self._counted = self._remainder(self._epoch, self._start).position_after(done)
 
     def _repartition(self) -> None:
-        """Adapt the position to the processes that share the batches now: a worker process of a torch DataLoader has a
-        copy of a loader whose position was that of a single process."""
+        """Adapt to the processes that share the batches now: a torch worker process copies a single process's
+        loader."""
         topology = self._topology()
         if not self._done or self._partitioned_for == topology:
             # the topology stays fixed: with persistent_workers=True each copy counts its own epochs
@@ -281,14 +269,14 @@ class PositionLoader(Loader):
 
 
 class _Epoch:
-    """Iterator over the batches of one epoch. Each batch advances the position of its loader."""
+    """Iterator over one epoch's batches, which advances its loader."""
 
     def __init__(self, loader: PositionLoader, own_batches: WorkerBatches) -> None:
         self._loader, self._worker_batches, self._number = loader, own_batches, loader._epochs_begun
         self._fetcher = loader._fetcher(own_batches)
         self._ahead = loader._reader.columns_ahead()
         self._ready: list[BatchPlan] = []
-        """Plans of the next batches, the next one last."""
+        """The next batch last."""
 
     def __iter__(self) -> _Epoch:
         return self
@@ -318,7 +306,6 @@ class _Epoch:
         return batch
 
     def skip_batch(self) -> None:
-        """Advance the position by one batch, without making that batch."""
         plan = self._plan()
         if self._fetcher is not None:
             self._fetcher.close()
@@ -329,7 +316,7 @@ class _Epoch:
         self._move_on()
 
     def _count(self, counted: dict[Group, Row]) -> None:
-        """Add the counts of a batch that is returned or skipped, and of the samples that `skip` leaves out before."""
+        """Add counts of a batch returned or skipped, and of samples that `skip` leaves out before."""
         loader, remainder, imbalance = self._loader, self._worker_batches.remainder, self._ready[-1].imbalance
         if imbalance is not None and counted:
             note_imbalance(counted, imbalance)
@@ -342,7 +329,7 @@ class _Epoch:
         self._loader._done += 1
 
     def _plan(self) -> BatchPlan:
-        """Return the plan of the next batch. Raise StopIteration after the last batch."""
+        """Raise StopIteration after the last batch."""
         loader = self._loader
         if self._number != loader._epochs_begun:
             self._close()
@@ -367,8 +354,8 @@ class _Epoch:
 def balanced_order(
     balance: Balance | None, order: SampleOrder, dataset: Any, length: int, batch: int, described: dict[str, Any]
 ) -> Balanced | None:
-    """Return the object that assigns a loader's rows to boxes by cost; None without `balance`. If it changes which step
-    has a row, it is added to `described`. `length`: number of samples in the dataset."""
+    """Return what assigns rows to boxes by cost, if balanced; added to `described` if it changes which step has a
+    row."""
     if balance is None:
         return None
     balanced = Balanced(balance, order, dataset, length, batch)

@@ -14,7 +14,7 @@ from penstock.proto.errors import InvalidArgumentError, StateMismatchError
 __all__ = ["PositionKeys", "checked_name", "with_keys"]
 
 KIND = "p"
-"""First letter of the keys of MapLoader and StreamingLoader: epoch, position and a digest of the order."""
+"""First letter of keys of epoch, position and a digest of the order."""
 
 
 def checked_name(keys: str | None) -> str | None:
@@ -26,8 +26,7 @@ def checked_name(keys: str | None) -> str | None:
 
 
 def with_keys(batch: Any, name: str, keys: Sequence[str]) -> dict[str, Any]:
-    """Return a batch as a dict with `keys` in the field `name`. A batch that is not a dict is put into the field
-    "batch"."""
+    """Return a batch with `keys` in field `name`; one that is no dict is put into the field "batch"."""
     if not isinstance(batch, dict):
         return {"batch": batch, name: list(keys)}
     if name in batch:
@@ -39,10 +38,8 @@ def with_keys(batch: Any, name: str, keys: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PositionKeys:
-    """Restore keys of a loader that can compute which sample is at a position."""
-
     length: int
-    """Number of samples in an epoch."""
+    """Samples in an epoch."""
     order: str
 
     @staticmethod
@@ -55,7 +52,6 @@ class PositionKeys:
         return f"{KIND}:{epoch}:{position}:{self.order}"
 
     def position_of(self, key: str) -> tuple[int, int]:
-        """Return (epoch, position) of a restore key."""
         kind, _, rest = key.partition(":") if isinstance(key, str) else ("", "", "")
         numbers, _, order = rest.rpartition(":")
         epoch, _, position = numbers.partition(":")

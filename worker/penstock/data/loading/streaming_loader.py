@@ -41,40 +41,39 @@ from penstock.worker.batch.building import collate
 __all__ = ["StreamingLoader"]
 
 BLOCK = 1 << 18
-"""Default of shuffle_block: number of samples that are shuffled with each other."""
+"""Default of shuffle_block, in samples."""
 SHUFFLE_MEMORY = 64 << 20
-"""Default of shuffle_memory, in bytes: size of a set of decoded row groups whose samples are shuffled with each other.
-Three sets (the previous, the present and the next one) fit into the default decoded_limit of 256 MiB."""
+"""Default of shuffle_memory, in bytes: three sets of row groups (previous, present, next) fit into decoded_limit's 256
+MiB."""
 DECODED_AHEAD = 1 << 12
-"""Number of upcoming samples whose row groups are decoded ahead, without shuffle or shuffle_memory."""
+"""Upcoming samples whose row groups are decoded ahead, without shuffle or shuffle_memory."""
 DECODED_RUNS = 64
-"""Largest number of ranges of upcoming positions that are examined to find the row groups to decode next."""
+"""Limit on the ranges of upcoming positions examined for row groups to decode."""
 PREFETCH_S = 60.0
-"""Default of prefetch_seconds, in seconds: longer than the usual pauses of a remote storage."""
+"""Default of prefetch_seconds: longer than the usual pauses of a remote storage."""
 FIRST_BATCHES = 2
-"""Number of upcoming batches whose shards are fetched while the rate of reading is unknown, without threads."""
+"""Batches whose shards are fetched while the rate is unknown, without threads."""
 EXAMINED_POSITIONS = 1 << 14
-"""Largest number of upcoming positions that are examined to find the shards to prefetch."""
+"""Limit on the positions examined for shards to prefetch."""
 EXAMINED_OF_UNIT = 64
-"""Largest number of upcoming positions examined for each shard or row group. In a small dataset more would find no
-other shards, but take half of the time of reading it shuffled."""
+"""Limit for each shard or row group: in a small dataset more finds no others, but takes half of the time of shuffled
+reading."""
 
 
 class StreamingLoader(PositionLoader):
-    """Loader of batches from a StreamingDataset, in an order that does not depend on boxes and workers.
+    """Loader of batches from a StreamingDataset, in an order that does not depend on boxes and workers. One iteration
+    is one epoch, or the rest of it after a loaded state.
 
     Example::
 
         def input_fn():
             return StreamingLoader(StreamingDataset("s3://bucket/train"), batch_size=32, shuffle=True)
 
-    Inside an input_fn the loader makes this worker's share of the batches, and implements RestartableDataLoader: a
-    saved state can be resumed on any number of boxes (data-parallel ranks) and workers. In a plain torch DataLoader
-    (`DataLoader(loader, batch_size=None, num_workers=4)`) the worker processes share the batches, and the order is the
-    same; use `set_epoch` and `state_after` there, because the worker processes count batches in their own copies of the
-    loader. Anywhere else the loader yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
-
-    One iteration is one epoch, or the rest of it after a loaded state.
+    Inside an input_fn the loader makes this worker's share of the batches as a RestartableDataLoader: a state can be
+    resumed on any number of boxes and workers. In a torch DataLoader (`DataLoader(loader, batch_size=None,
+    num_workers=4)`) the worker processes share the batches in the same order; use `set_epoch` and `state_after` there,
+    because they count in copies of the loader. Elsewhere it yields all batches of this rank (RANK and WORLD_SIZE, if
+    set).
     """
 
     def __init__(
@@ -102,61 +101,43 @@ class StreamingLoader(PositionLoader):
         balance: Balance | None = None,
         collate_fn: Callable[[list[Any]], Any] = collate,
     ) -> None:
-        """
-        Args:
+        """Args:
             batch_size: rows of a box's batch; the global batch grows with the number of boxes.
-            global_batch_size: rows of all boxes' batches together. Give either batch_size or global_batch_size. Boxes
-                share the rows as evenly as possible, and each gets at least one.
+            global_batch_size: rows of all boxes' batches together, in place of batch_size. Boxes share them as evenly
+                as possible; each gets at least one.
             seed: seed of the shuffle and of `reseed`; None: the run's seed (0 outside a worker).
-            shuffle_block: approximate number of samples that are shuffled with each other. A block consists of whole
-                shards whose sizes add up to about this number, and all shards of a block are needed at the same time.
-                None: all samples are shuffled with each other.
+            shuffle_block: approximate number of samples shuffled with each other: whole shards, all needed at the same
+                time. None: all samples.
             shuffle_memory: approximate size of the decoded row groups whose samples are shuffled with each other, for
-                all partitions together, in bytes, or a text such as "1gb". It is used only for files with several row
-                groups (Parquet). The row groups of a shuffle block are shuffled first. Then samples are shuffled only
-                within sets of neighbouring row groups of about this size, because all row groups of a set must be in
-                memory at the same time (see decoded_limit of StreamingDataset). None: all samples of a block are
-                shuffled with each other.
-            partitions: number of parts into which the data are divided. Rows are taken from the parts round robin. If
-                `partitions` is a multiple of the number of boxes, each box reads only the shards of its own parts; so
-                give the largest number of boxes that you will use.
-            interleave: way to mix streams. "shards": the shards of all streams are shuffled together. "samples": every
-                prefix of the order has each stream's share of samples. "batches": each global batch comes from one
-                stream.
-            epoch_size: number of samples in an epoch, or a text such as "100k", divided among the streams in
-                proportion to their sizes or settings. None: the number of samples in all streams.
-            tail: treatment of an incomplete last batch: "emit" it, "pad" it with samples of the epoch's beginning,
-                "drop" it, or "carry" its samples into the next epoch's first batch. Only "pad" repeats a sample. With
-                "emit" a box may get a batch of no rows, if the rest of an epoch has fewer samples than boxes.
-            skip: ranges of samples to leave out. A sample is named by epoch * number of samples in an epoch + its
-                position in the epoch's order. The other samples come in the same order as without `skip`. A resumed run
-                may add ranges after its position.
-            predownload: largest number of upcoming samples whose shards are downloaded before they are needed; None:
-                the size of two shuffle blocks.
-            prefetch_seconds: seconds of reading, at the measured rate, for which shards are downloaded before they are
-                needed. Until a rate is measured, the shards of the next two batches are downloaded, of more with
-                `fetch_threads`. None: 60, or without limit if predownload is given; inf: without limit. `predownload`
-                and `prefetch_bytes` of StreamingDataset are further limits.
-            fetch_threads: number of threads that read and decode samples ahead; 0: samples are read when they are
-                needed. Threads help where decoding releases the GIL for long: clips, large JPEG files with
-                `images="array"`. If the dataset is of a subclass with a `__getitem__` of its own, this method must be
-                thread-safe, and the random generators are not seeded for it.
-            reseed: True: seed the global generators of python, numpy and torch before each sample is read, from seed,
-                epoch and position, so that random augmentation depends on nothing else. They are also seeded before the
-                collate function is called, from the position of the batch's first row. After a batch their earlier
-                states are restored. False: leave the generators alone. None: seed them only for user code, because no
-                other code draws random numbers: for samples if the dataset's class overrides `__getitem__` or its
-                `clips` may draw, for batches if `collate_fn` is given.
-            keys: name of a field that is added to each batch, with a text for each row that `restore_sample` takes to
-                read the row's sample again. A batch that is not a dict becomes {"batch": batch, keys: ...}.
-            counts: settings of the counts of samples by source and key, see `Counts`; None: nothing is counted.
-            rank: (this rank, number of data-parallel ranks); the ranks share each global batch. None: the worker's box
-                and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
-                tensor parallelism, pass the same value.
-            balance: distribution of the rows of a step, or of several steps, to the boxes by cost, see Balance; None:
-                rows are assigned round robin. A step has the same rows on any number of boxes. A balance over several
-                steps needs the same global batch after a resume, so give `global_batch_size`. With `partitions`, a box
-                reads other parts' shards too. Cannot be combined with interleave="batches".
+                all partitions together, in bytes, or a text such as "1gb". Only for files with several row groups
+                (Parquet): a block's row groups are shuffled first, then samples within sets of neighbouring row groups
+                of this size, because a set must be in memory as a whole (decoded_limit of StreamingDataset). None: all
+                of a block.
+            partitions: parts of the data, from which rows are taken round robin. If it is a multiple of the number of
+                boxes, each box reads only its own parts' shards; so give the largest number of boxes that you will use.
+            interleave: way to mix streams. "shards": all streams' shards are shuffled together. "samples": every prefix
+                of the order has each stream's share. "batches": each global batch comes from one stream.
+            epoch_size: samples in an epoch, or a text such as "100k", divided among streams in proportion to their
+                sizes or settings. None: all.
+            tail: treatment of an incomplete last batch: "emit", "pad", "drop" or "carry", as in MapLoader.
+            skip: ranges of samples to leave out, named by epoch * samples of an epoch + position, as in MapLoader.
+            predownload: largest number of upcoming samples whose shards are downloaded ahead; None: two shuffle blocks.
+            prefetch_seconds: seconds of reading, at the measured rate, for which shards are downloaded ahead; before a
+                rate is known, those of two batches, more with `fetch_threads`. None: 60, or no limit if predownload is
+                given; inf: no limit. `predownload`, and `prefetch_bytes` of StreamingDataset, limit it further.
+            fetch_threads: threads that read and decode samples ahead; 0: none. They help where decoding releases the
+                GIL for long: clips, large JPEG files with `images="array"`. A `__getitem__` of your own subclass must
+                be thread-safe, and generators are not seeded for it.
+            reseed: True: seed the global generators of python, numpy and torch before each sample from seed, epoch and
+                position, so that random augmentation depends on nothing else; also before the collate function, from
+                the batch's first position. They are restored after a batch. False: leave them alone. None: seed only
+                for user code, as no other draws: samples if the dataset's class overrides `__getitem__` or its `clips`
+                may draw, batches if `collate_fn` is given.
+            keys: field added to each batch for `restore_sample`, as in MapLoader.
+            counts: counts of samples by source and key, see `Counts`; None: nothing is counted.
+            rank: (this rank, number of data-parallel ranks), as in MapLoader.
+            balance: assignment of rows to boxes by cost, as in MapLoader. With `partitions`, a box reads other parts'
+                shards too. Cannot be combined with interleave="batches".
             collate_fn: function from a list of samples to a batch.
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.
@@ -251,18 +232,16 @@ class StreamingLoader(PositionLoader):
         self._threads = fetch_threads
         self._shuffle = shuffle
         self._decoded: Ints = np.zeros(0, np.int64)
-        """Row groups that `_decode_ahead` found to be needed last."""
         self._decoded_ahead = partitions * inner if shuffle and inner else DECODED_AHEAD
         self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
         self._seconds = math.inf if predownload and prefetch_seconds is None else prefetch_s
         self._first_batches = FIRST_BATCHES + PREFETCHED_BATCHES * fetch_threads
         self._examined = min(EXAMINED_POSITIONS, EXAMINED_OF_UNIT * sum(map(len, dataset.sizes)))
         self._turns = 1
-        """Number of processes that share the batches of the box in turn."""
+        """Processes that share the box's batches in turn."""
         self._rate = ReadingRate()
         self._upcoming: UpcomingShards | None = None
         self._listed_for: EpochRemainder | None = None
-        """Rest of an epoch for which `_upcoming` was made."""
         super().__init__(
             dataset.name,
             balanced.order if balanced else order,
@@ -279,9 +258,8 @@ class StreamingLoader(PositionLoader):
     # ---- versions of the data
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to the position of a state, see Loader. If the dataset has versions, and was opened without `version`,
-        switch to the version with which the state was saved. With version="newest" do so for a state within an epoch;
-        but for one between two epochs, stay at the newest version."""
+        """Go to the position of a state, see Loader. If the data have versions, switch to the state's, unless `version`
+        was given; with version="newest" only for a state within an epoch."""
         super().load_state_dict(self._follow(state_dict, moves=True), strict)
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
@@ -295,10 +273,9 @@ class StreamingLoader(PositionLoader):
         return super().aggregate_state_dict(worker_states)
 
     def _follow(self, state: Any, *, moves: bool) -> Any:
-        """Switch to the version of the data with which a state was saved, and return the state. `moves`: with
-        version="newest" and a state between two epochs, keep the newest version, and return a state at the beginning of
-        the next epoch in it. Nothing is switched if the dataset was opened with the number of another version; loading
-        then refuses the state."""
+        """Switch to the version of a state, and return the state. `moves`: with version="newest" keep that for a state
+        between epochs, and return one at the next epoch's beginning in it. If another version was opened by number,
+        nothing is switched, and loading refuses the state."""
         own = self.dataset.versions
         order = state.get("order") if isinstance(state, Mapping) else None
         if not isinstance(order, Mapping) or not order or all(version is None for version in own):
@@ -320,8 +297,7 @@ class StreamingLoader(PositionLoader):
         return state
 
     def _begun(self, state: Mapping[str, Any], epoch: int) -> dict[str, Any]:
-        """Return a state at the beginning of `epoch` in this loader's order, for one at the end of the epoch before in
-        another."""
+        """Return a state at the beginning of `epoch` here, for one at the end of the epoch before in another order."""
         topology = progress_of(state).topology
         begun = state_of(OrderProgress(epoch, 0, 0, topology), self._described)
         return {**begun, **{name: state[name] for name in ("workers", "others", COUNTS) if name in state}}
@@ -332,7 +308,7 @@ class StreamingLoader(PositionLoader):
         return ReadAhead(own_batches, partial(in_threads, reader=self._reader, threads=self._threads))
 
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
-        """Decode the row groups of the next batches in the background, and list the shards to download."""
+        """Decode the next batches' row groups in the background, and list shards to download."""
         remainder, position = own_batches.remainder, int(plans[0].positions[0])
         self._turns = own_batches.turn.of
         if self.dataset.has_blocks:
@@ -342,8 +318,8 @@ class StreamingLoader(PositionLoader):
             self.dataset.keep_open(self._upcoming.shards)
 
     def _approach(self, plan: BatchPlan) -> None:
-        """Download, in the background, the shards of this batch, and those that will be needed within
-        `prefetch_seconds`, for at most `predownload` samples."""
+        """Download in the background this batch's shards, and those needed within `prefetch_seconds` or
+        `predownload`."""
         assert self._upcoming is not None
         before = plan.epoch * len(self._order)
         position, last = int(plan.positions[0]), int(plan.positions[-1])
@@ -361,8 +337,8 @@ class StreamingLoader(PositionLoader):
             self._upcoming.gave(window, count - len(own))
 
     def _list(self, remainder: EpochRemainder, plans: list[BatchPlan]) -> UpcomingShards:
-        """Return the units (row groups or shards, see `StreamingDataset.units_of`) to download next: those of this
-        process's next batches, and those that its box needs for later positions, of the next epoch too."""
+        """Return the units (`StreamingDataset.units_of`) to download next: of this process's batches, then its box's
+        positions, into the next epoch."""
         position, ahead, length = int(plans[0].positions[0]), self._ahead, len(self._shards)
         shards = [self.dataset.units_of(np.concatenate([plan.ids for plan in plans]))]
         needed_at = [np.concatenate([plan.positions for plan in plans])]
@@ -374,8 +350,8 @@ class StreamingLoader(PositionLoader):
         return UpcomingShards(np.concatenate(shards), np.concatenate(needed_at), position, ahead)
 
     def _add_needs(self, shards: list[Ints], needed_at: list[Ints], epoch: int, positions: Ints, shift: int) -> None:
-        """Append the units that positions of an epoch need, and where (plus `shift`). If only some positions were
-        examined, the other units of their shuffle blocks count as needed after a quarter of them."""
+        """Append the units that positions need, and where (plus `shift`). If only some were examined, other units of
+        their blocks count as needed after a quarter of them."""
         if not len(positions):
             return
         shards.append(self.dataset.units_of(self._shards.ids(epoch, positions)))
@@ -389,7 +365,7 @@ class StreamingLoader(PositionLoader):
             needed_at.append(np.full(len(others), first + span // 4 + shift))
 
     def _decode_ahead(self, remainder: EpochRemainder, plans: list[BatchPlan]) -> None:
-        """Decode, in the background, the row groups of the next batches, and then those of the positions after them."""
+        """Decode in the background the row groups of the next batches, then of the positions after them."""
         order, begin = self._shards, int(plans[-1].positions[-1]) + 1
         needed = [order.shards_of(np.concatenate([plan.ids for plan in plans]))]
         if begin < len(order):
@@ -409,20 +385,19 @@ class StreamingLoader(PositionLoader):
 
     @property
     def _box(self) -> int | None:
-        """This process's box; None if costs decide which box gets a row."""
+        """None if costs decide which box gets a row."""
         return self._identity.box if self._balance is None or not self._balance.assigns else None
 
     def _near(self, remainder: EpochRemainder, position: int, count: int) -> Ints:
-        """Return the next `count` positions whose rows this box gets; of many only some ranges at equal distances, each
-        with positions of all partitions."""
+        """Return the box's next `count` positions; of many only some ranges at equal distances, each with all
+        partitions."""
         run = max(self._shards.partitions, self._identity.boxes)
         return remainder.near(self._box, position, count, run=run, runs=max(1, self._examined // run))
 
 
 def _inner_block(layouts: Sequence[OrderLayout], shuffle_memory: int | None, partitions: int) -> int | None:
-    """Return the samples of a partition that are shuffled with each other in files with several row groups, of about
-    `shuffle_memory` bytes; None: all of a block. It must be the same after a resume, so it depends only on the data and
-    on settings in the state."""
+    """Return the samples of a partition that fill `shuffle_memory`, shuffled with each other; None: all of a block. It
+    depends only on the data and on settings in the state, to be the same after a resume."""
     sample_bytes = mean_sample_bytes(layouts)
     if shuffle_memory is None or not sample_bytes:
         return None
@@ -430,8 +405,8 @@ def _inner_block(layouts: Sequence[OrderLayout], shuffle_memory: int | None, par
 
 
 def _check_memory(dataset: StreamingDataset, shuffle_block: int | None, shuffle_memory: int | None) -> None:
-    """Warn if the row groups that are shuffled with each other are larger than decoded_limit: each would be dropped
-    before it is needed again."""
+    """Warn if row groups shuffled with each other exceed decoded_limit: each would be dropped before it is needed
+    again."""
     block = min(len(dataset), shuffle_block or len(dataset)) * dataset.sample_bytes
     needed = int(min(block, shuffle_memory or block))
     limit = max(MEMORY.limit, dataset.decoded_limit or 0)
@@ -445,7 +420,7 @@ def _check_memory(dataset: StreamingDataset, shuffle_block: int | None, shuffle_
 
 
 def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: list[range]) -> None:
-    """Raise InvalidArgumentError for settings with which a global batch could have samples of two streams."""
+    """Refuse settings with which a global batch could have samples of two streams."""
     if batch % partitions:
         raise InvalidArgumentError(
             f"with interleave='batches' the global batch must be a multiple of partitions={partitions} rows, got "

@@ -1,9 +1,6 @@
-"""Ready-made input_fns for `penstock.client.DataLoader(dataset, batch_size=32, ...)`.
-
-A map-style dataset is read by a MapLoader. An iterable dataset is read by torch's DataLoader in each worker: as in
-torch, it must yield a different part of the data in each worker, by get_worker_info(). Its state is restored by replay
-from the start of the epoch.
-"""
+"""Ready-made input_fns for `penstock.client.DataLoader(dataset, ...)`. A map-style dataset is read by a MapLoader, an
+iterable one by torch's DataLoader in each worker: it must yield its part by get_worker_info(), and is restored by
+replay from the start of the epoch."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ __all__ = ["read_batches", "stream_batches"]
 
 
 class _OnlySample:
-    """Collate function for `batch_size=None`, for which each sample is a batch."""
+    """For `batch_size=None`: each sample is a batch."""
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self._convert = convert
@@ -42,7 +39,7 @@ def read_batches(
     collate_fn: Callable[[Any], Any] | None,
     worker_init_fn: Callable[[int], Any] | None,
 ) -> MapLoader:
-    """Return a loader of this worker's batches of a map-style dataset. `batch_size` None: each sample is a batch."""
+    """`batch_size` None: each sample is a batch."""
     _begin(worker_init_fn)
     if batch_size is None:
         collate_fn = _OnlySample(collate_fn or default_convert)
@@ -65,7 +62,7 @@ def stream_batches(
     collate_fn: Callable[[Any], Any] | None,
     worker_init_fn: Callable[[int], Any] | None,
 ) -> torch.utils.data.DataLoader[Any]:
-    """Return a loader of this worker's batches of an iterable dataset, which must yield only this worker's samples."""
+    """`dataset` must yield only this worker's samples."""
     _begin(worker_init_fn)
     return torch.utils.data.DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, collate_fn=collate_fn)
 

@@ -1,6 +1,5 @@
-"""Selection of the shards that a loader downloads before it needs them: those that it will need within a number of
-seconds, by the measured rate at which the loop passes positions. Until a rate is measured, only the shards of the next
-batches are downloaded, so that a loop that takes a single batch downloads hardly more than it reads."""
+"""Selection of the shards to download ahead: those needed within a number of seconds at the measured rate. Before that
+is known, only the next batches' shards, so that a loop that takes one batch downloads hardly more than it reads."""
 
 from __future__ import annotations
 
@@ -18,19 +17,17 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["ReadingRate", "UpcomingShards", "Window"]
 
 MEASURE_S = 0.25
-"""Shortest time in seconds over which the rate is measured at which the loop passes positions."""
+"""Shortest time over which the rate is measured."""
 MARKS = 64
-"""Largest number of marks. A mark is the time and position at which the loop asked for a batch. The rate is the mean
-since the oldest one: over 64 batches, or about the last second if it had more."""
+"""Limit on marks (time and position of a request). The rate is that since the oldest: 64 batches, or the last
+second."""
 FEW_MARKS = 16
-"""Number of marks for a second rate, which is used if it is higher: after a pause of the loop, for example to
-compile."""
+"""Marks for a second rate, used if higher: after a pause of the loop, for example to compile."""
 MARK_PAUSE_S = 1.0 / MARKS
-"""Shortest time in seconds between two marks."""
 
 
 class ReadingRate:
-    """Rate at which a training loop passes positions, in positions per second."""
+    """Positions that a training loop passes per second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -40,8 +37,8 @@ class ReadingRate:
         self._per_s: float | None = None
 
     def passed(self, position: int) -> float | None:
-        """Record that the loop asks for a batch at `position`, counted over all epochs. Return the rate; None while
-        unknown. If the loop has gone back, the measurement begins again."""
+        """Record a request at `position` over all epochs, and return the rate, if known. If the loop went back, begin
+        again."""
         now = self._clock()
         if position < self._last[1]:
             self._marks.clear()
@@ -55,21 +52,20 @@ class ReadingRate:
 
 
 class Window(NamedTuple):
-    """Part of a list of upcoming shards, from `begin` to `end`, that is to be downloaded now."""
+    """Part of a list of upcoming shards to be downloaded now."""
 
     begin: int
     end: int
     needed: int
-    """Number of shards, at the beginning of the part, that the present batch needs."""
+    """Shards at the part's beginning that the present batch needs."""
 
 
 class UpcomingShards:
-    """Shards that the loop will need, sorted by the positions (from the present epoch's beginning) that first need
-    them, and the window of the list whose download was requested last."""
+    """Shards sorted by the position (from the present epoch's beginning) that first needs them, and the window
+    requested last."""
 
     def __init__(self, shards: Ints, needed_at: Ints, begin: int, listed: int) -> None:
-        """`needed_at`: position at which each of `shards` is needed. `begin`: position of the present batch. `listed`:
-        number of positions from there on whose shards are in the list."""
+        """`begin`: position of the present batch. `listed`: positions from there whose shards are in the list."""
         order = np.argsort(needed_at, kind="stable")
         _, first = np.unique(shards[order], return_index=True)
         chosen = order[np.sort(first)]
@@ -78,16 +74,16 @@ class UpcomingShards:
         self._begin, self._listed = begin, listed
         self._given = Window(0, 0, 0)
         self._complete = False
-        """False if the limit on bytes left out the end of the last window."""
+        """False if the limit on bytes cut the last window."""
         self._is_given = False
 
     def is_old(self, position: int) -> bool:
-        """Return True if the loop has passed a quarter of the list's positions."""
+        """Return True once a quarter of the list is passed."""
         return position - self._begin >= self._listed // 4
 
     def window(self, position: int, last: int, ahead: int) -> Window | None:
-        """Return the part of the list to download for `ahead` positions after `position`, the first one of the present
-        batch, which ends at `last`; None as long as the last window is still good enough."""
+        """Return the part to download for `ahead` positions after `position` of the present batch, which ends at
+        `last`; None while the last window will do."""
         begin = bisect_left(self._needed_at, position)
         needed = bisect_left(self._needed_at, last + 1, begin)
         end = max(needed, bisect_left(self._needed_at, position + ahead, begin))
@@ -98,8 +94,7 @@ class UpcomingShards:
         return Window(begin, end, needed - begin)
 
     def gave(self, window: Window, count: int) -> None:
-        """Record that the download of a window was requested, of which the limit on bytes allowed the first `count`
-        shards."""
+        """Record that a window was requested, of which the limit on bytes allowed `count` shards."""
         self._given = window._replace(end=window.begin + count)
         self._complete = self._given.end == window.end
         self._is_given = True

@@ -1,6 +1,6 @@
-"""Identity of this process in a job: its box, and its number among the workers that make the box's batches. Inside an
-input_fn it comes from the assignment, elsewhere from torchrun's environment variables RANK and WORLD_SIZE; without
-these the process is the only one. The worker processes of a torch DataLoader share their process's batches."""
+"""Identity of this process in a job: its box, and its number among the box's workers. In an input_fn it is the
+assignment's, elsewhere torchrun's RANK and WORLD_SIZE, or a single process. A torch DataLoader's processes share their
+parent's batches."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ class WorkerIdentity:
     boxes: int
     slot: int
     workers: int
-    """Number of workers of each box."""
+    """Workers of each box."""
     number: int
-    """Number among the workers of all boxes (global_worker_id)."""
+    """Number among all boxes' workers (global_worker_id)."""
     all_workers: int
     seed: int
-    """Seed of the run; 0 outside a worker."""
+    """The run's; 0 outside a worker."""
     standalone: bool
     """True in a process that is not a worker of Penstock."""
 
     @staticmethod
     def now(rank: tuple[int, int] | None = None) -> WorkerIdentity:
-        """Return the identity of the calling process. `rank`: (this rank, number of data-parallel ranks), in place of
-        box and number of boxes."""
+        """Return the caller's identity. `rank`: in place of (box, number of boxes)."""
         assignment = process_assignment()
         standalone = assignment is NEUTRAL
         if rank is None:
@@ -54,8 +53,8 @@ class WorkerIdentity:
         )
 
     def turn(self, first: int = 0) -> WorkerTurn:
-        """Return which batches of its box this process makes. The slots make one batch each, in turn; the worker
-        processes of a slot's DataLoader make the slot's batches in turn. `first`: slot that makes the first batch."""
+        """Return which of its box's batches this process makes: slots take turns, and so do a slot's torch processes
+        with its batches. `first`: slot of the first batch."""
         info = torch_worker._worker_info  # in a runner, get_worker_info() describes the runner itself
         number = (self.slot - first) % self.workers
         if info is None:
@@ -64,20 +63,19 @@ class WorkerIdentity:
         return WorkerTurn(number + self.workers * info.id, self.workers * info.num_workers)
 
     def prefetch_group(self) -> str:
-        """Name the group of processes on this machine that make batches of one box, and so need the same shards: all
-        that this process's parent started, if it was Penstock or a torch DataLoader."""
+        """Name this machine's processes of one box, which need the same shards: all that the parent started, if it was
+        Penstock or a torch DataLoader."""
         alone = self.standalone and torch_worker._worker_info is None
         return f"{host_process_id(None if alone else os.getppid())}-{self.box}"
 
     def alone(self, turn: WorkerTurn) -> bool:
-        """Return True if this process makes all batches of its box outside of a worker, so that its loader may go to
-        the next epoch by itself."""
+        """Return True if this process makes all of its box's batches outside a worker: its loader may begin epochs by
+        itself."""
         return self.standalone and turn.of == 1
 
 
 def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: int, *, unbatched: bool = False) -> int:
-    """Return the number of rows in one step on all boxes together. `unbatched`: the source's samples are batches, of
-    which each box gets one at each step."""
+    """Return the rows of a step over all boxes. `unbatched`: samples are batches, of which each box gets one a step."""
     if unbatched and batch_size is None and global_batch_size is None:
         return boxes
     if unbatched:

@@ -1,16 +1,11 @@
-"""Balance of cost: rows are assigned to steps and boxes so that in each step all boxes have about the same work.
+"""Balance of cost: rows are assigned to steps and boxes so that in each step all boxes have about the same work. A step
+is as slow as its slowest box, and rows differ in cost: that of attention is the square of the length.
 
-A step is as slow as its slowest box, and rows differ in cost: that of attention is the square of the row's length. A
-window is the rows of `over_steps` consecutive global batches. First a window's rows are assigned to its steps, which
-does not depend on the number of boxes: a step has the same rows on any topology, and a state is the same few integers
-as without balance. Then a step's rows are assigned to the boxes.
-
-Both take the longest processing time first: rows are taken from the largest cost to the smallest, and each goes to that
-bin (step or box) with free places whose sum of costs is smallest. Sums are integers, so every machine assigns equally.
-
-If a single row costs more than a box's share of its step, no assignment can balance this step. So in a window with such
-rows, rows of similar cost are kept together in one step: the steps then differ in cost, but the boxes of each step
-hardly do.
+First the rows of a window (`over_steps` global batches) are assigned to steps, on any number of boxes alike: a step has
+the same rows on any topology, and a state the same few integers as without balance. Then a step's rows are assigned to
+boxes. Both go from the largest cost to the smallest, each to the bin with free places and the smallest sum. Sums are
+integers, so every machine assigns equally. In a window with rows that cost more than a box's share of a step, similar
+rows stay together in a step: steps then differ in cost, but hardly the boxes of each.
 """
 
 from __future__ import annotations
@@ -45,18 +40,14 @@ __all__ = [
 
 
 WINDOW_LIMIT = 1 << 20
-"""Largest number of rows in a window of several steps."""
 STEPS_LIMIT = 1 << 16
-"""Largest number of steps in a window."""
 WINDOWS_KEPT = 4
-"""Number of windows whose assigned rows are kept in memory: those of the batches that are planned now, and of restored
-samples."""
+"""Windows whose assigned rows are kept: those of the batches planned now, and of restored samples."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Setting of a loader: assign rows (samples) to boxes (data-parallel ranks) and steps so that the boxes of a step
-    have about the same cost.
+    """Setting of a loader: assign rows to boxes and steps so that the boxes of a step have about the same cost.
 
     Example::
 
@@ -64,13 +55,12 @@ class Balance:
         MapLoader(dataset, global_batch_size=512, shuffle=True, balance=Balance(lengths**2.0, over_steps=4))
 
     Args:
-        cost: cost of each sample, in any unit: an array with one number for each sample of the dataset (numpy, also a
-            memmap, or a CPU tensor); the name of a column, for Hugging Face datasets and datasets with a method
-            `column(name)`; or a function from an array of sample numbers to an array of costs. Costs must be finite, at
-            least 0, and the same on all workers.
-        over_steps: number of steps whose rows are assigned together, such as those of a gradient accumulation. With 1,
-            each step keeps its own rows.
-        report: True: do not balance. The loader's method `imbalance()` then tells what balancing would bring.
+        cost: cost of each sample, in any unit: an array with a number for each (numpy, also a memmap, or a CPU tensor);
+            a column's name, for Hugging Face datasets and those with a method `column(name)`; or a function from an
+            array of sample numbers to one of costs. Finite, at least 0, and the same on all workers.
+        over_steps: steps whose rows are assigned together, such as of a gradient accumulation. With 1, each keeps its
+            rows.
+        report: True: do not balance. `imbalance()` of the loader then tells what balancing would bring.
     """
 
     cost: Cost
@@ -80,18 +70,17 @@ class Balance:
 
 @dataclass(frozen=True)
 class Imbalance:
-    """Cost of the most expensive box of a step divided by the mean over all boxes, averaged over steps; 1 is perfect. A
-    step takes as long as its most expensive box."""
+    """Cost of a step's most expensive box, which decides its time, divided by the mean of all, averaged over steps; 1
+    is best."""
 
     plain: float
-    """Cost of the most expensive box divided by the mean over all boxes, without balancing."""
+    """Without balancing."""
     balanced: float
-    """Cost of the most expensive box divided by the mean over all boxes, with the loader's `balance`. With report=True
-    it is the value that balancing would bring."""
+    """With the loader's `balance`; with report=True what it would bring."""
 
 
 class BalancedOrder:
-    """Order of samples in which the rows of each window of `steps` global batches are assigned to its steps by cost."""
+    """Order in which the rows of each window of `steps` global batches are assigned to its steps by cost."""
 
     def __init__(self, own: SampleOrder, costs: Costs, batch: int, steps: int) -> None:
         steps = at_least_one("over_steps", steps)
@@ -103,7 +92,7 @@ class BalancedOrder:
             )
         self._own, self._costs, self._batch, self._window = own, costs, batch, steps * batch
         self._assigned: dict[tuple[int, int], Ints] = {}
-        """By (epoch, number of a window in the epoch): numbers of the window's samples."""
+        """Samples by (epoch, number of a window in it)."""
 
     def __len__(self) -> int:
         return len(self._own)
@@ -120,7 +109,7 @@ class BalancedOrder:
         return found
 
     def _in_window(self, epoch: int, number: int) -> Ints:
-        """Return the window's samples, step by step. The rows of an incomplete last batch stay in that batch."""
+        """Return the window's samples, step by step. An incomplete last batch keeps its rows."""
         assigned = self._assigned.get((epoch, number))
         if assigned is None:
             begin = number * self._window
@@ -134,7 +123,7 @@ class BalancedOrder:
 
 
 class Balanced:
-    """Balance of one loader: the order, and the costs by which the rows of a step are assigned to boxes."""
+    """Balance of one loader: the order, and the costs that assign a step's rows to boxes."""
 
     def __init__(self, balance: Balance, plain: SampleOrder, dataset: Any, length: int, batch: int) -> None:
         if not isinstance(balance, Balance):
@@ -147,13 +136,12 @@ class Balanced:
         self._assigned = BalancedOrder(plain, self._costs, batch, balance.over_steps)
         self.order: SampleOrder = plain if balance.report else self._assigned
         self.assigns = not balance.report
-        """True if rows are assigned to boxes by cost; False if the balance only reports what assigning would bring."""
+        """False if the balance only reports what it would bring."""
         over_steps = not balance.report and balance.over_steps > 1
         self.described = {"cost": self._costs.digest, "rows": batch, "steps": balance.over_steps} if over_steps else {}
-        """Settings of the balance that decide the order, as a part of the state; empty if each step keeps its rows."""
+        """Settings that decide the order, for the state; empty if each step keeps its rows."""
 
     def imbalance(self, epoch: EpochRemainder, steps: int) -> Imbalance:
-        """Return how unequal the boxes' costs are in the first `steps` steps of an epoch, with and without balance."""
         boxes, numbers = epoch.boxes, range(min(steps, epoch.batches))
         plain, assigned = [], []
         for number in numbers:
@@ -165,8 +153,8 @@ class Balanced:
         return Imbalance(float(np.mean(plain)), float(np.mean(assigned)))
 
     def assign(self, ids: Ints, boxes: int, turn: int) -> tuple[Sequence[Ints], float]:
-        """Return the rows of each box in a step whose samples are `ids`, and the step's imbalance (see `Imbalance`).
-        `turn`: number of the step; it decides which box gets the row that costs most."""
+        """Return each box's rows of a step, and its imbalance. `turn`: of the step; decides which box gets the
+        costliest row."""
         costs = self._costs.of(ids)
         rows = assign_to_boxes(costs, boxes, turn) if self.assigns else assign_in_turn(len(costs), boxes)
         return rows, cost_ratio(costs, rows)
@@ -174,14 +162,12 @@ class Balanced:
 
 Cost = Any | str | Callable[[Ints], npt.ArrayLike]
 CHUNK = 1 << 20
-"""Number of costs that are checked in one step, which limits the memory of the check."""
+"""Costs checked at once, which limits the memory needed."""
 PROBES = 1024
-"""Number of samples whose costs identify a cost function in a loader's state, because a function has no digest."""
+"""Samples whose costs identify a cost function in a state, as it has no digest."""
 
 
 class Costs:
-    """Costs of a dataset's samples, checked to be finite and at least 0."""
-
     def __init__(self, cost: Cost, dataset: Any, length: int) -> None:
         self._function = cost if callable(cost) else None
         self._array = None if self._function else _array(_column(cost, dataset) if isinstance(cost, str) else cost)
@@ -198,8 +184,8 @@ class Costs:
             for begin in range(0, length, CHUNK):
                 digest.update(self.of(np.arange(begin, min(begin + CHUNK, length))).tobytes())
         self.digest = digest.hexdigest()
-        """Digest of all costs; of a function, that of the costs of up to PROBES samples. With `over_steps` above 1 it
-        is part of a loader's state, so that a resume with other costs is refused."""
+        """Of all costs, of a function of up to PROBES samples; with `over_steps` in the state, so that other costs are
+        refused."""
 
     def of(self, ids: Ints) -> npt.NDArray[np.float64]:
         if self._array is not None:
@@ -223,7 +209,7 @@ class Costs:
 
 
 def _array(given: Any, must: str = "cost must be a column's name, a function, or") -> npt.NDArray[Any]:
-    """Return given costs as an array of numbers in one dimension. `must`: beginning of the error's text."""
+    """Return costs as numbers in one dimension. `must`: beginning of the error's text."""
     if isinstance(given, torch.Tensor):
         given = given.detach().to("cpu", torch.float64).numpy()
     array = np.asarray(given)
@@ -254,21 +240,16 @@ def _column(name: str, dataset: Any) -> Any:
 
 
 SMALLEST_RUN = 16
-"""Smallest number of rows in a run. A run is a group of rows of similar cost, which all go to the same step."""
+"""Smallest number of rows of a run: of similar cost, all for one step."""
 SHARES = 16
-"""Number of boxes for which steps are made balanceable: if possible, no row costs more than 1/SHARES of its step."""
+"""Boxes for which steps are made balanceable: if possible, no row costs more than 1/SHARES of its step."""
 _SCALE, _BITS = 1 << 44, 17
-"""_SCALE: largest sum of all costs when they are expressed as integers. _BITS: number of low bits that hold the number
-of a bin (a step or a box). A sum and a bin's number together fit into 64 bits."""
+"""Largest sum of costs as integers, and low bits for a bin's number (a step or box): together 64 bits."""
 
 
 def assign_to_steps(costs: npt.NDArray[np.float64], steps: int) -> list[Ints]:
-    """Return, for each step of a window, the indexes of its rows in `costs`, ascending. All steps get equally many
-    rows.
-
-    The rows are sorted by cost and cut into runs of equal length, and a run goes to one step as a whole. A run has
-    about SMALLEST_RUN rows, or more if a single row would otherwise cost too large a part of its step.
-    """
+    """Return the rows of each step of a window, ascending indexes of `costs`, equally many. Rows sorted by cost are cut
+    into runs, each for one step: SMALLEST_RUN rows, or more if a row would cost too large a part of its step."""
     if steps < 2:
         return [np.arange(len(costs))] * steps
     units, rows = _units(costs), len(costs) // steps
@@ -289,8 +270,8 @@ def assign_to_steps(costs: npt.NDArray[np.float64], steps: int) -> list[Ints]:
 
 
 def assign_to_boxes(costs: npt.NDArray[np.float64], boxes: int, turn: int) -> list[Ints]:
-    """Return, for each box, the indexes of its rows in `costs`, ascending: as many rows as without balance, with about
-    equal sums of cost. `turn`: number of the step; it decides which box gets the row that costs most."""
+    """Return each box's rows, ascending indexes of `costs`: as many as without balance, of about equal cost. `turn`:
+    see `assign`."""
     room = [len(range(box, len(costs), boxes)) for box in range(boxes)]
     shift = turn % boxes
     assigned = _assigned(_units(costs), room[shift:] + room[:shift])
@@ -298,20 +279,19 @@ def assign_to_boxes(costs: npt.NDArray[np.float64], boxes: int, turn: int) -> li
 
 
 def assign_in_turn(rows: int, boxes: int) -> list[Ints]:
-    """Return the indexes of each box's rows without balance: box b gets the rows b, b + `boxes`, b + 2 `boxes`, ..."""
+    """Return each box's rows without balance: b, b + `boxes`, b + 2 `boxes`, ..."""
     return [np.arange(box, rows, boxes) for box in range(boxes)]
 
 
 def cost_ratio(costs: npt.NDArray[np.float64], assigned: Sequence[Ints]) -> float:
-    """Return the cost of the most expensive box of a step, divided by the mean of all boxes; 1 if nothing costs."""
+    """Return the most expensive box's cost divided by the mean; 1 if nothing costs."""
     relative = costs / max(float(costs.max(initial=0)), np.finfo(float).tiny)  # at most 1, so that sums are finite
     sums = np.array([relative[rows].sum() for rows in assigned])
     return float(sums.max() / sums.mean()) if sums.any() else 1.0
 
 
 def _runs(rows: int) -> list[int]:
-    """Return possible lengths of runs, ascending: divisors of `rows`, each at least twice the one before, ending with
-    `rows`."""
+    """Return lengths of runs, ascending: divisors of `rows`, each at least twice the one before, up to `rows`."""
     found: list[int] = []
     for run in range(min(SMALLEST_RUN, rows), rows):
         if rows % run == 0 and (not found or run >= 2 * found[-1]):
@@ -320,15 +300,14 @@ def _runs(rows: int) -> list[int]:
 
 
 def _units(costs: npt.NDArray[np.float64]) -> Ints:
-    """Return the costs as integers whose sum is at most _SCALE. Each is rounded by itself: sums of floats would depend
-    on the order of summation."""
+    """Return costs as integers of a sum up to _SCALE, each rounded by itself: sums of floats depend on their order."""
     largest = max(float(costs.max(initial=0)), np.finfo(float).tiny)
     units: Ints = (costs / largest * (_SCALE // max(1, len(costs)))).astype(np.int64)
     return units
 
 
 def _assigned(units: Ints, room: Sequence[int]) -> list[Ints]:
-    """Return, for each bin, the indexes of the costs that it gets. Bin b gets `room[b]` costs."""
+    """Return the indexes of each bin's costs. Bin b gets `room[b]` of them."""
     by_cost = np.argsort(-units, kind="stable")
     # heap of sum << _BITS | bin: the smallest sum comes first
     heap = [number for number, places in enumerate(room) if places]

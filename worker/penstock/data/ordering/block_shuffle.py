@@ -2,18 +2,15 @@
 
     index in a partition -> index in the sequence -> permuted within its block -> part -> shard and sample
 
-- A *part* is a shard, or a piece of a shard. All parts of the epoch, in a random order, form one *sequence* of samples.
-- The sequence is cut into equal *partitions*, and a partition into *blocks*: a few neighbouring parts, at the border of
-  a partition perhaps only pieces of them. Samples are permuted only within their block.
+A *part* is a shard, or a piece of one. All parts, in a random order, form a *sequence* of samples, cut into equal
+*partitions*, and these into *blocks* of a few neighbouring parts. Samples are permuted only within their block, so only
+its shards are needed to find one. A number is kept for each part: 4 MiB for a million shards of fewer than 2^32
+samples.
 
-So only the shards of one block are needed to find the sample at a position. One number is kept in memory for each part:
-4 MiB for a million shards of fewer than 2^32 samples together.
-
-Files that themselves consist of blocks, such as the row groups of Parquet, add a level. Each row group is then a shard
-here. The parts of one file stay neighbours in the sequence, as a *file run*; the file runs are permuted, and a block of
-the sequence is a few of them, so only a few files are needed at a time. Within the block the parts are permuted, and
-samples only within groups of parts that fit in memory (NestedBlocks). The *rank* of a file run is its place after the
-permutation.
+In files that consist of blocks (row groups of Parquet), each row group is a shard here, and a file's parts stay
+neighbours, as a *file run*; its *rank* is its place after file runs are permuted. A block of the sequence is a few of
+them, so few files are needed. In it parts are permuted, and samples within groups of parts that fit in memory
+(NestedBlocks).
 """
 
 from __future__ import annotations
@@ -32,14 +29,14 @@ __all__ = ["Blocks", "Consecutive", "NestedBlocks", "PartSequence", "Zeros"]
 
 
 RANKS = 1 << 16
-"""Number of file runs whose places in the sequence are computed at a time, which limits the memory needed."""
+"""File runs whose places are computed at a time, which limits the memory needed."""
 Blocks = list[tuple[int, Ints]]
-"""For each block: (index of the first requested position that lies in it, numbers of its shards)."""
+"""Of each block: index of the first requested position in it, and its shards."""
 
 
 @dataclass(frozen=True)
 class Consecutive:
-    """The numbers `first`, `first` + 1, ...: an array that takes no memory, for orders of a million shards."""
+    """`first`, `first` + 1, ... without memory, for orders of a million shards."""
 
     first: int
     count: int
@@ -56,8 +53,6 @@ class Consecutive:
 
 @dataclass(frozen=True)
 class Zeros:
-    """Array of `count` zeros that takes no memory."""
-
     count: int
 
     def __len__(self) -> int:
@@ -72,14 +67,14 @@ class Zeros:
 
 @dataclass(frozen=True)
 class ShardParts:
-    """Parts that an epoch takes: whole shards, and pieces of shards; arrays with one entry for each part."""
+    """Parts of an epoch, whole shards and pieces; arrays by part."""
 
     shard: Ints | Consecutive
     count: Ints
     first: Ints | Zeros
-    """Index, in the shard's shuffled order, at which the part begins; 0 for a whole shard."""
+    """Index in the shard's shuffled order at which the part begins; 0 for a whole shard."""
     key: Words | Zeros
-    """Key of a permutation of the shard's samples, of which the part is a piece; not used for a whole shard."""
+    """Key of the permutation of the shard of which this is a piece."""
 
     def __len__(self) -> int:
         return len(self.shard)
@@ -106,13 +101,9 @@ def parts_of(
     shuffle: bool,
     files: Ints | None = None,
 ) -> ShardParts:
-    """Return the parts that an epoch takes from a stream.
-
-    An epoch that takes q L + r samples (r < L) from a stream of L samples takes every shard q times, and r samples
-    more, which begin where those of the epoch before ended. So these do not repeat before the whole stream was read: if
-    an epoch takes a tenth of the stream, every sample is seen once in ten epochs. The shards that an epoch takes from
-    one file (see `ShardedOrder`) stay neighbours.
-    """
+    """Return the parts that an epoch takes from a stream. One of q L + r samples (r < L) of L takes every shard q
+    times, and r more from where the epoch before ended, so that these repeat only after the whole stream. Shards that
+    an epoch takes from one file (`ShardedOrder`) stay neighbours."""
     count, total = len(sizes), int(sizes.sum())
     times, rest = divmod(share, total) if total else (0, 0)
     if (times, rest) == (1, 0):
@@ -132,8 +123,7 @@ def parts_of(
 def _piece(
     sizes: Ints, start: int, stop: int, first_shard: int, *, key: int, shuffle: bool, files: Ints | None
 ) -> ShardParts:
-    """Return the parts with the samples `start` to `stop` - 1 of one repeat of the stream, whose shards `key`
-    orders."""
+    """Return the parts of samples `start` to `stop` - 1 of one repeat of the stream, ordered by `key`."""
     order = np.arange(len(sizes))
     if shuffle and files is None:
         order = permuted(order, len(sizes), np.uint64(key))
@@ -151,7 +141,7 @@ def _piece(
 
 
 class PartSequence:
-    """Shuffled sequence of the samples of an epoch's parts. The words are explained at the head of this module."""
+    """Shuffled sequence of an epoch's samples, in the words of this module's head."""
 
     def __init__(
         self,
@@ -166,39 +156,35 @@ class PartSequence:
         files: Ints | None = None,
         inner: int | None = None,
     ) -> None:
-        """Args: | parts: the parts, in the order before they are permuted. | sizes: number of samples in each shard. |
-        starts: number of the first sample of each shard, then the number of all samples. | block: approximate number of
-        samples that are permuted together; None: all samples of a partition. | files: for each shard, the number of the
-        file in which it is a block; None: each shard is a file. | inner: approximate number of samples that are
-        permuted together in files with blocks; None: all of a block."""
+        """parts: before they are permuted. sizes: of shards. starts: first sample of each, then the end. block, inner:
+        about how many samples are permuted together, overall and in files with blocks; None: all of a partition, of a
+        block. files: of each shard; None: each is one."""
         self._parts, self._sizes, self._starts = parts, sizes, starts
         self._key, self._shuffle, self._partitions, self._inner = key, shuffle, partitions, inner
         self._part_bounds = starts if parts.count is sizes else _sums(parts.count)
         self._runs: Ints | Consecutive = _runs(parts.shard, files)
-        """Number of the first part of each file run, then the number of parts; shape (file runs + 1,)."""
+        """First part of each file run, then the number of parts; shape (file runs + 1,)."""
         self._nested = shuffle and files is not None
         self._known: OrderedDict[int, NestedBlocks] = OrderedDict()
         self._length = int(self._part_bounds[-1])
         self._bounds = self._run_bounds(parts.count if files is None else np.diff(self._part_bounds[self._runs]))
-        """By rank of a file run: the index in the sequence at which it begins; then the length. Shape (file runs +
-        1,)."""
+        """By rank: index in the sequence at which a file run begins; then the length. Shape (file runs + 1,)."""
         mean = self._length / max(1, self._count)
         self._block = self._count if block is None else max(1, min(self._count, round(block / max(1.0, mean))))
         partition = np.arange(partitions + 1)
         self._partition_starts = partition * (self._length // partitions)
         self._partition_starts += np.minimum(partition, self._length % partitions)
-        """Index in the sequence at which each partition begins. The first partitions may have one sample more."""
+        """Index in the sequence at which each partition begins. The first may have one sample more."""
         self._first = self._rank(self._partition_starts[:-1])
-        """For each partition, the rank of the file run in which it begins."""
+        """Rank of the file run in which each partition begins."""
 
     @property
     def _count(self) -> int:
-        """Number of file runs (groups of parts that come from one file)."""
+        """Number of file runs."""
         return len(self._runs) - 1
 
     def ids(self, positions: Ints) -> Ints:
-        """Return the numbers of the samples at these positions. With C partitions, position p is sample p div C of
-        partition p mod C."""
+        """Return the samples at these positions. With C partitions, p is sample p div C of partition p mod C."""
         at = self._at(positions)
         if self._shuffle:
             low, high, keys = self._blocks(at, positions % self._partitions)
@@ -219,7 +205,7 @@ class PartSequence:
         return ids
 
     def blocks(self, positions: Ints) -> Blocks:
-        """Return the blocks in which these positions lie, each block once, with the numbers of its shards."""
+        """Return the blocks of these positions, each once, with its shards."""
         at = self._at(positions)
         low, high, keys = self._blocks(at, positions % self._partitions)
         found = []
@@ -236,8 +222,8 @@ class PartSequence:
         return found
 
     def _windows(self, low: Ints, high: Ints, keys: Words) -> list[tuple[Ints, NestedBlocks]]:
-        """Group indexes of the sequence by block. Return, for each block, the places of its indexes in the arguments,
-        and the order within the block. `low`, `high`, `keys`: what `_blocks` returns for the indexes."""
+        """Return, for each block of these indexes, which are in it and its order. `low`, `high`, `keys`: from
+        `_blocks`."""
         found = []
         for begin in np.unique(low).tolist():
             chosen = np.flatnonzero(low == begin)
@@ -258,13 +244,12 @@ class PartSequence:
         return NestedBlocks(begins[inside], ends[inside], key=key, block=self._inner)
 
     def _at(self, positions: Ints) -> Ints:
-        """Return, for each position, its index in the sequence before the samples are permuted within blocks."""
+        """Return each position's index before samples are permuted within blocks."""
         at: Ints = self._partition_starts[positions % self._partitions] + positions // self._partitions
         return at
 
     def _blocks(self, at: Ints, partition: Ints) -> tuple[Ints, Ints, Words]:
-        """Return, for each index `at` of the sequence, the beginning, the end and the key of its block. `partition`:
-        number of its partition."""
+        """Return beginning, end and key of the block of each index `at` in its partition."""
         first = self._first[partition]
         number = (self._rank(at) - first) // self._block
         low = np.maximum(self._bounds[first + number * self._block], self._partition_starts[partition])
@@ -273,11 +258,10 @@ class PartSequence:
         return low, high, mix(self._key, partition, number)
 
     def _rank(self, at: Ints) -> Ints:
-        """Return the rank of the file run that contains each index of the sequence."""
         return np.searchsorted(self._bounds, at.astype(self._bounds.dtype), side="right") - 1
 
     def _run_bounds(self, samples: Ints) -> npt.NDArray[Any]:
-        """Return the value of `_bounds`, computed for RANKS file runs at a time, so that little memory is needed."""
+        """Return `_bounds`, computed for RANKS file runs at a time to need little memory."""
         bounds = np.zeros(self._count + 1, np.uint32 if self._length < 1 << 32 else np.int64)
         total = 0
         for begin in range(0, self._count, RANKS):
@@ -290,7 +274,7 @@ class PartSequence:
         return permuted(ranks, self._count, np.uint64(self._key)) if self._shuffle else ranks
 
     def _part_of(self, at: Ints) -> tuple[Ints, Ints]:
-        """Return the number of the part that contains each index of the sequence, and the offset in it."""
+        """Return the part of each index, and the offset in it."""
         rank = self._rank(at)
         run = self._run_at(rank)
         first = self._runs[run]
@@ -302,7 +286,7 @@ class PartSequence:
         return part, among - self._part_bounds[part]
 
     def _parts_of(self, first: int, last: int) -> tuple[Ints, Ints]:
-        """Return the numbers of the parts in these file runs, and the index in the sequence at which each begins."""
+        """Return the parts in these file runs, and the index at which each begins."""
         runs = self._run_at(np.arange(first, last + 1))
         begins, counts = self._runs[runs], self._runs[runs + 1] - self._runs[runs]
         parts = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
@@ -315,7 +299,7 @@ def _sums(counts: Ints) -> Ints:
 
 
 def _runs(shards: Ints | Consecutive, files: Ints | None) -> Ints | Consecutive:
-    """Return the number of the first part of each file run, then the number of parts."""
+    """Return the first part of each file run, then the number of parts."""
     if files is None or not len(shards):
         return Consecutive(0, len(shards) + 1)
     shards = np.asarray(shards)
@@ -326,34 +310,32 @@ def _runs(shards: Ints | Consecutive, files: Ints | None) -> Ints | Consecutive:
 
 
 _PIECES, _SAMPLES = 1, 2
-"""Constants mixed into the key, so that pieces and samples are permuted differently."""
+"""Mixed into the key, so that pieces and samples are permuted differently."""
 
 
 class NestedBlocks:
-    """Shuffle of one range of a sequence: its pieces (whole blocks of files, or the parts of blocks in the range) are
-    permuted, then samples within groups of pieces that are neighbours after this. A block is decoded as a whole, and
-    only one group's blocks are needed in memory, so shuffled reading decodes each block once."""
+    """Shuffle of a range of a sequence: its pieces are permuted, then samples within groups of neighbouring ones.
+    Blocks are decoded as a whole, and only one group's are needed in memory, so each is decoded once."""
 
     def __init__(self, begins: Ints, ends: Ints, *, key: int, block: int | None) -> None:
-        """`begins`, `ends`: index in the sequence at which each piece begins and ends, ascending and without gaps."""
+        """`begins`, `ends`: of each piece in the sequence, ascending, without gaps."""
         count = len(begins)
         self._low = int(begins[0])
         pieces = permuted(np.arange(count), count, mix(key, _PIECES))
         sizes = (ends - begins)[pieces]
         self._begins: Ints = begins[pieces]
         self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-        """Number of samples before each piece in permuted order; then of all. Shape (pieces + 1,)."""
+        """Samples before each piece in permuted order; then all. Shape (pieces + 1,)."""
         mean = int(self._bounds[-1]) / count
         together = count if block is None else max(1, min(count, round(block / mean)))
         firsts = np.append(np.arange(0, count, together), count)
         self._firsts: Ints = firsts
-        """First piece, in permuted order, of each group whose samples are permuted together; then the number of
-        pieces."""
+        """First piece of each group, in permuted order; then the number of pieces."""
         self._group_bounds: Ints = self._bounds[firsts]
         self._key = int(mix(key, _SAMPLES))
 
     def indexes(self, at: Ints) -> Ints:
-        """Return the index that the sample at each index `at` of the sequence had before the permutation."""
+        """Return the index that each sample had before the permutation."""
         inside = at - self._low
         group = self._group(inside)
         low = self._group_bounds[group]
@@ -363,8 +345,7 @@ class NestedBlocks:
         return found
 
     def blocks(self, at: Ints) -> Iterator[tuple[int, Ints]]:
-        """Yield (place, begins) for each group of pieces whose samples are at the indexes `at`: the place in `at` of
-        the first such index, and the indexes at which the group's pieces begin."""
+        """Yield for each group with samples at `at`: place of its first index in `at`, and where its pieces begin."""
         groups, firsts = np.unique(self._group(at - self._low), return_index=True)
         for group, first in zip(groups.tolist(), firsts.tolist(), strict=True):
             yield first, self._begins[self._firsts[group] : self._firsts[group + 1]]

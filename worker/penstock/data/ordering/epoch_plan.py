@@ -1,10 +1,6 @@
-"""Plan of an epoch: its batches, the samples of each batch, and where the next epoch begins.
-
-A position in the data is (epoch, start). `start` is the number of samples that precede the position in the epoch's
-order, skipped ones included (skips.py). So skipped samples, the batch size and the number of boxes do not change the
-meaning of a position. `start` is negative if samples of earlier epochs are still to come, as with tail="carry". Batches
-are made of the samples that are not skipped.
-"""
+"""Plan of an epoch: its batches, their samples, and where the next epoch begins. A position is (epoch, start): `start`
+counts the samples before it in the epoch's order, also skipped ones (skips.py), so that skips, batch size and boxes do
+not change its meaning. It is negative if samples of earlier epochs are still to come, as with tail="carry"."""
 
 from __future__ import annotations
 
@@ -22,46 +18,45 @@ from penstock.data.ordering.skips import KeptPositions, Ranges
 __all__ = ["Assign", "BatchPlan", "EpochPlan", "EpochRemainder", "SampleOrder", "WorkerBatches"]
 
 ORDERED_AT_ONCE = 2048
-"""Largest number of rows whose samples are looked up in one call: a row takes 0.1 us then, and 2 us in calls of 64
-rows."""
+"""Rows looked up in one call: 0.1 us a row then, and 2 us in calls of 64."""
 
 
 Assign = Callable[[Ints, int, int], tuple[Sequence[Ints], float]]
-"""(samples of a global batch, number of boxes, number of the step) -> (the rows of each box, cost of the most expensive
-box divided by the mean over all boxes)."""
+"""(samples of a global batch, boxes, number of the step) -> (rows of each box, imbalance: highest cost over mean
+cost)."""
 
 
 class SampleOrder(Protocol):
-    """Order of a dataset's samples: a function from epoch and position to sample."""
+    """Function from epoch and position to sample."""
 
     def __len__(self) -> int:
         """Number of samples in an epoch."""
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of the samples at these positions of an epoch. `positions`: numbers in [0, len(self))."""
+        """Return the samples at positions in [0, len(self)) of an epoch."""
 
 
 class BatchPlan(NamedTuple):
-    """Plan of one batch of a box: the samples of its rows, and their positions in the order."""
+    """A box's batch: samples of its rows, and their positions."""
 
     epoch: int
     positions: Ints
-    """Positions of the batch's rows in the epoch; negative positions belong to earlier epochs."""
+    """Negative ones belong to earlier epochs."""
     ids: Ints
     empty: bool = False
-    """True if the box has no row in this batch. The plan then has one row of another box: a batch of 0 rows is made
-    with the dtypes and shapes of this row's tensors."""
+    """True if the box has no row. The plan then has one of another box, for the dtypes and shapes of a batch of 0
+    rows."""
     imbalance: float | None = None
-    """Cost of the step's most expensive box, divided by the mean of all boxes; None: not measured."""
+    """The step's highest box cost divided by the mean; None: not measured."""
 
     def position_of(self, row: int, length: int) -> tuple[int, int]:
-        """Return (epoch, position in this epoch) of a row. `length`: number of samples in an epoch."""
+        """Return (epoch, position in it) of a row. `length`: samples in an epoch."""
         epochs, position = divmod(int(self.positions[row]), length)
         return self.epoch + epochs, position
 
 
 class EpochRemainder:
-    """Rest of an epoch from position `start` on, divided into batches for all boxes (see Partition)."""
+    """Rest of an epoch from `start` on, divided into batches for all boxes (Partition)."""
 
     def __init__(self, epochs: EpochPlan, epoch: int, start: int, batch: int, boxes: int) -> None:
         self.epochs, self.epoch, self.start, self.boxes = epochs, epoch, start, boxes
@@ -70,7 +65,6 @@ class EpochRemainder:
         self.batches = self._partition.batches
 
     def position(self, batches: int) -> int:
-        """Return the position in the epoch after the last sample of the first `batches` batches."""
         carries = self.epochs.tail == "carry"
         batches = min(batches, self.batches) if carries else batches
         if batches <= 0:
@@ -80,12 +74,11 @@ class EpochRemainder:
         return int(self.kept.positions(np.array([self._partition.position(batches) - 1]))[0]) + 1
 
     def position_after(self, batches: int) -> tuple[int, int]:
-        """Return (epoch, start) of the first sample after `batches` batches. After the last batch it is where the next
-        epoch that has a batch begins."""
+        """Return (epoch, start) after `batches` batches; after the last, where the next epoch with a batch begins."""
         return self.following() if batches >= self.batches else (self.epoch, self.position(batches))
 
     def following(self) -> tuple[int, int]:
-        """Return (epoch, start) of the beginning of the next epoch that has a batch."""
+        """Return (epoch, start) of the next epoch with a batch."""
         length, skip = self.epochs.length, self.epochs.skip
         number = self.epoch * length + self.position(self.batches)
         epoch = self.epoch + 1
@@ -107,7 +100,7 @@ class EpochRemainder:
         return self.kept.positions(self._partition.rows(number, boxes=1))
 
     def kept_ranges(self, number: int) -> list[tuple[int, int]]:
-        """Return the positions of all rows of a global batch as ranges (first, end)."""
+        """Return the positions of a global batch's rows as ranges (first, end)."""
         rows = np.sort(self.all_positions(number))
         if not len(rows):
             return []
@@ -116,16 +109,15 @@ class EpochRemainder:
         return [(int(rows[first]), int(rows[end]) + 1) for first, end in zip(firsts, ends, strict=True)]
 
     def skipped_ranges(self, number: int) -> list[tuple[int, int]]:
-        """Return the skipped ranges (first, end) between the last row of batch `number` - 1 and that of batch
-        `number`."""
+        """Return skipped ranges (first, end) between the last rows of batches `number` - 1 and `number`."""
         begin, end = max(0, self.position(number)), self.position(number + 1)
         offset = self.epoch * self.epochs.length
         found = [(max(first - offset, begin), min(last - offset, end)) for first, last in self.epochs.skip]
         return [(first, last) for first, last in found if first < last]
 
     def near(self, box: int | None, begin: int, count: int, *, run: int, runs: int) -> Ints:
-        """Choose some of the `count` positions after `begin`: at most `runs` groups of `run` neighbours, at even
-        distances. `box`: whose positions; None: those of all boxes."""
+        """Return some of the `count` positions after `begin`: up to `runs` groups of `run` neighbours, at even
+        distances. `box`: whose; None: all."""
         partition = self._partition
         first = max(self.kept.rank(begin), self.kept.rank(0))
         end = min(partition.length, first + count)
@@ -137,8 +129,6 @@ class EpochRemainder:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """Settings that are the same in all epochs of a loader: length, tail and skipped ranges."""
-
     length: int
     tail: Tail
     skip: Ranges = ()
@@ -147,8 +137,8 @@ class EpochPlan:
         return EpochRemainder(self, epoch, start, batch, boxes)
 
     def begin(self, epoch: int, batch: int, position: tuple[int, int]) -> int:
-        """Return the `start` of the first batch of an epoch: negative if it begins in the epoch before, with
-        tail="carry". `position`: (epoch, start) of any later batch."""
+        """Return `start` of an epoch's first batch, negative with tail="carry" if it begins in the epoch before.
+        `position`: of any later batch."""
         if self.tail != "carry":
             return 0
         kept = KeptPositions(self.skip, epoch * self.length)
@@ -162,21 +152,19 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class WorkerBatches:
-    """Batches that one worker makes of the rest of an epoch."""
-
     remainder: EpochRemainder
     order: SampleOrder
     turn: WorkerTurn
     box: int
     assign: Assign | None = None
-    """None: box b of N takes the rows b, b + N, b + 2N, ..."""
+    """None: box b of N takes rows b, b + N, b + 2N, ..."""
 
     def ended(self, done: int) -> bool:
         return self.turn.batch(done) >= self.remainder.batches
 
     def plans(self, done: int) -> list[BatchPlan]:
-        """Return the plans of some of the batches after the first `done`: as many as one look-up of samples serves
-        (ORDERED_AT_ONCE), or one batch with `assign`; none at the epoch's end."""
+        """Return plans after the first `done` batches, as many as one look-up serves (with `assign` one); none at the
+        end."""
         remainder, first = self.remainder, self.turn.batch(done)
         if self.ended(done):
             return []

@@ -1,16 +1,15 @@
-"""Interleaving of several sequences, so that every prefix of the result has each sequence's share: a function from
-position to (sequence, unit). A unit is one element of a sequence: a sample, a batch or a group of samples.
+"""Interleaving of sequences, so that every prefix has each one's share: a function from position to (sequence, unit). A
+unit is a sample, a batch or a group of samples.
 
-The sequences are the leaves of a Huffman tree ("A Method for the Construction of Minimum-Redundancy Codes", 1952). If
-an inner node has n units and its left child has l, then x l/n of the node's first x units, rounded half up, belong to
-the left child: one exact integer division on each level.
+The sequences are the leaves of a Huffman tree ("A Method for the Construction of Minimum-Redundancy Codes", 1952). Of
+the first x of a node's n units, x l/n, rounded half up, belong to its left child of l units: an exact integer division
+a level.
 
-The deviation of a sequence from its share: rounding costs 1/2 on each level, and the parent's deviation is scaled by
-the child's share of the parent. So at depth d it is at most 1/2 (1 + w/p1 + w/p2 + ... ), with w for the sequence's
-units and p1, p2 ... for its ancestors' below the root. In Huffman's tree p1 >= w, p2 >= p1 + w, and so on: they grow at
-least like Fibonacci's numbers, whose reciprocals sum up to 2.36. So **every prefix deviates by less than 1.68 units**,
-for any number of sequences; for two by at most 1/2. (To place unit j of n at (j + 1/2)/n deviates by half of the number
-of sequences.)
+Rounding costs 1/2 on each level, and the parent's deviation is scaled by the child's share. So at depth d it is at most
+1/2 (1 + w/p1 + w/p2 + ... ), with w for the sequence's units and p1, p2 ... for its ancestors' below the root. In
+Huffman's tree p1 >= w, p2 >= p1 + w, and so on, at least like Fibonacci's numbers, whose reciprocals sum up to 2.36. So
+**every prefix deviates by less than 1.68 units**; of two sequences by at most 1/2. (Unit j of n at (j + 1/2)/n deviates
+by half of the number of sequences.)
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["MAX_DEVIATION", "Interleaving"]
 
 MAX_DEVIATION = 1.68
-"""Exclusive upper bound of the difference, in any prefix, between a sequence's units and its exact share."""
+"""Exclusive bound of the deviation of a sequence from its share in any prefix."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class _Inner:
     units: int
 
     def left_of(self, units: Ints) -> Ints:
-        """Return how many of the node's first x = `units` units belong to its left child: floor(x l / n + 1/2)."""
+        """Return how many of the node's first x = `units` belong to its left child: floor(x l / n + 1/2)."""
         n, part = self.units, self.left.units
         found: Ints = np.floor(units * (part / n) + 0.5).astype(np.int64)
         # A float has 53 bits, so for n < 2^48 the quotient is off by less than one. The division's remainder is small:
@@ -70,8 +69,8 @@ class Interleaving:
         self.units = self._root.units if self._root is not None else 0
 
     def split(self, positions: Ints) -> Iterator[tuple[int, Ints, Ints]]:
-        """Yield, for each sequence that has units at these positions: (number of the sequence, indexes of its positions
-        in `positions`, numbers of its units there)."""
+        """Yield for each sequence with units at these positions: (its number, indexes in `positions`, its units
+        there)."""
         if self._root is not None and len(positions):
             yield from _split(self._root, np.arange(len(positions)), positions)
 

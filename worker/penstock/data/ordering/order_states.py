@@ -1,16 +1,11 @@
 """States of a worker in an order of samples, a few integers each; aggregation and deaggregation of all workers' states.
 
-A state contains the settings that decide the order: a position means nothing in another order, so a mismatch is an
-error that names both values.
-
-The workers of one topology share the batches from position `start` of the epoch on; `done` counts the batches that one
-worker has made since. On the same topology, with the same skipped samples, each worker continues after them. On another
-one, those batches count as done that come before the first batch that no worker has made, and the samples after them
-are divided into new batches and workers. If only the batch size or the skipped samples differ, the worker whose turn it
-was makes the next batch, because the box reads from that worker next.
-
-Positions count skipped samples, too (skips.py). A state records the skipped ranges. A resumed run may skip other ranges
-after the position, but before it no more than the saved run did: those samples have been delivered.
+A state contains the order's settings: a position means nothing in another order, so a mismatch is an error. Workers
+share the batches from `start` of the epoch on; `done` counts one worker's since. With the same topology and skips each
+continues there. Otherwise batches before the first that no worker has made are done, and the rest is divided anew. If
+only batch size or skips differ, the worker whose turn it was goes next, because the box reads from it next. Positions
+count skipped samples (skips.py). A resumed run may skip others after the position, but not more before it: those have
+been delivered.
 """
 
 from __future__ import annotations
@@ -47,18 +42,17 @@ __all__ = [
 ]
 
 FORMAT = 3
-"""Version of the format in which the states of loaders are written."""
 VERSIONS = "versions"
-"""Name of the setting with the version of each stream's dataset: a number, or None for a dataset without versions."""
+"""Setting with the version of each stream's dataset; None: without versions."""
 TAKEN = "taken"
-"""Name of the entry of a state that was advanced: `done` of the state from which it was advanced."""
+"""Entry of an advanced state: `done` before the advance."""
 NUMBER_LIMIT = 1 << 62
-"""Exclusive upper bound of every number in a state."""
+"""Exclusive bound of every number in a state."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Numbers of boxes and of workers of each box, and number of samples in a global batch."""
+    """Boxes, workers of each box, and samples in a global batch."""
 
     boxes: int
     workers: int
@@ -67,26 +61,24 @@ class Topology:
 
 @dataclass(frozen=True)
 class OrderProgress:
-    """Progress of one worker, or of all workers of a box together."""
+    """Progress of one worker, or of all workers of a box."""
 
     epoch: int
     start: int
-    """Position in the epoch from which batches are counted; negative if samples of earlier epochs were left over."""
+    """Position from which batches are counted; negative if samples of earlier epochs were left."""
     done: int
-    """Batches made since `start`."""
     topology: Topology
     first: int = 0
-    """Worker, in each box, that makes the first batch after `start`."""
+    """Worker, in each box, of the first batch after `start`."""
 
     def plain(self) -> dict[str, Any]:
-        """Return the fields of a state. `dataclasses.asdict` takes 10 us, and a loop may save at every step."""
+        """As `dataclasses.asdict`, which takes 10 us: a loop may save at every step."""
         topology = {"boxes": self.topology.boxes, "workers": self.topology.workers, "batch": self.topology.batch}
         return {"epoch": self.epoch, "start": self.start, "done": self.done, "topology": topology, "first": self.first}
 
     @classmethod
     def parsed(cls, state: Mapping[str, Any]) -> OrderProgress:
-        """Return the progress that a state contains. Raises KeyError, TypeError or ValueError. The limits of `start`
-        depend on the order."""
+        """Raises KeyError, TypeError or ValueError. The limits of `start` depend on the order."""
         topology = Topology(**state["topology"])
         progress = cls(state["epoch"], state["start"], state["done"], topology, state["first"])
         _in_range("epoch", progress.epoch, 0)
@@ -98,11 +90,9 @@ class OrderProgress:
         return progress
 
     def turn(self, number: int) -> WorkerTurn:
-        """Return which of its box's batches worker `number` of the box makes."""
         return WorkerTurn((number - self.first) % self.topology.workers, self.topology.workers)
 
     def of_worker(self, number: int) -> OrderProgress:
-        """Return the progress of worker `number` of a box whose progress this is."""
         return replace(self, done=self.turn(number).done(self.done))
 
 
@@ -112,14 +102,12 @@ def _in_range(name: str, number: object, least: int, limit: int = NUMBER_LIMIT) 
 
 
 def state_of(progress: OrderProgress, order: Mapping[str, Any], skip: Ranges = ()) -> dict[str, Any]:
-    """Return the state of one worker's loader."""
     state = {"format": FORMAT, **progress.plain(), "order": dict(order)}
     return {**state, "skip": [list(piece) for piece in skip]} if skip else state
 
 
 def progress_of(state: Any) -> OrderProgress:
-    """Return the progress that a state contains. Raises StateMismatchError for the state of another kind of loader,
-    StateVersionError for another version of the format, StateCorruptError for a damaged state."""
+    """Raises StateMismatchError (another kind of loader), StateVersionError (another format), StateCorruptError."""
     check_format(state, "a StreamingLoader or MapLoader")
     try:
         progress = OrderProgress.parsed(state)
@@ -131,7 +119,7 @@ def progress_of(state: Any) -> OrderProgress:
 
 
 def skip_of(state: Mapping[str, Any]) -> Ranges:
-    """Return the ranges that a run skipped when the state was saved. Raises TypeError or ValueError."""
+    """Return the saved run's skipped ranges. Raises TypeError or ValueError."""
     skip = tuple((first, end) for first, end in state.get("skip", ()))
     last = -1
     for number in (number for piece in skip for number in piece):
@@ -142,8 +130,8 @@ def skip_of(state: Mapping[str, Any]) -> Ranges:
 
 
 def epoch_to_begin(state: Mapping[str, Any], tail: Tail) -> int | None:
-    """Return the epoch that begins exactly at a state's position; None if it lies within one, or if the state does not
-    tell: it is that of one of several workers, they are not at a common position, or it has skipped samples."""
+    """Return the epoch that begins at a state's position; None if it is within one, or unclear: one of several workers'
+    states, no common position, or skipped samples."""
     progress, samples = progress_of(state), state["order"].get("samples")
     several = progress.topology.workers > 1 and "others" not in state
     if several or skip_of(state) or others_of(state, {}) or not isinstance(samples, list | int):
@@ -155,8 +143,8 @@ def epoch_to_begin(state: Mapping[str, Any], tail: Tail) -> int | None:
 
 
 def check_format(state: Any, loader: str, *names: str) -> None:
-    """Raise the errors of `progress_of` for the format of a state. `loader`: kind of loader, for errors. `names`:
-    entries that its states must have besides "format" and "order"."""
+    """Raise `progress_of`'s errors for a format. `loader`: kind, for errors. `names`: entries besides "format" and
+    "order"."""
     if not isinstance(state, Mapping) or not {"format", "order", *names} <= state.keys():
         raise StateMismatchError(
             f"the state must come from {loader}, got the state of another loader: {str(state)[:200]}. Load it with "
@@ -175,8 +163,8 @@ def check_format(state: Any, loader: str, *names: str) -> None:
 
 
 def others_of(state: Mapping[str, Any], default: Any = None) -> Mapping[str, Any]:
-    """Return the states of the workers that are not at the common position of an aggregated state, by global_worker_id
-    as text. `default`: result for the state of a single worker; None: StateCorruptError."""
+    """Return by global_worker_id (text) the workers not at the common position. `default`: for one worker's state;
+    None: StateCorruptError."""
     others = state.get("others", default)
     if not isinstance(others, Mapping):
         raise StateCorruptError(
@@ -187,8 +175,8 @@ def others_of(state: Mapping[str, Any], default: Any = None) -> Mapping[str, Any
 
 
 def check_order(state: Mapping[str, Any], order: Mapping[str, Any], epochs: EpochPlan, *, strict: bool) -> None:
-    """Raise StateMismatchError for a state of another order than `order`, the settings of this loader (strict=False:
-    only warn), StateCorruptError for a position outside of the order."""
+    """Raise StateMismatchError unless the state's order is `order` (strict=False: warn), StateCorruptError for a bad
+    position."""
     differing = differences(state["order"], order)
     if differing:
         _refuse(f"the state was saved with another order of samples: {', '.join(differing.values())}", strict=strict)
@@ -202,8 +190,8 @@ def check_order(state: Mapping[str, Any], order: Mapping[str, Any], epochs: Epoc
 
 
 def check_same_order(states: Sequence[Mapping[str, Any]]) -> None:
-    """Raise StateMismatchError unless all workers divided the same order into the same batches. If they did not, the
-    run has left out and repeated samples."""
+    """Raise StateMismatchError unless workers divided one order into the same batches: the run has lost or repeated
+    samples."""
     orders = [{**state["order"], "topology": dict(state["topology"]), "skip": skip_of(state)} for state in states]
     for number, order in enumerate(orders):
         if order != orders[0] and (differing := differences(orders[0], order)):
@@ -221,8 +209,7 @@ def check_same_order(states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def differences(was: Any, now: Any, path: str = "") -> dict[str, str]:
-    """Return the differences between two JSON values, as a dict from the path in the values, such as "source.length",
-    to a text such as "source.length was 128 and is 64 now". `path`: path of the two values themselves."""
+    """Return the differences of JSON values by path: {"source.length": "source.length was 128 and is 64 now"}."""
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         texts: dict[str, str] = {}
         for name in {**was, **now}:
@@ -247,8 +234,8 @@ def _is_list(value: Any) -> bool:
 
 
 def common_progress(workers: Sequence[OrderProgress]) -> tuple[OrderProgress, list[int]]:
-    """Return the progress of all workers together, which ends before the first batch that no worker has made; and the
-    number of batches that each worker has made in the same epoch."""
+    """Return the common progress, before the first batch that no worker has made, and each worker's batches in that
+    epoch."""
     newest = max(workers, key=lambda progress: progress.epoch)
     # A worker that is still at the end of the previous epoch has made no batch of this one.
     dones = [progress.done if progress.epoch == newest.epoch else 0 for progress in workers]
@@ -257,8 +244,8 @@ def common_progress(workers: Sequence[OrderProgress]) -> tuple[OrderProgress, li
 
 
 def _check_same_epochs(workers: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raise StateMismatchError unless this loader has the workers' number of samples and `tail`. The seed may differ:
-    outside a worker the run's is unknown."""
+    """Raise StateMismatchError for other sample numbers or `tail`. Seeds may differ: outside a worker the run's is
+    unknown."""
     names = [name for name in ("samples", "tail") if workers.get(name) != identity.get(name)]
     if names:
         differing = ", ".join(
@@ -277,9 +264,8 @@ def _refuse(message: str, *, strict: bool) -> None:
 
 
 def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict: bool) -> int:
-    """Return the position in the epoch that each box reached with `done` batches after the state's `start`, by the
-    ranges that the saved run skipped. Raises StateMismatchError if the loader skips other samples before it
-    (strict=False: warns)."""
+    """Return each box's position after `done` batches from `start`, by the saved run's skips. StateMismatchError if the
+    loader skips others before it (strict=False: warns)."""
     progress, saved = progress_of(state), skip_of(state)
     position = _remainder(progress, replace(epochs, skip=saved)).position(done)
     number = progress.epoch * epochs.length + position
@@ -294,8 +280,7 @@ def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict:
 
 
 def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], epochs: EpochPlan) -> dict[str, Any]:
-    """Merge the states of all workers. Topology and skipped ranges come from them, because this process may be no
-    worker."""
+    """Merge all workers' states. Topology and skips come from them, because this process may be no worker."""
     workers_progress, skip = [progress_of(state) for state in states], skip_of(states[0])
     check_same_order(states)
     _check_same_epochs(states[0]["order"], order)
@@ -313,7 +298,6 @@ def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], ep
 def deaggregated(
     state: Mapping[str, Any], number: int, workers: int, topology: Topology, epochs: EpochPlan, *, strict: bool
 ) -> OrderProgress:
-    """Return the progress at which worker `number` of `workers` starts from an aggregated state."""
     whole = progress_of(state)
     same = state.get("workers") == workers and whole.topology.workers == topology.workers
     if same and whole.topology == topology and skip_of(state) == epochs.skip:

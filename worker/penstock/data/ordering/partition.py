@@ -1,9 +1,6 @@
-"""Partition of an epoch into batches, and of each batch into the rows of each box.
-
-Global batch j is the next B samples in the epoch's order. Box b of N takes its rows b, b + N, b + 2N ..., so the order
-of all rows is the same for any number of boxes. The workers of a box make its batches in turn. All boxes have the same
-number of batches, so that a training loop ends on all boxes at the same step.
-"""
+"""Partition of an epoch into batches, and of each into rows of boxes. Global batch j is the next B samples in order.
+Box b of N takes rows b, b + N, b + 2N ..., so the order of all rows is the same for any N. A box's workers make its
+batches in turn. All boxes have equally many, so that a training loop ends on all at the same step."""
 
 from __future__ import annotations
 
@@ -19,39 +16,35 @@ __all__ = ["APART", "Partition", "Tail", "WorkerTurn"]
 
 Tail = Literal["emit", "pad", "drop", "carry"]
 APART: Literal["emit apart"] = "emit apart"
-"""Value of `tail` for an order whose "rows" are batches: an incomplete last group is emitted, and its rows are never
-added to the group before."""
+"""`tail` where "rows" are batches: an incomplete last group is emitted, never added to the group before."""
 
 
 @dataclass(frozen=True)
 class WorkerTurn:
-    """Share of one worker in the batches of its box: it makes the batches `number`, `number` + `of`, `number` + 2 `of`,
-    ..."""
+    """Share of one worker in its box's batches: `number`, `number` + `of`, `number` + 2 `of`, ..."""
 
     number: int
     of: int
 
     def done(self, batches: int) -> int:
-        """Return how many of the box's first `batches` batches this worker makes."""
+        """Return how many of the box's first `batches` this worker makes."""
         return max(0, -(-(batches - self.number) // self.of))
 
     def batch(self, done: int) -> int:
-        """Return the number, over all workers of the box, of the batch that this worker makes after its first
-        `done`."""
+        """Return the number, over all the box's workers, of the batch after this one's first `done`."""
         return self.number + done * self.of
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Rest of an epoch, from position `start` on, in global batches of `batch` samples for `boxes` boxes.
+    """Rest of an epoch from `start`, in global batches of `batch` samples for `boxes` boxes. An incomplete last one, by
+    `tail`:
 
-    The setting `tail` decides what becomes of an incomplete last batch:
-
-    - "emit": it is a batch like the others. But if it has fewer rows than there are boxes, its rows are added to the
-      batch before. If there is none before, the last boxes get a batch without rows.
-    - "pad": it is filled with samples from the epoch's beginning.
-    - "drop": it is left out.
-    - "carry": its samples are the first ones of the next epoch, whose `start` is then negative.
+    - "emit": is a batch. With fewer rows than boxes it is added to the batch before; without one, the last boxes get no
+      rows.
+    - "pad": is filled with samples from the epoch's beginning.
+    - "drop": is left out.
+    - "carry": begins the next epoch, whose `start` is then negative.
     """
 
     length: int
@@ -68,14 +61,13 @@ class Partition:
         return whole + 1
 
     def position(self, batches: int) -> int:
-        """Return the position in the epoch's order that follows the samples of the first `batches` global batches."""
         if batches >= self.batches and self.tail != "carry":
             return self.length
         return self.start + min(batches, self.batches) * self.batch
 
     def rows(self, number: int, box: int = 0, boxes: int | None = None) -> Ints:
-        """Return the positions of a box's rows in global batch `number`; with boxes=1, of all rows. With tail="emit"
-        only box 0 is sure to have a row in the last batch."""
+        """Return a box's positions in a global batch; all with boxes=1. With "emit" only box 0 is sure of a row in the
+        last."""
         begin = self.start + number * self.batch
         size = self.batch
         if number == self.batches - 1 and self.tail in ("emit", APART):

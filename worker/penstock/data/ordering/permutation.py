@@ -1,9 +1,7 @@
-"""Keyed permutations, computed for each element and not stored.
-
-A shuffled epoch of 10^9 samples is a function from position to sample: a Feistel network over b bits, a bijection for
-any round function. b is the smallest number of bits that can represent n values, and at least 6. A result of n or more
-is permuted again until it falls below n (cycle-walking: J. Black and P. Rogaway, "Ciphers with Arbitrary Finite
-Domains", 2002). Each element has its own key and its own n, so one call can draw a batch from many shuffled blocks.
+"""Keyed permutations, computed for each element and not stored. A shuffled epoch of 10^9 samples is a Feistel network
+over b bits, a bijection for any round function, with the smallest b, at least 6, that holds n values. A result of n or
+more is permuted again (cycle-walking: J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Each
+element has its own key and n, so one call can draw from many shuffled blocks.
 
 Saved states are positions in this order, so the arithmetic must never change; a test compares it with recorded values.
 """
@@ -20,7 +18,7 @@ Words = npt.NDArray[np.uint64]
 
 ROUNDS = 8
 MIN_BITS = 6
-"""Smallest width of the Feistel network, in bits; with fewer there would be too few permutations to choose from."""
+"""Least width of the network, in bits; fewer give too few permutations."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -28,15 +26,14 @@ _30, _27, _31, _ONE = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(1)
 
 
 def _scrambled(words: Words) -> Words:
-    """Return each word, hashed by the finalizer of splitmix64 (G. Steele, D. Lea and C. Flood, 2014)."""
+    """Hash by the finalizer of splitmix64 (G. Steele, D. Lea and C. Flood, 2014)."""
     words = (words ^ (words >> _30)) * _FIRST
     words = (words ^ (words >> _27)) * _SECOND
     return words ^ (words >> _31)
 
 
 def mix(key: int, *parts: npt.ArrayLike) -> Words:
-    """Return a key of 64 bits for each element of `parts` (integers or arrays, broadcast to one shape), derived from
-    `key`."""
+    """Return a 64-bit key, derived from `key`, for each element of `parts` (integers or arrays, broadcast)."""
     with np.errstate(over="ignore"):
         words = _scrambled(np.asarray(key & (2**64 - 1), np.uint64) + _GOLDEN)
         for part in parts:
@@ -45,8 +42,8 @@ def mix(key: int, *parts: npt.ArrayLike) -> Words:
 
 
 def permuted(positions: npt.ArrayLike, count: npt.ArrayLike, keys: npt.ArrayLike) -> Ints:
-    """Return the image of each position under the permutation of [0, count) that its key selects. All arguments are
-    broadcast; `count` is below 2^62, `keys` have 64 bits (see `mix`)."""
+    """Return each position's image under the permutation of [0, count) by its key (64 bits); broadcast; `count` below
+    2^62."""
     at, size, key = np.broadcast_arrays(
         np.asarray(positions).astype(np.uint64), np.asarray(count).astype(np.uint64), np.asarray(keys).astype(np.uint64)
     )

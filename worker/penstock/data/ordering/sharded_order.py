@@ -1,20 +1,18 @@
-"""Order of a sharded dataset's samples: a function from (epoch, position) to sample, the same for any number of boxes
-and workers.
+"""Order of a sharded dataset's samples: a function from (epoch, position) to sample, alike for any boxes and workers.
 
     position -> stream, and position in its sequence -> partition -> shuffled block -> shard and sample
 
-- **Parts.** An epoch is a permuted sequence of whole shards; if it takes only a share of a stream, or repeats a part of
-  it, also of pieces of shards.
-- **Partitions.** The sequence is cut into C equal partitions, and position p takes the next sample of partition p mod
-  C. If the number of boxes divides C, each box reads its own partitions and so its own shards.
-- **Blocks.** A few neighbouring parts of a partition form a block, and samples are permuted only within their block, so
-  only the shards of a few blocks are needed at a time (block_shuffle.py). If a file has blocks that are decoded as a
-  whole (row groups of Parquet), each of these is called a shard in this package.
-- **Streams.** Either the parts of all streams are in one sequence ("shards"), or each stream has a sequence of its own
-  and they are interleaved: in units of C samples ("samples") or of a whole batch ("batches"). Then every prefix of the
-  order has each stream's share (interleave.py); the rest of each stream, less than a unit, comes at the end.
+- **Parts.** An epoch is a permuted sequence of whole shards, and of pieces if it takes only a share of a stream or
+  repeats a part of it.
+- **Partitions.** The sequence is cut into C equal ones; position p takes the next sample of partition p mod C. If the
+  number of boxes divides C, each box reads only its own shards.
+- **Blocks.** Samples are permuted only within a few neighbouring parts of a partition, so only a few blocks' shards are
+  needed at a time (block_shuffle.py). Blocks of files decoded as a whole (row groups) are called shards here.
+- **Streams.** Their parts are in one sequence ("shards"), or sequences are interleaved in units of C samples
+  ("samples") or a batch ("batches"): every prefix has each stream's share (interleave.py); rests below a unit come at
+  the end.
 
-The memory used does not grow with the number of samples. It is a few numbers for each part of an epoch.
+The memory used is a few numbers for each part of an epoch, however many samples there are.
 """
 
 from __future__ import annotations
@@ -38,14 +36,13 @@ __all__ = ["Interleave", "ShardedOrder"]
 Interleave = Literal["shards", "samples", "batches"]
 
 KEPT_EPOCHS = 2
-"""Number of epochs whose shuffled sequences stay in memory: the present one, and the next, whose shards are
-prefetched."""
+"""Sequences in memory: of the present epoch, and the next, whose shards are prefetched."""
 SAMPLE_LIMIT = 1 << 48
-"""Exclusive upper bound of the number of samples in an epoch. Positions are divided as floats, which have 53 bits."""
+"""Exclusive bound of an epoch's samples. Positions are divided as floats, which have 53 bits."""
 
 
 class ShardedOrder:
-    """Order of the samples of all epochs. A sample's number (id) counts shard by shard over all streams."""
+    """Order of all epochs' samples. A sample's id counts shard by shard over all streams."""
 
     def __init__(
         self,
@@ -62,14 +59,10 @@ class ShardedOrder:
         inner: int | None = None,
         starts: Ints | None = None,
     ) -> None:
-        """Args: | streams: for each stream, the number of samples in each of its shards. | shares: for each stream, the
-        number of its samples that an epoch takes; smaller or larger than the stream. | block: approximate number of
-        samples that are shuffled with each other; None: all of a partition. | interleave: "shards": the shards of all
-        streams are shuffled as one sequence; "samples" or "batches": the | streams are interleaved in units of
-        `partitions` samples, or of global batches of `batch` samples. | files: for each stream, an array with the
-        number of the file in which each of its shards is a block, | ascending over all streams; None: each shard is a
-        file. | inner: approximate number of samples that are shuffled with each other in files with several blocks;
-        None: | as `block`. | starts: value of the property `starts`, if the caller has it in memory already."""
+        """streams: sizes of each one's shards. shares: samples of each that an epoch takes, fewer or more than it has.
+        block, inner: about how many samples are shuffled together, overall and in files with several blocks; None: all
+        of a partition, as `block`. interleave: units of `partitions` samples or of `batch`. files: of each shard,
+        ascending over all streams; None: each is one. starts: the property's value, if in memory already."""
         self._streams = [np.asarray(sizes, np.int64) for sizes in streams]
         self._shares = [int(share) for share in shares]
         one = len(self._streams) == 1
@@ -99,11 +92,11 @@ class ShardedOrder:
 
     @property
     def starts(self) -> Ints:
-        """Number of the first sample of each shard, then the number of all samples; shape (shards + 1,)."""
+        """First sample of each shard, then the number of all; shape (shards + 1,)."""
         return self._starts
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers (ids) of the samples at these positions of an epoch, which must be in [0, len(self))."""
+        """Return the ids at positions in [0, len(self)) of an epoch."""
         at = np.asarray(positions, np.int64)
         ids = np.empty_like(at)
         for sequence, chosen, inner in self._split(epoch, at):
@@ -111,13 +104,11 @@ class ShardedOrder:
         return ids
 
     def shards_of(self, ids: Ints) -> Ints:
-        """Return the number of the shard that holds each of the samples `ids`."""
         found: Ints = np.searchsorted(self._starts, ids, side="right") - 1
         return found
 
     def shards(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of all shards of the blocks in which these positions lie, in the order in which they are
-        needed."""
+        """Return all shards of these positions' blocks, in the order in which they are needed."""
         at = np.asarray(positions, np.int64)
         blocks = [
             (int(chosen[index]), shards)
@@ -130,7 +121,7 @@ class ShardedOrder:
         return needed[np.sort(first)]
 
     def _split(self, epoch: int, at: Ints) -> Iterator[tuple[PartSequence, Ints, Ints]]:
-        """Yield (sequence, places of its positions in `at`, the same positions counted within the sequence)."""
+        """Yield (sequence, places in `at`, positions in the sequence)."""
         sequences = self._epoch(epoch)
         if len(sequences) == 1:
             yield sequences[0], np.arange(len(at)), at

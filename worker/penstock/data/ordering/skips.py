@@ -1,9 +1,6 @@
-"""Skipped samples: samples left out of an order, for example because training failed on them.
-
-A sample's number counts from the run's beginning over all epochs: epoch * samples of an epoch + position. Skipping
-removes numbers from the order and changes no other number, so the meaning of a position does not depend on the skipped
-samples. Samples that are not skipped are kept. A kept sample's rank counts the kept samples before it.
-"""
+"""Skipped samples, left out of an order, for example because training failed on them. A sample's number counts over all
+epochs: epoch * samples of an epoch + position. Skips change no other number, and so no position's meaning. A kept
+sample's rank counts the kept ones before it."""
 
 from __future__ import annotations
 
@@ -19,14 +16,14 @@ from penstock.proto.errors import InvalidArgumentError
 __all__ = ["KeptPositions", "Ranges", "added_before", "ranges_of"]
 
 Ranges = tuple[tuple[int, int], ...]
-"""Pairs (first, end) of sample numbers, ascending, none empty, with a gap between any two."""
+"""(first, end), ascending, none empty, with gaps."""
 
 MAX_DISTANCE = 1 << 61
-"""Largest distance of a skipped sample from an epoch's beginning. With this limit, 64 bits suffice for all sums."""
+"""Limit on a skipped sample's distance from an epoch's beginning: 64 bits then suffice for all sums."""
 
 
 def ranges_of(skip: Iterable[range]) -> Ranges:
-    """Return the ranges in `skip`, sorted and joined where they touch."""
+    """Sort the ranges, and join them where they touch."""
     found = []
     for piece in skip:
         if not isinstance(piece, range) or piece.step != 1 or not 0 <= piece.start <= piece.stop <= MAX_DISTANCE:
@@ -46,7 +43,7 @@ def ranges_of(skip: Iterable[range]) -> Ranges:
 
 
 def added_before(saved: Ranges, now: Ranges, position: int) -> tuple[int, int] | None:
-    """Return the first range before `position` that is skipped in `now` but not in `saved`; None if there is none."""
+    """Return the first range before `position` skipped in `now` but not in `saved`."""
     ends = [end for _, end in saved]
     for first, end in now:
         index = bisect_right(ends, first)
@@ -60,8 +57,8 @@ def added_before(saved: Ranges, now: Ranges, position: int) -> tuple[int, int] |
 
 
 class KeptPositions:
-    """Conversion between the positions of an epoch and the ranks of its kept samples. The first kept sample of the
-    epoch has rank 0; those of earlier epochs have negative ranks."""
+    """Conversion between positions of an epoch and ranks of kept samples, from 0 in it; earlier epochs have negative
+    ranks."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]], begin: int) -> None:
         """`begin`: number of the epoch's first sample."""
@@ -70,13 +67,12 @@ class KeptPositions:
         self._ends = [end for _, end in near]
         before = sum(max(0, min(end, 0) - first) for first, end in near)
         self._out = list(accumulate((end - first for first, end in near), initial=-before))
-        """Number of samples skipped before each range, counted from the epoch's beginning; then up to the end of the
-        last."""
+        """Samples skipped before each range since the epoch's beginning; then up to the end of the last."""
         ranks = [first - out for first, out in zip(self._firsts, self._out, strict=False)]
         self._arrays = (np.array(ranks, np.int64), np.array(self._out, np.int64)) if near else None
 
     def rank(self, position: int) -> int:
-        """Return the rank of the sample at `position`; if it is skipped, the rank of the next kept sample."""
+        """Return the rank of the first kept sample from `position` on."""
         index = bisect_right(self._ends, position)
         inside = max(0, position - self._firsts[index]) if index < len(self._ends) else 0
         return position - self._out[index] - inside

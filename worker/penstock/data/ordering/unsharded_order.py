@@ -1,12 +1,10 @@
-"""Order of a map-style dataset, which has no shards. An epoch may have any number of samples.
-
-All epochs, laid end to end, repeat the dataset. With shuffle each repeat is another permutation of it:
+"""Order of a map-style dataset, which has no shards. All epochs, of any length, laid end to end, repeat the dataset;
+with shuffle each repeat is another permutation, so no sample comes again before all have come:
 
     epoch, position -> number over all epochs -> repeat, and index in it -> permuted
 
-So no sample comes again before all samples have come. With blocks, neighbouring samples stay near each other: the
-blocks of a repeat are permuted, and so are the samples within each block. Blocks are equally long, except one short
-block with the rest of the samples, which stands at a random place among them.
+With blocks, a repeat's blocks are permuted, and samples within each. All are equally long but one with the rest, at a
+random place.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["UnshardedOrder"]
 
 SAMPLE_LIMIT = 1 << 48
-"""Exclusive upper bound of the number of samples in a dataset, and of the number in an epoch."""
 _BLOCKS, _SHORT, _INSIDE = 0, 1, 2
 """Mixed into keys: for the order of a repeat's blocks, the place of the short block, and the order within a block."""
 
@@ -72,6 +69,5 @@ def _mixed(keys: npt.NDArray[np.uint64], part: npt.ArrayLike) -> npt.NDArray[np.
 
 
 def _chosen(keys: npt.NDArray[np.uint64], count: int) -> Ints:
-    """Return a pseudorandom number in [0, count) for each key."""
     found: Ints = (_mixed(keys, _SHORT) % np.uint64(count)).astype(np.int64)
     return found

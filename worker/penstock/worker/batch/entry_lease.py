@@ -1,25 +1,21 @@
-"""Lease of a ring entry in which user code builds a batch, before the size of the batch is known. A ring is the shared
-memory through which a runner sends batches; an entry is its room for one batch.
+"""Lease of a ring entry (room for one batch in shared memory) in which user code builds a batch of still unknown size.
 
     begin ──> the arena of an entry, under a weak reference ── place, place ... ──> leaves cut from the arena
     take  ──> if the batch lies exactly there and no other code can reach it: the entry, ready to publish
 
-Building a batch in the ring is unsafe if user code still holds a tensor of the batch after the batch was published: the
-entry then belongs to the training loop, and later to another batch. So a batch is published in place only if none of
-its tensors is alive. All tensors and arrays (*leaves*) cut from an entry have one array as their base object, the
-*arena*, and only the leaves keep the arena alive. `take` drops the batch and checks whether the arena was freed with
-it. A generator's variable, a list of old batches, a thread, or a view of a view keeps the arena alive. Then the batch
-is copied to another entry, and this entry stays unchanged until the last leaf is dropped. So neither a batch that user
-code holds nor a delivered batch ever changes.
+A published entry belongs to the training loop, and later to another batch, so user code must hold none of its tensors.
+All tensors and arrays (*leaves*) cut from an entry have one array as base object, the *arena*, which only they keep
+alive. `take` drops the batch and checks whether the arena was freed with it. If not (a generator's variable, a list of
+old batches, a thread, a view of a view), the batch is copied to another entry, and this one stays unchanged until the
+last leaf is dropped.
 
 Every other failure also ends in the plain copy: leaves in another order or transformed, two batches begun before the
-first was yielded, a batch that needs a larger ring. If a batch is dropped before it is yielded (an exception, an
-abandoned epoch), its arena is freed, and the entry is used again from its start.
+first was yielded, a batch that needs a larger ring. If a batch is dropped before it is yielded, its entry is used
+again.
 
-At most one entry is leased at a time, and only from rings with at least MIN_ENTRIES entries, so that the stream can
-continue with the other entries if the leased one is never freed. A process that is forked while an arena is alive holds
-views of the entry, and the parent cannot see when the child drops these views. So the entry is not used again while its
-ring is in use, and no other entry is leased.
+At most one entry is leased, and only from rings with at least MIN_ENTRIES, so that the stream continues if it is never
+freed. After a fork with a live arena the parent cannot see when the child drops its views. So the entry is not used
+again while its ring is in use, and no other is leased.
 """
 
 from __future__ import annotations
@@ -36,41 +32,34 @@ from penstock.proto.lane.producer import FreeEntry, Producer
 from penstock.proto.lane.ring import MIN_ENTRIES
 
 NOWHERE = 1 << 62
-"""Value of `EntryLease.cursor` beyond any ring entry, set after a value of unknown size, so that no later tensor or
-array of the same batch is placed in the entry."""
+"""Value of `EntryLease.cursor` after a value of unknown size: no later leaf of the batch is placed in the entry."""
 WORTH_FROM = 512 << 10
-"""Size of the smallest ring entry that is leased, in bytes: copying half a MiB takes 9 us, the same as a lease (see
-benchmarks/collate.md)."""
+"""Size in bytes of the smallest entry that is leased: copying it takes 9 us, as a lease does
+(benchmarks/collate.md)."""
 VAIN_LIMIT = 8
-"""Number of consecutive batches that were built in a ring entry and had to be copied nevertheless, after which the rest
-of the epoch is built in ordinary memory: the loader keeps or changes its batches."""
+"""Consecutive copied batches after which the rest of the epoch is built in ordinary memory: the loader keeps its
+batches."""
 
 
 class EntryArena(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Array over all bytes of a leased ring entry: the base object of each tensor that user code builds in the entry.
-
-    The arena has a class of its own because numpy shortens a chain of bases of one type: the tensors would then refer
-    to another base, and the arena would be freed at once.
-    """
+    """Array over all bytes of a leased entry. A class of its own, because numpy shortens a chain of bases of one type:
+    the tensors would refer to another base, and the arena would be freed at once."""
 
     __slots__ = ()
 
 
 class EntryLease:
-    """Lease of one ring entry at a time. A runner has one such object, which serves only the thread that made it.
-
-    wait: called when all entries are taken; returns True once an entry may be free, or False to build in ordinary
-    memory instead. `wait` must not raise, because it is called inside user code.
-    """
+    """Lease of one ring entry at a time, for the thread that made it. wait: called when all entries are taken; returns
+    True once one may be free, False to use ordinary memory; must not raise, because it is called in user code."""
 
     def __init__(self, producer: Producer, wait: Callable[[], bool]) -> None:
         self.offered = False
         self.cursor = 0
-        """Offset in the ring entry, in bytes, at which the batch's next tensor or array is placed."""
+        """Offset in the ring entry, in bytes, of the batch's next leaf."""
         self.built = 0
-        """Number of batches that were built in a ring entry and published there without a copy."""
+        """Number of batches that were built in a ring entry and published there."""
         self.copied = 0
-        """Number of batches that were copied although one of their tensors or arrays was built in a ring entry."""
+        """Number of batches that were copied although a leaf was built in a ring entry."""
         self._producer = producer
         self._wait = wait
         self._thread = threading.get_ident()
@@ -84,8 +73,8 @@ class EntryLease:
         ] = []  # (start, size) where the tensors of the last misplaced batch belonged
 
     def begin(self) -> EntryArena | None:
-        """Return the arena in which user code builds the batch; None if the batch must be built in ordinary memory. The
-        caller must keep a reference to the arena for as long as it uses `cursor`."""
+        """Return the arena in which user code builds the batch; None: in ordinary memory. The caller keeps it while it
+        uses `cursor`."""
         if not self.offered or threading.get_ident() != self._thread:
             return None
         arena = self._arena()
@@ -109,12 +98,10 @@ class EntryLease:
         return arena
 
     def place(self, arena: EntryArena, nbytes: int, *, guess: bool = False) -> int | None:
-        """Return the offset in bytes at which a tensor or array of `nbytes` bytes is to be built in the arena, and move
-        the cursor behind it. Return None if it must be built in ordinary memory.
+        """Return the offset in bytes of a leaf in the arena, and move the cursor behind it; None: in ordinary memory.
 
-        guess: True if the caller builds only some tensors of the batch in the arena, and does not know the sizes of
-        those in between. The offset is then taken from the right layout of the last batch that had to be copied because
-        its offsets were wrong: batches often have one layout.
+        guess: True if the sizes of leaves in between are not known. The offset is then taken from the layout of the
+        last batch that had to be copied for wrong offsets: batches often have one layout.
         """
         offset = self._guess(nbytes) if guess and self._leaf_ranges else self.cursor
         if offset is None or offset + nbytes > len(arena):
@@ -126,12 +113,8 @@ class EntryLease:
         self.cursor += (nbytes + ALIGN - 1) & -ALIGN
 
     def take(self, flat: FlatBatch, need: int) -> FreeEntry | None:
-        """Return the leased ring entry if the batch `flat` may be published there: all of its leaves in the entry lie
-        at their final offsets, and no other code holds one of them. Otherwise return None: the caller must copy `flat`
-        to another entry.
-
-        The caller must hold no other reference to the batch. need: smallest size of the entry in bytes.
-        """
+        """Return the leased entry if the batch may be published there; otherwise None: the caller must copy it. The
+        caller must hold no other reference to the batch. need: smallest size of the entry in bytes."""
         reserved, arena = self._reserved, self._arena()
         if reserved is None:
             return None
@@ -160,8 +143,7 @@ class EntryLease:
             self._return()
 
     def forking(self) -> None:
-        """Record that this process is about to be forked: the child gets views of the entry if user code holds a part
-        of it, so the entry is not used again while its ring is in use."""
+        """Record that this process is about to be forked: the entry is then not used again while its ring is in use."""
         if self._arena() is not None:
             self._forked = True
 

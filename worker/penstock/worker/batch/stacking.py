@@ -1,8 +1,6 @@
-"""Stacking samples into a leased ring entry.
-
-`Builder.collate` runs torch's own recursion with other functions at its leaves. The recursion visits leaves in the
-order in which they lie in the entry, so the offset of each leaf follows from the sizes of the earlier ones.
-"""
+"""Stacking samples into a leased ring entry: `Builder.collate` runs torch's own recursion with other functions at its
+leaves. It visits them in the order in which they lie in the entry, so offsets follow from the sizes of earlier
+leaves."""
 
 from __future__ import annotations
 
@@ -54,8 +52,7 @@ class Builder:
             del arena  # keeps the lease's cursor valid until here
 
     def _stack(self, samples: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
-        """Stack tensors into the leased ring entry. torch's own function does what torch.stack refuses or treats
-        differently."""
+        """Stack into the leased entry. torch's own function does what torch.stack refuses or treats differently."""
         lease = self.lease
         dtype = samples[0].dtype
         if (
@@ -74,8 +71,8 @@ class Builder:
         return self._leaf(torchs.collate_tensor_fn, samples, collate_fn_map=collate_fn_map)
 
     def _leaf(self, plain: Callable[..., Any], samples: Any, *, collate_fn_map: Any = None) -> Any:
-        """Call torch's collate function `plain`, and move the lease's cursor by the size of the result, unless a nested
-        call has moved it."""
+        """Call torch's function `plain`, and move the cursor by the result's size, unless a nested call has moved
+        it."""
         cursor = self.lease.cursor
         made = plain(samples, collate_fn_map=collate_fn_map)
         if self.lease.cursor == cursor:

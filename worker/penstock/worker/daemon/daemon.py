@@ -1,9 +1,5 @@
-"""The worker daemon: registers with the coordinator, asks which slots to run, starts and stops them. It never runs user
-code.
-
-Each heartbeat's reply holds the whole set of slots that this worker should run. The daemon starts slots that are
-missing and stops slots that are not in the set, so a lost, late or repeated message does no harm.
-"""
+"""The worker daemon: registers with the coordinator, starts and stops slots. It never runs user code. Each heartbeat's
+reply holds the whole set of slots to run, so a lost, late or repeated message does no harm."""
 
 from __future__ import annotations
 
@@ -52,24 +48,18 @@ RETRY_S = 0.3
 UNAVAILABLE_AGAIN_S = 60.0
 """Seconds between two log lines that say that the coordinator cannot be reached."""
 ATTACH_DEADLINE_S = 30.0
-"""Largest number of seconds that a runner may take to accept a connection from a training job."""
 HELPERS_AT_ONCE = 2
-"""Smallest limit on helper processes that work at the same time; with more than two cores it is one per core."""
+"""Smallest limit on simultaneous helper processes; with more than two cores it is one per core."""
 ASSIGNED = 2
-"""Largest number of assignments read from a coordinator's reply, as a multiple of the worker's number of slots. Those
-beyond the number of slots are reported lost."""
+"""Limit on assignments in a reply, as a multiple of the worker's slots. Those beyond the slots are reported lost."""
 ANSWERS_AT_ONCE = 1024
-"""Largest number of state requests that are answered at the same time. The coordinator sends no more."""
 TURN_S = 0.5
-"""Seconds between two reports of the event loop to the heartbeat thread that it still makes progress."""
+"""Seconds between two reports of the event loop to the heartbeat thread that it makes progress."""
 
 
 class Daemon:
-    """Worker daemon: runs each slot that the coordinator assigns in a child process. `run()` returns after `stop()`.
-
-    fork_server: process, already started for this daemon, from which runners are forked. None: one is started for the
-    first slot.
-    """
+    """Worker daemon: runs each assigned slot in a child process. `run()` returns after `stop()`. fork_server: already
+    started one; None: one is started for the first slot."""
 
     def __init__(self, settings: DaemonSettings, fork_server: StartedForkServer | None = None) -> None:
         self.settings = settings
@@ -107,18 +97,18 @@ class Daemon:
         """Seconds without a heartbeat after which the coordinator counts this worker as dead; 0 before the first."""
         self._pace = PollPace()
         self.state_answers: Counter[str] = Counter()
-        """Number of answers to state requests by result: "ok", "error" or "dropped" (not sent)."""
+        """By result: "ok", "error" or "dropped" (not sent)."""
         self.started_at = time.monotonic()
         self.answered_at: float | None = None
-        """Monotonic time of the coordinator's last answer, seconds; None before the first."""
+        """Monotonic time in seconds; None before the first answer."""
         self._slots: dict[SlotKey, Slot] = {}
         self._unstarted: dict[SlotKey, coordinator_pb2.SlotReport] = {}
         self._answered: set[str] = set()
         self._answering = 0
         self._unanswered = False
         self._made = self._seen = 0
-        """Version numbers of the coordinator's replies, which rise. `_made`: the last one that was applied. `_seen`:
-        the one that heartbeats report as known; with 0 the coordinator sends its whole reply again."""
+        """Versions of the coordinator's replies: the last one applied, and the one reported as known (0: send all
+        again)."""
         self.listeners = LaneListeners(self._attach, settings.tls, insecure=settings.insecure)
         self._clock_offset = 0.0
         """Coordinator's Unix time minus this worker's monotonic clock at the last reply, in seconds."""
@@ -126,14 +116,14 @@ class Daemon:
         self._assigned = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
-        """Tasks that stop slots. They are never cancelled, so that the slots' runners are reaped."""
+        """Tasks that stop slots, never cancelled, so that the runners are reaped."""
         self._draining = self._leaving = False
         """Reasons why this worker gets no new slots: the coordinator drains it, or it is about to end."""
         self._stuck = 0
-        """Number of this worker's slots for which no other worker has free capacity, during a drain."""
+        """Slots for which no other worker has free capacity, during a drain."""
         self._commit_mark = b""
-        """Number of the newest journal commit that the coordinator reported, with its signature. Each heartbeat carries
-        it, so that a coordinator that restarts with an older journal detects the missing commits."""
+        """Newest journal commit that the coordinator reported, signed, in each heartbeat: a coordinator that restarts
+        with an older journal detects the missing commits."""
         self._replied = asyncio.Event()
         self.stopping = asyncio.Event()
         self._at_once = asyncio.Event()
@@ -186,8 +176,8 @@ class Daemon:
             await self._leave()
 
     async def _migrate_slots(self) -> None:
-        """Wait for a stop request, then until every slot has moved to another worker. Give up after `drain_s` seconds,
-        on a second stop request, or if no other worker has free capacity."""
+        """Wait for a stop request, then until every slot has moved, `drain_s` is over, no worker has room, or a second
+        request."""
         await self.stopping.wait()
         self._leaving = True
         self._dirty.set()
@@ -331,7 +321,7 @@ class Daemon:
         self._replied.set()
 
     def _heartbeat(self, hold_s: float, bare: bool = False) -> coordinator_pb2.HeartbeatRequest:
-        """Build a heartbeat request. bare: True leaves out the slots' reports, which only the event loop may read."""
+        """bare: True leaves out the slots' reports, which only the event loop may read."""
         return coordinator_pb2.HeartbeatRequest(
             worker=self.host.name,
             session=self._session,
@@ -426,8 +416,7 @@ class Daemon:
         task.add_done_callback(self._ending.discard)
 
     def _drop_unused(self) -> None:
-        """Release values that were kept for runs that have no slot here any more. If no slot is left, let the fork
-        server end after a delay, in case another run starts soon."""
+        """Release values of runs without a slot here. Without any slot, let the fork server end after a delay."""
         needed = [slot.record.assignment for slot in self._slots.values()]
         self.host.blobs.keep({name for each in needed for name in (each.loader.arguments_blob, each.resume.blob)})
         self.host.fork_server.keep(needed=bool(self._slots))

@@ -1,13 +1,12 @@
 """Heartbeats that do not wait for the daemon's event loop.
 
-While the loop is busy, such as with hundreds of states at once, it sends no heartbeats, and after the *lease* the
-coordinator would take the worker for dead, and move all of its slots. So a thread watches the time since the
-coordinator's last answer. If that is too long, the thread sends a bare heartbeat (one without slot reports) over a
-connection of its own, and ignores the answer. It closes this connection once the event loop gets answers again.
-Otherwise each worker would hold two connections to the coordinator after an outage.
+While the loop is busy, such as with hundreds of states at once, it sends none, and after the *lease* the coordinator
+would move all slots. So a thread sends a bare heartbeat (without slot reports) over a connection of its own if the
+coordinator's last answer is too old. It closes the connection once the loop gets answers again; otherwise each worker
+would hold two after an outage.
 
-A thread is used and not a process, because heartbeats must stop when the daemon is stopped or killed. They also stop
-`HANGS_S` seconds after the event loop has stopped making progress. Other workers then get the slots.
+It is no process, because heartbeats must stop when the daemon is stopped or killed. They also stop `HANGS_S` seconds
+after the loop's last progress; other workers then get the slots.
 """
 
 from __future__ import annotations
@@ -22,22 +21,21 @@ from penstock.proto.rpc.wire_errors import cut
 from penstock.proto.v1 import coordinator_pb2
 
 REPORTS_MAX = 3 << 20
-"""Largest total size of the slots' reports in one heartbeat, in bytes. The coordinator accepts messages of 4 MiB."""
+"""Total size of slot reports in one heartbeat, in bytes; the coordinator accepts messages of 4 MiB."""
 BARE = 300
-"""Bytes reserved in a shortened slot report for all fields except its texts and the run's name."""
+"""Bytes reserved in a shortened report for all but its texts and the run's name."""
 
 LATE = 0.5
-"""Share of the lease that may pass without an answer of the coordinator before the thread sends a heartbeat."""
+"""Share of the lease without an answer after which the thread sends a heartbeat."""
 LOOKS = 8
 HANGS_S = 60.0
 """Seconds without progress of the event loop after which it counts as hanging, not busy."""
 SOON_S = 0.5
-"""Seconds between two checks of the thread while no lease is known."""
 
 
 def fitted(reports: list[coordinator_pb2.SlotReport]) -> list[coordinator_pb2.SlotReport]:
-    """Return the slots' reports, so shortened that together they fit into one heartbeat (REPORTS_MAX bytes). Of 8
-    reports that are too large together, those above an eighth of REPORTS_MAX are cut."""
+    """Shorten the reports to fit one heartbeat: of 8 that are too large together, those above an eighth of REPORTS_MAX
+    are cut."""
     if sum(report.ByteSize() for report in reports) <= REPORTS_MAX:
         return reports
     share = REPORTS_MAX // len(reports)
@@ -63,11 +61,8 @@ class _Client(Protocol):
 
 
 class Heartbeats:
-    """Thread that sends heartbeats while the daemon's event loop is too busy to send them.
-
-    connect: returns the client with which the thread calls the coordinator. bare: returns a heartbeat without slot
-    reports. lease_s: returns the last lease from the coordinator, in seconds; 0 before the first.
-    """
+    """Thread that sends heartbeats while the event loop is too busy. bare: makes a heartbeat without slot reports.
+    lease_s: returns the coordinator's last lease in seconds; 0 before the first."""
 
     def __init__(
         self,
@@ -78,11 +73,10 @@ class Heartbeats:
         self._connect, self._bare, self._lease_s = connect, bare, lease_s
         self._answered = self._turned = time.monotonic()
         self._loop_is_answered = True
-        """False from the thread's first heartbeat until the coordinator answers one of the event loop again."""
+        """False from the thread's first heartbeat until the event loop gets an answer again."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-heart", daemon=True)
         self.heartbeats = 0
-        """Number of the thread's heartbeats that the coordinator has answered."""
 
     def start(self) -> None:
         self._thread.start()
@@ -98,8 +92,8 @@ class Heartbeats:
         self._turned = time.monotonic()
 
     def is_due(self, now: float, lease_s: float) -> bool:
-        """Return True if the thread must send a heartbeat at monotonic time `now`: the coordinator's last answer is too
-        old, and the event loop still makes progress."""
+        """Return True if the last answer is too old at monotonic time `now`, and the event loop still makes
+        progress."""
         return lease_s > 0 and now - self._answered > LATE * lease_s and now - self._turned < HANGS_S
 
     def _run(self) -> None:

@@ -1,18 +1,13 @@
 """Listeners for lanes, the connections through which training jobs (consumers) read a slot's batches: an abstract Unix
-socket for consumers on this host, a TCP port for others.
+socket for this host, a TCP port for others. A consumer whose Hello has a valid ticket is passed to the runner, one on
+another host through a sender.
 
-If a consumer's Hello has a valid ticket for the slot, the daemon passes the connection to the runner and takes no
-further part. For a consumer on another host it starts a sender in between, which the runner treats as any other
-consumer.
+A peer that has not sent a Hello must cost little: no thread, few bytes, one deadline. At the limit of such peers the
+oldest connection of the address with the most is closed, so a peer with many silent connections loses its own.
 
-A peer that has not sent a Hello must cost little: it gets no thread, may send only the bytes of a handshake and a
-Hello, and has one deadline for both. The number of such peers is limited. At the limit, the daemon closes the oldest
-such connection of the address that has the most of them. So a peer that opens many silent connections loses its own.
-
-Every user of this host can connect to an abstract Unix socket (except from another network namespace), so the daemon
-checks the peer's user, which the kernel reports. With TLS, the certificate of a consumer on another host is checked
-before its Hello is read. If only one of the two ends uses TLS, the peer gets an error at once; otherwise both ends
-would wait for each other.
+Every user of this host can connect to an abstract Unix socket, so the daemon checks the peer's user, which the kernel
+reports. A remote consumer's certificate is checked before its Hello is read. If only one end uses TLS, the peer gets an
+error at once; otherwise both would wait for each other.
 """
 
 from __future__ import annotations
@@ -49,11 +44,10 @@ from penstock.worker.slots.slot_record import SlotKey
 
 _log = logging.getLogger("penstock.worker")
 HELLO_DEADLINE_S = 10.0
-"""Largest number of seconds that a peer may take for the TLS handshake and the Hello together."""
 WAITING = 256
 SHOWN = 200
 PAUSE_S = 0.1
-"""Seconds to wait after a connection could not be accepted, for example because no descriptor was free."""
+"""Pause after a connection could not be accepted, for example for lack of descriptors."""
 
 Attach = Callable[[socket.socket, lane_pb2.Hello], Awaitable[None]]
 
@@ -71,12 +65,8 @@ def check_hello(hello: lane_pb2.Hello) -> None:
 
 
 class LaneListeners:
-    """Listeners for lanes, on an abstract Unix socket and on TCP.
-
-    attach: called with each connection and its Hello; checks the ticket and passes the connection to the runner. tls:
-    this worker's TLS files; None = no TLS. If they include a CA, training jobs on other hosts must show a certificate
-    too. insecure: True allows an address that other machines can reach without TLS.
-    """
+    """Listeners for lanes. attach: called with each connection and its Hello. tls: None = no TLS; with a CA, remote
+    training jobs must show a certificate too. insecure: allows an address beyond this machine without TLS."""
 
     def __init__(self, attach: Attach, tls: Tls | None = None, *, insecure: bool = False) -> None:
         self._attach = attach
@@ -91,20 +81,15 @@ class LaneListeners:
         self._sockets: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[asyncio.Task[None], str] = {}
-        """Tasks of connections that have not sent a Hello, oldest first, with the peer's address."""
+        """Peers without a Hello, oldest first, with their addresses."""
         self._senders: dict[Sender, SlotKey] = {}
         self._sent_bytes = 0
         self.local_address = ""
         self.tcp_address = ""
 
     def open(self, listen: str) -> None:
-        """Listen on the local socket, and for TCP at `listen`, as host:port (port 0: any free port).
-
-        Raises:
-            UnsafeBindError: other machines can reach the address, TLS is off, and `insecure` is False.
-            PortTakenError: another process listens at the port.
-            InvalidArgumentError: the address is not host:port, or this machine cannot listen at it.
-        """
+        """Listen on the local socket, and for TCP at host:port (port 0: any). Raises UnsafeBindError, PortTakenError,
+        or InvalidArgumentError for an address that is not host:port or at which this machine cannot listen."""
         host, _, port = listen.rpartition(":")
         if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
             raise InvalidArgumentError(
@@ -143,12 +128,9 @@ class LaneListeners:
             sender.stop()
 
     def drop(self, slot: SlotKey) -> None:
-        """End the sender threads of this slot, because its runner ends or has a newer lane.
-
-        Otherwise a training job whose host has vanished would keep the sender, the connection and the ring's memory
-        until TCP times out, which may take minutes. And a job that opens lanes again and again could have any number of
-        senders.
-        """
+        """End the slot's senders: its runner ends or has a newer lane. For a vanished host a sender would hold the
+        ring's memory until TCP times out, minutes later, and a job that opens lanes again and again could have any
+        number."""
         for sender in [sender for sender, served in self._senders.items() if served == slot]:
             sender.stop(0)
             self._forget(sender)
@@ -159,7 +141,7 @@ class LaneListeners:
 
     @property
     def certificate_expires_at(self) -> float:
-        """Unix time at which the listeners' TLS certificate expires, in seconds; 0 = no certificate."""
+        """Unix time in seconds; 0 = no certificate."""
         return self._files.expires_at if self._files is not None else 0.0
 
     @property
@@ -271,7 +253,6 @@ class LaneListeners:
         self._senders[sender] = slot_of(hello)
 
     async def _under_tls(self, connection: socket.socket) -> socket.socket:
-        """Return `connection` itself, or a TlsSocket around it if this worker has a certificate."""
         under_tls = looks_like_tls(await _first_bytes(connection))
         if self._files is None or self._context is None:
             if under_tls:
@@ -300,8 +281,7 @@ class LaneListeners:
 
 
 def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
-    """Check that the certificate is for a role that may read batches: "client" for training jobs, or "admin" for
-    `penstock doctor`."""
+    """Check for a role that may read batches: "client" for training jobs, "admin" for `penstock doctor`."""
     names = dns_names(lane.getpeercert() or {})
     if tls.ca and not tls.roles_named(names, ("client", "admin")):
         shown = ascii(", ".join(names)[:SHOWN])
@@ -312,7 +292,7 @@ def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
 
 
 async def _first_bytes(connection: socket.socket) -> bytes:
-    """Return the peer's first PEEKED bytes, which show whether the peer uses TLS. They stay in the socket."""
+    """Peek at the first bytes, which show whether the peer uses TLS."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, PEEKED)
     await when_readable(connection)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
@@ -353,7 +333,7 @@ def _parse(data: bytes) -> lane_pb2.Hello:
 
 
 def _refusal(error: PenstockError) -> bytes:
-    """Return the frame that refuses a connection: CLOSE if the connection is out of date (the slot has moved or ended,
-    or a newer connection has arrived), otherwise ERROR with the cause."""
+    """Return CLOSE if the connection is out of date (slot moved or ended, newer connection), otherwise ERROR with the
+    cause."""
     kind = CLOSE if isinstance(error, SupersededError) else ERROR
     return Frame(kind, rest=detail_of(error).SerializeToString()).encode()

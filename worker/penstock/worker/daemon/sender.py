@@ -1,21 +1,18 @@
-"""Sender of batches over TCP: reads a runner's ring (shared memory), and sends its batches to a box on another host.
+"""Sender of batches over TCP: one thread for each TCP lane, which the runner treats as any other consumer. It forwards
+the runner's frames, and after each BATCH frame the batch's bytes (the payload), straight from the ring, or compressed
+on request.
 
-The daemon runs one sender thread for each TCP lane. The runner treats the sender as any other consumer. The sender
-forwards the runner's frames to the receiver on the other host, and after each BATCH frame the batch's bytes (the
-payload), straight from the ring, or compressed if the consumer requested that.
+Both sockets are polled, and outgoing data waits in `_out`, in order; the ring bounds the batches there, MAX_OUT the
+frames without a payload. The checksum behind a payload is computed a piece at a time, right before the piece is sent,
+so that the kernel finds it in the processor's cache.
 
-No socket that is not ready holds up the other one: both are polled, and outgoing data waits in `_out`, in order. The
-ring bounds the batches there; MAX_OUT bounds the frames without a payload, in case a runner sends too many. The
-checksum behind a payload (penstock.proto.lane.tcp) is computed a piece at a time, right before the piece is sent, so
-that the kernel finds the piece in the processor's cache.
+A ring entry is released when its batch was delivered to the remote loop, not when it was sent: after a broken
+connection the next lane sends the batches again, and nothing is computed again. Acks that free entries of the
+receiver's own ring are not sent here.
 
-A ring entry is released when its batch was delivered to the remote loop, not when it was sent. So after a broken
-connection the next lane sends the batches again, and nothing is computed again. The receiver has a ring of its own;
-acks that free entries of that ring are not sent to this host.
-
-When the runner has ended, the sender sends all that it had produced, closes TCP for sending, and receives the last acks
-until the receiver closes: closing sooner would destroy data that are still on their way. When TCP is lost, the sender
-closes its socket to the runner without a CLOSE message. A CLOSE from either side is passed on.
+When the runner has ended, the sender sends the rest, closes TCP for sending, and receives acks until the receiver
+closes: closing sooner would destroy data on their way. When TCP is lost, it closes its socket to the runner without a
+CLOSE message. A CLOSE from either side is passed on.
 """
 
 from __future__ import annotations
@@ -42,25 +39,23 @@ from penstock.proto.v1 import lane_pb2
 _log = logging.getLogger(__name__)
 
 BUFFERS_A_CALL = 128
-"""Largest number of buffers given to one sendmsg call; a batch has two or three. The kernel takes 1,024."""
+"""Buffers in one sendmsg call; a batch has two or three, the kernel takes 1,024."""
 FRAMES_A_TURN = 64
-"""Largest number of frames read from the runner before data is sent over TCP again. A ring has fewer entries."""
+"""Frames read from the runner before data is sent again. A ring has fewer entries."""
 PACKED_A_TURN = 1 << 20
-"""Number of bytes that are compressed before data is sent over TCP again; 1 MiB takes 2 ms."""
+"""Bytes compressed before data is sent again; 1 MiB takes 2 ms."""
 MAX_BACKLOG = 1 << 16
-"""Largest number of acknowledgements that may wait until the runner reads them (`Consumer.backlog`). A training job
-that causes more breaks the protocol, and its lane is closed."""
+"""Acknowledgements that may wait for the runner (`Consumer.backlog`). More breaks the protocol, and the lane is
+closed."""
 AT_ONCE = 512 << 10
-"""Size of the pieces in which data is sent, in bytes: about what one sendmsg gets, and what a payload's checksum is
-computed over before it is sent. It is the size of the send buffer of a connection to a nearby peer. With half or twice
-the size, sending batches of 1 and 8 MiB takes a tenth longer."""
+"""Bytes of the pieces in which data is sent and checksummed: the send buffer of a connection to a nearby peer. With
+half or twice the size, sending batches of 1 and 8 MiB takes a tenth longer."""
 MAX_OUT = 512
-"""Largest number of buffers waiting to be sent; at the limit the sender reads no more from the runner. The batches of a
-full ring need fewer than 100 buffers, so only a runner that sends too many other frames reaches the limit."""
+"""Buffers waiting to be sent, above which the runner is not read. A full ring needs fewer than 100."""
 
 
 class _Payload:
-    """Bytes of one batch, which are sent in pieces and followed by their checksum."""
+    """Bytes of one batch, sent in pieces and followed by their checksum."""
 
     __slots__ = ("_hasher", "_left")
 
@@ -84,19 +79,12 @@ class _Payload:
 
 class Sender(threading.Thread):
     """Thread that forwards one runner's batches to one TCP connection, until either side ends. It closes both sockets.
-
-    Args:
-        tcp_socket: connected socket to the training job, whose Hello (first message) was read and verified; under TLS a
-            TlsSocket.
-        local: the daemon's end of a SEQPACKET socket pair. The runner has the other end, and was given the same Hello.
-        hello: the training job's Hello.
-        name: text for messages, which names the run, box and slot.
-    """
+    local: SEQPACKET socket whose other end the runner has, with the same Hello. name: for messages."""
 
     def __init__(self, tcp_socket: socket.socket, local: socket.socket, hello: lane_pb2.Hello, name: str) -> None:
         super().__init__(name=f"penstock-sender {name}", daemon=True)
         self.reason = ""
-        """Reason why the sender ended, or will end because the runner has ended; "" before."""
+        """Why the sender ended, or will end because the runner has ended."""
         tcp.tune(tcp_socket)
         tcp.fit_send_buffer(tcp_socket)
         tcp_socket.setblocking(False)
@@ -111,17 +99,13 @@ class Sender(threading.Thread):
         self._ready: deque[bytes | memoryview] = deque()  # first part of _out, cut for one sendmsg
         self._sent: deque[tuple[int, int, int]] = deque()  # total, ring, entry of batches not delivered yet
         self.sent_bytes = 0
-        """Bytes sent over TCP: headers, and payloads after compression."""
         self._inbox = tcp.SealedInbox()
         self._reading = True  # the runner may still send
         self._shut = False  # nothing more will be sent over TCP
 
     def stop(self, timeout: float = 5.0) -> bool:
-        """Close both connections now, and wait until the thread ends. Return False if that takes longer than `timeout`
-        seconds. Batches that were not delivered stay in the runner's ring.
-
-        The call is allowed from any thread but the sender's own, and more than once.
-        """
+        """Close both connections, and return False if the thread has not ended after `timeout` seconds. Undelivered
+        batches stay in the ring. Allowed from any other thread, and more than once."""
         with self._lock:
             self._stopped = True
             if self._wake >= 0:
@@ -184,8 +168,7 @@ class Sender(threading.Thread):
         return "stopped"
 
     def _take_frames(self) -> bool:
-        """Move frames from the runner to `_out`. Return True if more may be there; False if no other has arrived, or
-        the runner's connection has ended."""
+        """Move frames from the runner to `_out`. Return True if more may be there."""
         runner, out = self._runner, self._out
         to_pack = PACKED_A_TURN
         try:
@@ -206,7 +189,7 @@ class Sender(threading.Thread):
             return False
 
     def _take_batch(self, frame: Frame) -> int:
-        """Append a batch to `_out`. Return how many bytes were compressed, which count towards PACKED_A_TURN."""
+        """Append a batch to `_out`, and return the bytes compressed, which count towards PACKED_A_TURN."""
         runner, out, packer = self._runner, self._out, self._packer
         ring = runner.rings[frame.ring]
         size = frame.nbytes + 8 * frame.size

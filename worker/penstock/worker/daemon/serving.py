@@ -23,10 +23,8 @@ async def serve(
     ready: Callable[[str], None] | None = None,
     fork_server: StartedForkServer | None = None,
 ) -> None:
-    """Run a daemon until SIGTERM or SIGINT, or until a process in `settings.parent_pids` ends.
-
-    ready: called with the worker's name once the worker is registered. fork_server: see `Daemon`.
-    """
+    """Run a daemon until SIGTERM, SIGINT, or the end of a process in `settings.parent_pids`. ready: called with the
+    worker's name."""
     daemon = Daemon(settings, fork_server)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,8 +1,5 @@
-"""HTTP pages of a worker daemon: /metrics for Prometheus, /healthz for orchestrators.
-
-Only the event loop may read the daemon's state. So a thread that answers a request for /metrics lets the event loop
-copy the needed figures. The thread itself reads /proc, which takes longer. Nothing is kept between requests.
-"""
+"""HTTP pages of a worker daemon: /metrics for Prometheus, /healthz for orchestrators. The event loop copies the
+daemon's figures, as only it may read them; the thread that answers reads /proc, which takes longer."""
 
 from __future__ import annotations
 
@@ -19,13 +16,12 @@ from penstock.worker.daemon.daemon import Daemon
 from penstock.worker.processes.process_use import family, held_by
 
 MANY = 1 << 62
-"""Argument for `held_by` that makes it add up the memory of a runner's processes, which is fast, and not divide shared
-memory among them, which the kernel computes slowly."""
+"""Lets `held_by` add up memory, which is fast; the kernel divides shared memory among processes slowly."""
 _PLAIN = "text/plain; charset=utf-8"
 
 
 def _look(daemon: Daemon) -> tuple[MetricReadings, list[tuple[int, dict[str, str | int]]]]:
-    """Return the daemon's figures, and its runners with their labels. Must run on the daemon's event loop."""
+    """Must run on the daemon's event loop."""
     readings, now = MetricReadings("worker"), time.monotonic()
     counters, listeners, answered_at = daemon.host.counters, daemon.listeners, daemon.answered_at
     readings.add("penstock_worker_info", 1, worker=daemon.host.name)
@@ -72,11 +68,8 @@ def _readings(daemon: Daemon, loop: asyncio.AbstractEventLoop) -> MetricReadings
 
 
 def health(answered_at: float | None, lease_s: float, stopping: bool, now: float) -> tuple[int, str]:
-    """Return the HTTP status of /healthz and its reason. A worker is healthy if its coordinator has answered within the
-    lease, and if it is not stopping.
-
-    answered_at, now: monotonic time in seconds; answered_at is None before the first answer.
-    """
+    """Return /healthz's status and reason: healthy if the coordinator answered within the lease. Monotonic times in
+    seconds."""
     if stopping:
         return 503, "the worker is stopping"
     if answered_at is None:
@@ -87,10 +80,8 @@ def health(answered_at: float | None, lease_s: float, stopping: bool, now: float
 
 
 def open_web(daemon: Daemon, loop: asyncio.AbstractEventLoop) -> WebServer:
-    """Start the web server of a daemon that runs in `loop`, listening at `settings.http`.
-
-    Raises InvalidArgumentError if prometheus-client is missing, and any error that `WebServer` raises.
-    """
+    """Start the web server at `settings.http`. Raises InvalidArgumentError without prometheus-client, and WebServer's
+    errors."""
 
     def well() -> Page:
         try:

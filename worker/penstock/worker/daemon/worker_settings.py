@@ -24,21 +24,20 @@ class DaemonSettings:
     token: str = field(repr=False)
     slots: int
     allow: Sequence[str]
-    """Names of the modules and packages from which an input_fn may be run."""
+    """Modules and packages from which an input_fn may be run."""
     listen: str = "127.0.0.1:0"
     """Address at which training jobs on other hosts read batches, as host:port; port 0 = any free port."""
     name: str = ""
     """Name of the worker, unique in the cluster; "" = `own_name()`."""
     parent_pids: Sequence[int] = ()
-    """The daemon ends when one of these processes ends. In embedded mode: the training job."""
+    """The daemon ends when one of these ends. In embedded mode: the training job."""
     embedded: bool = False
     """True if a training job started this daemon on its own machine, for that job alone."""
     runner_memory: int = 0
-    """Largest number of bytes of memory that one runner and its descendants may hold; 0 = no limit."""
+    """Bytes that one runner and its descendants may hold; 0 = no limit."""
     starts: int = 0
-    """Largest number of runners that may be starting at the same time; 0 = the number of processors."""
+    """Runners that may start at the same time; 0 = the number of processors."""
     start_timeout_s: float = START_DEADLINE_S
-    """Largest number of seconds that the fork server may take to start."""
     runner_user: str = ""
     """User that user code runs as, by name or number; "" = the daemon's own user. See runner_user.py."""
     runner_processes: int = 0
@@ -51,8 +50,7 @@ class DaemonSettings:
     drain_s: float = 0.0
     """Seconds that the daemon continues after a stop request, while its slots move to other workers; 0 = none."""
     liveness_file: str = ""
-    """Path of a file for health probes (liveness_file.py), into which the daemon writes the times of its last heartbeat
-    round and of the coordinator's last answer; "" = no file."""
+    """Path of a file for health probes (liveness_file.py); "" = none."""
     http: str = ""
     """Address of the pages for metrics and health, as host:port; "" = no pages."""
     http_tokens: str = field(default="", repr=False)
@@ -64,8 +62,8 @@ def own_name() -> str:
 
 
 def user_of_runners(settings: DaemonSettings) -> RunnerUser | None:
-    """Return the user that user code runs as; None for the daemon's own user. Raise InvalidArgumentError if
-    `runner_processes` cannot be enforced."""
+    """Return the user that user code runs as; None: the daemon's. InvalidArgumentError if `runner_processes` cannot be
+    enforced."""
     if settings.runner_user:
         if settings.runner_memory and not sees_shared_memory():
             _log.warning(

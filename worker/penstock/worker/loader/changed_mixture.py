@@ -1,8 +1,6 @@
-"""Calls of a user's loader that change the weights of its mixture in mid-run (`penstock mix`).
-
-A loader supports such changes if it has two methods, as penstock.data.ShardLoader has: `change_mixture` applies the
-changes of the run so far, and is called before a state is loaded; `plan_change` tries a new change in a helper process.
-"""
+"""Calls of a user's loader that change its mixture in mid-run (`penstock mix`). The loader needs two methods, as
+ShardLoader has: `change_mixture` applies the run's changes before a state is loaded; `plan_change` tries one in a
+helper."""
 
 from __future__ import annotations
 
@@ -20,9 +18,8 @@ _NO_HOOK = (
 
 
 def apply_changes(loader: Any, assignment: records_pb2.WorkerAssignment) -> None:
-    """Call a new loader's `change_mixture` with all changes that its run has had (the list may be empty), and with a
-    function that makes an added source, given the name of the user's function. Raise InvalidArgumentError if there are
-    changes and the loader has no such method."""
+    """Call `change_mixture` of a new loader with all changes so far (also none), and a function that makes an added
+    source by name. Raise InvalidArgumentError if there are changes and no such method."""
     change_mixture = getattr(loader, "change_mixture", None)
     if not callable(change_mixture):
         if assignment.mixture_changes:
@@ -37,13 +34,8 @@ def apply_changes(loader: Any, assignment: records_pb2.WorkerAssignment) -> None
 
 
 def plan_change(loader: Any, trial: coordinator_pb2.MixtureTrial, resume: Mapping[str, Any] | None) -> bytes:
-    """Try a change of the mixture's weights or sources with a new loader, and return a serialised MixturePlan.
-
-    resume: decoded state with which this launch of the job began; None: it began without a state.
-
-    Raises InvalidArgumentError for a loader without the method `plan_change`, and what that method raises for an
-    impossible change.
-    """
+    """Try a change with a new loader, and return a serialised MixturePlan. resume: decoded state with which this launch
+    began. Raises InvalidArgumentError without the method, and what the method raises."""
     plan = getattr(loader, "plan_change", None)
     if not callable(plan):
         why = "so that `penstock mix` can change the mixture's weights"
@@ -81,8 +73,7 @@ def _plain(change: records_pb2.MixtureChange, attempt: int) -> dict[str, Any]:
 
 
 def _source(name: str, spec: records_pb2.LoaderSpec) -> Any:
-    """Make a source that a change has added. Its function must be in one of the modules that are allowed for input_fn
-    (--allow), or in the training job's main script if an embedded worker runs the loader."""
+    """Make an added source. Its function must be in an allowed module, or in an embedded worker's main script."""
     allow = list(spec.allow) or [module_of(spec.input_fn).partition(".")[0]]
     function_spec = records_pb2.LoaderSpec(input_fn=name, main_path=spec.main_path, sys_path=spec.sys_path, allow=allow)
     try:

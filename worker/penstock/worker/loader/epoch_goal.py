@@ -1,9 +1,9 @@
-"""Plan for a pure loader: the position within an epoch that it must reach before its first new batch, at a resume and
-when its runner is replaced. travel.py carries it out.
+"""Plan for a pure loader: the position in an epoch to reach before its first new batch, at a resume and when its runner
+is replaced. travel.py carries it out.
 
-Each way leads through one epoch only: from a snapshot of that epoch, or from its beginning, which needs no data. What
-is made again is compared with what was delivered. A way that leads to other batches is given up for the next one; the
-beginning is the last, so if it is wrong too, the loader is not deterministic.
+Each way leads through one epoch: from a snapshot, or from its beginning, which needs no data. What is made again is
+compared with what was delivered. A wrong way is given up for the next; the beginning is the last, so if it is wrong
+too, the loader is not deterministic.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ class EpochGoal:
     epoch: int
     total: int
     ways: tuple[RestartPoint, ...]
-    """Restart points to try, the best first. The last one is the beginning of the epoch, or the state with which the
-    launch began within it."""
+    """Ways to try, the best first; the last is the epoch's beginning, or the state with which the launch began in
+    it."""
     chain: int = 0
-    """Hash that the epoch's batches up to this position must have (proto/state/position.py, `linked`); 0 = any."""
+    """Hash that the epoch's batches so far must have (position.py, `linked`); 0 = any."""
     next_digest: int = 0
     """Digest that the next batch of the epoch must have; 0 = any."""
     ends: bool = False
     prepares: bool = False
-    """True if another runner serves this position, which the training loop has passed or is about to pass. The loop's
-    Hello then names the position to go on to."""
+    """True if another runner still serves this position. The loop's Hello then names the position to go on to."""
     seeds: tuple[int, ...] = ()
-    """Hashes of the states in which input_fn must leave the generators that the loader holds; none = any."""
+    """Hashes of the states in which input_fn must leave the loader's generators; none = any."""
 
     @classmethod
     def beginning(cls, epoch: int, total: int, samples: int) -> EpochGoal:
-        """Return the beginning of an epoch. total, samples: numbers of the slot's batches and samples before it."""
+        """total, samples: the slot's batches and samples before it."""
         return cls(epoch, total, (RestartPoint(StreamPosition(epoch, 0, total, samples), None, b"", b""),))
 
     @classmethod
@@ -54,8 +53,8 @@ class EpochGoal:
         *,
         replay_s: float,
     ) -> EpochGoal:
-        """Return a position within an epoch that began after the slot's batch `began`. Of `points`, the best one of
-        that epoch is used (`worth_restoring`)."""
+        """Return a position in an epoch that began after batch `began`, by the best of its `points`
+        (`worth_restoring`)."""
         kept = sorted(points, key=lambda point: (point.epoch, point.total))
         samples = next((point.position.samples for point in reversed(kept) if point.total <= began), 0)
         inside = [point for point in kept if point.epoch == epoch and began <= point.total <= total]
@@ -72,14 +71,11 @@ class EpochGoal:
     def prepared(
         cls, points: Iterable[RestartPoint], total: int, *, loop_waits: bool, replay_s: float
     ) -> EpochGoal | None:
-        """Return the position up to which a migration's target replays while the old runner serves; None if no restart
-        point leads there.
+        """Return the position up to which a migration's target replays while the old runner serves; None if none can be
+        reached. total: the slot's batches that the loop has taken at least.
 
-        A loop that waits for each batch is never caught up with by a replay from far back, because that makes no more
-        batches a second than the old runner. So the target then restores the newest snapshot of all and keeps close
-        behind the loop until the snapshot has been compared, unless `replay_s` forbids that for long.
-
-        total: number of the slot's batches that the loop has taken at least.
+        A replay from far back never catches up with a loop that waits for each batch. So the target then restores the
+        newest snapshot, and keeps close behind until it has been compared, unless `replay_s` forbids that for long.
         """
         kept = sorted(points, key=lambda point: (point.epoch, point.total))
         newest = next((point for point in reversed(kept) if point.total <= total), None)

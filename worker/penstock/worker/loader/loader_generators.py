@@ -1,9 +1,8 @@
-"""Random generators that a user's loader draws from, and the beginning of an epoch: what they are seeded with.
+"""Random generators that a user's loader draws from, and their seeds at an epoch's beginning.
 
-There are three kinds. The generators of the process (Python, numpy, torch) are seeded by (seed, box, slot, epoch).
-Those that the loader, its dataset, samplers and collate_fn hold keep the state that input_fn left in epoch 0; in a
-later epoch they are seeded by (a hash of that state, epoch). Those among the globals of the modules that define these
-are seeded by (seed, box, slot, epoch), because other code may have drawn from them before.
+Those of the process are seeded by (seed, box, slot, epoch). Those that loader, dataset, samplers and collate_fn hold
+keep input_fn's state in epoch 0, and later get (a hash of that state, epoch). Those in the globals of the defining
+modules get (seed, box, slot, epoch), because other code may have drawn from them.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def parts_of(loader: Any) -> list[Any]:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Call set_epoch(epoch), once each, of the loader, its samplers and its dataset, where they have such a method."""
+    """Call set_epoch(epoch) once each of the loader, its samplers and its dataset, where they have it."""
     called = set()
     for part in parts_of(loader):
         method = getattr(part, "set_epoch", None)
@@ -62,17 +61,17 @@ class LoaderGenerators:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Hashes of the states in which input_fn left the generators that the loader holds."""
+        """Hashes of the states in which input_fn left the loader's generators."""
         return tuple(self._seeds)
 
     def others_than(self, seeds: tuple[int, ...]) -> list[str]:
-        """Return the names of the generators that input_fn had left in other states when their `seeds` were these."""
+        """Return the names of generators that input_fn had left in other states than `seeds`."""
         if len(seeds) != len(self._seeds):
             return [generator.path for generator in self._own]
         return [generator.path for generator, was, now in zip(self._own, seeds, self._seeds, strict=True) if was != now]
 
     def begin(self, seed: int, box: int, slot: int, epoch: int, *path: int) -> None:
-        """Seed all generators for the beginning of an epoch. path: further numbers that the seeds depend on."""
+        """path: further numbers that the seeds depend on."""
         seed_rng(derive_seed(seed, "epoch", box, slot, epoch, *path))
         if epoch or path:
             for generator, initial in zip(self._own, self._seeds, strict=True):

@@ -1,9 +1,9 @@
-"""Plans for bringing a loader to a position: which restart points (states with their positions) lead there, in which
-order these are tried, and which *legs* are replayed from each. A leg is the part of a replay up to the next position at
-which the training loop abandoned an epoch, or up to the end of the replay. It may run through several epochs.
+"""Plans for bringing a loader to a position: the restart points that lead there, in which order, and the *legs*
+replayed from each. A leg ends where the training loop abandoned an epoch, or at the replay's end; it may run through
+several epochs.
 
-The functions are pure: no loader, no socket, no torch. A runner, a helper process (replayer.py) or a resume (start.py)
-carries a plan out. The daemon uses the same functions to choose among the restart points that it keeps (snapshots.py).
+The functions are pure: no loader, no socket, no torch. Runners, helper processes and resumes carry plans out, and the
+daemon chooses by them among the restart points that it keeps.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from typing import Final, Protocol, TypeVar
 from penstock.proto.v1 import records_pb2
 
 NEAR: Final = 64
-"""Number of batches by which a snapshot lies far enough before a position. See `worth_restoring`."""
+"""Batches by which a snapshot lies far enough before a position, see `worth_restoring`."""
 REPLAY_S: Final = 2.0
 """Default for the seconds of a pure loader's work up to which an epoch is made again from its beginning."""
 
 
 class RestartPoint(Protocol):
-    """What plans need of a restart point: the loader's (restart_points.py), or the one that a daemon keeps
-    (snapshots.py)."""
+    """What plans need of the loader's or of a daemon's restart point."""
 
     @property
     def epoch(self) -> int: ...
@@ -42,31 +41,29 @@ W = TypeVar("W")
 
 @dataclass(frozen=True)
 class Leg:
-    """Part of a replay. It ends in epoch `epoch`, after the slot's batch number `total`, counted over all epochs."""
+    """Part of a replay, which ends in epoch `epoch`, after the slot's batch `total` over all epochs."""
 
     epoch: int
     total: int
     abandons: bool = False
-    """True if the training loop abandoned the epoch there, so that the replay must abandon it too."""
+    """True if the training loop abandoned the epoch there; the replay then does so too."""
     digest: int = 0
 
 
 @dataclass(frozen=True)
 class Target:
-    """Position in a slot's stream that a replay must reach: in epoch `epoch`, after the slot's batch number `total`,
-    counted over all epochs."""
+    """Position that a replay must reach: in epoch `epoch`, after the slot's batch `total` over all epochs."""
 
     epoch: int
     total: int
     abandoned: Mapping[int, int] = field(default_factory=dict)
-    """Epochs that the training loop abandoned: number of the epoch -> number of the slot's last batch in it."""
+    """Abandoned epochs: number -> the slot's last batch in it."""
     digest: int = 0
     """Digest that batch `total` must have; 0 = any."""
     chain: int = 0
-    """Hash that the epoch's batches up to `total` must have (proto/state/position.py, `linked`); 0 = any."""
+    """Hash that the epoch's batches up to `total` must have (position.py, `linked`); 0 = any."""
 
     def with_abandoned(self, epochs: Iterable[tuple[int, int]]) -> Target:
-        """Return a copy of the target that also names the abandoned `epochs` of a restart point's history."""
         return replace(self, abandoned=dict(epochs) | dict(self.abandoned))
 
 
@@ -89,12 +86,8 @@ def _is_on_the_way(point: RestartPoint, target: Target) -> bool:
 
 
 def usable(points: Iterable[Point], target: Target) -> list[Point]:
-    """Return the restart points from which a replay can reach the target, in the given order.
-
-    A snapshot taken exactly where the training loop abandoned an epoch is returned only if no other restart point is
-    usable: a loader that was restored there, and has yielded nothing since, may continue the abandoned epoch when the
-    next one is opened.
-    """
+    """Return the points from which a replay can reach the target, in order. A snapshot exactly where the loop abandoned
+    an epoch comes only if there is no other: a loader restored there might continue the abandoned epoch."""
     on_the_way = [point for point in points if _is_on_the_way(point, target)]
     return [
         point for point in on_the_way if point.is_epoch_start or point.total != target.abandoned.get(point.epoch)
@@ -102,29 +95,24 @@ def usable(points: Iterable[Point], target: Target) -> list[Point]:
 
 
 def plan_recovery(points: Iterable[Point], target: Target) -> list[Point]:
-    """Return the restart points from which a slot's new runner may bring its loader to the target, the best first: the
-    nearest one, if possible one before the last delivered batch, so that this batch is made again and compared. Earlier
-    restart points follow."""
+    """Return the points from which a new runner may reach the target, the best first: the nearest, if possible one
+    before the last delivered batch, so that this is made again and compared; then earlier ones."""
     candidates = usable(points, target)
     before = [point for point in candidates if point.total < target.total] or candidates
     return sorted(before, key=lambda point: (point.epoch, point.total), reverse=True)
 
 
 def replay_s(options: records_pb2.Options) -> float:
-    """Return the seconds of a pure loader's work up to which its epoch is made again from its beginning."""
+    """Seconds of a pure loader's work up to which its epoch is made again from the beginning."""
     return options.replay_s if options.HasField("replay_s") else REPLAY_S
 
 
 def worth_restoring(points: Iterable[Point], total: int, spent_s: float | None, replay_s: float) -> Point | None:
-    """Return the snapshot of a pure loader to restore for a position in its epoch; None if the epoch is made again from
-    its beginning, because that is quick, or because no snapshot lies far enough back.
+    """Return the snapshot of a pure loader to restore; None: make the epoch again, because that is quick or no snapshot
+    lies far enough back to be compared: NEAR batches, or `replay_s` seconds of work and one batch.
 
-    A snapshot is compared by the batches after it, so it must lie some way before the position: at least NEAR batches,
-    or `replay_s` seconds of the loader's work, and one batch.
-
-    points: restart points of the position's epoch. total: number of the slot's batches up to the position. spent_s:
-    seconds that the loader has spent on the epoch up to the position; None = not known. replay_s: seconds of work up to
-    which the epoch is made again.
+    points: of the position's epoch. total: the slot's batches up to the position. spent_s: seconds that the loader has
+    spent on the epoch so far; None = not known.
     """
     snapshots = [point for point in points if not point.is_epoch_start and point.total < total]
     spent = max([point.spent_s for point in snapshots], default=0.0) if spent_s is None else spent_s
@@ -133,8 +121,7 @@ def worth_restoring(points: Iterable[Point], total: int, spent_s: float | None, 
 
 
 def is_compared(point: RestartPoint, total: int, spent_s: float, replay_s: float) -> bool:
-    """Return whether the batches from a snapshot up to the slot's batch `total` are enough to compare it by. The
-    arguments are those of `worth_restoring`."""
+    """Return whether the batches from a snapshot up to `total` are enough to compare it by."""
     return spent_s >= replay_s and (total - point.total >= NEAR or spent_s - point.spent_s >= replay_s)
 
 
@@ -144,13 +131,8 @@ def first_fit(
     unfit: tuple[type[Exception], ...],
     on_mismatch: Callable[[Exception], None],
 ) -> W:
-    """Try ways to a position, in order, and return the first way that leads there.
-
-    reach: tries a way; raises one of `unfit` if the way does not lead to the position. on_mismatch: called with such an
-    error, unless it is the last way's.
-
-    Raises the error of the last way if all fail, and at once any error that is not one of `unfit`.
-    """
+    """Return the first way that leads to a position: `reach` raises one of `unfit` if a way does not. Raises the error
+    of the last way, and any other error at once. on_mismatch: called with an error if another way follows."""
     for way in ways[:-1]:
         try:
             reach(way)

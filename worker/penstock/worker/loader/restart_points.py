@@ -1,13 +1,9 @@
-"""Restart points: data from which a slot's loader is rebuilt in a fresh process at an earlier position, and their
-encoding.
+"""Restart points: data from which a loader is rebuilt at an earlier position, and their encoding.
 
-There are three kinds:
-
-    the beginning    call input_fn() again, seeded as when the slot's counts began. For a loader with four state
-                     methods also the start of a launch: call input_fn(), and load the state from which the launch
-                     resumed by the loader's own methods.
-    an epoch start   the random generators before `iter()`, the loader's state, if any, the generators after `iter()`
-    a snapshot       `state_dict()` after batch n, and the random generators at that moment
+the beginning    call input_fn() again, seeded as when the slot's counts began. For a loader with four state
+                 methods also the start of a launch, by the state from which that resumed.
+an epoch start   the random generators before `iter()`, the loader's state, if any, the generators after `iter()`
+a snapshot       `state_dict()` after batch n, and the random generators at that moment
 """
 
 from __future__ import annotations
@@ -21,8 +17,8 @@ from penstock.proto.errors import InputFnError, ReplayMismatchError, StateCorrup
 from penstock.proto.state.codec import decode_state, encode_state
 
 UNFIT = (ReplayMismatchError, InputFnError)
-"""Errors that show that a restart point does not lead to the delivered batches: the restored loader made another batch,
-or raised. If all ways to a position fail, the user gets the error of the last one."""
+"""Errors that show that a restart point does not lead to the delivered batches. If all fail, the user gets the last
+one."""
 MOST_ABANDONED = 1024
 
 
@@ -30,17 +26,13 @@ class _End: ...
 
 
 END = _End()
-"""What `SlotLoader.next` returns at the end of an epoch, instead of a batch."""
+"""Returned by `SlotLoader.next` at the end of an epoch."""
 
 
 @dataclass
 class StreamPosition:
-    """Position in a slot's stream of batches. The counts begin at the run's first batch, or at the last resume on other
-    numbers of boxes or workers; only the epoch's number continues there.
-
-    delivered: number of batches that the slot has made in this epoch. total, samples: numbers of its batches and
-    samples in all epochs.
-    """
+    """Position in a slot's stream. Counts begin at the run's first batch or at the last resume on another topology,
+    where only the epoch's number continues. delivered: batches in this epoch; total, samples: in all."""
 
     epoch: int
     delivered: int
@@ -49,7 +41,7 @@ class StreamPosition:
 
     @property
     def began(self) -> int:
-        """Number of batches that the slot had made, over all epochs, when the present epoch began."""
+        """Batches before the present epoch."""
         return self.total - self.delivered
 
     def copy(self) -> StreamPosition:
@@ -61,20 +53,18 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class Launch:
-    """Position at which a launch (one start of the training job) began. A loader that resumed there counts its own
-    steps, batches and samples from there."""
+    """Position at which a launch began. A loader that resumed there counts steps, batches and samples from there."""
 
     step: int = 0
-    """Number of training steps of the box before the launch."""
+    """Training steps of the box before the launch."""
     batches: int = 0
     samples: int = 0
     worker: int | None = None
-    """Worker number in the box that input_fn was given, for a loader that resumes by its own methods
-    (deaggregate_state_dict, then load_state_dict); None for any other loader. Some loaders yield the next batch of the
-    whole box from worker 0 after a resume, so the slot whose turn it is becomes worker 0."""
+    """Worker number given to input_fn, for a loader that resumes by its own methods; None for others. Some yield the
+    box's next batch from worker 0 after a resume, so the slot whose turn it is becomes worker 0."""
     enters: int | None = None
-    """Number of an epoch, for a loader that was resumed at the end of the epoch before and then yielded batches of this
-    epoch at once, without a StopIteration: Penstock then ends the epochs before it by itself. None for any other."""
+    """Epoch of which a loader, resumed at the end of the one before, yielded batches at once without a StopIteration:
+    Penstock then ends the earlier ones itself. None for others."""
 
     def encode(self) -> list[Any]:
         return [self.step, self.batches, self.samples, self.worker, self.enters]
@@ -82,18 +72,15 @@ class Launch:
 
 @dataclass(frozen=True)
 class StreamHistory:
-    """History of a slot's stream in a launch, up to a position. A replay from the launch's start must repeat it."""
+    """What a replay from the launch's start must repeat."""
 
     launch: Launch = Launch()
     abandoned: tuple[tuple[int, int], ...] = ()
-    """Epochs that the loop abandoned by `break`, oldest first, as (number of the epoch, number of the slot's last
-    delivered batch in it, counted over all epochs)."""
+    """Epochs that the loop abandoned, oldest first: (number, the slot's last delivered batch over all epochs)."""
     first: int = 0
-    """Digest of the run's first batch, in box 0 and slot 0 of a loader with four methods; 0 = not known, or the second
-    batch is the same."""
+    """Digest of the run's first batch (box 0, slot 0, four methods); 0 = not known, or the second is the same."""
 
     def leaving(self, epoch: int, total: int) -> StreamHistory:
-        """Return the history with one more abandoned epoch, left after the slot's batch `total`."""
         abandoned = (*(known for known in self.abandoned if known[0] < epoch), (epoch, total))
         return replace(self, abandoned=abandoned[-MOST_ABANDONED:])
 
@@ -119,28 +106,26 @@ class StreamHistory:
 
 @dataclass(frozen=True)
 class RestartPoint:
-    """Data from which a slot's loader is rebuilt at a position: a snapshot after a batch, or the start of an epoch
-    (`rng_before` is set)."""
+    """Data from which a loader is rebuilt: a snapshot, or an epoch's start (`rng_before` is set)."""
 
     position: StreamPosition
     state: Any
     rng: bytes
     rng_before: bytes | None = None
-    """States of the random generators before the epoch began, that is before iter(); None for a snapshot."""
+    """Generators' states before iter(); None for a snapshot."""
     digest: int = 0
     spent_s: float = 0.0
-    """Seconds that the loader has spent on the batches of this epoch up to this position."""
+    """Seconds that the loader has spent on this epoch's batches so far."""
     chain: int = 0
     step: int = 0
-    """Training step of the box that `get_worker_state()` reported to the loader's state_dict(); 0 if it did not ask."""
+    """Box's training step that `get_worker_state()` reported to state_dict(); 0 if it did not ask."""
     skips: tuple[tuple[int, int, int], ...] = ()
-    """Quarantined batches known when the restart point was taken, as (epoch, total, count): `count` batches are skipped
-    after the slot's batch `total` in this epoch."""
+    """Known quarantined batches: (epoch, total, count): `count` are skipped after the slot's batch `total`."""
     history: StreamHistory = StreamHistory()
     seeds: tuple[int, ...] = ()
-    """Of a pure loader: hashes of the states in which input_fn left the generators that the loader holds."""
+    """Of a pure loader: hashes of the states in which input_fn left its generators."""
     replayed_from: RestartPoint | None = None
-    """Earlier restart point from which a replay reaches this position; None if the loader can be restored here."""
+    """Earlier point from which a replay leads here; None if the loader can be restored here."""
 
     @property
     def epoch(self) -> int:
@@ -159,7 +144,7 @@ class RestartPoint:
         return self.rng_before is not None
 
     def encode(self) -> bytes:
-        """Return the restart point as bytes, in the format that docs/restarts.md describes."""
+        """Encode in the format of docs/restarts.md."""
         epoch_start: dict[str, Any] | None
         if self.replayed_from is not None:
             epoch_start = self.replayed_from._as_start()
@@ -199,16 +184,15 @@ class RestartPoint:
 
     @classmethod
     def taken(cls, data: bytes) -> RestartPoint:
-        """Return the position that was encoded, with its state, even if the loader can get there only by a replay."""
+        """Return the encoded position with its state, even if only a replay leads there."""
         value = cast(dict[str, Any], decode_state(data))
         restart = value["restart"]
         return cls(StreamPosition(*restart["at"]), value["user"], restart.get("rng", b""), digest=restart["digest"])
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> RestartPoint:
-        """Return the restart point that a decoded value describes. If its position can be reached only by a replay,
-        return the restart point from which the replay starts. Raise StateCorruptError if `encode` did not write the
-        value."""
+        """Decode a value of `encode`; for a position that only a replay reaches, the point where that starts.
+        StateCorruptError for another value."""
         try:
             return cls._of(value)
         except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -1,6 +1,4 @@
-"""A user's loader in its slot: making it, reading it, saving and restoring it. All calls of the user's loader are here.
-
-There are three kinds of loaders:
+"""A user's loader in its slot: making, reading, saving and restoring it. All calls of the user's loader are here.
 
     pure           An epoch is a function of (code, arguments, data, seed, topology, number of the epoch). Each epoch is
                    made by a loader that has made no other, so nothing that one epoch leaves behind reaches the next.
@@ -8,19 +6,16 @@ There are three kinds of loaders:
     four methods   The protocol of Cerebras: one object for a launch. It is restored only by its
                    deaggregate_state_dict, so it starts from the beginning, or from the state of the launch.
 
-A pure loader begins epoch e so: the generators of the process are seeded by (seed, box, slot, e), those that the loader
-and its modules hold are seeded anew, set_epoch(e) is called where there is one, then `iter(loader)`
-(loader_generators.py). A snapshot of it is `state_dict()` and all generators after a batch, encoded before the next
-`next()`. To restore it: begin the epoch without `iter`, load the state, `iter`, set the generators. Set at any other
-moment they give other batches. No state is taken after StopIteration.
-
-The other two kinds are opened by `iter()` alone (RNG: the states of all random generators):
+A pure loader begins an epoch so: seed the generators (loader_generators.py), set_epoch(e) where there is one, `iter`. A
+snapshot is `state_dict()` and all generators after a batch, encoded before the next `next()`. To restore it: begin the
+epoch without `iter`, load the state, `iter`, set the generators: set at any other moment they give other batches. No
+state is taken after StopIteration. The others are opened by `iter()` alone (RNG: the states of all random generators):
 
     open an epoch         take RNG R0, `iter(loader)`, take `state_dict()`, take RNG R1           -> an epoch start
     from an epoch start   load its state, set R0, `iter`, set R1, then replay n batches
 
-The runner that streams and the helper processes run the same code. A loader that makes a second epoch in one process
-(in a helper process, or in the training process) is made again by input_fn first, if it is pure.
+Runners and helper processes run the same code. A pure loader that makes a second epoch in one process (a helper, or the
+training process) is made again by input_fn first.
 """
 
 from __future__ import annotations
@@ -88,8 +83,8 @@ def _vouches(loader: Any) -> bool:
 
 
 def _iterable(loader: Any) -> Any:
-    """Return the user's iterable: the IterableDataset of a torch loader, or a loader that is no torch loader; None for
-    a map-style dataset, and for what Penstock or torch has made."""
+    """Return a torch loader's IterableDataset, or a loader that is not torch's; None: a map-style dataset, or made by
+    Penstock or torch."""
     held = getattr(loader, "dataset", None) if isinstance(loader, torch.utils.data.DataLoader) else loader
     if isinstance(loader, torch.utils.data.DataLoader) and not isinstance(held, torch.utils.data.IterableDataset):
         return None
@@ -102,16 +97,9 @@ def _keeps_place(loader: Any) -> bool:
 
 
 class SlotLoader:
-    """Loader that input_fn made for one slot, with its position. To *open* an epoch means to call iter() on the loader.
-    Exceptions of user code are raised as InputFnError.
-
-    Args:
-        assignment: the slot, and the loader to make for it.
-        doing: called before user code is called, with one of the names in progress_page.ACTIVITIES.
-        skipped: called before each batch if the slot has quarantined batches, with the epoch and the number of batches
-            that were skipped right before that batch, often 0.
-        load: imports and returns input_fn; its argument is the loader's part of the assignment.
-    """
+    """Loader that input_fn made for one slot, with its position. To *open* an epoch means to call iter(). Exceptions of
+    user code become InputFnError. doing: called before user code, with one of ACTIVITIES. skipped: called before each
+    batch of a slot with quarantined ones: epoch, number skipped right before. load: imports input_fn."""
 
     def __init__(
         self,
@@ -129,20 +117,20 @@ class SlotLoader:
         self.labels = labels_in(point.labels)
         """Labels of epochs: what user code of a pure loader sees as their numbers."""
         self.digest = 0
-        """Digest (hash) of the last batch, which the caller of `next` computes and sets; 0 = not known."""
+        """Digest of the last batch, set by the caller of `next`; 0 = not known."""
         self.chain = 0
-        """Hash over the batches of the open epoch (proto/state/position.py, `linked`), which the caller of `next`
-        extends. It is complete for a pure loader."""
+        """Hash over the open epoch's batches (position.py, `linked`), extended by `next`'s caller; complete for a pure
+        loader."""
         self.spent_s = 0.0
-        """Seconds that the loader has spent on the batches of the open epoch, which the caller of `next` adds up."""
+        """Seconds spent on the open epoch's batches, added up by `next`'s caller."""
         self.unsaved: Exception | None = None
-        """Error that state_dict() raised at an epoch start, which therefore has no state; None if it raised none."""
+        """Error of state_dict() at an epoch start, which therefore has no state."""
         self.resume: dict[str, Any] | None = None
-        """Decoded state from which the launch resumed; None if it began without a state. A loader that resumes by its
-        own methods (deaggregate_state_dict, then load_state_dict) loads this state again when it is restored."""
+        """Decoded state from which the launch resumed, if any. One that resumes by its own methods loads it at each
+        restore."""
         self.awaited: dict[tuple[int, int], int] = {}
-        """Digests of the first batches of epochs that an earlier runner or launch has made, by (epoch, number of the
-        slot's batches before it)."""
+        """Digests of first batches of epochs that earlier runners or launches made, by (epoch, the slot's batches
+        before)."""
         self._doing, self._skipped, self._load_fn = doing, skipped, load
         self._skips = {(skip.epoch, skip.total): skip.count for skip in assignment.skips}
         self._fn: Callable[..., Any] | None = None
@@ -151,21 +139,17 @@ class SlotLoader:
         self._generators: LoaderGenerators | None = None
         self._rng_before_call = self._rng_at_peek = b""
         self._taken_for = slot
-        """Worker number in the box with which the present loader was made."""
         self._counts = False
-        """True if the loader counts its samples, for example per source, in an attribute `tally`."""
         self._unused = False
         self._loaded = False
-        """True if the loader has loaded a state since input_fn made it."""
         self._has_first = not assignment.start.step and assignment.box == assignment.slot == 0
         self._ahead: list[Any] = []
-        """Batch that `peek` has taken and `next` has not returned yet, as a list of at most one."""
+        """Batch that `peek` has taken and `next` has not returned, if any."""
         self._held: tuple[Iterator[Any], list[Any], RestartPoint | None] | None = None
-        """Next epoch, if the loader has begun it before `next` has returned END for the present one: the iterator, the
-        batch taken by `peek`, and the epoch start. None otherwise."""
+        """Next epoch, begun before `next` has returned END for the present one: iterator, `peek`'s batch, epoch
+        start."""
         self._start: RestartPoint | None = None
-        """Restart point at the start of the launch, for a loader that resumes by its own methods: it can be restored
-        only there. None for any other loader."""
+        """The launch's start, where alone a loader that resumes by its own methods can be restored; None for others."""
 
     # ---- what it is
 
@@ -176,7 +160,6 @@ class SlotLoader:
 
     @property
     def worker(self) -> int:
-        """Worker number within the box that user code sees when the loader is made."""
         worker = self.history.launch.worker
         return self.assignment.slot if worker is None else worker
 
@@ -186,8 +169,8 @@ class SlotLoader:
 
     @property
     def by_own_methods(self) -> bool:
-        """True if the loader has all four state methods, and its load_state_dict accepts only results of its
-        deaggregate_state_dict."""
+        """True if the loader has four state methods, and load_state_dict accepts only deaggregate_state_dict's
+        results."""
         return by_own_methods(self.capabilities)
 
     @property
@@ -200,7 +183,7 @@ class SlotLoader:
 
     @property
     def is_iterable(self) -> bool:
-        """True if the user's code gives samples or batches in an order of its own, and not by their numbers."""
+        """True if user code gives samples or batches in an order of its own, not by number."""
         return self._loader is not None and _iterable(self._loader) is not None
 
     @property
@@ -213,15 +196,13 @@ class SlotLoader:
 
     @property
     def key_field(self) -> str | None:
-        """Name of the field of a batch that holds its restore keys (they say where each sample can be read again), from
-        the loader's attribute `key_field`; None if the loader has no such attribute."""
+        """Field of a batch with its restore keys, from the loader's `key_field`."""
         name = getattr(self._loader, "key_field", None)
         return name if isinstance(name, str) else None
 
     @property
     def suspects(self) -> str:
-        """Part of a sentence about a loader that makes other batches than before: its class, that of its dataset, and
-        the random generators that they hold."""
+        """Part of an error's sentence: the classes of loader and dataset, and the generators that they hold."""
         loader, generators = self._loader, self._generators
         dataset = getattr(loader, "dataset", None)
         over = "" if dataset is None else f" over {type(dataset).__qualname__}"
@@ -241,8 +222,8 @@ class SlotLoader:
     # ---- what it is told
 
     def learn_resume(self, resume: dict[str, Any] | None) -> None:
-        """Record the state from which the launch resumed; None = it began without a state. If the state was saved at an
-        epoch's end, record in `awaited` also the digest of the batch that followed."""
+        """Record the state from which the launch resumed; if it is from an epoch's end, also the digest of the next
+        batch."""
         self.resume, a = resume, self.assignment
         part = resume["slots"].get(a.slot) if resume is not None and a.resume.same_topology else None
         known = part is not None and part.get("next_epoch") and part["next_digest"] and not self.by_own_methods
@@ -250,13 +231,12 @@ class SlotLoader:
             self.awaited[a.start.epoch + 1, a.start.slots[a.slot].total] = part["next_digest"]
 
     def learn_firsts(self, firsts: Iterable[Sequence[int]]) -> None:
-        """Record first batches of epochs that earlier runners have made, each as three numbers: its epoch, the slot's
-        batches before it, its digest."""
+        """Record first batches of earlier runners: (epoch, the slot's batches before it, digest)."""
         self.awaited.update({(epoch, began): digest for epoch, began, digest in firsts})
 
     def learn_labels(self, labels: dict[int, int]) -> None:
-        """Record labels of epochs that the training loop has given. First batches that are awaited under other labels
-        are forgotten: the loop wants another epoch than the one that a launch before had begun."""
+        """Record labels that the loop has given. First batches awaited under others are forgotten: the loop wants
+        another epoch."""
         later = self.labels | labels
         for epoch, total in list(self.awaited):
             if label_of(later, epoch) != label_of(self.labels, epoch):
@@ -268,17 +248,15 @@ class SlotLoader:
             self._skips[epoch, total] = max(count, self._skips.get((epoch, total), 0))
 
     def trusts_history(self, part: dict[str, Any]) -> bool:
-        """Return True if the history (launch and abandoned epochs) in a slot's part of a saved state can be used.
-        Return False if an older release wrote the part, if the user edited it, or if the user loads it with
-        strict=False. Then only the loader's own state is used, and its batches are not compared."""
+        """Return whether a saved part's history can be used: not one of an older release, edited, or loaded with
+        strict=False. Then only the loader's state is used, and its batches are not compared."""
         strict = self.resume is None or self.resume["strict"]
         return bool("history" in part["restart"] and strict and not part.get("changed"))
 
     # ---- making it
 
     def build(self) -> None:
-        """Make the loader: set the seeds and the assignment that user code reads, call input_fn, and check the result.
-        Set `capabilities`."""
+        """Set seeds and assignment, call input_fn, check the result, and set `capabilities`."""
         self._seed()
         self._introduce(self.assignment.start.step + 1)
         self._doing("input_fn")  # the import of its module runs user code too
@@ -321,15 +299,15 @@ class SlotLoader:
         )
 
     def _seed(self) -> None:
-        """Seed the random generators alike in all launches and runners of the slot, so that input_fn makes the same
-        loader, for example the same random_split."""
+        """Seed alike in all launches and runners, so that input_fn makes the same loader, for example the same
+        random_split."""
         a = self.assignment
         seed_rng(derive_seed(a.seed, "slot", a.box, a.slot))
 
     @property
     def _moved(self) -> bool:
-        """True if this launch resumed after a step on another number of boxes or workers. What is drawn in its epoch
-        must not be drawn again as the saved run drew it."""
+        """True after a resume on another topology. What is drawn in its epoch must not be drawn again as the saved run
+        did."""
         a = self.assignment
         return bool(a.resume.blob) and not (a.resume.same_topology or a.resume.anew) and a.start.step > 0
 
@@ -363,8 +341,7 @@ class SlotLoader:
         self._call()
 
     def begin(self) -> None:
-        """Bring the loader to the beginning of the slot's stream: call input_fn again, without loading a state or
-        opening an epoch."""
+        """Call input_fn again for the beginning of the stream, without loading a state or opening an epoch."""
         self.abort()
         launch = Launch(worker=self.assignment.slot if self.by_own_methods else None)
         self.history = replace(self.history.of(launch), abandoned=())
@@ -372,8 +349,8 @@ class SlotLoader:
         self.position, self.digest, self._start = StreamPosition(0, 0, 0, 0), 0, None
 
     def make_as(self, worker: int) -> None:
-        """Let user code see `worker` as its worker number in the box from now on. Call input_fn again, unless the
-        present loader is unused and was made with this number."""
+        """Let user code see `worker` as its number. Call input_fn again, unless an unused loader was made with this
+        number."""
         self.abort()
         self.history = self.history.of(replace(self.history.launch, worker=worker))
         self._start = None
@@ -381,18 +358,15 @@ class SlotLoader:
             self._make_again(self.history.launch.step + 1)
 
     def drop(self) -> None:
-        """Release the loader, because it may hold an exclusive resource, such as a lock or an open database."""
+        """Release the loader, which may hold an exclusive resource, such as a lock."""
         self.abort()
         self._loader = None
 
     # ---- epochs
 
     def open_epoch(self, *, step: int = 0) -> RestartPoint:
-        """Open epoch `position.epoch`. Return the epoch start: a restart point, with the loader's state unless the
-        loader is pure.
-
-        step: training step of the box that `get_worker_state()` reports to the loader's state_dict().
-        """
+        """Open epoch `position.epoch`. Return the epoch start, with a state unless the loader is pure. step: what
+        `get_worker_state()` reports."""
         if self._held is not None:
             return self._open_held(step)
         return self._open_pure(step) if self.is_pure else self.open(step=step)
@@ -407,8 +381,8 @@ class SlotLoader:
         return self.marked(RestartPoint(self.position.copy(), None, b"", b"", self.digest))
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Set all that an epoch of a pure loader depends on, before `iter()`: a loader that has made no other epoch,
-        the random generators, and the epoch's label, for set_epoch() and current_assignment().epoch."""
+        """Set all that a pure loader's epoch depends on before `iter()`: a fresh loader, generators, and the epoch's
+        label."""
         if not self._unused:
             self._make_again(self.history.launch.step + 1)
         a = self.assignment
@@ -421,11 +395,8 @@ class SlotLoader:
             set_epoch(self._loader, label)
 
     def open(self, *, step: int = 0, rng_after: bytes | None = None) -> RestartPoint:
-        """Open the next epoch with the present loader, in whatever state the loader is, and return the epoch start.
-
-        step: as in `open_epoch`. rng_after: states of the random generators to set once the epoch is open; None = leave
-        them. Set on a resume.
-        """
+        """Open the next epoch with the present loader in whatever state, and return its start. rng_after: generators'
+        states to set once it is open, on a resume."""
         before = self._begin()
         if rng_after is not None:
             self._restore_rng(rng_after)
@@ -436,9 +407,8 @@ class SlotLoader:
         return self._reached_from_start(epoch_start)
 
     def _begin(self) -> bytes:
-        """Start to iterate over the loader. If the loader is its own iterator, and its iteration has begun before, call
-        input_fn for a new one first. Return the states of the random generators that a replay must set before this
-        step."""
+        """Call iter() (of a new loader, if this is its own iterator and has begun), and return the generators' states
+        before it."""
         if not self.capabilities.is_iterator:
             before = self.rng()
         else:
@@ -465,12 +435,8 @@ class SlotLoader:
     def end_previous_epoch_first(
         self, position: StreamPosition, epoch: int, epoch_start: RestartPoint | None = None
     ) -> None:
-        """Let `next` return END for the previous epoch first, although epoch number `epoch` is open already; then the
-        batches of this epoch.
-
-        position: the slot's position, which is still in the previous epoch. epoch_start: epoch start of the open epoch;
-        None if none of its batches was made yet.
-        """
+        """Let `next` return END for the previous epoch, where `position` still is, although epoch `epoch` is open
+        already; then this one's batches. epoch_start: None if none of these was made yet."""
         assert self._iterator is not None
         self._held = self._iterator, self._ahead, epoch_start
         self._iterator, self._ahead = iter(()), []
@@ -485,8 +451,8 @@ class SlotLoader:
         return self._reached_from_start(self._epoch_start(step, self.rng()) if epoch_start is None else epoch_start)
 
     def enter(self, epoch: int) -> None:
-        """Record that the loader was resumed at the end of an epoch, and then yielded batches of epoch number `epoch`
-        at once, without a StopIteration for the old epoch."""
+        """Record that the loader, resumed at an epoch's end, yielded batches of `epoch` without a StopIteration
+        first."""
         self.history = self.history.of(replace(self.history.launch, enters=epoch))
         assert self._start is not None
         self._start = replace(self._start, history=self._start.history.of(self.history.launch))
@@ -515,8 +481,7 @@ class SlotLoader:
     # ---- batches
 
     def next(self) -> Any:
-        """Return the next batch and advance the position by it, or return END at the end of the epoch. The caller must
-        add the batch's samples to `position.samples`."""
+        """Return the next batch, or END, and advance. The caller must add the batch's samples to `position.samples`."""
         assert self._iterator is not None
         if self._has_first and self.position.total in (1, 2):
             self._note_first()
@@ -561,21 +526,20 @@ class SlotLoader:
         self._skipped(position.epoch, count)
 
     def peek(self) -> Any:
-        """Return the next batch, or END at the end of the epoch, without advancing the position: `next` then returns
-        the same batch. The loader itself is one batch ahead meanwhile, so `peek` is only for comparing digests."""
+        """Return the batch or END that `next` returns then, without advancing the position, only to compare digests:
+        the loader itself is one batch ahead meanwhile."""
         position, iterator, self._rng_at_peek = self.position.copy(), self._iterator, self.rng()
         self._ahead = [self.next()]
         self.position, self._iterator = position, iterator
         return self._ahead[0]
 
     def peek_link(self) -> int | None:
-        """Return what the chain of the epoch links for the next batch; None at the end of the epoch."""
+        """Return what the epoch's chain links for the next batch; None at the epoch's end."""
         batch = self._ahead[0] if self._ahead else self.peek()
         return None if batch is END else ReplayDigest(cover=cover_of(self.assignment.loader.options)).link_of(batch)
 
     def compare_first(self) -> None:
-        """Raise ReplayMismatchError if the loader is at the beginning of an epoch whose first batch is known, and it
-        makes another one."""
+        """Raise ReplayMismatchError if an epoch whose first batch is known begins with another one."""
         position = self.position
         expected = None if position.delivered else self.awaited.get((position.epoch, position.total))
         if expected is not None and self.peek_link() != expected:
@@ -593,11 +557,8 @@ class SlotLoader:
     def seek(
         self, total: int, epoch: int, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
     ) -> bool:
-        """Replay until the slot has made `total` batches in the run. Return True then. Stop at the end of epoch number
-        `epoch`, and return False if the slot has made fewer batches by then.
-
-        seen: called with each batch. open_epoch: opens each epoch on the way; None: `self.open_epoch`.
-        """
+        """Replay until the slot has made `total` batches; False if epoch `epoch` ends before. seen: called with each
+        batch. open_epoch: opens epochs on the way; None: `self.open_epoch`."""
         self._doing("replay")
         while self.position.total < total:
             if not self.is_open:
@@ -611,23 +572,21 @@ class SlotLoader:
         return True
 
     def _note_first(self) -> None:
-        """Record the digest of the run's first batch, unless its second batch is the same: a later launch that begins
-        with it has lost its position."""
+        """Record the digest of the run's first batch, unless the second is the same: a launch that begins with it is
+        lost."""
         if self.by_own_methods and self.position.total == 1:
             self.history = replace(self.history, first=self.digest)
         elif self.position.total == 2 and self.history.first == self.digest:
             self.history = replace(self.history, first=0)
 
     def changed_counts(self) -> bytes:
-        """Return the counts of samples (for example per source) that have changed since the last call of this method,
-        encoded as in a BATCH frame; b"" if the loader does not count its samples."""
+        """Return the sample counts changed since the last call, encoded as in a BATCH frame; b"" without counts."""
         tally = self._tally
         return b"" if tally is None else tally.take()
 
     def last_batch(self) -> tuple[list[range] | None, Mapping[Group, Sequence[int]] | None]:
-        """Return two facts about the batch that the loader yielded last. The first is the sample numbers of the global
-        batch (the batches of all boxes together), in the form that the loader's method `skip` accepts. The second is
-        the counts of its samples. Each is None if the loader does not know it."""
+        """Return of the last batch the sample numbers of the global batch, as `skip` accepts them, and its samples'
+        counts; None where the loader does not know."""
         numbers, tally = getattr(self._loader, "last_samples", None), self._tally
         with self._user("last_samples()"):
             return (numbers() if callable(numbers) else None), (None if tally is None else tally.last)
@@ -642,10 +601,7 @@ class SlotLoader:
     # ---- states
 
     def state(self, step: int) -> tuple[Any, bool]:
-        """Return the loader's state_dict(), and True if state_dict() called get_worker_state().
-
-        step: training step of the box that `get_worker_state()` reports.
-        """
+        """Return state_dict(), and True if it called get_worker_state(), which reports `step`."""
         a, position, launch = self.assignment, self.position, self.history.launch
         checkpoint = DataLoaderCheckpoint(
             self.worker,
@@ -668,8 +624,7 @@ class SlotLoader:
             return as_main_process(save)
 
     def snapshot(self, step: int) -> RestartPoint:
-        """Return a snapshot (the loader's state and position). The caller must encode the snapshot before the next call
-        of `next`, because the state may share objects with the loader. step: as in `state`."""
+        """Return a snapshot, to be encoded before the next `next`: the state may share objects with the loader."""
         state, asked = self.state(step)
         return self._reached_from_start(self._point_here(state, step if asked else 0, None))
 
@@ -681,12 +636,8 @@ class SlotLoader:
         )
 
     def marked(self, point: RestartPoint, *, whole_history: bool = False) -> RestartPoint:
-        """Return a copy of the restart point with the loader's present history (launch, abandoned epochs) and its
-        list of quarantined batches.
-
-        whole_history: False keeps in the history only abandoned epochs before the point's own epoch. True keeps all of
-        them.
-        """
+        """Return a copy of the point with the present history and list of quarantined batches. whole_history: False
+        keeps only epochs abandoned before the point's own."""
         if self._has_first and self.position.total in (1, 2):
             self._note_first()
         skips = tuple((epoch, total, count) for (epoch, total), count in self._skips.items())
@@ -695,8 +646,8 @@ class SlotLoader:
         return replace(point, skips=skips, history=history, seeds=seeds)
 
     def _reached_from_start(self, point: RestartPoint) -> RestartPoint:
-        """Return `point`; for a loader that can be restored only to the start of its launch, a copy that says that a
-        replay from there reaches the point's position (`replayed_from`)."""
+        """Return `point`; if the loader can be restored only at its launch's start, a copy that says so
+        (`replayed_from`)."""
         start = self._start
         return point if start is None or point.position == start.position else replace(point, replayed_from=start)
 
@@ -724,18 +675,15 @@ class SlotLoader:
         return {"strict": strict} if self.capabilities.takes_strict else {}
 
     def plan_change(self, trial: coordinator_pb2.MixtureTrial, resume: Mapping[str, Any] | None) -> bytes:
-        """Try a change of the weights of the data sources that this loader mixes, and return the result as bytes; see
-        changed_mixture.py. The loader must not be used for anything else afterwards."""
+        """Try a change of the mixture (changed_mixture.py). The loader must not be used afterwards."""
         with self._user("plan_change()"):
             return plan_change(self._loader, trial, resume)
 
     # ---- restoring it
 
     def restore(self, point: RestartPoint) -> None:
-        """Bring the loader to the position of a restart point. May be called at any time.
-
-        A loader with four methods is made anew, and loads the state from which its launch resumed, if any.
-        """
+        """Bring the loader to a restart point, at any time. One with four methods is made anew, and loads its launch's
+        state."""
         self.abort()
         self.learn_skips(point)
         if self.is_pure:
@@ -798,12 +746,10 @@ class SlotLoader:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Hashes of the states in which input_fn left the generators that the loader holds."""
         return () if self._generators is None else self._generators.seeds
 
     def require_seeds(self, seeds: tuple[int, ...]) -> None:
-        """Raise ReplayMismatchError if input_fn has left the generators that the loader holds in other states than when
-        their hashes were these; none = any."""
+        """Raise ReplayMismatchError if input_fn has left the generators in other states than these; none = any."""
         others = self._generators.others_than(seeds) if seeds and self._generators is not None else []
         if others:
             raise ReplayMismatchError(
@@ -814,16 +760,14 @@ class SlotLoader:
             )
 
     def rng(self) -> bytes:
-        """Return the states of the process's random generators, and of the generators given to the loader
-        and its modules; b"" for a loader of penstock.data whose batches depend on none of them."""
+        """Return all generators' states; b"" for a loader of penstock.data whose batches depend on none of them."""
         assert self._generators is not None
         # an attribute that a wrapper only forwards does not count, because the wrapper may draw
         draws_nothing = getattr_static(self._loader, "draws_nothing", False) is True
         return b"" if draws_nothing else self._generators.capture()
 
     def _restore_rng(self, data: bytes) -> None:
-        """Set the random generators to the states `data`. Without states, seed them by the loader's position: whatever
-        draws from them draws the same after each restore there."""
+        """Set the generators to `data`; without, seed them by the position: restores there then draw the same."""
         assert self._generators is not None
         if data:
             self._generators.restore(data)
@@ -849,8 +793,8 @@ class SlotLoader:
             raise self.failed(what, error) from error
 
     def failed(self, what: str, error: BaseException) -> PenstockError:
-        """Return the error to raise for an exception of user code: a PenstockError unchanged, any other exception as
-        InputFnError. what: name of the call that raised the exception."""
+        """Return the error for an exception of user code: PenstockError unchanged, others as InputFnError. what: the
+        call."""
         if isinstance(error, PenstockError):
             return error
         return InputFnError(f"{self.name}: {what} raised {describe(error)}", remote_traceback=format_remote(error))

@@ -1,14 +1,12 @@
-"""The start of a slot: steps that bring a new loader to the slot's start position, before its first batch. A replay of
-the stream repeats the same steps in the same order.
+"""The start of a slot: steps that bring a new loader to its start position. A replay repeats them in the same order.
 
-A loader that vouches for its states is restored from a restart point that lies before the last delivered batch, and the
-batches up to the position are made again. The last one must be the delivered one, so other data, other code and a
-generator whose state the loader does not save are found, however slow the loader is. A loader with four methods then
-loads its part of the aggregated state. A difference is an error: there is no second way, because the loader's word is
-that its states are right.
+A vouched loader is restored from before the last delivered batch, and the batches up to the position are made again.
+The last must be the delivered one: this finds other data, other code and generators that the loader does not save. A
+loader with four methods then loads its part of the aggregated state. A difference is an error: there is no second way,
+because the loader's word is that its states are right.
 
-On other numbers of boxes and workers the record's own box and slot are made once more, with the record's numbers: each
-slot compares one of them, before it makes its own loader (`compare_record`).
+On another topology the record's own box and slot are made once more, with the record's numbers: each slot compares one,
+before it makes its own loader (`compare_record`).
 """
 
 from __future__ import annotations
@@ -34,15 +32,9 @@ Keep = Callable[[RestartPoint, bool], None]
 
 
 def start(source: SlotLoader, resume: dict[str, Any] | None, keep: Keep, go: Go) -> None:
-    """Bring a newly built loader to the start position that its assignment names.
-
-    Args:
-        source: the loader, after `build`.
-        resume: decoded state to resume from; None to start from the beginning.
-        keep: called for each restart point on the way, with the restart point and a flag. True means that all later
-            batches of the slot are made from this restart point.
-        go: replays a leg; see travel.py.
-    """
+    """Bring a built loader to the start position that its assignment names. resume: None to start from the beginning.
+    keep: called with each restart point on the way; True: all later batches are made from it. go: replays a leg
+    (travel.py)."""
     a = source.assignment
     point, slots = a.start, a.start.slots
     slot_position = slots[a.slot] if len(slots) > a.slot else records_pb2.SlotPosition()
@@ -83,8 +75,8 @@ def _resume_on_other_topology(source: SlotLoader, resume: dict[str, Any], keep: 
 
 
 def _refuse_beginning(source: SlotLoader) -> None:
-    """Raise ReplayMismatchError if a loader that was resumed on another topology begins with the run's first batch,
-    although another one was due: its methods have lost its position."""
+    """Raise ReplayMismatchError if a loader resumed on another topology begins with the run's first batch, although
+    another was due: it has lost its position."""
     step, first = source.assignment.start.step, source.history.first
     if not first:
         return
@@ -99,7 +91,6 @@ def _refuse_beginning(source: SlotLoader) -> None:
 
 
 def saved_goal(source: SlotLoader, resume: dict[str, Any]) -> EpochGoal:
-    """Return the position at which a pure loader resumes on the topology on which the state was saved."""
     a = source.assignment
     part = resume["slots"][a.slot]
     if source.capabilities.state_methods == 4:  # only the aggregated state holds the loader's own
@@ -123,8 +114,8 @@ def _require_next(source: SlotLoader, digest: int, cause: str) -> None:
 
 
 def _resume_vouched(source: SlotLoader, part: dict[str, Any], then: int, keep: Keep, go: Go) -> None:
-    """Bring the loader to the position of a saved state, on the saved numbers of boxes and workers. then: number of the
-    epoch that follows: the next one, if this slot had ended its epoch."""
+    """Bring the loader to a saved state's position on the saved topology. then: the next epoch, if this slot had ended
+    its own."""
     a = source.assignment
     compares, point = source.trusts_history(part), RestartPoint.of(part)
     launch = replace(source.history.launch, samples=part.get("samples", 0))
@@ -180,9 +171,8 @@ def _open_by_own_methods(source: SlotLoader, part: dict[str, Any], keep: Keep) -
 def record_of(
     assignment: records_pb2.WorkerAssignment, resume: dict[str, Any] | None
 ) -> tuple[records_pb2.WorkerAssignment, dict[str, Any]] | None:
-    """Return what a slot compares before it resumes on other numbers of boxes and workers than the saved ones: the
-    assignment of one slot of the saved run, and the state from which that slot would resume. None: it compares nothing.
-    """
+    """Return what a slot compares before it resumes on another topology: the assignment of one slot of the saved run,
+    and the state from which that would resume. None: nothing."""
     changed = not assignment.resume.same_topology
     record = resume.get("records", {}).get(assignment.slot) if resume is not None and changed else None
     if resume is None or record is None:
@@ -198,12 +188,9 @@ def record_of(
 
 
 def compare_record(source: SlotLoader, resume: dict[str, Any] | None) -> None:
-    """If the numbers of boxes and workers have changed, make the last delivered batch of one slot of the saved run
-    again, as that slot; at the end of a pure loader's epoch the next one's first batch, if it was made. Call this
-    before `source.build`, in a process in which the loader is not built later, if the loader may be pure.
-
-    Raises ReplayMismatchError if it is another batch.
-    """
+    """On another topology, make the last delivered batch of a slot of the saved run again, as that slot (at a pure
+    epoch's end, the next one's first batch), and raise ReplayMismatchError for another one. For a pure loader, call
+    this before `source.build` in a process in which the loader is not built later."""
     record = record_of(source.assignment, resume)
     if record is None:
         return
@@ -226,8 +213,8 @@ def compare_record(source: SlotLoader, resume: dict[str, Any] | None) -> None:
 
 
 def _next_beginning(source: SlotLoader, goal: EpochGoal) -> EpochGoal:
-    """Return the beginning of the next epoch, if the goal is the end of one and the first batch after it is known, so
-    that this one batch is compared and not the epoch made again."""
+    """Return the next epoch's beginning if the goal is an epoch's end and the batch after it is known: only that is
+    compared."""
     if not (goal.ends and (goal.epoch + 1, goal.total) in source.awaited):
         return goal
     return replace(EpochGoal.beginning(goal.epoch + 1, goal.total, 0), seeds=goal.seeds)
@@ -237,17 +224,16 @@ def _next_beginning(source: SlotLoader, goal: EpochGoal) -> EpochGoal:
 
 
 class _FourMethodResume:
-    """Resume of a slot with four methods on the saved numbers of boxes and workers, from the saved state alone. The
-    next batch must be the one that followed when the state was saved."""
+    """Resume with four methods on the saved topology, from the saved state alone. The next batch must be the one that
+    followed."""
 
     def __init__(self, source: SlotLoader, part: dict[str, Any], total: int, epoch: int, then: int, keep: Keep) -> None:
         self._source, self._part = source, part
         self._keep_for_good = keep
         self._kept: list[tuple[RestartPoint, bool]] = []
-        """Restart points reached by the way that is being tried; dropped if the way is wrong."""
         self._total, self._epoch, self._then = total, epoch, then
         self._point = RestartPoint.of(part)
-        """The saved restart point, which may lie far before the saved position."""
+        """May lie far before the saved position."""
         launch = replace(source.history.launch, samples=part.get("samples", 0))
         self._as_saved = source.trusts_history(part)
         self._history = self._point.history.of(launch) if self._as_saved else StreamHistory(launch)
@@ -259,20 +245,17 @@ class _FourMethodResume:
             self._keep_for_good(point, begins)
 
     def _turns(self) -> list[int]:
-        """Return the slots of the box that may become worker 0 for user code, in the order in which they are tried.
-
-        For most loaders slot 0 is always worker 0. But a loader that counts the samples of all workers yields the next
-        batch of the box from worker 0 after a resume. Then the slot whose turn it was must become worker 0, so that
-        each slot continues with its own batches. The next batches show which kind a loader is. If they are not
-        compared, the slot whose turn it was is worker 0, as in cstorch.
-        """
+        """Return the slots that may become worker 0 for user code, in the order in which they are tried: for most
+        loaders slot 0. But one that counts all workers' samples yields the box's next batch from worker 0 after a
+        resume; then it must be the slot whose turn it was, so that each continues with its own batches. The next
+        batches show which kind it is. If they are not compared, it is the slot whose turn it was, as in cstorch."""
         point = self._source.assignment.start
         turn = point.live[point.cursor] if point.live else 0
         return [0, turn] if turn and self._as_saved else [turn]
 
     def _in_turn(self, first: int, doubted: bool) -> None:
-        """Resume the loader by its own methods with slot `first` as worker 0. If `doubted` is True, first check that
-        other slots of the box continue with their right batches, because a single slot may be right by chance."""
+        """Resume with slot `first` as worker 0. If `doubted`, check other slots first, because one may be right by
+        chance."""
         self._kept.clear()
         source = self._source
         a = source.assignment
@@ -302,8 +285,8 @@ class _FourMethodResume:
         return self._epoch + 1 if self._as_saved and self._part.get("next_epoch") else self._then
 
     def _cross_saved_end(self) -> None:
-        """Advance a loader that was saved at the end of an epoch to the next epoch. The loader's next batch shows
-        whether the loader ends the saved epoch first or yields a batch of the next epoch at once."""
+        """Advance from a saved epoch's end to the next epoch. The next batch shows whether the loader ends the saved
+        epoch first."""
         source, (first, _), to = self._source, self._kept[-1], self._next_epoch
         position, epoch_start = source.position.copy(), first
         known = bool(self._as_saved and self._part["next_digest"])
@@ -338,12 +321,8 @@ class _FourMethodResume:
 
 
 def _leads_on(beside: SlotLoader, slot: int, worker: int, resume: dict[str, Any]) -> bool:
-    """Return True if another slot of the box would also continue with its right batch: the one that followed in that
-    slot when the state was saved. To find out, make that slot's loader and resume it by its own methods, as worker
-    number `worker`. Return True also if the batch's digest is not known.
-
-    beside: loader of the slot that resumes.
-    """
+    """Return True if `slot`, made and resumed as worker `worker`, also continues with the batch that followed there, or
+    if that is not known. beside: loader of the slot that resumes."""
     a, part = beside.assignment, resume["slots"].get(slot)
     if part is None or not part["next_digest"]:
         return True

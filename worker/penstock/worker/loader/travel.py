@@ -1,5 +1,4 @@
-"""Execution of the plans that restart_plan.py and epoch_goal.py make: restoring a loader, and replaying batches with
-it. `go`, wherever it is an argument, replays one leg of a plan."""
+"""Execution of the plans of restart_plan.py and epoch_goal.py. `go`, wherever it is an argument, replays one leg."""
 
 from __future__ import annotations
 
@@ -16,11 +15,7 @@ Go = Callable[[Leg], object]
 
 
 def recover(source: SlotLoader, points: Sequence[RestartPoint], target: Target, go: Go) -> RestartPoint:
-    """Bring the loader to the position `target` from the first restart point that leads there. Return this restart
-    point.
-
-    points: at least one, in the order in which they are tried.
-    """
+    """Bring the loader to `target` from the first of the points, tried in order, that leads there; return this one."""
     # a state of a loader that vouches is right, or its difference is an error
     ways = points[:1] if source.is_vouched else points
     return first_fit(ways, lambda point: restore(source, point, target, go), UNFIT, source.log_unfit)
@@ -32,8 +27,7 @@ def restore(source: SlotLoader, point: RestartPoint, target: Target, go: Go) -> 
 
 
 def travel(source: SlotLoader, target: Target, go: Go) -> None:
-    """Replay from the loader's position to `target`. Abandon each epoch that the training loop abandoned, at the same
-    batch."""
+    """Replay to `target`. Abandon each epoch that the training loop abandoned, at the same batch."""
     for leg in route(source.position.epoch, target):
         go(leg)
         if leg.abandons:
@@ -43,14 +37,9 @@ def travel(source: SlotLoader, target: Target, go: Go) -> None:
 def replay(
     source: SlotLoader, leg: Leg, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
 ) -> None:
-    """Replay one leg of a plan: from the loader's position to the leg's last batch, through all epochs in between.
-
-    seen: called with each batch; must set `source.digest`. open_epoch: opens the epochs on the way; None: the loader's
-    own `open_epoch`.
-
-    Raises ReplayMismatchError if the leg's epoch ends before its last batch, or if this batch differs from the
-    delivered one.
-    """
+    """Replay a leg, through all its epochs. seen: called with each batch; sets `source.digest`. open_epoch: None: the
+    loader's own. Raises ReplayMismatchError if the epoch ends before the leg's last batch, or this differs from the
+    delivered one."""
     before = source.position.total
     if not source.seek(leg.total, leg.epoch, seen, open_epoch):
         raise ReplayMismatchError(
@@ -66,7 +55,7 @@ def replay(
 
 
 def cause_of(source: SlotLoader) -> str:
-    """Return what may have caused a replay to make other batches, and the remedy, for an error."""
+    """Return, for an error, what may have caused other batches in a replay, and the remedy."""
     if not source.is_vouched:
         return "The loader is not deterministic: run penstock doctor"
     return (
@@ -76,8 +65,7 @@ def cause_of(source: SlotLoader) -> str:
 
 
 def catch_up(source: SlotLoader, epoch: int) -> None:
-    """Advance the loader to the beginning of epoch `epoch`: end all earlier epochs, which must have no batch left.
-    Raise ReplayMismatchError if the loader yields one more batch."""
+    """End all epochs before `epoch`. Raise ReplayMismatchError if one has a batch left."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()
@@ -85,8 +73,7 @@ def catch_up(source: SlotLoader, epoch: int) -> None:
 
 
 def leave(source: SlotLoader, epoch: int, total: int) -> None:
-    """Abandon epoch `epoch` after the slot's batch `total`, as the training loop did. The loader must have reached that
-    batch."""
+    """Abandon an epoch after the slot's batch `total`, which the loader has reached, as the training loop did."""
     catch_up(source, epoch)
     if not source.is_open:
         source.open_epoch()
@@ -101,7 +88,7 @@ def reach_any(source: SlotLoader, goal: EpochGoal, go: Go) -> RestartPoint:
 
 
 def reach(source: SlotLoader, goal: EpochGoal, way: RestartPoint, go: Go) -> None:
-    """Bring the loader to the goal by one of its ways. Raise ReplayMismatchError if the way leads to other batches."""
+    """Bring the loader to the goal. Raise ReplayMismatchError if the way leads to other batches."""
     begin(source, goal, way)
     finish(source, goal, way, go)
 
@@ -112,7 +99,7 @@ def begin(source: SlotLoader, goal: EpochGoal, way: RestartPoint) -> None:
 
 
 def finish(source: SlotLoader, goal: EpochGoal, way: RestartPoint, go: Go) -> None:
-    """Bring the loader from anywhere on one of the goal's ways to the goal; see `reach`."""
+    """As `reach`, from anywhere on the way."""
     go(Leg(goal.epoch, goal.total))
     if goal.chain and source.chain and source.chain != goal.chain:
         raise ReplayMismatchError(

@@ -1,5 +1,5 @@
-"""What Penstock does with users' loaders beside calling them: it refuses some, skips quarantined batches, and repeats a
-first batch (`Appliance(synthetic=True)`)."""
+"""Refusal of some users' loaders, skips of quarantined batches, and repeats of a first batch
+(`Appliance(synthetic=True)`)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ _DEPTH = 8
 
 
 def refuse_separate_barriers(loader: Any, name: str) -> None:
-    """Raise InputFnError if a slot's loader reads a StreamingDataset of mosaicml-streaming that was made as one of
-    several workers.
+    """Raise InputFnError if a slot's loader reads a mosaicml-streaming StreamingDataset made as one of several workers.
 
-    It is made once in a training process, and copied into the workers of its torch DataLoader, which meet at a barrier
-    in shared memory at the start of each epoch. If each of several slots makes one, each waits there for as many
-    workers as torch's get_worker_info() named, but they do not share the barrier. One that was made in the training
-    process, and sent to the slots, has one barrier and works. The library is recognised by names, without an import.
+    Workers of a torch DataLoader meet at a barrier in shared memory at each epoch's start. If each slot makes a
+    dataset, it waits for as many workers as get_worker_info() named, but they share no barrier. One made in the
+    training process and sent to the slots works. The library is recognised by names, without an import.
     """
     for _ in range(_DEPTH):
         if _is_mosaicml(loader) and getattr(getattr(loader, "_unique_rank_world", None), "workers_per_rank", 1) > 1:
@@ -52,14 +50,10 @@ class _FetchesNothing:
 
 
 def skip_batch(loader: Any, iterator: Any) -> None:
-    """Skip the next batch of a loader: it advances without making the batch, because making it kills the process.
-
-    A loader can do that itself, by a method `skip_batch()` of the loader or its iterator. Otherwise torch's DataLoader
-    and StatefulDataLoader are supported, with num_workers=0 and a map-style dataset: for one `next()` their fetcher is
-    replaced by one that fetches nothing. So sampler, counters and everything else advance as for any batch.
-
-    Raises StopIteration if the epoch has no more batches, CannotSkipError if this loader's batches cannot be skipped.
-    """
+    """Skip a loader's next batch without making it, because making it kills the process: by a method `skip_batch()` of
+    the loader or its iterator, or, for torch's DataLoader and StatefulDataLoader with num_workers=0 and a map-style
+    dataset, by a fetcher that fetches nothing, so that all else advances. Raises StopIteration at the epoch's end,
+    CannotSkipError."""
     for owner in (iterator, loader):
         method = getattr(owner, "skip_batch", None)
         if callable(method):
@@ -89,8 +83,8 @@ NOT_SAVED = (
 
 
 class FirstBatch:
-    """Loader that yields the first batch of `loader` again and again: `len(loader)` times in each epoch, or without end
-    if `loader` has no length. `loader` makes one batch, and is then dropped with its worker processes."""
+    """Loader that repeats `loader`'s first batch `len(loader)` times an epoch, or without end. `loader` makes one
+    batch, and is then dropped."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._no_length: Exception | None = None

@@ -1,17 +1,14 @@
-"""Replacement of torch's get_worker_info() in a process that runs a user's loader. Its answer depends on what the
-loader has read of its assignment (`Reads` in proto/state/assignment.py), so that no loader divides its samples twice:
+"""Replacement of torch's get_worker_info() where a user's loader runs. Its answer depends on what the loader has read
+of its assignment (`Reads` in proto/state/assignment.py), so that no loader divides its samples twice:
 
     nothing                     the worker's number in the run: datasets that shard by get_worker_info() alone work
-                                unchanged
     its box, or their number    the worker's number in its box: datasets that were split by box first
     the worker's own number     None, as in a worker of cstorch
 
-In the worker processes of a torch DataLoader, torch's own answer is returned, and the call does not count as a read of
-the assignment. Calls by torch's default_collate do not count either, and return None. Otherwise default_collate would
-build each batch in new shared memory, which costs more than the batch.
-
-If a loader has worker processes, its state is saved in the main process, where torch answers None. Some loaders refuse
-to be saved if the answer is not None (litData's StreamingDataLoader). Their state methods get None, too.
+In worker processes of a torch DataLoader torch itself answers. Calls by default_collate get None, because it would
+build each batch in new shared memory, which costs more than the batch. Neither counts as a read. State methods get None
+too if the loader refuses to be saved otherwise (litData's StreamingDataLoader): torch answers None in the main process,
+where a loader with worker processes is saved.
 """
 
 from __future__ import annotations
@@ -38,28 +35,26 @@ class Answers:
         self.seed = 0
         self.infos: dict[WorkerInfoAnswer, torch_worker.WorkerInfo] = {}
         self.given = 0
-        """Number of calls so far whose result named the worker."""
+        """Calls so far whose result named the worker."""
         self.hidden = False
         self.refused = False
-        """True if a state method raised when get_worker_info() named a worker, and succeeded when it returned None.
-        State methods then always get None."""
+        """True if a state method raised when a worker was named, and not with None, which it then always gets."""
 
 
 _current: Answers | None = None
-"""What get_worker_info() returns to the worker whose code runs now; None = torch's own answer is returned."""
+"""None: torch's own answer is returned."""
 
 
 def exchange(answers: Answers | None) -> Answers | None:
-    """Let get_worker_info() return the answers for another worker of this process. Return those that were set
-    before."""
+    """Set the answers for another worker of this process, and return those before."""
     global _current
     before, _current = _current, answers
     return before
 
 
 def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
-    """Let get_worker_info() name the worker for which the loader was made, in this process. The code of torch's
-    function is replaced, because user code may have imported the function before."""
+    """Let get_worker_info() name this worker. The function's code is replaced, as user code may have imported it
+    before."""
     global _current
     if _current is None:
         _current = Answers()
@@ -104,8 +99,7 @@ def describe_reads(capabilities: records_pb2.LoaderCapabilities) -> None:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Context in which the loader saves or loads a state: what it reads there changes no answer of
-    get_worker_info()."""
+    """Save or load a loader's state: what it reads there changes no answer of get_worker_info()."""
     reads = assignments.reads()
     before, reads.paused = reads.paused, True
     try:
@@ -115,9 +109,8 @@ def uncounted() -> Iterator[None]:
 
 
 def as_main_process(method: Callable[[], T]) -> T:
-    """Call a state method of the loader, and return its result. If the method calls get_worker_info() and raises, call
-    the method again while get_worker_info() returns None, as in a main process. If that succeeds, get_worker_info()
-    returns None in all later calls of state methods."""
+    """Call a state method of the loader. If it calls get_worker_info() and raises, call it again with None as the
+    answer, as in a main process; if that succeeds, all later calls get None."""
     with uncounted():
         return _as_main_process(method)
 

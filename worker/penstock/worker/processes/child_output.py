@@ -1,5 +1,5 @@
-"""Output of child processes in the daemon's log, in bounded amounts, because user code may print without end. The
-amount that is read is bounded too, so a flood of output slows the child and not the daemon."""
+"""Children's output in the daemon's log, in bounded amounts: user code may print without end. Reading is bounded too,
+so a flood of output slows the child and not the daemon."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from contextlib import contextmanager
 
 LONGEST_LINE = 8192
 LINES_PER_S = 200.0
-"""Largest number of lines per second that are logged from one child on average."""
+"""Lines per second logged from one child on average."""
 BURST = 1000
-"""Number of lines of one child that are logged even if they come faster, for example a long traceback."""
+"""Lines of one child that are logged even if they come faster, such as a long traceback."""
 BYTES_PER_S = 16 << 20
-"""Bytes per second that the daemon reads from one child. A child that writes faster blocks."""
+"""Bytes per second read from one child, which blocks if it writes faster."""
 READ_BYTES = 1 << 16
 PAUSE_S = 0.01
-"""Seconds for which the daemon reads no output of a child that writes too fast."""
 REPORT_S = 1.0
-"""Smallest number of seconds between two log lines that say how many lines were left out. At the end of the output such
-a line comes at once."""
+"""Seconds between two log lines that count lines left out. At the output's end one comes at once."""
 QUEUED = 10_000
 _CLOSE_S = 1.0
 
@@ -40,8 +38,8 @@ class OutputLines:
         self.left_out = 0
 
     def feed(self, data: bytes, now: float) -> list[str]:
-        """Add output of the child, and return the lines to log. data: b"" = end of the output, which ends an unfinished
-        last line. now: monotonic time in seconds."""
+        """Return the lines to log. data: b"" = end of the output, which ends an unfinished line. now: monotonic
+        seconds."""
         passed, self._at = max(0.0, now - self._at), now
         self._credit = min(BURST, self._credit + passed * LINES_PER_S)
         self._bytes_credit = min(BYTES_PER_S, self._bytes_credit + passed * BYTES_PER_S) - len(data)
@@ -74,8 +72,7 @@ def _text(line: bytes) -> str:
 
 
 class _Dropping(logging.handlers.QueueHandler):
-    """Handler that puts log records into a queue and never waits: a record is dropped and counted if the queue is
-    full."""
+    """Handler that never waits: a record is dropped and counted if the queue is full."""
 
     def __init__(self, records: queue.Queue[logging.LogRecord]) -> None:
         super().__init__(records)
@@ -96,8 +93,8 @@ class _Dropping(logging.handlers.QueueHandler):
 
 @contextmanager
 def unblocked_logging() -> Iterator[None]:
-    """Write log records in a thread of their own while the `with` block runs: if standard error is a pipe that is not
-    read, log lines are lost, but heartbeats continue."""
+    """Log in a thread of its own: if standard error is a pipe that is not read, lines are lost, but heartbeats
+    continue."""
     root = logging.getLogger()
     handlers = list(root.handlers)
     records: queue.Queue[logging.LogRecord | None] = queue.Queue(QUEUED)

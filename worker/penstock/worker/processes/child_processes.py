@@ -1,10 +1,9 @@
-"""Children of the daemon, which a fork server forks (fork_servers.py): runners and helper processes.
+"""Children of the daemon, which a fork server forks: runners and helper processes. All code here runs on the event
+loop.
 
-All code here runs on the event loop. The daemon holds a control socket, an output pipe and a pidfd of each child. The
-pidfd shows that the child has ended, also if its fork server is stopped; the end of its sockets shows nothing, because
-processes that it forked may keep them open. The fork server reports the exit status. Without that report the status is
-read from /proc, as long as the fork server has not reaped the child; otherwise it is unknown. All messages of a child
-are processed before its end is reported.
+A pidfd shows a child's end, also if its fork server is stopped; its sockets do not, because processes that it forked
+may keep them open. The fork server reports the exit status. Without that it is read from /proc, as long as the child is
+not reaped; otherwise it is unknown. All messages of a child are processed before its end is reported.
 """
 
 from __future__ import annotations
@@ -36,20 +35,19 @@ from penstock.worker.processes.stack_dump import StackFile
 _log = logging.getLogger("penstock.worker")
 _user_log = logging.getLogger("penstock.user")
 STATUS_S = 0.25
-"""Seconds that the daemon waits for the fork server's report of a dead child's exit status, before it looks itself."""
+"""Seconds to wait for the fork server's report of an exit status, before the daemon looks itself."""
 LAST_STATUS_S = 2.5
-"""Seconds after a child's death at which its exit status counts as unknown: the fork server has reaped the child and
-not reported the status."""
+"""Seconds after a death at which the status counts as unknown: reaped by the fork server and not reported."""
 
 
 def about_slot(assignment: records_pb2.WorkerAssignment) -> dict[str, Any]:
-    """Return the fields that name a generation of a slot, in log records and messages."""
+    """Return the fields that name a slot's generation in log records and messages."""
     a = assignment
     return {"run": a.run, "attempt": a.attempt, "box": a.box, "slot": a.slot, "generation": a.generation}
 
 
 def _refuse_descriptors(message: ControlMessage) -> None:
-    """Raise ProtocolError if descriptors came with a child's message: each one would cost the daemon a descriptor."""
+    """Raise ProtocolError if a child's message has descriptors: each would cost the daemon one."""
     if message.fds:
         for fd in message.fds:
             os.close(fd)
@@ -60,8 +58,6 @@ def _refuse_descriptors(message: ControlMessage) -> None:
 
 
 class Child:
-    """Runner or helper process that a fork server forks for the daemon."""
-
     def __init__(
         self,
         channel: ControlChannel,
@@ -79,19 +75,18 @@ class Child:
         loop = asyncio.get_running_loop()
         self.forked: asyncio.Future[None] = loop.create_future()
         self.exited: asyncio.Future[int | None] = loop.create_future()
-        """Exit status of the child: negative for a signal, as in subprocess; None if it is unknown."""
+        """Negative for a signal, as in subprocess; None if unknown."""
         self.stacks = StackFile()
         self.last_stack = ""
-        """Python stacks of the child when it crashed; "" without a crash."""
         self._channel = channel
         self._on_message = on_message
         self._on_gone = on_gone
         self._sending = asyncio.Lock()
         self._open = True
         self.unwanted = False
-        """True once `kill` was called: the child's death by SIGKILL is then no reason to try again."""
+        """True once `kill` was called: death by SIGKILL is then no reason to try again."""
         self.sends_descriptors = ""
-        """Kind of the only message with which the child may send descriptors; "" = none."""
+        """Kind of the only message that may carry descriptors; "" = none."""
         self._output = output
         self._lines = OutputLines(time.monotonic())
         os.set_blocking(output, False)
@@ -99,7 +94,7 @@ class Child:
         loop.add_reader(output, self._read_output)
 
     async def send(self, kind: str, payload: bytes = b"", fds: list[int] | None = None, **fields: object) -> None:
-        """Send a message to the child, and close the descriptors `fds`. If the child is dead, drop the message."""
+        """Send a message, and close `fds`. If the child is dead, drop the message."""
         try:
             async with self._sending:
                 if self._open:
@@ -111,12 +106,10 @@ class Child:
 
     @property
     def reads_late(self) -> bool:
-        """True while the child has not read all messages that were sent to it."""
         return self._open and self._channel.unread > 0
 
     def drain(self) -> None:
-        """Process all messages that the child has sent so far. Kill the child if a message is invalid: user code may
-        have written to the socket."""
+        """Process the child's messages. Kill it for an invalid one: user code may have written to the socket."""
         try:
             while self._open and (message := self._channel.receive(wait=False)) is not None:
                 if message.kind != self.sends_descriptors:
@@ -151,8 +144,8 @@ class Child:
         self.kill()
 
     async def stack(self, pid: int = 0) -> str:
-        """Return the present Python stacks of the child, or of its descendant `pid`, or one line that says why there is
-        none; "" if the process has ended or is not forked yet."""
+        """Return the stacks of the child or its descendant `pid`, or one line that says why there is none; "" if it has
+        ended or is not forked yet."""
         if self._process is None:
             return ""
         if pid in (0, self.pid):
@@ -180,9 +173,8 @@ class Child:
         loop.call_later(STATUS_S, self._find_status, loop.time() + LAST_STATUS_S)
 
     def _find_status(self, until: float) -> None:
-        """Find the exit status of a dead child that the fork server has not reported. If the kernel still has it, the
-        fork server is stopped and has not reaped the child. Otherwise the fork server is busy: try again, until
-        monotonic time `until`."""
+        """Find a dead child's unreported status. If the kernel still has it, the fork server is stopped; otherwise it
+        is busy: try again, until monotonic time `until`."""
         if self.exited.done():
             return
         loop = asyncio.get_running_loop()
@@ -252,14 +244,13 @@ class Child:
 
 
 def how_it_ended(status: int | None, progress_page: ProgressPage) -> str:
-    """Return how a runner ended, as the end of a sentence, such as "was killed by SIGKILL after batch 17, in next"."""
+    """Return the end of a sentence, such as "was killed by SIGKILL after batch 17, in next"."""
     progress_page.refresh()
     return f"{describe_exit(status)} after batch {progress_page.total}, in {progress_page.activity[0]}"
 
 
 def descriptors_closed(status: int | None, name: str) -> InputFnError | None:
-    """Return the error for a child whose user code closed Penstock's control socket; None if the child ended in another
-    way. It is no WorkerLostError, because a replacement runner would end in the same way."""
+    """Return the error if user code closed the control socket; no WorkerLostError: a replacement would end likewise."""
     if status != DESCRIPTORS_CLOSED:
         return None
     return InputFnError(

@@ -1,9 +1,6 @@
-"""Control channel between a daemon and a child: messages of JSON with a payload, over a Unix stream socket.
-
-The children run user code, so nothing in their messages is unpickled, and sizes are bounded. A child that breaks the
-protocol is killed; the other children continue. File descriptors arrive with the first bytes of the message that
-announces them, and so possibly before the rest of it.
-"""
+"""Control channel between a daemon and a child: JSON messages with a payload, over a Unix stream socket. Children run
+user code, so nothing is unpickled, sizes are bounded, and a child that breaks the protocol is killed. Descriptors
+arrive with a message's first bytes, possibly before the rest."""
 
 from __future__ import annotations
 
@@ -28,15 +25,15 @@ from penstock.runtime.process.forks import silence
 from penstock.runtime.process.titles import title_process
 
 _CAUGHT_BY_TORCH = re.compile(r"Caught \S+ in (?P<where>[^\n]+)\.\nOriginal Traceback ")
-"""Beginning of the text of an exception from one of torch's worker processes, as torch raises it again."""
+"""Text of an exception from one of torch's worker processes, as torch raises it again."""
 _HEAD = struct.Struct("<IQB")  # bytes of JSON, bytes of payload, number of file descriptors
 MAX_JSON = 1 << 20
 MAX_PAYLOAD = 1 << 30
 """Usually a loader's state, which the coordinator limits to 900,000,000 bytes."""
 MAX_FDS = 16
-"""Largest number of file descriptors in one message, and of descriptors that may arrive before their message."""
+"""Limit for one message, and for descriptors that arrive before theirs."""
 DESCRIPTORS_CLOSED = 77
-"""Exit status of a child whose user code closed the control socket, so that the child cannot report an error."""
+"""Exit status if user code closed the control socket, so that no error can be reported."""
 
 
 class DescriptorsClosedError(Exception):
@@ -45,7 +42,7 @@ class DescriptorsClosedError(Exception):
 
 @dataclass
 class ControlMessage:
-    """Message between a daemon and a child. fields: values that JSON can hold."""
+    """fields: values that JSON can hold."""
 
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
@@ -54,7 +51,6 @@ class ControlMessage:
 
 
 def invalid_message(what: str) -> ProtocolError:
-    """Return the error for a control message that breaks the protocol, and so comes from user code."""
     return ProtocolError(
         f"{what}. User code may have written to Penstock's control socket: let it write only to files that it opened"
     )
@@ -66,14 +62,12 @@ def encode_head(message: ControlMessage) -> bytes:
 
 
 class MessageInbox:
-    """Assembler of messages from received bytes and descriptors, which arrive in pieces of any size."""
-
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._fds: list[int] = []
 
     def feed(self, data: bytes, fds: list[int]) -> None:
-        """Add received bytes and descriptors. Raise ProtocolError if more than MAX_FDS descriptors have arrived."""
+        """Raise ProtocolError if more than MAX_FDS descriptors wait."""
         self._buffer += data
         self._fds += fds
         if len(self._fds) > MAX_FDS:
@@ -89,8 +83,7 @@ class MessageInbox:
         return bytes(self._buffer), list(self._fds)
 
     def take(self) -> ControlMessage | None:
-        """Return the next message; None if it has not arrived completely. Raise ProtocolError if it is invalid or too
-        large."""
+        """Return the next complete message, if any. Raise ProtocolError if it is invalid or too large."""
         buffer = self._buffer
         if len(buffer) < _HEAD.size:
             return None
@@ -123,8 +116,7 @@ class MessageInbox:
 
 
 class ControlChannel:
-    """End of the control socket between a daemon and a child process. `send` blocks; `receive` blocks unless `wait` is
-    False."""
+    """End of the control socket. `send` blocks; `receive` blocks unless `wait` is False."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -136,7 +128,7 @@ class ControlChannel:
         return self.sock.fileno()
 
     def forked(self) -> None:
-        """Disconnect the socket in a process that user code has forked, which must not send messages as the runner."""
+        """Disconnect in a process that user code has forked, which must not send as the runner."""
         if self._is_own(self.sock.fileno()):
             silence(self.sock.fileno())
 
@@ -152,9 +144,8 @@ class ControlChannel:
             return False
 
     def send(self, kind: str, payload: bytes = b"", fds: list[int] | None = None, **fields: Any) -> None:
-        """Send a message, and block until the kernel has all of its bytes. Raise UnsupportedStateError if the payload
-        is too large, LaneLostError if the process at the other end has ended, and DescriptorsClosedError if user code
-        has closed the socket."""
+        """Block until the kernel has all bytes. Raises UnsupportedStateError (payload too large), LaneLostError (peer
+        has ended), DescriptorsClosedError (by user code)."""
         if len(payload) > MAX_PAYLOAD:
             raise UnsupportedStateError(
                 f"a loader's state must have at most {MAX_PAYLOAD} bytes, got {len(payload)}. Return from state_dict() "
@@ -181,7 +172,7 @@ class ControlChannel:
 
     @property
     def unread(self) -> int:
-        """Memory of sent messages that the other end has not read yet, in bytes."""
+        """Bytes of memory of sent messages that the peer has not read."""
         size = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))
         return int.from_bytes(size, sys.byteorder)
 
@@ -190,9 +181,8 @@ class ControlChannel:
         self.inbox.close()
 
     def receive(self, wait: bool = True) -> ControlMessage | None:
-        """Return the next message. If no message has arrived, wait, or return None if `wait` is False. Raise
-        LaneLostError if the process at the other end has ended, ProtocolError if the message is invalid, and
-        DescriptorsClosedError if user code has closed the socket."""
+        """Return the next message; None if none has arrived and `wait` is False. Raises LaneLostError (peer has ended),
+        ProtocolError (invalid), DescriptorsClosedError."""
         while (message := self.inbox.take()) is None:
             try:
                 data, fds = _receive(self.sock, 0 if wait else socket.MSG_DONTWAIT)
@@ -210,8 +200,8 @@ class ControlChannel:
         return message
 
     def peek(self) -> list[ControlMessage]:
-        """Return the messages that have arrived and that nobody has received yet, up to the first with descriptors.
-        They stay in the socket; the caller closes its copies of their descriptors."""
+        """Return messages that have arrived, up to the first with descriptors, and leave them in the socket. The caller
+        closes its copies of the descriptors."""
         inbox, messages = MessageInbox(), []
         try:
             inbox.feed(*_receive(self.sock, socket.MSG_PEEK | socket.MSG_DONTWAIT))
@@ -224,7 +214,7 @@ class ControlChannel:
 
 
 def payload_of(message: ControlMessage) -> bytes:
-    """Return the payload of a received message, also if it is in a memfd, whose descriptor came with the message."""
+    """Return the payload, also if it is in a memfd that came with the message."""
     if not message.fds:
         return message.payload
     (fd,) = message.fds
@@ -237,7 +227,7 @@ def payload_of(message: ControlMessage) -> bytes:
 
 
 def assignment_of(message: ControlMessage) -> records_pb2.WorkerAssignment:
-    """Return the assignment in a received message. Large arguments are in the memfd that came with it."""
+    """Return the assignment. Large arguments are in the memfd that came with it."""
     assignment = records_pb2.WorkerAssignment.FromString(message.payload)
     if message.fds:
         assignment.loader.arguments = payload_of(message)
@@ -251,7 +241,7 @@ def begin_slot(message: ControlMessage, role: str) -> records_pb2.WorkerAssignme
 
 
 def counts(message: ControlMessage, *names: str) -> list[int]:
-    """Return the fields `names` of a message. Raise ProtocolError unless each is an integer from 0 to 2**64 - 1."""
+    """Raise ProtocolError unless each field is an integer from 0 to 2**64 - 1."""
     values = [message.fields.get(name) for name in names]
     if not all(type(value) is int and 0 <= value < 1 << 64 for value in values):
         raise invalid_message(
@@ -262,7 +252,7 @@ def counts(message: ControlMessage, *names: str) -> list[int]:
 
 
 def _receive(sock: socket.socket, flags: int) -> tuple[bytes, list[int]]:
-    """Receive bytes and descriptors. (socket.recv_fds does the same, but ignores its flags in Python 3.11.)"""
+    """As socket.recv_fds, which ignores its flags in Python 3.11."""
     fds = array.array("i")
     data, ancillary, _, _ = sock.recvmsg(1 << 18, socket.CMSG_SPACE(MAX_FDS * fds.itemsize), flags)
     for level, kind, raw in ancillary:
@@ -280,9 +270,8 @@ def plain_detail(error: Exception) -> dict[str, str]:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception as "Type: text", also if its __str__ raises. For an exception from one of torch's worker
-    processes, return the last line of its text, and where it was raised. For one of breakpoint(), say what to do
-    instead."""
+    """Return "Type: text", also if __str__ raises; of an error in torch's worker process its last line and place; of
+    one of breakpoint() what to do instead."""
     try:
         text = str(error)
     except Exception:

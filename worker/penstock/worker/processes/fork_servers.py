@@ -1,10 +1,9 @@
-"""The daemon's fork server: a fresh interpreter with torch imported, from which all runners are forked. One serves all
-runs. It is started when the first slot needs it, replaced when it dies, and kept for a while when no slot needs it.
+"""The daemon's fork server: a fresh interpreter with torch, from which all runners are forked. It is started when the
+first slot needs it, replaced when it dies, and kept for a while without slots.
 
-multiprocessing makes a directory below the system's temporary directory, and removes it only at a normal exit, so
-killed children would leave thousands of directories. A daemon therefore makes each child's directory in a folder of its
-own. If the daemon is killed, the next daemon removes this folder (private_folders.py). Only multiprocessing's files are
-there: Penstock does not touch the temporary files of user code.
+multiprocessing removes its temporary directory only at a normal exit, so killed children would leave thousands. A
+daemon therefore makes them in a folder of its own, which the next daemon removes after a kill (private_folders.py).
+Temporary files of user code are not touched.
 """
 
 from __future__ import annotations
@@ -34,36 +33,31 @@ from penstock.worker.processes.turn_queue import TurnQueue
 _log = logging.getLogger("penstock.worker")
 
 START_DEADLINE_S = 600.0
-"""Default for the largest number of seconds that a fork server may take to start: on a cold network file system
-importing torch takes minutes."""
+"""Default limit on a fork server's start: on a cold network file system importing torch takes minutes."""
 IDLE_SHARE = 0.1
-"""Fraction of the start deadline after which a starting fork server is killed if it neither used a processor nor waited
-for one."""
+"""Fraction of the start deadline without using or waiting for a processor, after which a start is killed."""
 FORK_DEADLINE_S = 15.0
-"""Seconds without an answer after which a fork server is replaced, if it neither runs nor waits for a processor
-meanwhile. A fork takes milliseconds, and longer on a busy machine."""
+"""Seconds without an answer and without running or waiting for a processor, after which a fork server is replaced."""
 FORK_MOST_S = 300.0
 ORPHANS_LOOK_S = 0.03
-"""Seconds between two searches for orphans: processes of user code that outlived their runner."""
+"""Seconds between two searches for orphans, processes that outlived their runner."""
 ORPHANS_LEAST_S = 1.0
-"""Smallest number of seconds that the daemon searches for orphans after a fork server has died."""
 ORPHANS_S = 4.0
 KILL_S = 5.0
-"""Seconds to wait until a killed process ends. A process that hangs in a driver or a file system does not end."""
+"""Seconds until a killed process ends; one that hangs in a driver or a file system does not."""
 _FORK_SERVER_DIED = (
     "the process that starts this worker's runners (fork server) has died or does not answer; the worker starts "
     "another one"
 )
 END_S = 5.0
-"""Seconds that a fork server may take to end its children and itself, before it is killed."""
 IDLE_S = 300.0
-"""Seconds that a fork server is kept while the worker has no slot. A start takes more than a second of processor time,
-and an idle fork server holds 150 MB."""
+"""Seconds that a fork server is kept without slots. A start takes over a second of processor time; idle it holds 150
+MB."""
 CLOSE_S = END_S + KILL_S
 
 
 class TemporaryFolders:
-    """Temporary directories of one daemon's children. user: their owner; None: the daemon's own user."""
+    """Temporary directories of one daemon's children. user: their owner; None: the daemon's."""
 
     def __init__(self, user: RunnerUser | None = None) -> None:
         self._folder: PrivateFolder | None = None
@@ -81,7 +75,7 @@ class TemporaryFolders:
             )
 
     def make(self) -> str:
-        """Make a directory for a child and return its path; "" if that fails: multiprocessing then makes one itself."""
+        """Return a new directory; "" if that fails: multiprocessing then makes one itself."""
         if self._folder is None:
             return ""
         self._count += 1
@@ -104,16 +98,12 @@ class TemporaryFolders:
 
 
 _fork_servers: set[int] = set()
-"""Process ids of the fork servers of this process. Any other child of this process is an orphan."""
+"""Fork servers of this process. Any other child of it is an orphan."""
 
 
 async def end_orphans(least_s: float = 0.0) -> None:
-    """Kill orphans: processes of user code that became children of this process when their fork server died. Give up
-    after ORPHANS_S seconds.
-
-    least_s: smallest number of seconds to search. Runners die a little later than their fork server, and only then the
-    runners' children become children of this process.
-    """
+    """Kill processes of user code that became this process's children when their fork server died, for at most
+    ORPHANS_S. least_s: seconds to search: they come only when their runners die, a little after their fork server."""
     orphans, begun = Orphans(), time.monotonic()
     while orphans.end(_fork_servers) or time.monotonic() < begun + least_s:
         if time.monotonic() > begun + ORPHANS_S:
@@ -143,15 +133,9 @@ class ForkServer:
         deadline_s: float = START_DEADLINE_S,
         started: StartedForkServer | None = None,
     ) -> None:
-        """Start the fork server, and return when it can fork. If the start takes too long or this call is cancelled,
-        kill the process.
-
-        sandboxed: True to sandbox the children (sandbox.py). user: user of the children; None: this process's own.
-        deadline_s: seconds for the start, which also fails if the main thread neither runs nor waits for a processor
-        for a tenth of them. started: the fork server's process, if it was already started with these settings.
-
-        Raises WorkerLostError if the process died, or did not start in time.
-        """
+        """Start the fork server, and return when it can fork; on a timeout or a cancellation, kill it. deadline_s: the
+        start also fails after a tenth of it without using or waiting for a processor. started: a process already
+        started with these settings. Raises WorkerLostError."""
         try:
             self._watch(started or start_fork_server(sandboxed=sandboxed, user=user.encode() if user else ""))
             still_s = IDLE_SHARE * deadline_s
@@ -187,7 +171,7 @@ class ForkServer:
         asyncio.get_running_loop().add_reader(started.control.fileno(), self._listen)
 
     def expect_main_script(self) -> None:
-        """Let the fork server import, before it forks the next child, what a training job's main script needs."""
+        """Import, before the next fork, what a training job's main script needs."""
         if self._channel is not None and not self._main_script:
             self._main_script = True
             with contextlib.suppress(OSError):
@@ -208,13 +192,8 @@ class ForkServer:
         on_message: Callable[[ControlMessage], None],
         about: Mapping[str, str | int] | None = None,
     ) -> Child:
-        """Let the fork server fork a child, and return it. Raise WorkerLostError if the fork server has died or does
-        not answer.
-
-        role: program of the child, "runner" or "task". name: name of the child in messages. progress_page: shared
-        memory in which the child records its progress. on_message: called with each message of the child, in order.
-        about: fields of log records about the child.
-        """
+        """Fork and return a child. Raises WorkerLostError if the fork server is dead or silent. role: "runner" or
+        "task". about: fields of log records."""
         if self.dead or self._channel is None:
             raise WorkerLostError(_FORK_SERVER_DIED)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -268,8 +247,7 @@ class ForkServer:
             self.close()
 
     def close(self) -> None:
-        """Ask the fork server to end its children, their orphans and itself. Kill it if it has not ended after END_S
-        seconds."""
+        """Let the fork server end with its children and their orphans. Kill it after END_S seconds."""
         for child in list(self._children.values()):
             child.kill()
         if self._channel is not None and not self.dead:
@@ -323,12 +301,8 @@ class ForkServer:
 
 
 class KeptForkServer:
-    """Owner of the daemon's fork server: starts, replaces and ends the process.
-
-    tempdirs: temporary directories of the runners. starts: queue of runners' starts, whose limit is lowered by one as
-    long as a fork server that was killed during its start has not ended. The other arguments are those of
-    ForkServer.start.
-    """
+    """Owner of the fork server: starts, replaces and ends it. starts: queue whose limit is lowered by one while a fork
+    server that was killed during its start has not ended. Other arguments: as of ForkServer.start."""
 
     def __init__(
         self,
@@ -352,8 +326,7 @@ class KeptForkServer:
             self._current = asyncio.ensure_future(self._start(started))
 
     async def get(self, *, main_script: bool = False) -> ForkServer:
-        """Return the fork server. Start one if none runs. main_script: True lets it import what an input_fn from a
-        training job's main script needs."""
+        """Return the running or a new fork server. main_script: import what a training job's main script needs."""
         current = self._current
         if current is None or (current.done() and (not _is_up(current) or current.result().dead)):
             current = self._current = asyncio.ensure_future(self._start())
@@ -374,7 +347,7 @@ class KeptForkServer:
         return fork_server
 
     def keep(self, *, needed: bool) -> None:
-        """Tell this object whether slots need the fork server. If not, it is ended after IDLE_S seconds."""
+        """Say whether slots need the fork server. If not, it is ended after IDLE_S seconds."""
         if needed and self._retiring is not None:
             self._retiring.cancel()
             self._retiring = None

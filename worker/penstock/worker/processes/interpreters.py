@@ -1,14 +1,10 @@
-"""Interpreters that run user code: how they are started, with their environment and their search path.
+"""Interpreters that run user code: start, environment and search path.
 
-The working directory is last in the search path. With plain `python -c` it is first: a torch.py there would replace
-torch. Here Python's own modules and installed packages come first. A working directory that other users can write to is
-not searched at all, because another user could add a module there, which would run as this user.
-
-All these interpreters have the same hash seed. So the order of sets is the same in all runs, and one fork server (the
-process from which runners are forked) serves all runs of a worker. Python reads PYTHONHASHSEED only when an interpreter
-starts, and a start with torch takes more than a second.
-
-This module imports little, because embedded mode starts the fork server with it before it imports the daemon.
+The working directory comes last in the path, because a torch.py there would otherwise replace torch, and not at all if
+other users can write there: their modules would run as this user. All have one hash seed, so that the order of sets is
+the same in all runs, and one fork server serves all: Python reads PYTHONHASHSEED only at a start, which takes over a
+second with torch. This module imports little, because embedded mode starts the fork server before it imports the
+daemon.
 """
 
 from __future__ import annotations
@@ -25,12 +21,12 @@ from penstock.runtime.files.plain_files import is_ours
 from penstock.runtime.process.spawn import TORCHRUN, Spawned, environment, spawn
 
 HASH_SEED = "0"
-"""Value of PYTHONHASHSEED for all processes that run user code; 0 is the usual choice to fix the order of sets."""
+"""PYTHONHASHSEED of processes that run user code; 0 is the usual choice."""
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment variables of runners: those of this process, without torchrun's variables and Penstock's
-    tokens. CUDA devices are hidden, numeric libraries get one thread each, and PYTHONHASHSEED is fixed."""
+    """Return runners' environment: without torchrun's variables, tokens and CUDA devices, one thread per numeric
+    library."""
     return environment("PENSTOCK_TOKEN*", *TORCHRUN) | {
         "PYTHONHASHSEED": HASH_SEED,
         "CUDA_VISIBLE_DEVICES": "",
@@ -48,8 +44,7 @@ class StartedForkServer:
 
 
 def start_fork_server(*, sandboxed: bool = True, user: str = "") -> StartedForkServer:
-    """Start a fork server, and return without waiting until it is ready. sandboxed: True to sandbox its children. user:
-    encoded user of these children; "" = this process's own."""
+    """Start a fork server without waiting. sandboxed: of its children. user: theirs, encoded; "" = this process's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     given = {"sandboxed": sandboxed, f"user={user}": bool(user)}
     what = (str(theirs.fileno()), str(os.getpid()), *(name for name, holds in given.items() if holds))
@@ -63,16 +58,14 @@ def start_fork_server(*, sandboxed: bool = True, user: str = "") -> StartedForkS
 
 
 def interpreter(module: str, *arguments: str) -> list[str]:
-    """Return the command that starts a fresh interpreter and calls `main` of a module of Penstock.
-
-    The command does not use -m, which would import the module twice, once as __main__.
-    """
+    """Return the command that calls `main` of a Penstock module; not by -m, which imports it twice, once as
+    __main__."""
     start = f"from {__name__} import add_working_directory; add_working_directory(); from {module} import main; main()"
     return [sys.executable, "-P", "-c", start, *arguments]
 
 
 def add_working_directory() -> None:
-    """Add the working directory at the end of this process's search path, unless other users can write to it."""
+    """Append the working directory to the search path, unless other users can write to it."""
     if not why_not_searched():
         sys.path.append(os.getcwd())
 
@@ -95,7 +88,7 @@ def working_directory() -> str:
 
 
 def missing_packages(prefixes: Iterable[str]) -> list[str]:
-    """Return those of the module prefixes whose top-level package a fresh interpreter would not find."""
+    """Return prefixes whose top-level package a fresh interpreter would not find."""
     searched = [] if why_not_searched() else [os.getcwd()]
     return [prefix for prefix in prefixes if prefix != "*" and not _found(prefix.partition(".")[0], searched)]
 

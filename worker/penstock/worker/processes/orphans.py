@@ -1,12 +1,9 @@
-"""Cleanup after a dead runner: removal of its orphaned processes, and of the shared memory of torch's loader processes.
+"""Cleanup after a dead runner: its orphaned processes, and the shared memory of torch's loader processes.
 
-A runner is a subreaper: a process that its user code starts stays a descendant of the runner, even after a double fork
-or in a session of its own. When the runner dies, the process becomes a child of the fork server; when the fork server
-dies, a child of the daemon. So a child of theirs that Penstock did not start is an orphan, and is killed. Two kinds of
-orphans clean up and end by themselves once their users have ended, so these get a few seconds: multiprocessing's
-resource tracker and torch's manager of shared memory.
-
-Only a process's own children are examined, so a process id that the kernel has reused is never killed.
+A runner is a subreaper, so what its user code starts becomes a child of the fork server when it dies, and of the daemon
+when that dies. A child of theirs that Penstock did not start is an orphan, and is killed. Two kinds that clean up and
+end by themselves get a few seconds: multiprocessing's resource tracker and torch's manager of shared memory. Only own
+children are examined, so a reused process id is never killed.
 """
 
 from __future__ import annotations
@@ -21,14 +18,13 @@ from penstock.runtime.process.end import kill_child, reap_orphan
 from penstock.runtime.process.watch import stat_of
 
 GRACE_S = 3.5
-"""Seconds that orphans which clean up get before they are killed. torch's manager waits for 2 s after its last user has
-ended."""
+"""Seconds that orphans which clean up get. torch's manager waits for 2 s after its last user."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 def forget_shared_memory(pids: Collection[int]) -> None:
-    """Remove files in /dev/shm that torch created in the dead processes. torch unlinks such a file right after creating
-    it, so it stays only if the process is killed in between."""
+    """Remove files in /dev/shm of dead processes. torch unlinks one right after creation, so it stays only after a kill
+    in between."""
     if not pids:
         return
     owners = {str(pid) for pid in pids}
@@ -45,11 +41,8 @@ class Orphans:
         self._spared: dict[int, float] = {}  # pid -> time at which the orphan is killed, monotonic seconds
 
     def end(self, own_pids: Collection[int]) -> bool:
-        """Kill the orphans, and reap dead ones. Return True if some still live; the caller must then call again soon.
-
-        own_pids: children that this process started. Those in this process's own process group do not count as orphans
-        either.
-        """
+        """Kill and reap orphans. Return True if some live: then call again soon. own_pids: children started by this
+        process, which do not count, nor do those in its process group."""
         living, dead = [], set()
         for pid in _orphans_of(own_pids):
             if reap_orphan(pid):
@@ -69,7 +62,6 @@ class Orphans:
         return bool(living)
 
     def spares(self, own_pids: Collection[int]) -> bool:
-        """Return True if one of the orphans is of a kind that gets time to clean up."""
         return any(map(_cleans_up, _orphans_of(own_pids)))
 
 
@@ -79,8 +71,8 @@ def _orphans_of(own_pids: Collection[int]) -> list[int]:
 
 
 def own_children() -> list[int]:
-    """Return the process ids of this process's children. A child that ends during the call may be missing. The kernel
-    keeps a list of them, so the call takes no longer on a machine with many processes."""
+    """Return the children that the kernel lists, quickly also on a busy machine. One that ends meanwhile may be
+    missing."""
     children: list[int] = []
     try:
         for thread in os.listdir("/proc/self/task"):

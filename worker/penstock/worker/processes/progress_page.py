@@ -1,11 +1,8 @@
 """Progress page of a runner: shared memory in which the runner records each batch, for the daemon to read at any time.
 
-The runner has no Penstock thread, and may be in user code for minutes, or dead. The page still shows which batches it
-has produced, and its current or last activity. The page has one writer and any number of readers. The record of a batch
-or of an epoch's end is written before the page's head, which counts it.
-
-User code in the runner can write anything into the page, so readers check every number. The memory is sealed at its
-size, because a reader of memory that was made smaller dies of SIGBUS.
+The runner has no Penstock thread, and may be in user code for minutes, or dead; the page still shows its batches and
+its activity. It has one writer. A record is written before the page's head, which counts it. User code can write
+anything into it, so readers check every number. The size is sealed: a reader of shrunk memory dies of SIGBUS.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from penstock.proto.state.assignment import WorkerInfoAnswer
 from penstock.runtime.process.forks import silence, unshare
 
 ENTRIES = 4096
-"""Number of newest batches whose digests are kept."""
+"""Newest batches whose digests are kept."""
 ENDS = 1024
 _HEAD = struct.Struct("<QQQQQQdQd")  # total, epoch, delivered, ends, activity, looked, since, samples, worked_s
 _ENTRY = struct.Struct("<QQQQdQ")  # total, epoch, digest, samples, spent_s, chain
@@ -41,16 +38,13 @@ _SIZE = _LOG_AT + LOG_BYTES
 IDLE = ("starting", "waiting", "sending")
 """Activities in which the runner does not work on a batch."""
 ACTIVITIES = ("starting", "input_fn", "iter", "next", "state_dict", "load_state_dict", "waiting", "sending", "replay")
-"""The page stores an activity as its index in this tuple."""
+"""Stored as an index in this tuple."""
 
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """Record of one batch of a runner.
-
-    total: number of the batch in its slot, counted from 1 over all epochs. digest: hash of its content, 64 bits.
-    samples: number of samples in all batches of the slot up to this one, inclusive.
-    """
+    """total: number of the batch in its slot, from 1 over all epochs. digest: 64 bits. samples: in all the slot's
+    batches so far."""
 
     total: int
     epoch: int
@@ -60,13 +54,12 @@ class BatchRecord:
     chain: int = 0
 
     def chain_in(self, epoch: int) -> int:
-        """Return the hash over the slot's batches of epoch `epoch` up to this one: 0 if this batch is of an earlier
-        epoch."""
+        """Return the hash over the batches of `epoch` up to this one; 0 if this is of an earlier epoch."""
         return self.chain if self.epoch == epoch else 0
 
 
 class ProgressPage:
-    """Progress page of one runner. The daemon makes it, and the runner opens the inherited descriptor."""
+    """Progress page of one runner, made by the daemon; the runner opens the inherited descriptor."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -75,7 +68,7 @@ class ProgressPage:
         self.total = self.epoch = self.delivered = self._ends = self._activity = self._reads = self.samples = 0
         self._since = 0.0
         self.worked_s = 0.0
-        """Seconds that the runner has spent in finished activities that are not IDLE."""
+        """Seconds in finished activities that are not IDLE."""
         self._first: int | None = None
         self._last = self._made = self._replayed = 0
         self._counted = 0, 0, 0
@@ -88,8 +81,7 @@ class ProgressPage:
         return cls(fd)
 
     def forked(self) -> None:
-        """Detach the page in a process that user code has forked, which must not write into it; see
-        runtime/process/forks.py."""
+        """Detach in a process that user code has forked, which must not write (runtime/process/forks.py)."""
         unshare(self._map, self.fd)
         silence(self.fd)
 
@@ -101,21 +93,17 @@ class ProgressPage:
     # ---- the runner writes
 
     def take_over(self) -> None:
-        """Continue to write the page after another process of the slot has written it."""
         self.refresh()
         first, self._last, self._made, self._replayed = _COUNTS.unpack_from(self._map, _COUNTS_AT)
         self._first = first - 1 if first else None
 
     def made_by(self, pid: int) -> None:
-        """Record the process that runs user code from now on; 0: the slot's own process."""
+        """Record the process that runs user code; 0: the slot's own."""
         self._put(_PROCESS_AT, _PROCESS.pack(pid))
 
     def set_position(self, total: int, epoch: int, samples: int) -> None:
-        """Record the position at which the runner starts, or to which it returns after an epoch that the loop
-        abandoned. Batches before it may have no record in the page.
-
-        total, samples: numbers of the slot's batches and samples over all epochs.
-        """
+        """Record where the runner starts, or returns after an abandoned epoch. total, samples: over all epochs. Earlier
+        batches may have no record."""
         if self._first is None:
             self._first = self._last = total
         else:
@@ -136,29 +124,24 @@ class ProgressPage:
     def record(
         self, total: int, epoch: int, digest: int, samples: int, delivered: int, spent_s: float = 0.0, chain: int = 0
     ) -> None:
-        """Record a batch that is sent to the training loop, and set the runner's position to this batch.
-
-        The arguments are the fields of a BatchRecord; delivered: number of the slot's batches that the loop has taken
-        so far.
-        """
+        """Record a batch that is sent, and set the position to it. delivered: the slot's batches that the loop has
+        taken."""
         self.note(total, epoch, digest, samples, spent_s, chain)
         self.total, self.epoch, self.samples, self.delivered = total, epoch, samples, delivered
         self._write_head()
 
     def note(self, total: int, epoch: int, digest: int, samples: int, spent_s: float = 0.0, chain: int = 0) -> None:
-        """Record the digest of one batch, which is about to be sent or which a replay has made."""
+        """Record the digest of a batch about to be sent, or made by a replay."""
         entry = _ENTRY.pack(total, epoch, digest, samples, spent_s, chain)
         self._put(_ENTRIES_AT + total % ENTRIES * _ENTRY.size, entry)
 
     def end(self, epoch: int, total: int) -> None:
-        """Record that epoch `epoch` ended after the slot's batch number `total`, counted over all epochs."""
         self._put(_ENDS_AT + self._ends % ENDS * _END.size, _END.pack(epoch, total))
         self._ends += 1
         self._write_head()
 
     def cut(self, epoch: int, total: int, samples: int) -> None:
-        """Return to the slot's batch `total`, after which the training loop abandoned epoch `epoch`. Drop the recorded
-        ends of later epochs."""
+        """Return to batch `total`, after which the loop abandoned `epoch`, and drop ends of later epochs."""
         self.here(epoch, 0)
         self.set_position(total, epoch, samples)  # first: where the ends say so, no batch after them may still count
         kept = [(e, t) for e, t in self.ends().items() if e < epoch]
@@ -169,7 +152,6 @@ class ProgressPage:
         self._write_head()
 
     def doing(self, activity: str, delivered: int) -> None:
-        """Record the activity that the runner begins now, and the number of batches delivered so far."""
         now = time.monotonic()
         if ACTIVITIES[self._activity] not in IDLE:
             self.worked_s += now - self._since
@@ -177,7 +159,7 @@ class ProgressPage:
         self._write_head()
 
     def here(self, epoch: int, skipped: int) -> None:
-        """Record the epoch of the next batch, and the number of quarantined batches skipped right before it."""
+        """Record the next batch's epoch, and the quarantined batches skipped right before it."""
         self._put(_HERE_AT, _HERE.pack(epoch, skipped))
 
     def note_reads(self, *, looked: bool, answer: WorkerInfoAnswer) -> None:
@@ -199,15 +181,15 @@ class ProgressPage:
         self._put(0, head)
 
     def _put(self, at: int, data: bytes) -> None:
-        """Write bytes at an offset. `Struct.pack_into` must not be used: it fills the place with zeros first, and the
-        daemon would see them in 2 of 5 reads if the runner writes without a pause."""
+        """Write bytes. `Struct.pack_into` would fill the place with zeros first, which 2 of 5 reads see under steady
+        writes."""
         self._map[at : at + len(data)] = data
 
     # ---- the daemon reads
 
     def counts(self) -> tuple[int, int, int]:
-        """Return three numbers of batches as of the last `refresh`: made by this runner, delivered, and replayed. None
-        of them falls when the runner returns to an earlier position."""
+        """Return batches made by this runner, delivered, and replayed, at the last `refresh`. None falls on a
+        return."""
         first, last, made, replayed = _COUNTS.unpack_from(self._map, _COUNTS_AT)
         # Until the runner has set its position, `delivered` counts batches of the slot's previous runner.
         latest = (made + self.total - last, self.delivered - (first - 1), replayed) if first else (0, 0, replayed)
@@ -230,8 +212,7 @@ class ProgressPage:
 
     @property
     def process(self) -> int:
-        """Process id of the child of the runner that runs user code now; 0: the runner itself. Check that it is a
-        descendant of the runner before it is used."""
+        """Child that runs user code now; 0: the runner. Check that it is a descendant before use."""
         return int(_PROCESS.unpack_from(self._map, _PROCESS_AT)[0])
 
     @property
@@ -240,24 +221,21 @@ class ProgressPage:
 
     @property
     def worker_info(self) -> WorkerInfoAnswer:
-        """Answer of torch's get_worker_info() to user code. Known after the first batch."""
+        """Answer of get_worker_info() to user code, known after the first batch."""
         return WorkerInfoAnswer(self._reads >> 1 & 3)
 
     @property
     def activity(self) -> tuple[str, float]:
-        """Name of the runner's activity, and the seconds since it began."""
         return ACTIVITIES[self._activity % len(ACTIVITIES)], max(0.0, time.monotonic() - self._since)
 
     @property
     def working_s(self) -> float:
-        """`worked_s` with the present activity."""
         activity, for_s = self.activity
         return self.worked_s + (0.0 if activity in IDLE else for_s)
 
     @property
     def making(self) -> tuple[int, int] | None:
-        """Epoch of the batch that the runner is making, and the number of quarantined batches skipped right before it;
-        None while it makes no batch."""
+        """Epoch of the batch under way and the quarantined ones right before it; None while none is made."""
         if ACTIVITIES[self._activity % len(ACTIVITIES)] != "next":
             return None
         epoch, skipped = _HERE.unpack_from(self._map, _HERE_AT)
@@ -268,15 +246,13 @@ class ProgressPage:
         return int(_HERE.unpack_from(self._map, _HERE_AT)[0])
 
     def entry(self, total: int) -> BatchRecord | None:
-        """Return the record of the slot's batch number `total`; None if the page does not hold it, because the batch is
-        not made yet, too old, or was made before this runner's start."""
+        """Return batch `total`'s record; None if it is not made yet, too old, or from before this runner's start."""
         entry = BatchRecord(*_ENTRY.unpack_from(self._map, _ENTRIES_AT + total % ENTRIES * _ENTRY.size))
         return entry if entry.total == total and total else None
 
     def firsts(self) -> list[tuple[int, int, int]]:
-        """Return the first batches of epochs that the page holds, from the first batch on that is not known to be
-        delivered: the epoch's number, the slot's batches before it, the epoch's chain after the batch; oldest first.
-        The runner's own first batch is among them, also if it began within an epoch."""
+        """Return epochs' first batches from the first on that may be undelivered, oldest first: (epoch, the slot's
+        batches before, chain after it); also the runner's own first one, if within an epoch."""
         first_batches: list[tuple[int, int, int]] = []
         oldest = max(self.delivered, self.total - ENTRIES + 1, 0)
         before = self.entry(oldest)
@@ -288,8 +264,7 @@ class ProgressPage:
         return first_batches
 
     def ends(self) -> dict[int, int]:
-        """Return the newest epoch ends: number of the epoch -> number of the slot's last batch in it, over all
-        epochs."""
+        """Return the newest ends: epoch -> the slot's last batch in it."""
         count = self._ends
         newest_ends = [
             _END.unpack_from(self._map, _ENDS_AT + index % ENDS * _END.size)

@@ -1,9 +1,6 @@
-"""Separate user for the processes that run user code (setting `runner_user`), so that user code cannot read the
-worker's own files and memory.
-
-Only a worker that runs as root may change the user, for example in a container or under systemd. Fork servers run as
-root. Each runner or helper process that is forked drops root's privileges for good before it receives its assignment.
-"""
+"""Separate user for user code (setting `runner_user`), which then cannot read the worker's files and memory. Only a
+worker that runs as root may change the user. Fork servers run as root; each child drops privileges before its
+assignment."""
 
 from __future__ import annotations
 
@@ -24,19 +21,17 @@ from penstock.proto.errors import InvalidArgumentError
 _PR_SET_DUMPABLE = 4
 _CAPABILITIES_VERSION = 0x20080522
 _NEEDED = {"CAP_CHOWN": 0, "CAP_DAC_OVERRIDE": 1, "CAP_KILL": 5, "CAP_SETGID": 6, "CAP_SETUID": 7}
-"""Capabilities that a worker with runner_user needs, with the number of their bit: to change the user, kill the user's
-processes, and make and remove the user's folders."""
+"""Needed to change the user, kill the user's processes, and make and remove the user's folders; with their bits."""
 _CAP_SYS_PTRACE = 1 << 19
-"""Bit of the capability with which a process can see how much memory another user's process shares."""
+"""Bit of the capability to see how much memory another user's process shares."""
 _NO_USER = (1 << 32) - 1
-"""User number that the kernel takes for "leave the user unchanged"."""
+"""Number that the kernel takes for "leave the user unchanged"."""
 PROBE_S = 60.0
 
 
 @dataclass(frozen=True)
 class RunnerUser:
-    """User other than root that runners run as. One that is not in the system's user database gets a group of the same
-    number."""
+    """User other than root. One that is not in the user database gets a group of the same number."""
 
     name: str
     uid: int
@@ -44,7 +39,7 @@ class RunnerUser:
     groups: Sequence[int]
     home: str
     processes: int = 0
-    """Limit on the processes and threads of this user on the whole machine; 0 = leave the present limit."""
+    """Limit on this user's processes and threads on the whole machine; 0 = as it is."""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -57,8 +52,7 @@ class RunnerUser:
         os.chown(path, self.uid, self.gid)
 
     def become(self) -> None:
-        """Change the user of this process for good, and so of all processes that it starts later. Raise OSError on
-        failure."""
+        """Change the user of this process, and of those that it starts, for good. Raises OSError."""
         if self.processes:
             hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
             most = self.processes if hard == resource.RLIM_INFINITY else min(self.processes, hard)
@@ -78,11 +72,8 @@ class RunnerUser:
 
 
 def find_user(wanted: str, processes: int = 0) -> RunnerUser:
-    """Return the user with the name or number `wanted`. A number may be missing in the system's user database.
-
-    Raises InvalidArgumentError if the name does not exist, the user is root, this process may not become the user or
-    kill the user's processes, or the user cannot read the files from which Python is imported.
-    """
+    """Return the user named or numbered `wanted`. Raises InvalidArgumentError if there is none of that name, it is
+    root, this process may not become it or kill its processes, or it cannot read Python's files."""
     user = replace(_looked_up(wanted), processes=processes)
     if user.uid == 0:
         raise InvalidArgumentError(

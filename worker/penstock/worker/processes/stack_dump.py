@@ -1,10 +1,6 @@
-"""Python stacks of a child process, for the daemon to read: while the child hangs, or after its crash.
-
-Each child has a small file in memory, to which faulthandler writes from a signal handler. The handler does not need the
-interpreter, so it also works while user code holds the GIL in C code. The file's size is sealed, so that a child cannot
-make the daemon read more. The file's descriptor has a high number, because some user code closes all low descriptors.
-If user code closes all descriptors, only the stack is lost.
-"""
+"""Python stacks of a child process, for the daemon to read while it hangs, or after a crash. faulthandler writes from a
+signal handler to a file in memory, even while user code holds the GIL. Its size is sealed, so that a child cannot make
+the daemon read more; its descriptor is high, because some user code closes all low ones."""
 
 from __future__ import annotations
 
@@ -21,19 +17,17 @@ from penstock.proto.tracebacks import fold_stack
 from penstock.runtime.process.watch import Process, stat_of
 
 SIGNAL = signal.SIGRTMAX - 2
-"""Signal at which a child writes its stacks. It is a real-time signal, because libraries and users rarely use those."""
+"""A real-time signal, because libraries and users rarely use those."""
 SIZE = 32 << 10
 SHOWN = 8 << 10
-"""Largest number of characters of a child's stacks in an error. The end is cut: there are the oldest frames, or the
-oldest threads."""
+"""Characters of stacks in an error. The end is cut: there are the oldest frames or threads."""
 WAIT_S = 1.0
 _LOOK_S = 0.02
 _HIGH_FD = 768  # below 1024, the usual soft limit
 
 
 def write_stacks_to(fd: int) -> None:
-    """Make this process write the Python stacks of its threads to the file `fd` at each SIGNAL and at a crash, through
-    a duplicate of `fd` with a high number, if the process's limit allows one."""
+    """Write all threads' stacks to `fd` at SIGNAL and at a crash, through a high duplicate if the limit allows one."""
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)
         os.close(fd)
@@ -48,7 +42,7 @@ def state_of(pid: int) -> str:
 
 
 class StackFile:
-    """File in memory that holds the stacks of one child, which inherits it."""
+    """File in memory with the stacks of one child, which inherits it."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("penstock-stack", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -60,7 +54,7 @@ class StackFile:
         self.fd = -1
 
     def read(self) -> str:
-        """Return the stacks that the child has written since the last `clear`; "" without any."""
+        """Return what was written since the last `clear`."""
         if self.fd < 0:
             return ""
         text = os.pread(self.fd, SIZE, 0).split(b"\0", 1)[0].decode(errors="replace")
@@ -72,7 +66,7 @@ class StackFile:
         os.lseek(self.fd, 0, os.SEEK_SET)  # the child writes through the same open file
 
     async def ask(self, process: Process) -> str:
-        """Return the present stacks of the child, or one line that says why no stack is available."""
+        """Return the child's present stacks, or one line that says why there is none."""
         pid = process.pid
         state = state_of(pid)
         if self.fd < 0 or not state:
@@ -101,7 +95,7 @@ class StackFile:
 
 
 def _handles(pid: int) -> bool:
-    """Return True if the process handles SIGNAL. Otherwise the signal would kill it."""
+    """Return whether SIGNAL is handled; otherwise it would kill."""
     masks = {}
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():

@@ -1,13 +1,9 @@
-"""A queue for tasks that take seconds of processor time. A few tasks run at a time; the others wait in order. A task's
-*turn* is its place in the queue, and later its permission to run.
+"""Queue for tasks that take seconds of processor time; a few run at a time. A *turn* is a task's place, and later its
+permission to run.
 
-If fifty runners start at once on two cores, each start takes many times longer and exceeds its deadline. So the number
-of simultaneous starts is the number of processors, unless the operator sets another (--starts). Helper tasks have
-another queue of this kind.
-
-A start that does not use a processor does not delay others: a runner may be idle for minutes, because its input_fn
-reads an index or waits for other slots of its run. Its turn ends as soon as it is idle or ready, and `TURN_S` seconds
-after its fork in any case.
+Fifty starts at once on two cores each take many times longer and exceed their deadlines. So as many run as there are
+processors, or as the operator sets (--starts). Helper tasks have another queue. A start that is idle, as input_fn reads
+an index or waits for other slots, delays no others, so its turn ends when it is idle or ready, or after `TURN_S`.
 """
 
 from __future__ import annotations
@@ -20,16 +16,14 @@ from collections.abc import AsyncIterator, Awaitable
 from penstock.worker.processes.process_use import LOOK_S, ProcessorDemand
 
 TURN_S = 10.0
-"""Largest number of seconds for which a starting runner keeps the next one waiting."""
+"""Seconds for which a starting runner may keep the next one waiting."""
 IDLE_SHARE = 0.3
-"""Share of time in which a starting runner's main thread runs or waits for a processor, below which it counts as
-idle."""
+"""Share of time running or waiting for a processor, below which a starting runner counts as idle."""
 IDLE_LOOKS = 2
 
 
 class QueueTurn:
-    """Place of one task in a TurnQueue. First the task waits, then it may run, then `end` makes room for the next
-    task."""
+    """Place of one task: it waits, then may run, then `end` makes room for the next."""
 
     def __init__(self, queue: TurnQueue) -> None:
         self._queue = queue
@@ -38,12 +32,11 @@ class QueueTurn:
 
     @property
     def position(self) -> int:
-        """Position of the task in the queue, counted from 1; 0 once it may run."""
+        """Position in the queue, from 1; 0 once the task may run."""
         return self._queue.position_of(self)
 
     async def end_when_idle(self, pid: int) -> None:
-        """End the turn when the main thread of the starting runner, process `pid`, needs almost no processor time,
-        after TURN_S seconds at the latest."""
+        """End the turn when the main thread of process `pid` needs almost no processor, after TURN_S at the latest."""
         demand, idle, until = ProcessorDemand(pid), 0, time.monotonic() + TURN_S
         while idle < IDLE_LOOKS and time.monotonic() < until and not self.over.is_set():
             idle = idle + 1 if demand.look(time.monotonic()) < IDLE_SHARE else 0
@@ -58,8 +51,6 @@ class QueueTurn:
 
 
 class TurnQueue:
-    """Queue that lets `at_once` tasks run at the same time."""
-
     def __init__(self, at_once: int) -> None:
         self.at_once = at_once
         self._under_way = 0
@@ -77,8 +68,7 @@ class TurnQueue:
         return self._positions.get(turn, 0)
 
     def join(self, *, urgent: bool = False) -> QueueTurn:
-        """Add a task to the queue, and return its turn, which the caller must end. urgent: True puts the task behind
-        the last urgent one and before all others."""
+        """Return a turn, which the caller must end. urgent: behind the last urgent one and before all others."""
         turn = QueueTurn(self)
         (self._urgent if urgent else self._others)[turn] = None
         self._next()
@@ -103,8 +93,7 @@ class TurnQueue:
             turn.end()
 
     def occupy_until(self, ended: Awaitable[None]) -> None:
-        """Lower the limit by one until `ended` is done: a failed start still uses the machine until its process has
-        ended."""
+        """Lower the limit by one until a failed start's process has ended, as it still uses the machine."""
         self._under_way += 1
         occupied = asyncio.ensure_future(ended)
         self._occupied.add(occupied)

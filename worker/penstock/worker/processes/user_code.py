@@ -1,10 +1,6 @@
-"""Import of a user's input_fn by its name. The coordinator and the training job send names of code, never code. Only a
-training job that embeds this worker may also send a function by value, as a pickle.
-
-The operator of a worker lists the prefixes of modules from which the worker may run code. In embedded mode, where
-worker and training process belong to the same user on the same machine, the training script itself may define input_fn.
-The script is then loaded under the name `penstock_main`, so that code under `if __name__ == "__main__":` does not run.
-"""
+"""Import of a user's input_fn by its name: names of code are sent, never code. Only a training job that embeds this
+worker may also send a pickle. The operator lists prefixes of modules that may run. In embedded mode the training script
+may define input_fn; it is loaded as `penstock_main`, so that code under `if __name__ == "__main__":` does not run."""
 
 from __future__ import annotations
 
@@ -24,8 +20,7 @@ from penstock.worker.processes.interpreters import working_directory
 
 MAIN = "penstock_main"
 BY_VALUE = "penstock_by_value"
-"""Module name in `input_fn` of a callable that cannot be imported by name, and is sent as a pickle with its
-arguments."""
+"""Module name in `input_fn` of a callable that is sent as a pickle with its arguments."""
 ANOTHER_VERSION = "Install the same version of the module on the worker as in the training job"
 UNDER_GUARD = (
     'Define it above `if __name__ == "__main__":`, because workers import the script without the code under that line'
@@ -33,8 +28,7 @@ UNDER_GUARD = (
 
 
 def check_allowed(name: str, allow: Sequence[str]) -> None:
-    """Raise InputFnNotAllowedError unless the module in `name` ("module:qualname") is in `allow`, or below a package in
-    it."""
+    """Raise InputFnNotAllowedError unless the module of "module:qualname" is in `allow`, or below a package in it."""
     _check_module(f"input_fn {name!r} is in", module_of(name), allow)
 
 
@@ -49,8 +43,8 @@ def _check_module(what: str, module: str, allow: Sequence[str]) -> None:
 
 
 def check_plain(spec: records_pb2.LoaderSpec) -> None:
-    """Raise InputFnNotAllowedError if a loader's description holds a search path or a script from which code would be
-    imported. Outside embedded mode they would bypass the list of allowed modules."""
+    """Raise InputFnNotAllowedError for a search path or a script: outside embedded mode they would bypass the allowed
+    modules."""
     if spec.main_path or spec.sys_path:
         raise InputFnNotAllowedError(
             f"input_fn {spec.input_fn!r} was sent with a search path or a script of the training job, which only an "
@@ -59,16 +53,10 @@ def check_plain(spec: records_pb2.LoaderSpec) -> None:
 
 
 def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
-    """Import and return the function that `spec.input_fn` names ("module:qualname"); if it is sent by value, a
-    stand-in, which `unpacked` replaces.
-
-    Raises: InputFnNotFoundError: this worker cannot find the module, or it has no callable of that name.
-
-    InputFnNotAllowedError: the callable is defined in a module that is not allowed, although the named module is.
-    Without this check, anything that an allowed module imports could be called, for example `os.system`.
-
-    InputFnError: the module raised while it was imported.
-    """
+    """Import the function that `spec.input_fn` names; for one sent by value return a stand-in, which `unpacked`
+    replaces. Raises InputFnNotFoundError, InputFnError (an import raised), and InputFnNotAllowedError for a callable
+    defined in another, not allowed module: otherwise anything that an allowed module imports could be called, such as
+    `os.system`."""
     module_name, _, qualname = spec.input_fn.partition(":")
     if module_name == BY_VALUE:
         return _comes_with_arguments
@@ -113,12 +101,8 @@ def _comes_with_arguments(*args: Any, **kwargs: Any) -> Any:
 def unpacked(
     fn: Callable[..., Any], spec: records_pb2.LoaderSpec
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return input_fn, its positional arguments and its keyword arguments. If the spec holds input_fn or arguments by
-    value, the values are unpickled, and the pickled input_fn replaces `fn`.
-
-    Raises InputFnNotAllowedError if a value is a pickle, and was not sent by the training process that embeds this
-    worker. (Only specs of that process have a search path: `check_plain` refuses those of others.)
-    """
+    """Return input_fn and its arguments; values are unpickled. Raises InputFnNotAllowedError for a pickle that the
+    embedding training process did not send. (Only its specs have a search path: `check_plain` refuses others.)"""
     from penstock.proto.state.codec import decode_state  # imports torch, which the daemon must not import
 
     arguments: Any = decode_state(spec.arguments) if spec.arguments else {}
@@ -139,8 +123,8 @@ def unpacked(
 
 
 def load_class(name: str, spec: records_pb2.LoaderSpec) -> Any:
-    """Return the class called `name` ("module:qualname"): that of a loader which the spec's input_fn returned on this
-    worker, or one of Penstock. Raise the errors of load_input_fn, also for a module that input_fn has imported."""
+    """Return the class "module:qualname", of a loader that the spec's input_fn returned here, or of Penstock. Raises
+    load_input_fn's errors, also for a module that input_fn has imported."""
     if not module_of(name).startswith("penstock.") and spec.allow:
         check_allowed(name, spec.allow)
     return load_input_fn(records_pb2.LoaderSpec(input_fn=name, main_path=spec.main_path, sys_path=spec.sys_path))
@@ -161,7 +145,7 @@ def _import_failed(spec: records_pb2.LoaderSpec, error: BaseException) -> InputF
 
 
 def _load_main(path: str) -> types.ModuleType:
-    """Import the training script under another name than `__main__`, so that code under its guard does not run."""
+    """Import under another name than `__main__`, so that code under its guard does not run."""
     if MAIN in sys.modules:
         return sys.modules[MAIN]
     module = types.ModuleType(MAIN)

@@ -1,12 +1,9 @@
 """Epoch process: a child of a slot's process, which makes one epoch of a pure loader and ends.
 
-The slot's process imports the user's modules and calls input_fn once. It never iterates, so each child begins with what
-input_fn left: globals, remembered values, counters and generators of user code. At the end of its epoch the child hands
-over what belongs to the slot: a record of plain values, and descriptors. Lane, ring and generation stay with the slot.
-
-A child that dies without a record is a lost runner: the slot's process then ends in the same way, so that the daemon
-sees how. Unless the loop has abandoned the child's epoch: nothing more is wanted of it, so the slot's process kills a
-child that stays in user code, and lets the training job connect again.
+The slot's process calls input_fn once and never iterates, so each child begins with what input_fn left. It hands over
+what belongs to the slot: plain values and descriptors. Lane, ring and generation stay with the slot. If a child dies
+without a record, the slot's process ends likewise, so that the daemon sees how; but if the loop has abandoned its
+epoch, the slot's process kills a child that stays in user code, and the training job connects again.
 """
 
 from __future__ import annotations
@@ -34,11 +31,10 @@ from penstock.worker.processes.control_channel import DESCRIPTORS_CLOSED, Descri
 from penstock.worker.processes.orphans import Orphans, forget_shared_memory
 
 LEAVE_S = 0.5
-"""Seconds that a child gets to leave the user's next() after the loop has abandoned its epoch, and, after its record,
-to close the user's iterator and to end."""
+"""Seconds to leave the user's next() in an abandoned epoch, and, after the record, to close the iterator and end."""
 _ORPHANS_S = 0.01
 _MOST_FDS = 250
-"""Most descriptors in one message; the kernel allows 253."""
+"""The kernel allows 253 descriptors in one message."""
 _LOOK_S = 0.25
 """Seconds between two looks whether a child has read that the loop has abandoned its epoch."""
 _DESCRIPTORS, _RECORD, _LANE = b"d", b"r", b"l"
@@ -58,14 +54,10 @@ def run_epoch(
     lane: Producer,
     unread: Callable[[], bool],
 ) -> Outcome | None:
-    """Fork a child that calls `work`, hands over its outcome, and calls `leave`. Return the outcome. Return None if the
-    loop has abandoned an epoch, and the child was killed because it stayed in user code. If the child hands over
-    nothing for another reason, end this process as the child did.
-
-    title: what `ps` shows of the child. work: gets a function to which it must pass the descriptor of each new
-    connection of the lane. started: called in this process with the child's process id. lane: keeps a descriptor of the
-    connection. unread: returns True if the child has not read that the loop has abandoned an epoch.
-    """
+    """Fork a child that calls `work`, hands over its outcome, and calls `leave`; None if it was killed because it
+    stayed in user code of an abandoned epoch. If it hands over nothing for another reason, end as it did. title: for
+    `ps`. work: gets a function for the descriptor of each new connection of the lane. started: called with the child's
+    id. unread: True if the child has not read that the loop has abandoned an epoch."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = fork(partial(_child, ours, theirs, title, work, leave))
     theirs.close()
@@ -112,7 +104,7 @@ def _show_lane(theirs: socket.socket, fd: int) -> None:
 
 
 def _hand_over(outcome: Outcome, theirs: socket.socket) -> None:
-    """Send the descriptors before the record: what arrived is complete when the record has arrived."""
+    """Send descriptors before the record: when that has arrived, all has."""
     memory = os.memfd_create("penstock-handover", os.MFD_CLOEXEC)
     with open(memory, "wb") as file:
         file.write(encode_state(outcome.record))
@@ -123,11 +115,11 @@ def _hand_over(outcome: Outcome, theirs: socket.socket) -> None:
 
 
 def _received(ours: socket.socket, child: Process, lane: Producer, unread: Callable[[], bool]) -> Outcome | None:
-    """Wait for what the child hands over; None if it ends before it has sent all of it, or if it has not read for
-    LEAVE_S that the loop has abandoned an epoch: then it is in user code."""
+    """Wait for what the child hands over; None if it ends before, or has not read of an abandoned epoch for LEAVE_S:
+    then it is in user code."""
     fds: list[int] = []
     until = 0.0
-    """Time at which a break that was seen must have been read; 0 if none was seen."""
+    """Time by which a break must have been read; 0 if none was seen."""
     while True:
         if not wait_for_any([ours.fileno(), child.fileno()], _LOOK_S):
             if not unread():
@@ -171,7 +163,7 @@ def _end_orphans() -> None:
 
 
 def die_like(status: int) -> NoReturn:
-    """End this process as a child with this exit status ended; a negative one is minus the number of a signal."""
+    """End as a child with this status; a negative one is minus a signal."""
     if status < 0:
         faulthandler.disable()  # the child has written its stack
         with contextlib.suppress(ValueError, OSError):

@@ -5,13 +5,10 @@
                                                 └────────────────────────────────────────────────────────────┘
     child           go to the position (a replay, or a snapshot and a replay) ── stream ── END ── hand over ── end
 
-Start of an epoch, resume, recovery and migration are one operation. While a child lives, it alone uses the two sockets,
-the ring and the progress page. A way to the position that leads to other batches ends the child, and the next way gets
-a new one.
-
-A migration's target goes to a position near the training loop's while the old runner serves, and its child goes on from
-there once the loop's Hello names the true position. If that is not ahead of the child in the same epoch, the child
-ends, and the slot begins as after a loss.
+Epoch start, resume, recovery and migration are one operation. While a child lives, it alone uses sockets, ring and
+page. A wrong way to the position ends the child, and the next way gets a new one. A migration's target goes near the
+loop's position while the old runner serves, and on from there once the loop's Hello names the true one. If that is not
+ahead in the same epoch, the child ends, and the slot begins as after a loss.
 """
 
 from __future__ import annotations
@@ -40,14 +37,12 @@ _log = logging.getLogger("penstock.worker")
 
 
 class _AsideError(Exception):
-    """A migration's target is not on the way to the position that the loop's Hello names."""
+    """A migration's target is not on the way to the position of the loop's Hello."""
 
 
 class EpochRunner:
-    """Control of a slot whose loader is pure.
-
-    build: calls input_fn in each child; None: this process has called it, and the children inherit the loader.
-    """
+    """Control of a pure loader's slot. build: calls input_fn in each child; None: called here, the children inherit the
+    loader."""
 
     def __init__(self, stream: SlotStream, sent: StartData, build: Callable[[], None] | None = None) -> None:
         self._stream, self._sent, self._build = stream, sent, build
@@ -55,15 +50,14 @@ class EpochRunner:
         self._ready = False
         self._way = 0
         self._seeds: tuple[int, ...] = ()
-        """Hashes of the states in which input_fn has left the loader's generators, in this process or another one."""
+        """Hashes of the states in which input_fn has left the loader's generators."""
         self._last_chain = (-1, 0)
         self._told_equal = False
         self._to_prepare: tuple[int, bool] | None = None
-        """What the daemon has said of a migration to this runner: see SlotStream.on_prepare."""
+        """See SlotStream.on_prepare."""
         self._files = {} if build is not None else _offsets()
 
     def run(self) -> None:
-        """Stream one epoch after the other, as the training job allows, until the daemon ends the slot."""
         self._stream.source.learn_resume(self._sent.resume)
         self._stream.on_prepare = self._note_prepare
         goal = self._first_goal()
@@ -110,7 +104,7 @@ class EpochRunner:
     # ---- in this process, between two epochs
 
     def _first_goal(self) -> EpochGoal | None:
-        """Return the position at which the slot begins; None if the child must find it by the state to resume from."""
+        """Return where the slot begins; None if the child must find it by the state to resume from."""
         stream = self._stream
         if not stream.assignment.recovery:
             return None
@@ -193,8 +187,8 @@ class EpochRunner:
             stream.serve(None)
 
     def _after_abandoned(self, samples: int) -> EpochGoal:
-        """Return the beginning of the epoch after the last one that the training loop has abandoned. samples: those up
-        to the last delivered batch, if the progress page does not know it."""
+        """Return the epoch after the last abandoned one. samples: up to the last delivered batch, if the page does not
+        know it."""
         stream = self._stream
         producer, page = stream.producer, stream.page
         while producer.abandoned:
@@ -242,7 +236,7 @@ class EpochRunner:
 
     @property
     def _speaks(self) -> bool:
-        """True if this slot's process logs what is the same in all slots."""
+        """True if this process logs what is the same in all slots."""
         return not (self._stream.assignment.box or self._stream.assignment.slot)
 
     def _tell_changed(self, before: dict[str, float], after: dict[str, float]) -> None:
@@ -276,8 +270,8 @@ class EpochRunner:
             self._stream.fail(error)
 
     def _arrive(self, goal: EpochGoal | None) -> bool:
-        """Bring the loader to its first position, and report that the slot is ready. Return False if this child's way
-        leads to other batches and there is another one. An error ends the slot."""
+        """Go to the first position, and report the slot ready. Return False if another way remains to try; an error
+        ends the slot."""
         stream = self._stream
         try:
             if self._build is not None:
@@ -322,8 +316,8 @@ class EpochRunner:
         return False
 
     def _follow(self, goal: EpochGoal, way: RestartPoint) -> None:
-        """Bring the loader near the training loop, which another runner serves, and from there to the position that
-        the loop's Hello names. Raises _AsideError if that is not ahead in this epoch, or too near to compare `way`."""
+        """Go near the loop, which another runner serves, then where its Hello says. Raises _AsideError if that is not
+        ahead in this epoch, or too near to compare `way`."""
         stream, source = self._stream, self._stream.source
 
         def is_compared_now() -> bool:
@@ -344,7 +338,7 @@ class EpochRunner:
             raise _AsideError
 
     def _await_hello_at(self, total: int) -> lane_pb2.Hello:
-        """Tell the daemon that the slot may migrate after its batch `total`, and wait for the Hello."""
+        """Report that the slot may migrate after batch `total`, and wait for the Hello."""
         stream = self._stream
         if stream.hello is None:
             stream.prepared(total)
@@ -354,8 +348,8 @@ class EpochRunner:
         return stream.hello
 
     def _start_anew(self) -> None:
-        """Begin the launch without a position of this slot: fresh, between two epochs, or from a state on another
-        topology, which the loader itself divides."""
+        """Begin without a position of this slot: fresh, between epochs, or from another topology, which the loader
+        divides."""
         stream = self._stream
         start(stream.source, self._sent.resume, lambda point, begins: self._arrived(point, point), stream.seek)
 
@@ -370,8 +364,8 @@ class EpochRunner:
         page.set_position(source.position.total, source.position.epoch, source.position.samples)
 
     def _probe(self) -> None:
-        """Count a loader as one without state methods if its state_dict() raises at the beginning. Then it can be saved
-        only where it may be made again (replay=True)."""
+        """Count a loader as one without state methods if state_dict() raises at the beginning: it is then saved only
+        with replay=True."""
         stream = self._stream
         source = stream.source
         if source.capabilities.state_methods == 2:
@@ -409,7 +403,7 @@ class EpochRunner:
 
 
 def _offsets() -> dict[int, int]:
-    """Return the offsets of the regular files that this process has open, by descriptor. A child shares them."""
+    """Return offsets of open regular files, which a child shares."""
     offsets = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError, ValueError):

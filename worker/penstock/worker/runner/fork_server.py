@@ -1,22 +1,18 @@
 """The fork server: the process from which a worker's runners and helper processes are forked.
 
-Importing torch takes a second or more and 150 MB. Forking a process that has imported torch takes milliseconds, and the
-memory is shared. The daemon itself must never fork, because it runs gRPC. So the daemon starts a fork server: a fresh
-interpreter that imports the modules that runners need, has no threads, no gRPC and no user code, and then only forks.
-One fork server serves all runs of the daemon. A child leads a process group of its own and is a subreaper (see
-orphans.py). So every process that user code starts can be killed with the child, and dies with its fork server.
+Importing torch takes a second or more and 150 MB; a fork takes milliseconds and shares memory. The daemon must never
+fork, because it runs gRPC. So a fresh interpreter without threads, gRPC and user code imports what runners need, and
+then only forks, for all runs. A child leads a process group and is a subreaper (orphans.py), so all that user code
+starts can be killed with it, and dies with its fork server.
 
-Some modules are needed by few runners: a training job's main script that defines input_fn imports pydantic, for 0.1 s
-of processor time. The fork server imports them when it is told to, before such a runner is forked. `penstock doctor`
-and `penstock replay` run loaders in children of a fork server, too, by programs of their own.
+Modules that few runners need (pydantic for a main script's input_fn, 0.1 s) are imported when ordered, before such a
+fork. `penstock doctor` and `penstock replay` use a fork server too, with programs of their own. The daemon gets a pidfd
+of each child, which shows its end also while the fork server is stopped; only the fork server, as parent, gets the
+status.
 
-The daemon gets a pidfd of each child with the answer to its request. The pidfd shows the child's end, also while the
-fork server is stopped. Only the fork server, as the parent, gets the exit status, and reports it to the daemon.
-
-A fork server outlives its daemon by a moment, because a killed daemon cannot clean up: when the control socket closes,
-the fork server kills its children, their descendants and orphans, and ends. The fork server has a process group of its
-own, so that a kill of the daemon's group does not kill it too. A fork server that is stopped by a signal is continued
-when the daemon dies.
+It outlives its daemon by a moment, because a killed daemon cannot clean up: when the control socket closes, it kills
+children, descendants and orphans. It has its own process group, so that a kill of the daemon's group spares it, and is
+continued when the daemon dies if a signal has stopped it.
 """
 
 from __future__ import annotations
@@ -52,10 +48,9 @@ from penstock.worker.processes.stack_dump import write_stacks_to
 
 ORPHANS_S = 0.05
 _NAMES = {"runner": "runner", "task": "replay"}
-"""What `ps` shows of the programs of this package. A command names the module of its own program instead."""
+"""What `ps` shows; a command names the module of its own program instead."""
 LAST_LOOKS = 90
-"""Largest number of checks for orphans while the fork server ends. Then it ends even if some still live, for example
-those of a fork bomb."""
+"""Checks for orphans at the end; then some may still live, such as those of a fork bomb."""
 
 
 def main() -> None:
@@ -113,9 +108,8 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _collected_once() -> Iterator[None]:
-    """Turn the garbage collector off in the `with` block, and exempt what exists then from all later collections. The
-    collector would scan all objects again and again, for a fifth of the time that importing torch takes. The imports
-    leave 1 MiB of garbage, which is kept, because finding it would take 0.1 s."""
+    """Turn the collector off in the block, and exempt what exists then: it would scan all again, for a fifth of torch's
+    import. The imports leave 1 MiB of garbage, kept because finding it takes 0.1 s."""
     gc.disable()
     yield
     gc.freeze()
@@ -123,8 +117,8 @@ def _collected_once() -> Iterator[None]:
 
 
 def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -> None:
-    """Reap dead children, and report their exit status to the daemon. A child's process group is killed first, while
-    its process id cannot yet be reused; but not while an orphan needs time to clean up."""
+    """Reap dead children, and report their status. The process group is killed first, before its id can be reused,
+    unless an orphan needs time to clean up."""
     for pid in list(children):
         if not has_ended(pid):
             continue
@@ -145,7 +139,7 @@ def _end(children: Iterable[int], orphans: Orphans) -> None:
 
 
 def _fork(message: ControlMessage, channel: ControlChannel, own: Iterable[int]) -> int:
-    """Fork a child as the daemon's message requests. own: descriptors of the fork server that the child must close."""
+    """own: descriptors that the child must close."""
     pid = fork(partial(_child, os.getpid(), message, channel, own))
     for fd in message.fds:
         os.close(fd)
@@ -153,8 +147,8 @@ def _fork(message: ControlMessage, channel: ControlChannel, own: Iterable[int]) 
 
 
 def _drop_privileges(tempdir: str) -> None:
-    """Change the user and enter the sandbox, as the fork server's command line says. tempdir: directory for the sockets
-    of multiprocessing, used only if the new user may write to it."""
+    """Change user and enter the sandbox, as the command line says. tempdir: for multiprocessing, if the new user may
+    write to it."""
     for trait in sys.argv[3:]:
         if trait.startswith("user="):
             RunnerUser.decode(trait.removeprefix("user=")).become()
@@ -165,9 +159,8 @@ def _drop_privileges(tempdir: str) -> None:
 
 
 def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel, own: Iterable[int]) -> int:
-    """Run the program of a forked child, and return its exit status. Errors of user code are handled inside. An
-    exception here is a bug of Penstock, or comes from the machine, for example if the child cannot become the runners'
-    user."""
+    """Return the exit status of a child's program. Errors of user code are handled inside; an exception here is a bug,
+    or the machine's, for example if the child cannot become the runners' user."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parents_channel.sock.close()

@@ -1,12 +1,9 @@
 """A slot without a worker process: the loader runs in the training process, in the thread that takes its batches.
 
-The code that starts the loader, returns to an earlier position and recovers is that of a runner (worker/loader). A
-state is made as in a helper process (replayer.py). A batch is made only when it is requested, so the loader is never
-ahead of the training loop. Ring, sockets and snapshots are not needed.
-
-A saved state holds the loader's state at the start of the launch, and the number of batches since. Loaders that declare
-exact states are saved at their position. If the loader's own states are aggregated, a second loader is brought to the
-step by replay, and its state is saved.
+Starts, returns and recovery are a runner's code (worker/loader), states a helper's (replayer.py). A batch is made only
+when requested, so the loader is never ahead, and needs no ring, sockets or snapshots. A saved state holds the loader's
+at the start of the launch, and the batches since; with exact states, the one at its position. If the loader's own
+states are aggregated, a second loader is replayed to the step and saved.
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ _SNAPSHOT_EVERY = 16
 
 @dataclass(frozen=True)
 class MadeBatch:
-    """Batch as one region of memory, in the form in which a runner writes it into its ring."""
+    """Batch as one region of memory, as a runner writes it into its ring."""
 
     structure: Structure
     shapes: list[int]
@@ -66,15 +63,12 @@ class MadeBatch:
     link: int
     samples: int
     counts: bytes
-    """Counts (of samples per source) that this batch has changed, encoded as in a BATCH frame."""
+    """Counts that this batch has changed, encoded as in a BATCH frame."""
 
 
 @dataclass(frozen=True)
 class SlotState:
-    """A slot's part of a saved state."""
-
     data: bytes
-    """Encoded restart point, as in a daemon's answer to a state request."""
     samples: int
     digest: int
     next_digest: int = 0
@@ -99,9 +93,8 @@ def _reraise_interrupts() -> Iterator[None]:
 
 
 class ProcessGlobals:
-    """Global state of one of the workers that share a process: the random generators, the assignment, and the answers
-    of torch's get_worker_info(). They still share PYTHONHASHSEED, environment variables, the working directory, and
-    globals of the user's modules."""
+    """Generators, assignment and get_worker_info() answers of one worker in this process. Workers still share
+    PYTHONHASHSEED, environment, working directory, and globals of the user's modules."""
 
     def __init__(self) -> None:
         self._generators: bytes | None = None
@@ -110,7 +103,7 @@ class ProcessGlobals:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use this worker's global state while the `with` block runs. The exchange takes 0.2 ms."""
+        """Use this worker's global state in the block. The exchange takes 0.2 ms."""
         generators = capture_rng()
         if self._generators is not None:
             restore_rng(self._generators)
@@ -126,12 +119,8 @@ class ProcessGlobals:
 
 
 class InProcessSlot:
-    """Slot that runs in this process.
-
-    assignment: as for a daemon; `assignment.loader` has a name and options, and no arguments. make: calls input_fn with
-    its arguments. resume: encoded state from which this launch of the job resumes; b"" to start fresh. noted: number of
-    newest batches of the slot whose digests are kept.
-    """
+    """Slot in this process. assignment: its loader has no arguments. make: calls input_fn. resume: encoded state; b""
+    to start fresh. noted: newest batches whose digests are kept."""
 
     def __init__(
         self, assignment: records_pb2.WorkerAssignment, make: Callable[[], Any], resume: bytes, *, noted: int
@@ -143,26 +132,24 @@ class InProcessSlot:
         self._replay_digest = ReplayDigest(self._flattener, cover=self._cover)
         self._globals = ProcessGlobals()
         self._start_data: bytes | None = None
-        """Encoded restart point from which this launch's stream starts; None before the start, or if the loader's state
-        cannot be taken or encoded."""
+        """Encoded start of this launch's stream; None before, or if the state cannot be taken or encoded."""
         self._snapshots: deque[tuple[StreamPosition, bytes]] = deque(maxlen=_KEPT_SNAPSHOTS)
-        """Newest snapshots of a loader that vouches for its states, from which a resume makes the last batch again."""
+        """Of a vouched loader: a resume makes the last batch again from one."""
         self._unsaved: Exception | None = None
         self._epoch_start = StreamPosition(0, 0, 0, 0)
-        """Position at which this launch has begun the present epoch, which is within it after a resume."""
+        """Where this launch began the present epoch; within it after a resume."""
         self._abandoned: dict[int, int] = {}
         self._log: OrderedDict[int, _BatchRecord] = OrderedDict()
         self._noted = noted
         self._source: SlotLoader | None = None
         self._lost = False
-        """True if the loader must be made again and brought to its position before the next use."""
+        """True if the loader must be made again before the next use."""
         self.capabilities = records_pb2.LoaderCapabilities(length=-1)
 
     # ---- the stream
 
     def prepare(self) -> None:
-        """Make the loader and bring it to the slot's start position, once. Raise the errors that a runner would
-        report."""
+        """Make the loader and go to the start position, once. Raises the errors that a runner would report."""
         if self._source is not None:
             return
         with self._globals.in_place(), _reraise_interrupts():
@@ -175,16 +162,10 @@ class InProcessSlot:
             describe_reads(self.capabilities)
 
     def next(self, step: int, epoch: int, total: int) -> MadeBatch | None:
-        """Return the slot's next batch, which has the number `total + 1`, for training step `step` of the box; None at
-        the end of the epoch.
-
-        epoch, total: the position before the batch: number of the epoch, and number of the slot's batches over all
-        epochs. If the loader is at another position, it is brought there first.
-
-        Ctrl-C in the user's code, and quitting a debugger there, are raised unchanged, because both are meant for the
-        whole process. The loader is then dropped, with a batch that was made and not delivered, and made again by the
-        next call.
-        """
+        """Return the slot's batch `total + 1` for step `step`; None at the epoch's end. If the loader is not at (epoch,
+        total), it is brought there. Ctrl-C in user code, and quitting a debugger, are raised unchanged, as they are
+        meant for the whole process; the loader is then dropped, with an undelivered batch, and made again by the next
+        call."""
         source = self._ready()
         if source.position.total != total:
             source = self._rebuilt(epoch, total)
@@ -207,8 +188,8 @@ class InProcessSlot:
         return made
 
     def _take_snapshot(self, source: SlotLoader, step: int) -> None:
-        """Keep a snapshot before the next batch, if one is due: by the number of batches, because replicas of a state
-        that several processes make must be equal. A failure shows at the next save."""
+        """Keep a snapshot if one is due: by number of batches, as replicas of a state from several processes must be
+        equal. A failure shows at the next save."""
         if source.is_vouched and not source.is_ahead and source.position.delivered % _SNAPSHOT_EVERY == 0:
             with suppress(PenstockError):
                 point = source.snapshot(step)
@@ -219,8 +200,7 @@ class InProcessSlot:
         return earlier[-1] if earlier else None
 
     def leave(self, epoch: int, total: int) -> None:
-        """Abandon epoch `epoch`, because the loop ended by `break` after the slot's batch `total`. The loader may
-        already have reached the epoch's end."""
+        """Abandon an epoch after batch `total`. The loader may already have reached its end."""
         source = self._ready()
         position = source.position
         noted = self._log.get(total)
@@ -241,11 +221,10 @@ class InProcessSlot:
             self._source.learn_labels({epoch: label})
 
     def lose(self) -> None:
-        """Treat the loader as lost, as if its worker had died: the next call makes it again at its position."""
+        """Treat the loader as lost: the next call makes it again."""
         self._lost = True
 
     def failure(self, error: BaseException) -> PenstockError:
-        """Return the error that a runner would report for an exception raised while it made the next batch."""
         source = self._ready()
         return source.failed(f"batch {source.position.total + 1}", error)
 
@@ -318,7 +297,7 @@ class InProcessSlot:
         return replace(goal, seeds=())  # in one process input_fn may return a dataset that has drawn before
 
     def _keep(self, source: SlotLoader, point: RestartPoint, begins: bool) -> None:
-        """Keep the restart point if this launch of the job begins there. Only a runner needs any later one."""
+        """Keep the point if this launch begins there; only a runner needs later ones."""
         if not begins:
             return
         self._unsaved = source.unsaved
@@ -360,11 +339,8 @@ class InProcessSlot:
     # ---- states
 
     def state(self, epoch: int, delivered: int, total: int, step: int) -> SlotState:
-        """Return the slot's part of a state at a position that the loader has reached.
-
-        delivered, total: numbers of the slot's batches up to the position, in its epoch and in all. step: training step
-        of the box.
-        """
+        """Return the slot's part of a state at a position that was reached. delivered, total: batches in the epoch and
+        in all."""
         source = self._ready()
         if self._unsaved is not None and self.capabilities.state_methods:
             raise self._unsaved
@@ -408,7 +384,7 @@ class InProcessSlot:
         )
 
     def _replayed(self, epoch: int, delivered: int, total: int, step: int) -> SlotState:
-        """Return the slot's part of a state, taken from a second loader that replays, as in a helper process."""
+        """As `state`, from a second loader that replays."""
         assert self._start_data is not None
         point = RestartPoint.decode(self._earlier(epoch, total) or self._start_data)
         if self._ready().is_pure:

@@ -1,8 +1,5 @@
-"""Runner of a loader that is one object over all epochs: one that vouches for its states, or one with four methods.
-
-A loader that vouches is restored from any of its states. A loader with four methods is restored only at the start of
-its launch, and replayed from there.
-"""
+"""Runner of a loader that is one object over all epochs: a vouched one, restored from any of its states, or one with
+four methods, restored at the start of its launch and replayed from there."""
 
 from __future__ import annotations
 
@@ -21,12 +18,10 @@ from penstock.worker.runner.slot_stream import SlotStream, StartData, StopError
 
 KEPT_ABANDONED = 64
 KEPT_POINTS = 16
-"""Number of newest snapshots that a runner keeps, to return to where the loop abandons an epoch."""
+"""Newest snapshots kept, to return to where the loop abandons an epoch."""
 
 
 class KeptRunner:
-    """Control of a slot whose loader runs in this process from the slot's start to its end."""
-
     def __init__(self, stream: SlotStream) -> None:
         self._stream = stream
         self._abandoned: dict[int, int] = {}
@@ -40,7 +35,7 @@ class KeptRunner:
     # ---- starting
 
     def prepare(self, sent: StartData) -> None:
-        """Bring the loader to the slot's start position. A failure is reported and ends the slot."""
+        """Go to the start position. A failure is reported and ends the slot."""
         stream = self._stream
         source, assignment = stream.source, stream.assignment
         source.learn_firsts(sent.firsts)
@@ -65,7 +60,6 @@ class KeptRunner:
         self._stream.keep(point, start, epoch_start=point.is_epoch_start, begins=True)
 
     def _recover(self, points: list[RestartPoint]) -> None:
-        """Bring the loader to the position after the last batch that the slot's previous runner delivered."""
         stream = self._stream
         stream.doing("waiting")
         while stream.hello is None:
@@ -84,8 +78,7 @@ class KeptRunner:
             source.compare_first()
 
     def _await_resume(self) -> dict[str, Any]:
-        """Request the state from which the launch resumed, which the daemon sends a recovering runner only on
-        request."""
+        """Request the state to resume from, which a recovering runner gets only on request."""
         stream = self._stream
         stream.channel.send("wants_resume")
         while (message := cast(ControlMessage, stream.channel.receive())).kind != "resume":
@@ -123,8 +116,8 @@ class KeptRunner:
     # ---- abandoned epochs
 
     def _go_back(self) -> None:
-        """Return to the batch after which the training loop abandoned an epoch, and close the epoch there. The loader
-        has run ahead by chance, and later batches must not depend on how far."""
+        """Return to the batch after which the loop abandoned an epoch, and close it there: later batches must not
+        depend on how far the loader has run ahead by chance."""
         stream = self._stream
         source, producer = stream.source, stream.producer
         epoch, delivered = producer.abandoned.popleft(), producer.delivered

@@ -1,13 +1,10 @@
-"""The program of a helper process: makes a second loader beside the streaming one, does one task with it, and ends.
+"""The program of a helper process: makes a second loader beside the streaming one, does one task with it, and ends. It
+has its own memory, so user code that fails or hangs does not stop the stream.
 
-- `state`: replay from the restart point that the daemon names to a position, and make a restart point there, with the
-  loader's state if its states are aggregated.
-- `advance`: compute a later state without making batches, for loaders with a method `advance_state`; input_fn is not
-  called.
-- `mixture`: try a change of the weights of the loader's mixture, which an operator orders.
-- `aggregate`: make one state of all workers' states, for a training job that cannot build the loader itself.
-
-The helper has memory of its own, so user code that fails or hangs there does not stop the stream.
+- `state`: replay from a restart point to a position, and make one there, with a state if states are aggregated.
+- `advance`: compute a later state by the method `advance_state`, without batches or input_fn.
+- `mixture`: try a change of the mixture's weights, which an operator orders.
+- `aggregate`: make one state of all workers' states, for a job that cannot build the loader itself.
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ from penstock.worker.processes.user_code import load_class
 
 
 def run_task(channel: ControlChannel) -> None:
-    """Do one task: receive the message `assign`, any number of messages `point`, and the task; send `done` or
-    `failed`."""
+    """Receive `assign`, any number of `point`, and the task; send `done` or `failed`."""
     assignment = begin_slot(cast(ControlMessage, channel.receive()), "replayer")
     values: list[bytes] = []
     try:
@@ -80,8 +76,7 @@ def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fie
 
 
 def _no_batch_before(source: SlotLoader, epoch: int) -> bool:
-    """Return True if the loader reaches the beginning of epoch `epoch` without yielding a batch. If it yields one, the
-    training loop has abandoned an earlier epoch, and this process was not told."""
+    """Return False if a batch comes before epoch `epoch`: the loop has abandoned an earlier one, unknown here."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()
@@ -93,19 +88,13 @@ def _no_batch_before(source: SlotLoader, epoch: int) -> bool:
 def state_at(
     source: SlotLoader, point: RestartPoint, fields: dict[str, Any], replay_digest: ReplayDigest
 ) -> tuple[dict[str, Any], bytes]:
-    """Replay the slot's batches from the restart point to a position, and save the loader's state there. If a pure
-    loader makes other batches than were delivered, replay from the epoch's beginning.
+    """Replay from the point to a position, and save the loader there; from the epoch's beginning if a pure loader makes
+    other batches than were delivered. Return the position's fields and the encoded state; without one b"" and
+    `elsewhere` (not reached) or `ended` (the epoch ends after batch `total`).
 
-    Return the fields that describe the position, and the encoded state. Without a state, return b"" and the field
-    `elsewhere` (the replay does not lead to the position) or `ended` (its epoch ends before it, after batch `total`).
-
-    fields: fields of the task. `total`: number of the slot's batches over the run up to the position. `epoch`: the
-    position's epoch. `delivered`: number of the slot's batches in that epoch up to the position. `samples`: number of
-    samples in the slot's batches before that epoch. `step`: training step
-    of the box (data-parallel rank) that `get_worker_state()` reports to the loader's state_dict(). `digests`: number of
-    the batch -> digest, for batches whose replay is compared. `left`: abandoned epochs, as number of the epoch ->
-    number of the slot's last batch in it. All abandoned epochs from `abandoned_from` on are in it. `following`: True to
-    make the batch after the position too, for its digest.
+    fields: `total`, `delivered`: the slot's batches up to the position, in all and in its `epoch`. `samples`: before
+    that epoch. `step`: what `get_worker_state()` reports. `digests`: batch -> digest to compare. `left`: epoch -> the
+    last batch, of all abandoned epochs from `abandoned_from` on. `following`: also make the next batch, for its digest.
     """
     try:
         source.restore(point)

@@ -1,12 +1,9 @@
-"""The program of a slot's process: runs one slot's loader, from its assignment to its end.
+"""The program of a slot's process. A loader that is one object over all epochs runs here, a pure one in a child for
+each epoch, forked from what input_fn has left here (epoch_runner.py). Neither has a thread of Penstock or gRPC, because
+user code may fork there.
 
-A loader that is one object over all epochs runs in this process. A pure one runs in a child for each epoch, which is
-forked from what input_fn has left here (epoch_runner.py). Neither has a thread of Penstock or gRPC, because user code
-may fork there.
-
-What input_fn leaves must be such that each child can begin with it. If it has left threads, sockets, pipes, child
-processes or writable shared memory, the children would share them. Each child then imports the user's modules and calls
-input_fn itself: it is forked from a spare process, which was forked before any user code ran.
+Children would share threads, sockets, pipes, processes or writable shared memory that input_fn has left. Each child
+then calls input_fn itself: it is forked from a spare process, which was forked before any user code ran.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ if status < 0:
     time.sleep(1)
 os._exit(max(status, 0))
 """
-"""Program that a process becomes which waits for its child and ends in the same way."""
+"""Program that waits for its child and ends in the same way."""
 
 
 def run_slot(channel: ControlChannel, progress_page: ProgressPage) -> None:
@@ -98,8 +95,8 @@ def _run(stream: SlotStream) -> None:
 
 
 def _compare_record(stream: SlotStream, sent: StartData) -> None:
-    """Compare what the saved run has delivered on other numbers of boxes and workers, in a child, because what it
-    leaves in the user's modules must not reach the slot's own loader."""
+    """Compare in a child what was delivered on another topology: what it leaves in modules must not reach the slot's
+    loader."""
     source = stream.source
     if stream.assignment.recovery or record_of(source.assignment, sent.resume) is None:
         return
@@ -131,7 +128,7 @@ def _run_kept(stream: SlotStream, sent: StartData) -> NoReturn:
 
 
 class _Spare:
-    """Process that was forked before any user code ran. It waits for a signal until it is needed."""
+    """Process forked before any user code ran, which waits for a signal until it is needed."""
 
     def __init__(self, stream: SlotStream, sent: StartData) -> None:
         self._stream, self._sent = stream, sent
@@ -150,8 +147,8 @@ class _Spare:
             EpochRunner(stream, self._sent, stream.source.build).run()
 
     def take_over(self) -> NoReturn:
-        """Let the spare process run the slot, and become a program that only waits for it: so all that user code has
-        opened in this process is closed."""
+        """Let the spare run the slot, and only wait for it as another program: so all that user code opened here is
+        closed."""
         data = self._stream.source.capabilities.SerializeToString()
         self._capabilities[: 4 + len(data)] = len(data).to_bytes(4, "little") + data
         signal_child(self._pid, _WAKE)

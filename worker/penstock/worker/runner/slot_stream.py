@@ -2,9 +2,8 @@
 
     next(loader) -> flatten into a ring entry -> digest -> snapshot, if due -> progress page -> frame to the consumer
 
-While it streams, the process polls its two sockets, the lane's and the daemon's, only between two batches, and only if
-the ring is half full, the batch was slow, or the last poll was long ago. It also polls after each replayed batch, and
-whenever it waits for something.
+The two sockets (lane's, daemon's) are polled between batches, if the ring is half full, the batch was slow, or the last
+poll was long ago; also after each replayed batch, and in waits.
 """
 
 from __future__ import annotations
@@ -52,28 +51,27 @@ from penstock.worker.processes.progress_page import ProgressPage
 _log = logging.getLogger("penstock.worker")
 
 SLOW_BATCH_S = 0.001
-"""Seconds after which a batch counts as slow. After a slow batch the sockets are polled at once, which takes 2 us."""
+"""Seconds from which a batch is slow: then the sockets are polled at once, in 2 us."""
 POLL_EVERY_S = 0.1
-"""Largest number of seconds between two polls of the sockets while batches are fast."""
+"""Seconds between two polls while batches are fast."""
 COMING_S = 0.005
 
 
 class StopError(Exception):
-    """The daemon ends the slot's work in this process, or the slot has failed."""
+    """The daemon ends the slot's work here, or the slot has failed."""
 
 
 @dataclass
 class StartData:
-    """Data with which a slot starts, which the daemon sends after the assignment."""
+    """What the daemon sends after the assignment."""
 
     resume: dict[str, Any] | None = None
-    """Decoded state from which the launch resumes; None: it begins without a state, or the daemon sends it later."""
+    """Decoded state to resume from; None: there is none, or it comes later."""
     points: list[RestartPoint] = field(default_factory=list)
     firsts: list[list[int]] = field(default_factory=list)
-    """First batches of epochs that the slot's previous runners have made: epoch, the slot's batches before it,
-    digest."""
+    """First batches of epochs by previous runners: epoch, the slot's batches before it, digest."""
     begins: bool = False
-    """True if the restart point at the launch's start is not in `points`, so that the runner must make it again."""
+    """True if the launch's start is not in `points`, so that the runner must make it again."""
 
 
 def receive_start(channel: ControlChannel) -> StartData:
@@ -93,7 +91,7 @@ def receive_start(channel: ControlChannel) -> StartData:
 
 
 class SlotStream:
-    """Slot's loader with its two sockets, its ring and its progress page, in the process that runs the loader."""
+    """Loader, two sockets, ring and progress page, in the process that runs the loader."""
 
     def __init__(
         self, assignment: records_pb2.WorkerAssignment, channel: ControlChannel, progress_page: ProgressPage
@@ -109,12 +107,11 @@ class SlotStream:
         self.hello: lane_pb2.Hello | None = None
         self.points: list[RestartPoint] = []
         self.on_point: Callable[[StreamPosition, bytes], None] = lambda position, data: None
-        """Called with each restart point that is sent to the daemon: its position, and the encoded restart point."""
+        """Called with each restart point sent to the daemon."""
         self.on_lane: Callable[[int], None] = lambda fd: None
-        """Called with the descriptor of each new connection of the lane."""
         self.on_prepare: Callable[[int, bool], None] = lambda total, loop_waits: self.prepared(0)
-        """Called when this runner is a migration's target, and all that it starts from has arrived: with the number of
-        the slot's batches that the training loop has taken, and whether the loop waits for each batch."""
+        """Called in a migration's target once all that it starts from has arrived, with the batches that the loop has
+        taken, and whether it waits for each."""
         self._flattener = Flattener(strict=options.strict_structure)
         self._cover = cover_of(assignment.loader.options)
         self._lease = EntryLease(self.producer, self._wait_in_user_code)
@@ -126,7 +123,6 @@ class SlotStream:
         self._begun = False
         self._last_look = 0.0
         self._taken = 0
-        """Number of the newest consumer that was waited for."""
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
         self._polled = (-1, 0)  # the consumer's socket and its polled events
@@ -137,14 +133,14 @@ class SlotStream:
         self._first_total, self._first_step, self._stride = first_total, point.step + ahead + 1, len(turns)
 
     def space_snapshots(self, every_s: float) -> None:
-        """Take snapshots at this interval, in seconds, or more rarely. A pure loader needs no state at an announced
-        step, unless its states are aggregated."""
+        """Take snapshots at this interval or more rarely. A pure loader needs none at announced steps, unless
+        aggregated."""
         self._cadence = SnapshotCadence(every_s)
         self._answers = self.source.capabilities.state_methods == 4
 
     def host_user_code(self) -> None:
-        """Prepare this process for user code that runs until the process ends: children that it forks are disconnected,
-        and it may build batches in the ring."""
+        """Prepare for user code until the end: disconnect children that it forks, and let it build batches in the
+        ring."""
         forks.host_user_code()
         for own in (self.channel, self.page, self.producer):
             forks.keep(own)
@@ -153,7 +149,6 @@ class SlotStream:
     # ---- streaming
 
     def stream_epoch(self) -> None:
-        """Stream batches of the open epoch until it ends, or until the training loop abandons an epoch."""
         source, producer, progress_page, flatten = (
             self.source,
             self.producer,
@@ -226,7 +221,7 @@ class SlotStream:
                     return
 
     def _take_consumer(self) -> None:
-        """Wait for a consumer that the daemon has announced: it may have read the log before the last frames of now."""
+        """Wait for an announced consumer: it may have read the log before its last frames."""
         log, taken = self.page.frame_log, self.page.frame_log.announced
         while log.passed_on < taken:
             self.serve(COMING_S)
@@ -242,8 +237,7 @@ class SlotStream:
                 raise self._interrupt
 
     def _learn(self, structure: Structure) -> int:
-        """Give a new batch structure a number, and announce it. The structure is kept alive, because it is found by its
-        id()."""
+        """Number and announce a new structure, kept alive because it is found by its id()."""
         data = structure.to_bytes()
         known = [number for number, other in self.producer.known_structures.items() if other == data]
         if not known:
@@ -257,14 +251,14 @@ class SlotStream:
         return number
 
     def _send_rings(self) -> None:
-        """Send the rings to the daemon, which serves new connections while this process is in user code."""
+        """Send the rings to the daemon, which serves connections while this process is in user code."""
         self.producer.rings_changed = False
         rings = list(self.producer.rings.items())[-MAX_FDS:]
         numbers = [[ring_id, ring.entry_bytes, ring.entries] for ring_id, ring in rings]
         self.channel.send("rings", fds=[ring.fd for _, ring in rings], rings=numbers)
 
     def _reserve(self, flat: FlatBatch) -> FreeEntry | None:
-        """Wait for a free ring entry; None if the training loop abandons the epoch meanwhile."""
+        """Wait for a free entry; None if the loop abandons the epoch meanwhile."""
         producer = self.producer
         need = flat.nbytes + (8 * len(flat.shapes) if len(flat.shapes) > LONG_SHAPES else 0)
         entry = self._lease.take(flat, need) or producer.reserve(need)
@@ -280,8 +274,8 @@ class SlotStream:
         return entry
 
     def _wait_in_user_code(self) -> bool:
-        """Wait for a free ring entry while user code builds a batch. Return False if the training loop has abandoned
-        the epoch, or after an error, which is raised when user code has returned, because user code could catch it."""
+        """Wait for a free entry in user code. Return False if the epoch is abandoned, or after an error, which is
+        raised later, because user code could catch it."""
         if self._interrupt is None and not self.producer.abandoned:
             self.doing("sending")
             try:
@@ -292,11 +286,11 @@ class SlotStream:
         return self._interrupt is None and not self.producer.abandoned
 
     def seek(self, leg: Leg) -> None:
-        """Replay one leg of a plan. Compare each batch with the one that this runner has made before, if it has."""
+        """Replay a leg, and compare each batch that this runner has made before."""
         replay(self.source, leg, self._compared(), self.open_epoch)
 
     def follow(self, is_enough: Callable[[], bool]) -> bool:
-        """Replay batches of the open epoch, as `seek` does, until `is_enough`. Return False if the epoch ends first."""
+        """Replay as `seek` until `is_enough`. Return False if the epoch ends first."""
         seen = self._compared()
         self.doing("replay")
         while not is_enough():
@@ -340,8 +334,7 @@ class SlotStream:
     # ---- snapshots
 
     def _snapshot(self) -> None:
-        """Send a snapshot to the daemon. If it cannot be taken, report the error and take no more; the stream
-        continues, and the next save raises the error."""
+        """Send a snapshot. If that fails, take no more; the stream continues, and the next save raises the error."""
         source, producer = self.source, self.producer
         total = source.position.total
         steps = producer.wanted.pop(total, None)
@@ -365,10 +358,7 @@ class SlotStream:
         return self._first_step + (total - self._first_total - 1) * self._stride
 
     def keep(self, point: RestartPoint, start: bool = False, *, epoch_start: bool = True, begins: bool = False) -> None:
-        """Send a restart point to the daemon.
-
-        start: True if this runner's stream starts there. begins: True if this launch of the job begins there too.
-        """
+        """Send a restart point. start: this runner's stream starts there. begins: this launch too."""
         error = self.source.unsaved
         if error is None:
             try:
@@ -399,8 +389,7 @@ class SlotStream:
     # ---- the two sockets
 
     def serve(self, timeout_s: float | None) -> None:
-        """Wait for a message of the daemon or the training job, at most `timeout_s` seconds (None = without limit), and
-        handle all messages that have arrived."""
+        """Wait up to `timeout_s` (None = no limit) for a message, and handle all that have arrived."""
         producer, poll = self.producer, self._poll
         producer.flush()
         consumer = producer.fileno(), select.POLLIN | (select.POLLOUT if producer.blocked else 0)
@@ -449,8 +438,8 @@ class SlotStream:
         self.channel.send("prepared", total=total)
 
     def has_unread_break(self, epoch: int | None = None) -> bool:
-        """Return True if the process that has the lane has not read that the training loop has abandoned an epoch, or
-        that it is not in epoch `epoch`, if given. It may not even have received the connection."""
+        """Return whether the process with the lane has not read (or not even received) that the loop has abandoned an
+        epoch, or is not in `epoch`."""
         is_unread = False
         for message in self.channel.peek():
             if message.kind == "attach" and message.fds:
@@ -463,22 +452,21 @@ class SlotStream:
         return is_unread or self.producer.has_unread_break()
 
     def begin_anew(self) -> None:
-        """Continue without what a process has made that was killed because it did not leave an abandoned epoch. The
-        training job connects again, because the connection has seen numbers of structures that are unknown here."""
+        """Continue without a process killed in an abandoned epoch. The job connects again: its connection has seen
+        structures unknown here."""
         self.producer.begin_anew(self.page.total)
         self._listen()
         self.producer.take_acks()
         self.producer.detach()
 
     def left(self, epoch: int, total: int, samples: int) -> None:
-        """Record, and tell the daemon, that the training loop has abandoned an epoch after the slot's batch `total`."""
+        """Record and report that the loop has abandoned an epoch after batch `total`."""
         self.release_lease()
         self.page.cut(epoch, total, samples)
         self.channel.send("left", epoch=epoch, total=total)
 
     def fail(self, error: Exception) -> None:
-        """Send the error with which the input has failed to the training job and the daemon. Then only serve the two
-        sockets, until the daemon ends the slot by StopError."""
+        """Send the error to job and daemon. Then only serve the sockets, until StopError."""
         position = self.source.position
         detail = plain_detail(error)
         self.producer.fail(position.epoch, position.total, records_pb2.ErrorDetail(**detail))

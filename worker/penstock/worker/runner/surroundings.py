@@ -1,11 +1,7 @@
-"""What a process has besides its memory, and what of that user code has left: threads, sockets, pipes, child processes
-and shared memory. A forked child would share it, or lack it.
-
-Most native libraries give their threads no name, so these are recognised by the code that their stacks return to. An
-idle thread of a pool waits in the kernel, and its stack returns to the C and C++ runtime, then to its library. What
-lies further out, or between, may be left over from earlier work, also that of an earlier thread: glibc gives a new
-thread the stack of one that has ended.
-"""
+"""What a process has besides memory, and what of that user code has left (threads, sockets, pipes, child processes,
+shared memory): a forked child would share or lack it. Most native threads have no name, so they are recognised by the
+code that their stacks return to: the C and C++ runtime, then the library. Anything further out or between may be left
+from an earlier thread: glibc reuses stacks."""
 
 from __future__ import annotations
 
@@ -23,22 +19,19 @@ from penstock.proto.state import assignment as assignments
 from penstock.worker.processes.orphans import own_children
 
 _HARMLESS_THREADS = ("jemalloc_bg_thd", "AwsEventLoop")
-"""Beginnings of the names of threads that their libraries start again in a forked child, or do without."""
+"""Names' beginnings of threads that are started again in a forked child, or not needed."""
 _HARMLESS_POOLS = ("libarrow", "libopenblas", "libscipy_openblas")
-"""Beginnings of the names of libraries that start the threads of their pools, which have no names, again in a forked
-child."""
+"""Names' beginnings of libraries that start their pools' nameless threads again in a forked child."""
 _FEWEST_LOOKS, _MOST_LOOKS, _LOOK_S = 10, 250, 0.02
-"""Numbers of looks at new threads, and seconds between two, until pools are recognised: the first if none of the others
-runs. A thread that begins, or waits for a core on a busy machine, cannot be recognised yet."""
+"""Looks at new threads until pools are recognised (fewest if none other runs), and seconds between two: a thread that
+begins, or waits for a core, cannot be recognised yet."""
 _RUNTIME = ("libc.", "libc-", "libpthread", "libstdc++", "libgcc_s", "ld-linux", "libm.", "libpython", "python")
-"""Beginnings of the names of files to which a thread without Python frames may return, beside its library's."""
+"""Files to which a thread without Python frames may return, beside its library's."""
 _MOST_BYTES = 1 << 16
-"""Largest part of a stack that is read, from its innermost frame."""
+"""Bytes of a stack that are read, from the innermost frame."""
 
 
 class Surroundings:
-    """What a process has, as of now."""
-
     def __init__(self) -> None:
         self._threads = _threads()
         self._files = _files()
@@ -46,7 +39,7 @@ class Surroundings:
         self._children = set(own_children())
 
     def left(self) -> str:
-        """Return a text that says what user code has left that a forked child would share; "" if nothing."""
+        """Say what user code has left that a forked child would share; "" if nothing."""
         threads = self._threads_left()
         names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
         if threads:
@@ -111,11 +104,8 @@ def _shared_memory() -> set[tuple[str, str]]:
 
 
 def pool_threads(threads: Iterable[str], libraries: tuple[str, ...]) -> tuple[set[str], set[str]]:
-    """Return those of the threads that wait in a pool of one of the libraries, and those that run, begin or end at this
-    moment, so that a later look may recognise them. Where the kernel does not show stacks, none is recognised.
-
-    threads: ids as in /proc/self/task. libraries: beginnings of the names of the libraries' files.
-    """
+    """Return the threads that wait in a pool of these libraries, and those that run, begin or end, which a later look
+    may recognise; none where the kernel does not show stacks. threads: ids as in /proc/self/task."""
     pooled, running, of_python = set(), set(), [*sys._current_frames()]
     with contextlib.suppress(OSError), open("/proc/self/mem", "rb", buffering=0) as memory:
         regions = _regions()
@@ -138,7 +128,7 @@ def pool_threads(threads: Iterable[str], libraries: tuple[str, ...]) -> tuple[se
 
 
 def _regions() -> list[tuple[int, int, str]]:
-    """Return the mapped regions in order, as (begin, end, name of the file that holds its code; "" if not code)."""
+    """Return mapped regions: (begin, end, file of its code or "")."""
     regions = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, mode, _, _, _, *path = line.split(maxsplit=5)
@@ -150,7 +140,7 @@ def _regions() -> list[tuple[int, int, str]]:
 
 
 def _stack(thread: str, regions: list[tuple[int, int, str]]) -> list[tuple[int, int]]:
-    """Return the part of memory that the thread's stack takes, as (innermost address, end); none if the thread runs."""
+    """Return (innermost address, end); none if the thread runs."""
     fields = Path(f"/proc/self/task/{thread}/syscall").read_text().split()
     if len(fields) < 3:  # it is running
         return []
@@ -160,7 +150,7 @@ def _stack(thread: str, regions: list[tuple[int, int, str]]) -> list[tuple[int, 
 
 
 def _files_in(begin: int, end: int, regions: list[tuple[int, int, str]], memory: int) -> list[str]:
-    """Return the files of code to which words of this part of a stack point, the innermost first."""
+    """Return files of code to which a stack's words point, the innermost first."""
     words, begins = array("Q"), [begin for begin, _, _ in regions]
     words.frombytes(os.pread(memory, min(end - begin, _MOST_BYTES) // 8 * 8, begin))
     files: dict[str, None] = {}

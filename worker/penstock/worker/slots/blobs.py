@@ -1,10 +1,6 @@
-"""Large values (blobs) that slots need, such as a loader's arguments or the state to resume from. The daemon fetches
-each value once.
-
-A value is kept in a sealed memfd, and every child process gets a descriptor of it: copies of 300 MB for each of 32
-slots would take 10 GB. A thread fetches the value, over a connection that is closed afterwards: the event loop could
-send no heartbeats for seconds.
-"""
+"""Large values (blobs) of slots: a loader's arguments, the state to resume from. Each is fetched once, into a sealed
+memfd whose descriptor children get: copies of 300 MB for 32 slots would take 10 GB. A thread fetches it, over its own
+connection: the event loop could send no heartbeats for seconds."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ class _Client(Protocol):
 
 
 class Blobs:
-    """Cache of values that the coordinator holds, by name. connect: returns a client with which a value is fetched."""
+    """Cache of the coordinator's values. connect: makes a client to fetch with."""
 
     def __init__(self, connect: Callable[[], _Client]) -> None:
         self._connect = connect
@@ -36,8 +32,7 @@ class Blobs:
         self._blobs: dict[str, asyncio.Task[int]] = {}
 
     async def descriptor(self, name: str) -> int:
-        """Return a descriptor of a value, which the caller must close. Raise the coordinator's error if it cannot be
-        fetched."""
+        """Return a descriptor, which the caller must close. Raises the coordinator's error."""
         fetching = self._blobs.get(name)
         if fetching is None or (fetching.done() and (fetching.cancelled() or fetching.exception() is not None)):
             fetching = self._blobs[name] = asyncio.ensure_future(self._fetch(name))

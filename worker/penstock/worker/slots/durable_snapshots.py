@@ -1,10 +1,6 @@
-"""Durable restart points of a slot (states of its loader with their positions): copies that the coordinator keeps, from
-which a runner on another worker can continue.
-
-The first restart point of a launch becomes durable before any batch can be fetched, so that every delivered batch can
-be recovered. Any later runner can make this restart point again: it calls input_fn, and loads the state from which the
-launch resumed, which the coordinator has anyway. So of a large first restart point only the position is kept.
-"""
+"""Durable restart points of a slot: copies at the coordinator, from which a runner on another worker can continue. A
+launch's first one becomes durable before any batch can be fetched, so that every delivered batch can be recovered.
+Later runners can make it again, so if it is large only its position is kept."""
 
 from __future__ import annotations
 
@@ -18,8 +14,7 @@ from penstock.worker.slots.slot_record import COORDINATOR_ERRORS, SlotHost, Slot
 from penstock.worker.slots.snapshots import StoredSnapshot
 
 LARGE = 1 << 20
-"""Size in bytes above which the coordinator gets only the position of the first restart point of a launch, and not its
-data."""
+"""Bytes above which only the position of a launch's first restart point is kept."""
 AGAIN_S = 0.2
 
 
@@ -27,12 +22,10 @@ class DurableSnapshots:
     def __init__(self, slot: SlotRecord, host: SlotHost) -> None:
         self._slot, self._host = slot, host
         self.refused = ""
-        """Reason why the coordinator does not keep the restart point that was sent last; "" = it keeps it, or none was
-        sent."""
+        """Why the coordinator does not keep the point sent last; "" = it does, or none was sent."""
 
     async def keep_up(self) -> None:
-        """Make the newest restart point before the last delivered batch durable, at the interval of the slot's
-        quota."""
+        """Make the newest point before the last delivered batch durable, at the quota's interval."""
         slot = self._slot
         await slot.ready.wait()
         # The slots of a job start together, so each begins after a random delay.
@@ -48,23 +41,21 @@ class DurableSnapshots:
             await asyncio.sleep(self._host.snapshot_quota.pause_s(size))
 
     def newest(self, below: int | None = None) -> list[StoredSnapshot]:
-        """Return the newest restart point from which a loader may be restored, as a list of at most one. below: it must
-        lie before the slot's batch of this number."""
+        """Return the newest point to restore from, if any. below: it must lie before this batch of the slot."""
         slot = self._slot
         return [point for point in slot.store if below is None or point.total < below][-1:]
 
     async def prepare_migration(self) -> None:
-        """Make durable the restart point from which the slot's next worker must replay the fewest batches: the newest
-        one before the last batch that the training loop took. That batch lies between the last one reported to the
-        runner and the last one that the runner made, so two restart points may be made durable."""
+        """Make durable the newest point before the last batch that the loop took. That batch is between the last one
+        reported to the runner and the last one made, so it may take two."""
         self._slot.progress_page.refresh()
         for point in self.newest(self._slot.progress_page.delivered) + self.newest():
             if not point.durable:
                 await self.make(point)
 
     async def make(self, point: StoredSnapshot) -> None:
-        """Send a restart point to the coordinator. Wait while it is unreachable or overloaded. Mark the restart point
-        as durable also if it was refused or could not be sent, so that it is not sent again."""
+        """Send a point, waiting while the coordinator is unreachable or overloaded. One that was refused or could not
+        be sent counts as durable too, so that it is not sent again."""
         slot, logged = self._slot, False
         data = b"" if point.begins and len(point.data) > LARGE else point.data
         header = self._header(point, len(data))

@@ -1,5 +1,5 @@
-"""The daemon's side of tasks for helper processes (replayer.py). A helper process does one task with a slot's loader,
-such as making the state at a step, while the slot's runner continues to stream, even if the task fails."""
+"""The daemon's side of helper processes (replayer.py), each of which does one task with a slot's loader while the
+runner streams on."""
 
 from __future__ import annotations
 
@@ -22,20 +22,10 @@ from penstock.worker.slots.slot_record import SlotHost, SlotRecord
 async def run_task(
     host: SlotHost, slot: SlotRecord, points: list[bytes], task: str, deadline_s: float, **fields: Any
 ) -> ControlMessage:
-    """Let a helper process do `task` with the slot's loader, and return the helper's answer. If the helper or its fork
-    server is killed from outside (SIGKILL), another helper does the task.
-
-    Args:
-        points: restart points (earlier positions of the loader with its states), serialized, in the order to try.
-        task: kind of the message with which replayer.py gets the task; `fields` are the message's fields.
-        deadline_s: seconds for the work of helpers. Waiting for a turn and starting a process do not count.
-
-    Raises:
-        DeadlineError: the task took longer than `deadline_s` seconds; with the helper's stack.
-        WorkerLostError: the helper died; with its stack, if it crashed.
-        InputFnError: user code closed the helper's control socket.
-        PenstockError: the error with which the task failed.
-    """
+    """Let a helper do `task` (message kind, with `fields`), and return its answer. If it or its fork server is killed
+    by SIGKILL, another one does it. points: serialized, in the order to try. deadline_s: without turns and starts.
+    Raises DeadlineError with the helper's stack, WorkerLostError (with it after a crash), InputFnError (user code
+    closed the control socket), or the task's PenstockError."""
     begins = task == "mixture" or (task == "state" and by_own_methods(slot.capabilities))
     if begins and slot.assignment.resume.blob:
         points = [*points, await host.blobs.read(slot.assignment.resume.blob)]
@@ -89,7 +79,7 @@ async def _by_child(
 
 
 async def send_assignment(blobs: Blobs, child: Child, assignment: records_pb2.WorkerAssignment) -> None:
-    """Send an assignment to a child process. Large arguments of input_fn are sent as a file descriptor."""
+    """Send an assignment. Large arguments are sent as a descriptor."""
     name = assignment.loader.arguments_blob
     await child.send("assign", assignment.SerializeToString(), [await blobs.descriptor(name)] if name else None)
 

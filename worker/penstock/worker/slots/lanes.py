@@ -1,19 +1,14 @@
 """Connections (lanes) of training jobs to a slot's runner.
 
-The daemon sends the finished batches of a slot to a new consumer itself: the slot's runner may be inside the user's
-next() for minutes, and takes the connection over only after that. The runner writes each frame that it sends into a log
-in shared memory, and tells the daemon of new rings and structures. So the daemon knows all that a consumer needs,
-without an answer of the runner. It decides nothing: acks wait in the socket, and the runner sends what is missing once
-it has the connection. That is everything if the daemon is not sure: if the consumer has abandoned an epoch since, or if
-the log no longer reaches back to its first batch.
+The daemon sends finished batches to a new consumer itself: the runner may be in the user's next() for minutes before it
+takes the connection. It writes each frame into a log in shared memory, and tells the daemon of rings and structures.
+The daemon decides nothing: acks wait in the socket, and the runner sends what is missing: everything, if the consumer
+has abandoned an epoch since, or the log does not reach back far enough.
 
-A batch that is finished after the daemon has read the log waits for the runner. So the daemon announces the consumer
-first, and a runner that finds the announcement does not return into user code until it has the connection.
-
-Only one connection waits until the runner is ready. If a newer one arrives, the older one is refused. Otherwise a
-consumer that opens lanes again and again would fill the runner's control socket and the daemon's table of descriptors.
-When the slot ends, the connection that waits is refused at once: no runner will take it, and it would stay open until
-the deadline, also if its training job has ended.
+The daemon announces the consumer before it reads the log; a runner that finds the announcement does not return into
+user code until it has the connection, so batches finished in between are not delayed. Only one connection waits for the
+runner; a newer one refuses it. Otherwise a consumer that opens lanes again and again would fill the control socket and
+the daemon's descriptors. At the slot's end the waiting one is refused, as no runner will take it.
 """
 
 from __future__ import annotations
@@ -35,14 +30,13 @@ from penstock.worker.processes.control_channel import ControlMessage, counts, in
 from penstock.worker.slots.slot_record import COORDINATOR_ERRORS, SlotRecord
 
 LOOK_S = 0.02
-"""Seconds between two checks whether the runner has received a connection that was sent to it."""
+"""Seconds between two checks whether the runner has received a connection."""
 _MOST_BYTES = 96 << 10
-"""Most bytes that are sent to a new consumer. They fit into the buffer of its socket, which has 208 KiB by default, so
-that the daemon need not wait. The runner sends the rest."""
+"""Bytes sent to a new consumer without waiting: its buffer has 208 KiB by default. The runner sends the rest."""
 
 
 class FinishedBatches:
-    """What a slot's runner has sent, as far as the daemon knows it. log: the runner's frames."""
+    """What a slot's runner has sent, as far as the daemon knows."""
 
     def __init__(self, log: FrameLog) -> None:
         self._log = log
@@ -56,7 +50,7 @@ class FinishedBatches:
         self._rings.clear()
 
     def learn_rings(self, message: ControlMessage) -> None:
-        """Take over the rings that the runner has now, in place of all earlier ones."""
+        """Replace all earlier rings by the runner's present ones."""
         self.close()
         numbers = message.fields.get("rings")
         fds = list(message.fds)
@@ -74,21 +68,20 @@ class FinishedBatches:
         forget_oldest(self._structures)
 
     def announce(self) -> int:
-        """Tell the runner that a consumer comes. Return the consumer's number. What the runner has told the daemon is
-        to be read after this, and then `send` called."""
+        """Announce a consumer, and return its number. Read what the runner has told after this, then call `send`."""
         self._announced += 1
         self._log.announce(self._announced)
         return self._announced
 
     def pass_on(self, consumer: int) -> None:
-        """Tell the runner that it need not wait for consumers up to this number: they are passed on, or gone."""
+        """Let the runner no longer wait for consumers up to this one, passed on or gone."""
         if consumer > self._passed_on:
             self._passed_on = consumer
             self._log.pass_on(consumer)
 
     def send(self, sock: socket.socket, hello: lane_pb2.Hello) -> dict[str, Any]:
-        """Send the finished batches that the consumer has not got, without waiting. Return what the runner must know of
-        it, as fields of a message. Raises LaneLostError if the consumer is gone."""
+        """Send the finished batches that the consumer lacks, without waiting. Return fields for the runner. Raises
+        LaneLostError."""
         served = 0
         outbox = Outbox()
         for message, fd in self._rings.values():
@@ -125,8 +118,8 @@ class FinishedBatches:
             raise LaneLostError("the connection's buffer is too small for the finished batches")
 
     def _undelivered(self, hello: lane_pb2.Hello) -> list[tuple[int, bytes, Frame]]:
-        """Return the frames that the consumer needs, in order; [] if that is not certain. An END frame right after the
-        last delivered batch is needed too."""
+        """Return the frames that the consumer needs, with an END right after the last delivered batch; [] if
+        uncertain."""
         delivered = max(1, hello.next_total) - 1
         needed: list[tuple[int, bytes, Frame]] = []
         oldest = -1
@@ -159,11 +152,8 @@ def _is_ring(numbers: Any) -> bool:
 
 
 class SlotLanes:
-    """Connections of training jobs to one slot's runner.
-
-    fetch: fetches what the runner needs from the coordinator before a migration's target takes its first connection.
-    spawn: runs a task until the slot ends.
-    """
+    """Connections to one slot's runner. fetch: gets what a migration's target needs before its first connection. spawn:
+    runs a task until the slot ends."""
 
     def __init__(
         self,
@@ -176,18 +166,13 @@ class SlotLanes:
         self._ended = False
         self.finished = FinishedBatches(slot.progress_page.frame_log)
         self._passing: tuple[asyncio.Task[None], socket.socket, int] | None = None
-        """Task that passes the newest connection to the runner, with the connection and the consumer's number."""
+        """Task that passes the newest connection on, with it and the consumer's number."""
         self._unread = False
-        """True if a connection was sent to the runner, which may not have received it yet."""
 
     async def attach(self, sock: socket.socket, hello: lane_pb2.Hello, deadline_s: float) -> None:
-        """Send the finished batches over a training job's connection, and pass it to the runner, in the background.
-        Close the connection if the runner is not ready in `deadline_s` seconds.
-
-        Raises:
-            SupersededError: a newer connection has arrived, or the slot has ended.
-            LaneLostError: the training job is gone.
-        """
+        """Send the finished batches, and pass the connection on in the background; close it if the runner is not ready
+        in `deadline_s`. Raises SupersededError (a newer connection, or the slot has ended), LaneLostError (the job is
+        gone)."""
         try:
             await self._wait(deadline_s)
         except TimeoutError:
@@ -257,7 +242,7 @@ class SlotLanes:
             self.finished.pass_on(consumer)
 
     def end(self) -> None:
-        """Refuse the connections that the runner has not got, and all later ones, because the slot ends."""
+        """Refuse connections that the runner has not got, and later ones."""
         self._ended = True
         self._refuse_waiting()
         self._drop_passing()

@@ -1,16 +1,10 @@
-"""The watch over a slot's runner: how long an activity lasts, how much memory the runner holds, how fast it is.
+"""The watch over a slot's runner: activities, memory and speed.
 
-An activity that takes half of the training loop's deadline is reported while it lasts, with the runner's stack, so that
-the loop's own timeout error can show both. User code may take any time: a slow runner is never killed.
-
-If the setting runner_memory limits the memory, a runner above the limit is replaced at a snapshot, and one far above it
-is killed.
-
-The coordinator uses the rates to balance slots between workers. The batches per second show how fast the training loop
-takes batches. The runner's time per batch shows how fast the runner could be: it is the time spent on making a batch,
-without waits for the loop and for free memory in the ring. It includes waits for a processor, which grow with more
-workers on the same cores, so the processor time of a batch and its wait for a processor are measured too. User code can
-write anything into the progress page, so impossible figures are ignored.
+An activity of half the loop's deadline is reported with the stack, so that the loop's timeout error can show both; a
+slow runner is never killed. Above runner_memory a runner is replaced at a snapshot, far above it killed. The
+coordinator balances slots by the rates: batches per second show the loop's speed; time per batch, without waits for
+loop and ring, the runner's. It includes waits for a processor, which grow with more workers on the same cores, so these
+are measured too. User code can write anything into the page, so impossible figures are ignored.
 """
 
 from __future__ import annotations
@@ -28,34 +22,32 @@ from penstock.worker.slots.durable_snapshots import DurableSnapshots
 from penstock.worker.slots.slot_record import SlotRecord
 
 HANG_S = 60.0
-"""Seconds after which an activity of a runner is reported if the training loop's deadline is not known."""
+"""Seconds after which an activity is reported, if the loop's deadline is unknown."""
 SHARE = 0.5
-"""Fraction of the training loop's deadline after which an activity is reported. The rest is a reserve: the report takes
-time to arrive, and the loop may have begun to wait before the activity began."""
+"""Share of the loop's deadline after which one is reported: the report takes time, and the loop may have waited
+longer."""
 LOOKS = 8
-"""Smallest number of times that an activity is checked before it is reported."""
+"""Least checks of an activity before it is reported."""
 _IDLE = ("waiting", "sending")
 _CALLS = {"input_fn": "input_fn", "iter": "iter()", "next": "next()", "state_dict": "state_dict()"}
 _CALLS["load_state_dict"] = "load_state_dict()"
 
 
 def hang_s(timeout_s: float) -> float:
-    """Return the seconds after which a runner's activity is reported. timeout_s: the loop's deadline for a batch, 0 =
-    unknown."""
+    """timeout_s: the loop's deadline for a batch, 0 = unknown."""
     return SHARE * timeout_s if timeout_s > 0 else HANG_S
 
 
 @dataclass
 class Stall:
-    """Activity of a runner, its number of batches, and the monotonic time since which both are unchanged."""
+    """Activity and batches, and the monotonic time since which both are unchanged."""
 
     activity: str = "starting"
     total: int = -1
     since: float = 0.0
 
     def look(self, now: float, activity: str, for_s: float, total: int) -> float:
-        """Record the runner's activity and number of batches. Return the seconds since when both are unchanged. for_s:
-        seconds since the activity began, from the progress page."""
+        """Return the seconds since both are unchanged. for_s: seconds since the activity began, from the page."""
         if (activity, total) != (self.activity, self.total):
             self.activity, self.total, self.since = activity, total, now
         self.since = max(self.since, now - for_s)
@@ -66,8 +58,7 @@ class Stall:
         return self.activity in _IDLE
 
     def text(self, now: float, wall: float) -> str:
-        """Return a text such as "in next() of batch 17 since 12:03:41 UTC by the worker's clock". wall: Unix time,
-        seconds."""
+        """Return such as "in next() of batch 17 since 12:03:41 UTC by the worker's clock". wall: Unix time, seconds."""
         what = _CALLS.get(self.activity, self.activity)
         batch = f" of batch {self.total + 1}" if self.activity == "next" else ""
         clock = time.strftime("%H:%M:%S", time.gmtime(wall - (now - self.since)))
@@ -76,11 +67,11 @@ class Stall:
 
 MEMORY_S = 1.0
 MEMORY_SHARE = 0.02
-"""Largest share of a processor that measuring one runner's memory may take: large runners are measured more rarely."""
+"""Share of a processor for measuring one runner: large ones are measured more rarely."""
 HARD_LIMIT = 2
-"""Multiple of the memory limit above which a runner is killed at once."""
+"""Multiple of the limit above which a runner is killed at once."""
 SAVED_LOOK_S = 0.05
-"""Seconds between two checks whether a runner that is about to be replaced has made progress that can be saved."""
+"""Seconds between two checks for savable progress of a runner to be replaced."""
 
 
 class MemoryWatch:
@@ -94,8 +85,8 @@ class MemoryWatch:
         self._slot, self._durable, self._lose, self._spawn = slot, durable, lose, spawn
 
     async def run(self, pid: int, limit: int) -> None:
-        """Measure the memory of the runner and its descendants until the slot ends. If it exceeds `limit` bytes, save
-        the runner's progress, and replace the runner. If it exceeds HARD_LIMIT times the limit, kill it at once."""
+        """Measure until the slot ends. Above `limit` bytes save progress and replace the runner; above HARD_LIMIT times
+        it kill it."""
         slot = self._slot
         took, most, begun, young = 0.0, 0, False, True
         saving: asyncio.Task[None] | None = None
@@ -125,9 +116,8 @@ class MemoryWatch:
                 saving = self._spawn(self._save_progress())
 
     async def _save_progress(self) -> None:
-        """Make this runner's progress durable before the runner is replaced: the next runner would replay the same
-        batches, and use the same amount of memory. Wait until the training loop has taken a batch after one of the
-        runner's own snapshots, if there is one."""
+        """Make progress durable first: the next runner would replay the same batches with as much memory. Wait until
+        the loop has taken a batch after one of this runner's own snapshots, if any."""
         slot = self._slot
         await slot.begun.wait()
         while own_totals := [
@@ -151,35 +141,31 @@ def _mib(size: int) -> str:
 
 
 WINDOW_S = 1.0
-"""Shortest time between two readings of a progress page, in seconds."""
 
 
 @dataclass
 class BatchRates:
-    """Rates of one runner, as of the last reading of its progress page. A batch under way counts as soon as it takes
-    longer than usual."""
+    """Rates at the last reading. A batch under way counts as soon as it takes longer than usual."""
 
     since: float
     batches_per_s: float = 0.0
     batch_s: float = 0.0
-    """Seconds of work per batch; 0 = not known."""
+    """Work per batch; 0 = unknown."""
     batch_cpu_s: float = 0.0
-    """Seconds of processor time per batch; 0 = not known."""
+    """Processor time per batch; 0 = unknown."""
     batch_delay_s: float = 0.0
-    """Seconds per batch in which the runner waited for a processor; included in `batch_s`."""
+    """Waits for a processor per batch, within `batch_s`."""
     _total: int = 0
     _worked_s: float = 0.0
     _used: ProcessorUse = NOTHING
-    """`_used`, `_worked_s`, `_done`: processor time, seconds of work and batches at the last reading with a new
-    batch."""
+    """At the last reading with a new batch."""
     _done: int = 0
 
     def due(self, now: float) -> bool:
         return now - self.since >= WINDOW_S
 
     def look(self, now: float, total: int, worked_s: float, used: ProcessorUse = NOTHING) -> None:
-        """Update the rates from a reading of the progress page, if it is due. worked_s: seconds spent on batches so
-        far."""
+        """Update from a reading, if due. worked_s: seconds spent on batches so far."""
         if not self.due(now):
             return
         self.batches_per_s = max(0, total - self._total) / (now - self.since)

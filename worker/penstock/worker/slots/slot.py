@@ -1,9 +1,7 @@
 """A slot on this worker: a logical worker of a run, whose loader a child process, the runner, runs.
 
-A Slot object exists for one generation of the slot: it ends when the runner dies or the slot moves to another worker.
-The daemon never runs user code; tasks that need user code (a state between snapshots) go to helper processes. What is
-known of the slot is in slot_record.py, and its parts share it: lanes.py, slot_states.py, durable_snapshots.py,
-runner_watch.py.
+A Slot is one generation: it ends when the runner dies or the slot moves. The daemon never runs user code; tasks that
+need it go to helper processes. The parts share slot_record.py.
 """
 
 from __future__ import annotations
@@ -44,16 +42,15 @@ _log = logging.getLogger("penstock.worker")
 
 STOP_GRACE_S = 0.5
 MAX_REPORT_BYTES = 8 << 10
-"""Largest size of a runner's report about its loader, in bytes. Each heartbeat carries this report."""
+"""Of a runner's report about its loader, in each heartbeat."""
 MAX_UNSAVED_TEXT = 1000
-"""Largest length, in characters, of a text sent to the training job that says why the loader's states are not used."""
+"""Characters of the text that says why the loader's states are not used."""
 FRESH_S = 0.3
-"""Longest time to wait for a snapshot that a migration's target starts from. An older one will do."""
+"""Longest wait for a snapshot to start a migration's target from. An older one will do."""
 STAGE_S = 1.5
-"""Seconds between two checks of the stage of a slot's start, such as INPUT_FN. A new stage is reported to the
-coordinator."""
+"""Seconds between two checks of the stage of a start, such as INPUT_FN, which the coordinator is told."""
 KILL_S = 10.0
-"""Seconds to wait until a killed process ends. A process that hangs in a driver or a file system does not end."""
+"""Seconds until a killed process ends; one that hangs in a driver or a file system does not."""
 _STAGES = {
     "input_fn": coordinator_pb2.INPUT_FN,
     "iter": coordinator_pb2.FIRST_BATCH,
@@ -69,8 +66,6 @@ _NO_ROOM = (
 
 
 class Slot:
-    """Generation of a slot on this worker, from `start()` to `stop()`."""
-
     def __init__(self, host: SlotHost, assignment: records_pb2.WorkerAssignment) -> None:
         self._host = host
         self.record = SlotRecord(
@@ -95,7 +90,7 @@ class Slot:
         self._migration_task: asyncio.Task[None] | None = None
         self._migration_ready = False
         self._prepared_total = 0
-        """Number of the slot's last batch that the runner has made as a migration's target."""
+        """Last batch that the runner has made as a migration's target."""
         self._departure: asyncio.Task[None] | None = None
 
     # ---- its life
@@ -177,8 +172,8 @@ class Slot:
         return _STAGES.get(slot.progress_page.activity[0], coordinator_pb2.RUNNER)
 
     async def _fetch_restart_points(self, child: Child) -> bool:
-        """Send the slot's durable restart points on to the runner. Return True if the coordinator has the first restart
-        point of this launch without its data, so that the runner must make it again."""
+        """Send durable points to the runner. Return True if the launch's first has no data, so that it must be made
+        again."""
         store = self.record.store
         request = coordinator_pb2.GetSnapshotsRequest(**about_slot(self.record.assignment))
         kept = await self._host.coordinator.get_snapshots(request)
@@ -229,8 +224,7 @@ class Slot:
         slot.progress_page.close()
 
     def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
-        """End the slot with an error. lost: True if another worker is to continue the slot; False if the training job
-        is to get the error."""
+        """End the slot. lost: another worker continues it; otherwise the training job gets the error."""
         slot = self.record
         if self._stopping or slot.phase == coordinator_pb2.FAILED:
             return
@@ -244,7 +238,7 @@ class Slot:
         self._host.slot_changed()
 
     def _log_failure(self, message: str, stack: str = "") -> None:
-        """Log why the slot ended; in embedded mode at a lower level, because the training job shows the same error."""
+        """In embedded mode at a lower level, because the training job shows the same error."""
         level = logging.INFO if self._host.embedded else logging.WARNING
         self.record.log.log(level, "%s: %.4000s%s", self.record.name, message, stack and f"\n{stack}")
 
@@ -253,11 +247,8 @@ class Slot:
             self._turn.end()
 
     def lose(self, how: str, stack: str = "") -> None:
-        """Report the runner lost, so that another runner continues the slot.
-
-        how: how the runner ended, as the end of a sentence whose subject is "the runner". stack: the runner's stack
-        when it crashed.
-        """
+        """Report the runner lost, so that another continues. how: end of a sentence about "the runner". stack: at its
+        crash."""
         page = self.record.progress_page
         making = page.making
         if making is not None:
@@ -268,8 +259,7 @@ class Slot:
     # ---- its migration
 
     def assigned(self, assignment: records_pb2.WorkerAssignment) -> None:
-        """Begin or stop preparing a move of the slot to another worker, as the coordinator's newest assignment of the
-        slot says."""
+        """Begin or stop preparing a move of the slot, as its newest assignment says."""
         if not assignment.prepare_migration:  # a later migration makes its own restart points durable
             self._migration_task, self._departure, self._migration_ready = None, None, False
             self._prepared_total = 0
@@ -323,8 +313,8 @@ class Slot:
     # ---- its health
 
     async def _watch(self) -> None:
-        """Report a runner, with its stack, if it is in one activity for long. If it only waits for others, report it
-        only if it is also stopped by a signal."""
+        """Report a runner that is long in one activity; if it only waits for others, only when a signal has stopped
+        it."""
         slot, page = self.record, self.record.progress_page
         after = hang_s(slot.assignment.loader.options.timeout_s)
         while True:
@@ -344,8 +334,7 @@ class Slot:
                     self._report_stall(f"stopped by a signal (state {state}), {doing}" if stopped else doing, stack)
 
     def _working(self, runner: Child) -> int:
-        """Return the process id of the process that runs user code: the runner, or its child that makes the present
-        epoch."""
+        """Return the process that runs user code: the runner, or its child for the epoch."""
         pid = self.record.progress_page.process
         return pid if pid and pid in family(runner.pid) else runner.pid
 
@@ -358,7 +347,6 @@ class Slot:
             self._host.slot_changed()
 
     def report(self) -> coordinator_pb2.SlotReport:
-        """Return the slot's report for the next heartbeat."""
         record, page = self.record, self.record.progress_page
         page.refresh()
         if self._rates.due(now := time.monotonic()):
@@ -395,8 +383,8 @@ class Slot:
         )
 
     def _firsts(self) -> Iterator[records_pb2.FirstBatch]:
-        """Yield the first batches of epochs that the runner has made, if it is known that there is a next runner. A
-        loader of which no second instance may be made is not compared."""
+        """Yield first batches of epochs, if a next runner is known to come and a second loader may be made to compare
+        them."""
         slot = self.record
         leaves = slot.phase == coordinator_pb2.FAILED and (slot.lost or slot.recycle)
         if (leaves or self._migration_ready) and slot.is_savable:
@@ -465,8 +453,8 @@ class Slot:
             self.fail(cut(records_pb2.ErrorDetail(**fields["error"])), lost=False)
 
     async def _become_ready(self) -> None:
-        """Make the first restart point durable, and only then let training jobs fetch batches, so that every delivered
-        batch can be made again."""
+        """Make the first restart point durable before batches can be fetched, so that each delivered one can be made
+        again."""
         slot = self.record
         for point in list(slot.store):
             if not point.durable:
@@ -481,9 +469,9 @@ class Slot:
             self._host.slot_changed()
 
     def _oldest_wanted(self) -> tuple[int, int]:
-        """Return the earliest position for which a state may still be requested: the slot's batches over all epochs,
-        and the epoch. Both follow from the retention window and the slot's share of its batches. The epoch is at most
-        `retention_steps` epochs back, because the training loop takes at least one batch in each."""
+        """Return the earliest position that may be requested, (batches over all epochs, epoch), by the retention window
+        and the slot's share. The epoch is at most `retention_steps` back, as the loop takes at least one batch in
+        each."""
         a, page = self.record.assignment, self.record.progress_page
         page.refresh()
         steps = a.loader.options.retention_steps
@@ -500,8 +488,7 @@ class Slot:
         return 0 if child is None or child.exited.done() else child.pid
 
     async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
-        """Answer a request of the coordinator for the slot's state; see SlotStates.answer. Return None also if the slot
-        ends during the call."""
+        """See SlotStates.answer. None also if the slot ends meanwhile."""
         answering = asyncio.ensure_future(self._states.answer(request))
         self._tasks.add(answering)
         answering.add_done_callback(self._tasks.discard)

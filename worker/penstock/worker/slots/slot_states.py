@@ -1,6 +1,5 @@
-"""Answers to the coordinator's requests for a slot's state at a position. The state comes from a restart point of the
-slot, from the loader's `advance_state`, or from a replay in a helper process. A request may also ask a slot to
-aggregate the states of all workers, or to try a change of the mixture; helper processes do that."""
+"""Answers to requests for a slot's state at a position: from a restart point, `advance_state`, or a replay in a helper
+process. Helpers also aggregate all workers' states, and try changes of the mixture."""
 
 from __future__ import annotations
 
@@ -21,23 +20,19 @@ from penstock.worker.slots.slot_record import SlotHost, SlotRecord
 from penstock.worker.slots.snapshots import StoredSnapshot
 
 POLL_S = 0.005
-"""Seconds between two reads of the progress page while a request waits until the runner has made a batch."""
+"""Seconds between two reads of the page in a wait for a batch."""
 POLLERS = 8
-"""Largest number of waiting requests that each read the progress page every POLL_S. More read it more rarely, because
-hundreds of requests would keep the event loop busy."""
+"""Requests that read the page every POLL_S; more do so more rarely, because hundreds would keep the event loop busy."""
 NEXT_S = 0.5
-"""Longest time in seconds that a request waits for the batch after the requested state, if only that batch can verify a
-resume from the state."""
+"""Longest wait for the batch after the state, if only that batch can verify a resume."""
 END_S = 10.0
-"""Longest time in seconds that a request waits for what follows the requested state, if some box's loop has reached the
-end of its epoch there. A runner may have to be started first, and user code may be slow."""
+"""Longest wait for what follows the state at the end of some box's epoch: a runner may start first, user code be
+slow."""
 CHEAP_S = 5.0
-"""Largest working time of a runner, in seconds, for which a replay of all its batches counts as cheap."""
+"""Seconds of a runner's work up to which a replay of all batches is cheap."""
 HELPER_S = 120.0
-"""Largest number of seconds that a task of a helper process may take."""
 HELPER_SHARE = 0.7
-"""Share of the time left to a state request that its helper process may take: the stack of one that takes longer must
-reach the caller before the request's deadline."""
+"""Share of a request's time for its helper: the stack of a slow one must reach the caller before the deadline."""
 
 
 class _Pauses:
@@ -64,19 +59,15 @@ def _abandoned(request: coordinator_pb2.StateRequest) -> dict[int, int]:
 
 
 class SlotStates:
-    """Answers to the coordinator's requests for one slot's state at a step. helper: `run_task` without its first two
-    arguments."""
+    """helper: `run_task` without its first two arguments."""
 
     def __init__(self, slot: SlotRecord, host: SlotHost, helper: Callable[..., Awaitable[ControlMessage]]) -> None:
         self._slot, self._host, self._helper = slot, host, helper
 
     async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
-        """Answer a request for the slot's state at a position: wait until the runner has reached the position, and
-        return the answer and the bytes of the state. If the epoch ended before the position, the answer names the
-        epoch's last batch.
-
-        Return None if the runner died meanwhile: the slot's next worker then gets the request.
-        """
+        """Wait until the runner has reached the position, and return the answer and the state's bytes; if the epoch
+        ended before, the answer names its last batch. None if the runner died: the slot's next worker gets the
+        request."""
         answer = coordinator_pb2.StateAnswer(request=request.request, worker=self._host.name)
         data = b""
         until = time.monotonic() + request.deadline_s
@@ -169,8 +160,7 @@ class SlotStates:
         return slot.store.within(request.epoch, position.total, began, spent_s, limit_s)
 
     def _earlier(self, request: coordinator_pb2.StateRequest) -> StoredSnapshot | None:
-        """Return the newest restart point before the last batch up to the position, if the loader vouches for its
-        states: a resume makes that batch again, and compares it."""
+        """Return a vouched loader's newest point before the last batch, which a resume makes again and compares."""
         slot, position = self._slot, request.position
         if not (is_vouched(slot.capabilities) and position.delivered):
             return None
@@ -178,9 +168,8 @@ class SlotStates:
         return point if point is not None and point.epoch == request.epoch else None
 
     def _comparable(self, data: bytes, request: coordinator_pb2.StateRequest) -> bytes:
-        """Return the slot's state of exactly the requested position, with an earlier one, from which a resume makes the
-        last batch again, as its entry `earlier`. That must be this runner's own if the mixture has changed: another run
-        does not learn the change from an older state."""
+        """Return the state of the position, with an earlier one to compare the last batch by as `earlier`: this
+        runner's own if the mixture has changed, as another run does not learn that from an older state."""
         slot = self._slot
         if not data or not is_vouched(slot.capabilities) or slot.capabilities.state_methods != 4:
             return data
@@ -193,13 +182,8 @@ class SlotStates:
     async def _note_next(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
     ) -> None:
-        """Put the digest of the batch after the requested position into the answer, because a resumed loader must
-        continue with that batch.
-
-        For a loader whose state only that batch can verify, wait up to NEXT_S seconds for it; for any other, where the
-        loop of some box has reached the end of an epoch, up to END_S for the end of this slot's, or for a further
-        batch.
-        """
+        """Add the next batch's digest, with which a resumed loader must continue. If only that verifies the state, wait
+        up to NEXT_S; at the end of some box's epoch, up to END_S for this slot's end or a further batch."""
         slot, total = self._slot, request.position.total
         waits_s = NEXT_S if self._needs_next and not self._waits_for_loop else 0.0
         patience = min(until, time.monotonic() + (END_S if request.at_end else waits_s))
@@ -218,8 +202,7 @@ class SlotStates:
             await asyncio.sleep(POLL_S)
 
     def _link(self, batch: BatchRecord) -> int:
-        """Return what the chain of the epoch links for a batch: its digest, unless that is a sum over rows. 0 = not
-        known."""
+        """Return what the chain links for a batch: its digest, unless that is a sum over rows; 0 = unknown."""
         if not self._slot.assignment.loader.options.row_digest:
             return batch.digest
         before = self._slot.progress_page.entry(batch.total - 1)
@@ -229,17 +212,13 @@ class SlotStates:
 
     @property
     def _needs_next(self) -> bool:
-        """True if the loader resumes from an aggregated state, which only the batch after the position can verify."""
+        """True if the loader resumes from an aggregated state, which only the next batch verifies."""
         return self._slot.capabilities.state_methods == 4 and not self._slot.capabilities.exact_states
 
     def _lacks_next(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Return True if a helper process must make the batch after the requested position, because its digest is
-        needed and not known here.
-
-        If the position is the end of an epoch, there may be no next batch. Then return True only if a replay is cheap,
-        or if the next turn is not slot 0's: only that batch then shows which slot becomes worker 0 on a resume
-        (start.py).
-        """
+        """Return whether a helper must make the next batch for its digest. At an epoch's end, where there may be none,
+        only if a replay is cheap, or the next turn is not slot 0's: only that batch then shows which slot becomes
+        worker 0 (start.py)."""
         if not self._needs_next or answer.next_digest:
             return False
         if not answer.next_epoch or self._slot.progress_page.worked_s <= CHEAP_S:
@@ -249,13 +228,12 @@ class SlotStates:
 
     @property
     def _waits_for_loop(self) -> bool:
-        """True if the runner replaces another one and does not know yet where the training loop continues: the page is
-        empty."""
+        """True if a replacing runner does not know yet where the loop continues: the page is empty."""
         return self._slot.assignment.recovery and not self._slot.attached
 
     def _lacks(self, point: StoredSnapshot, request: coordinator_pb2.StateRequest) -> bool:
-        """Return True if this restart point alone cannot answer the request: one that an earlier runner made may lack
-        batches that were skipped since, digests, or a change of the mixture."""
+        """Return whether this point cannot answer: an earlier runner's may lack skipped batches, digests, or a mixture
+        change."""
         if self._may_lack_a_change(point):
             return True
         if not point.inherited:
@@ -266,15 +244,15 @@ class SlotStates:
         return self._waits_for_loop and start is not None and start.total <= after < request.position.total
 
     def _may_lack_a_change(self, point: StoredSnapshot) -> bool:
-        """Return True if the state may be older than a change of the mixture: an earlier runner made it, also if this
-        runner started from it, and so sent it again as its own."""
+        """Return whether an earlier runner made the state, also if this one started from it and sent it again as its
+        own."""
         if not self._slot.assignment.mixture_changes:
             return False
         return point.inherited or (point.position in self._slot.from_before and not point.begins)
 
     def _start(self, request: coordinator_pb2.StateRequest) -> StoredSnapshot | None:
-        """Return the restart point from which the requested state is replayed: the nearest one, or an earlier one in
-        the same epoch if the replay must also make batches whose digests are requested."""
+        """Return the point to replay from: the nearest, or an earlier one if digests of batches before it are
+        requested."""
         store, abandoned = self._slot.store, _abandoned(request)
         point = self._nearest(request, self._slot.progress_page.entry(request.position.total))
         if point is not None and self._waits_for_loop and request.digests_after < request.position.total:
@@ -286,8 +264,7 @@ class SlotStates:
     def _digests(
         self, request: coordinator_pb2.StateRequest, entry_of: Callable[[int], BatchRecord | None]
     ) -> list[int]:
-        """Return the requested digests of the batches up to the position, in order; none if one is not known here, or
-        belongs to an abandoned epoch. entry_of: returns the record of the slot's batch of a given number."""
+        """Return the requested digests in order; none if one is unknown here, or of an abandoned epoch."""
         total = request.position.total
         began = total - request.position.delivered
         digests = []
@@ -309,9 +286,8 @@ class SlotStates:
             )
 
     async def _produced(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Wait until the runner has made all batches up to the requested position, and return True. Return False if the
-        position's epoch or the previous one ended at another batch than the request assumes, which the answer then
-        names."""
+        """Wait until all batches up to the position are made. Return False if its epoch or the one before ended
+        elsewhere, as the answer then says."""
         epoch, total = request.epoch, request.position.total
         began, page = total - request.position.delivered, self._slot.progress_page
         named = _abandoned(request).get(epoch - 1) == began
@@ -344,8 +320,7 @@ class SlotStates:
             await _pauses.next()
 
     def _require_runner(self, for_what: str) -> None:
-        """Raise an error if the runner makes no more batches: a loop that saves does not take the batch with which it
-        would get the error."""
+        """Raise if the runner makes no more batches: a saving loop does not take the batch that would raise."""
         if self._slot.broken is not None:
             raise error_of(self._slot.broken)
         if self._slot.phase == coordinator_pb2.FAILED:
@@ -356,9 +331,8 @@ class SlotStates:
             )
 
     async def _begun(self, request: coordinator_pb2.StateRequest, tried: StoredSnapshot) -> None:
-        """Wait until the runner has begun the requested epoch, after an abandoned one, and has taken a restart point
-        there. Raise StateUnavailableError if no other than `tried`, which did not lead to the position, can be
-        expected."""
+        """Wait until the epoch after an abandoned one has begun with a restart point. Raises StateUnavailableError if
+        no other than `tried`, which failed, can be expected."""
         slot, epoch, position = self._slot, request.epoch, request.position
         waits = not (self._waits_for_loop or position.delivered)
         while waits and slot.progress_page.begun < epoch:
@@ -376,8 +350,8 @@ class SlotStates:
     async def _advance(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
     ) -> bytes:
-        """Return the state that the loader's class computes from an earlier state in the same epoch by its method
-        `advance_state`, without a call of input_fn; b"" if it cannot be computed."""
+        """Return the state that `advance_state` computes from an earlier one in the epoch, without input_fn; b"" if it
+        cannot."""
         slot, total = self._slot, request.position.total
         point, entry = (
             slot.store.nearest(request.epoch, total, abandoned=_abandoned(request)),

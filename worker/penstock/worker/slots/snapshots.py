@@ -1,10 +1,6 @@
-"""Snapshots and epoch starts that a daemon keeps for a slot, as encoded bytes.
-
-A state may be requested at any step of the retention window (the newest `retention_steps` training steps). So the
-newest usable restart point at or before the window's oldest step is kept, and all later ones while memory suffices.
-When memory is short, every second snapshot is dropped. A state between two remaining snapshots then takes a longer
-replay.
-"""
+"""Snapshots and epoch starts that a daemon keeps for a slot, encoded. A state may be requested for the newest
+`retention_steps` steps, so the newest usable point before them and all later ones are kept. When memory is short, every
+second snapshot is dropped, and replays take longer."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from penstock.worker.loader.restart_plan import NEAR, Target, usable, worth_rest
 
 MAX_BYTES = 64 << 20
 MAX_COUNT = 1024
-"""Number of a slot's restart points above which snapshots are dropped."""
+"""Restart points of a slot above which snapshots are dropped."""
 MOST = 16
 """Multiple of MAX_BYTES and MAX_COUNT above which epoch starts are dropped too: user code may open epochs without
 end."""
@@ -25,13 +21,8 @@ end."""
 
 @dataclass
 class StoredSnapshot:
-    """Restart point that the daemon keeps: the loader's state within an epoch (a snapshot) or at the start of an epoch.
-
-    delivered, total: numbers of the slot's batches up to there, in its epoch and in all. samples: number of samples in
-    all of them. step: training step of the box that `get_worker_state()` reported to the loader's state_dict(); 0 if it
-    did not ask. data: the encoded restart point. durable: True if the coordinator keeps a copy, or if a copy was
-    refused or could not be sent.
-    """
+    """Restart point that the daemon keeps. delivered, total: batches in its epoch and in all; samples: in all. step:
+    what `get_worker_state()` reported, 0 if not asked. durable: the coordinator has a copy, or none could be sent."""
 
     epoch: int
     delivered: int
@@ -43,8 +34,7 @@ class StoredSnapshot:
     durable: bool = False
     inherited: bool = False
     begins: bool = False
-    """True if this launch of the job began here: each runner of the slot can make the restart point again without its
-    data."""
+    """True if this launch began here: each runner can make the point again without data."""
     spent_s: float = 0.0
 
     @property
@@ -73,13 +63,9 @@ class SlotSnapshots:
         return reversed(self._kept)
 
     def add(self, point: StoredSnapshot, oldest_wanted: int, oldest_epoch: int = position.MOST) -> None:
-        """Add a restart point, and drop those that are not needed any more or do not fit into memory. Replace one at
-        the same position: the new one may come from a later runner, which knows of more skipped batches.
-
-        oldest_wanted, oldest_epoch: earliest position for which a state may still be requested: number of the slot's
-        batches over all epochs, and number of the epoch. The epoch matters for a slot without batches, where the first
-        number is always 0.
-        """
+        """Add a point, in place of one at the same position (a later runner knows of more skipped batches), and drop
+        what is not needed or does not fit. oldest_wanted, oldest_epoch: earliest position that may be requested, in
+        batches over all epochs and epochs, as a slot without batches stays at batch 0."""
         self._keep_only([*(kept for kept in self._kept if kept.position != point.position), point])
         before = [kept for kept in self._kept if kept.total <= oldest_wanted and kept.epoch <= oldest_epoch]
         starts = [kept for kept in before if kept.epoch_start]
@@ -93,15 +79,12 @@ class SlotSnapshots:
                 self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
 
     def forget_after(self, epoch: int, total: int) -> None:
-        """Drop the restart points after the slot's batch `total` in epoch `epoch`, where the training loop abandoned
-        it."""
+        """Drop points after batch `total` in epoch `epoch`, where the training loop abandoned it."""
         self._keep_only(
             [kept for kept in self._kept if kept.epoch < epoch or (kept.epoch == epoch and kept.total <= total)]
         )
 
     def exactly(self, epoch: int, delivered: int, total: int, step: int) -> StoredSnapshot | None:
-        """Return the newest restart point at exactly this position and for this training step; None if there is
-        none."""
         for kept in reversed(self._kept):
             if (kept.epoch, kept.delivered, kept.total) == (epoch, delivered, total) and kept.step in (0, step):
                 return kept
@@ -110,18 +93,14 @@ class SlotSnapshots:
     def nearest(
         self, epoch: int, total: int, *, abandoned: Mapping[int, int] = MappingProxyType({}), below: int = position.MOST
     ) -> StoredSnapshot | None:
-        """Return the restart point from which the replay to the position is shortest; None if none leads there.
-
-        abandoned: as in Target. below: it must lie before the slot's batch of this number.
-        """
+        """Return the point with the shortest replay to the position. below: it must lie before this batch."""
         candidates = usable([kept for kept in self._kept if kept.total < below], Target(epoch, total, abandoned))
         return max(candidates, key=lambda kept: (kept.epoch, kept.total, kept.epoch_start), default=None)
 
     def within(
         self, epoch: int, total: int, began: int, spent_s: float | None, replay_s: float
     ) -> StoredSnapshot | None:
-        """Return the restart point of a pure loader for a position in an epoch: a snapshot that is worth restoring, or
-        the epoch's beginning; None if neither is kept. The arguments are those of `worth_restoring`."""
+        """Return a pure loader's snapshot worth restoring (`worth_restoring`), or its epoch's beginning, if kept."""
         inside = [kept for kept in self._kept if kept.epoch == epoch and began <= kept.total <= total]
         beginning = next((kept for kept in inside if kept.total == began), None)
         if beginning is None and total == began and self._kept:
