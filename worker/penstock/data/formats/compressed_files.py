@@ -18,7 +18,6 @@ __all__ = ["COMPRESSIONS", "FileCompression", "extension_of", "pack", "parse_com
 
 
 class FileCompression(NamedTuple):
-
     family: str
     """Also the extension of compressed files' names."""
     level: int

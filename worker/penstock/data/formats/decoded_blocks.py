@@ -18,15 +18,12 @@ DECODED_BYTES = 256 << 20
 
 
 class BlockOwner(Protocol):
-
     def drop(self, block: int, /) -> None:
-        """Drop a block from memory, if the reader still has it. Any thread may call this, so it must not wait for a
-        lock."""
+        """Drop a block, if the reader still has it. Any thread may call this, so it must not wait for a lock."""
 
 
 class BlockMemory:
-    """Decoded blocks of all readers, in the order of their last use. Thread-safe. `MEMORY` is empty in a forked
-    child."""
+    """Decoded blocks of all readers, by their last use. Thread-safe. `MEMORY` is empty in a forked child."""
 
     def __init__(self, limit: int = DECODED_BYTES) -> None:
         self.limit = limit
@@ -44,8 +41,7 @@ class BlockMemory:
         """Blocks that are not needed soon, by (reader, block). They are dropped before all others."""
         self._owners: dict[int, weakref.ref[BlockOwner]] = {}
         self._ended: deque[int] = deque()
-        """Readers that ended. A finalizer may run at any point, so it only appends; their blocks are forgotten
-        later."""
+        """Ended readers, whose blocks are forgotten later: a finalizer may run at any point, so it only appends."""
         self.nbytes = 0
 
     def raise_limit(self, limit: int | None) -> None:

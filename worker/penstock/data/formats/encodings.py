@@ -30,7 +30,6 @@ __all__ = ["ENCODINGS", "Encoding", "as_bytes", "check_encoding", "encoding_of"]
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-
     size: int | None
     """Number of bytes of each encoded value; None if it varies."""
     decode: Callable[[bytes, int, int], Any]

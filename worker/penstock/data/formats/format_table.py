@@ -40,8 +40,7 @@ class PartReading:
     """Functions of a format that read single parts of a file, fetched without the rest (file_ranges.py)."""
 
     table: Callable[[Shard], Shard]
-    """Return a shard without samples, to fetch alone: the bytes that the readers of all parts need, as Parquet's
-    footer."""
+    """Return the bytes that the readers of all parts need, such as Parquet's footer, as a shard without samples."""
     read: Callable[[Shard, Path], Any]
     """(whole shard, path of the table) -> the checked table. May raise any error."""
     open: Callable[[Shard, int, Path, Any, ReadOptions], ShardReader]
@@ -50,7 +49,6 @@ class PartReading:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-
     name: str
     file_kinds: tuple[str, ...]
     """Kinds of files that a shard consists of ("data", "meta"), in the order of `Shard.files`."""

@@ -182,8 +182,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return dataset
 
     def _called(self, call: Callable[[], Any], what: str) -> Any:
-        """Raises ShardCorruptError for exceptions, and for panics of the library's Rust code, which are
-        BaseExceptions."""
+        """Raises ShardCorruptError for exceptions, and for panics of Rust code, which are BaseExceptions."""
         try:
             return call()
         except Exception as error:

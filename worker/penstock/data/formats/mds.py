@@ -67,7 +67,6 @@ def open_mds(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> MDSRe
 
 
 class MDSReader(SampleFile):
-
     def __init__(self, shard: Shard, path: Path, options: ReadOptions = DEFAULT_OPTIONS) -> None:
         columns = columns_of(shard, options)
         super().__init__(path, shard.files[0].raw)

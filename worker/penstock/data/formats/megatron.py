@@ -46,7 +46,6 @@ HASHED_PART = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
-
     begin: int
     lengths: np.ndarray[Any, np.dtype[np.int32]]
     """Number of tokens in each sequence of the document; shape (sequences,)."""

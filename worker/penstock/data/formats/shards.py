@@ -45,7 +45,6 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-
     raw: StoredFile
     packed: StoredFile | None = None
     """Compressed form, None if there is none. With one, the dataset's folder may lack the raw form."""
@@ -53,7 +52,6 @@ class ShardFile:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-
     format: str
     samples: int
     files: tuple[ShardFile, ...]
@@ -160,14 +158,12 @@ def columns_of_rows(reader: ShardReader, rows: Ints) -> Columns | None:
 
 @runtime_checkable
 class ColumnReader(Protocol):
-
     def select(self, columns: Sequence[str]) -> None:
         """Read only these columns from now on. Raises DatasetError if the shard lacks one."""
 
 
 @runtime_checkable
 class BlockReader(Protocol):
-
     def load(self, block: int) -> None:
         """Decode block number `block`, if it is not in memory. Raises what `__getitem__` raises."""
 

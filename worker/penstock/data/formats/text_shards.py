@@ -76,7 +76,6 @@ class _TextReader(SampleFile):
 
 
 class JSONReader(_TextReader):
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         line = self._bytes_of(index)
         try:
@@ -89,7 +88,6 @@ class JSONReader(_TextReader):
 
 
 class XSVReader(_TextReader):
-
     def __init__(self, shard: Shard, paths: tuple[Path, Path]) -> None:
         super().__init__(shard, paths)
         settings = shard.settings

@@ -213,7 +213,6 @@ Read = Callable[[str], bytes]
 
 @dataclass(frozen=True)
 class BlendMember:
-
     path: str
     split: str
     subflavors: Mapping[str, Any]

@@ -41,7 +41,7 @@ class EpochStream:
         tail: Tail,
         every: int,
     ) -> None:
-        """`ended`: lengths of shards read to their end; `tail`: see ordering/partition.py; `every`: workers of the
+        """`ended`: lengths of shards read to their end; `tail`: see ordering/partition.py; `every`: workers of a
         box."""
         self._round_robin, self._readers = round_robin, readers
         self._start, self._batch, self._tail, self._every = start, batch, tail, every
@@ -58,8 +58,7 @@ class EpochStream:
         return dict(self._found)
 
     def rows(self, number: int, *, read: bool = True) -> Rows | None:
-        """Return the box's rows of a batch, perhaps none in the last one; None after it. `number` counts from `start`;
-        read=False: the caller skips the batch."""
+        """Return the box's rows of a batch, None after the last. read=False: the caller skips the batch."""
         begin = self._start + number * self._batch
         if self._round_robin.length is None:
             self._look_ahead(begin, read)

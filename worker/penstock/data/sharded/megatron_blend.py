@@ -1,7 +1,6 @@
 """Mixture of Megatron-core's token files, from the blend of a Megatron job: a list of prefixes, or of alternating
-weights and prefixes (--data-path); a file with such a list (--data-args-path); or a JSON file with a list for each part
-(--per-split-data-args-path). The parts are "train", "valid" and "test"; --split divides each file's documents into
-them."""
+weights and prefixes (--data-path); a file with it (--data-args-path); or a JSON file with one for each part (train,
+valid, test: --per-split-data-args-path). --split divides each file's documents into parts."""
 
 from __future__ import annotations
 

@@ -49,7 +49,6 @@ NUMBER_LIMIT = 1 << 62
 
 @dataclass(frozen=True)
 class MixtureChange:
-
     key: str
     position: int
     """Position in the epoch at which the new weights begin."""
@@ -239,8 +238,7 @@ def stages_of(
 
 
 def try_sources(source: ShardedSource, names: Iterable[str], seed: int) -> list[HeldSample]:
-    """Return the first sample of each named source, processed by the layers above the mixture: a source is tried before
-    a change that adds it is accepted."""
+    """Return each named source's first sample, processed by the layers above: it is tried before it is added."""
     mixture, found = mixture_of(source), []
     for name in names:
         cursor = _around(source, mixture.changed_from(0, {name: 1}, {})).open(0, 0, seed)

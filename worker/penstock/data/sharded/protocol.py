@@ -48,8 +48,7 @@ PositionOf = Callable[[int], int]
 
 
 class Origin(NamedTuple):
-    """Source of a Mixture that a sample comes from. A cursor may have an attribute `origin`: that of its last
-    sample."""
+    """Source of a Mixture that a sample comes from. A cursor's optional attribute `origin` is its last sample's."""
 
     source: str = ""
     """"outer/inner" for nested Mixtures; "" without a Mixture; "(mixed)" for a Grouped's list of different sources."""
@@ -100,8 +99,7 @@ class Cursor(Iterator[Any], Protocol):
         """Skip `count` samples, or all remaining ones if there are fewer. Return the number of skipped samples."""
 
     def saved_position(self) -> SavedPosition:
-        """Return the cursor's position as a value for states. `ShardedSource.open` continues there with the next
-        sample."""
+        """Return the position as a value for states, from which `ShardedSource.open` continues with the next sample."""
 
     def close(self) -> None:
         """Close the files that the cursor has open. May be called twice."""
@@ -121,8 +119,7 @@ class ShardedSource(Protocol):
 
     def described(self) -> dict[str, Any]:
         """Return everything that decides the samples and their order, as a JSON value: kind, settings, and the
-        description of each `source` below. A state that was saved with another description is refused, by an error that
-        names the difference."""
+        description of each `source` below. A state that was saved with another description is refused."""
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
         """Return the number of samples in each shard; None if it is unknown before the shards are read."""

@@ -14,7 +14,6 @@ __all__ = ["RowBalance"]
 
 
 class RowBalance:
-
     def __init__(self, balance: Balance, source: ShardedSource) -> None:
         if not isinstance(balance, Balance):
             raise InvalidArgumentError(
@@ -36,8 +35,7 @@ class RowBalance:
         self.assigns = not balance.report
 
     def own(self, opening: tuple[int, int], rows: Rows, box: int, boxes: int, turn: int) -> tuple[Rows, float]:
-        """Return a box's rows, and the step's imbalance. `turn`: the step's number, which decides who gets the
-        costliest row."""
+        """Return a box's rows, and the step's imbalance. `turn`: the step, which decides who gets the costliest row."""
         costs, plain = self.costs(opening, rows), assign_in_turn(len(rows), boxes)
         assigned = assign_to_boxes(costs, boxes, turn) if self.assigns else plain
         return [rows[row] for row in assigned[box].tolist()], cost_ratio(costs, assigned)

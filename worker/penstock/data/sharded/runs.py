@@ -18,7 +18,6 @@ def _no_position(number: int) -> SavedPosition:
 
 
 class Run(NamedTuple):
-
     samples: Iterable[Any] = ()
     """To be iterated once, before the cursor is used again. User code may make each when the iteration reaches it; if
     that fails, the samples before it are valid, and the cursor must be closed."""

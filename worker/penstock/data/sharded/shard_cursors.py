@@ -53,7 +53,6 @@ class CursorStates:
 
 
 class HeldSample(NamedTuple):
-
     sample: Any
     key: str | None = None
     origins: Sequence[Origin] = ()
@@ -66,7 +65,6 @@ class HeldSample(NamedTuple):
 
 
 class ShardReaders:
-
     def __init__(
         self,
         source: ShardedSource,
@@ -77,8 +75,7 @@ class ShardReaders:
         position_of: Callable[[int], PositionOf] | None = None,
         key: Callable[[int, int, SavedPosition], str] | None = None,
     ) -> None:
-        """`position_of`: by shard, the argument of `source.open`; `key`: (shard, index, saved position) -> restore
-        key."""
+        """`position_of`: by shard, the argument of `open`; `key`: (shard, index, saved position) -> restore key."""
         self._source, self._epoch, self._seed, self._position_of, self._key = source, epoch, seed, position_of, key
         self._cursors: dict[int, Cursor] = {}
         self._at: dict[int, int] = {}

@@ -52,7 +52,6 @@ def as_made_before(saved: SavedPosition, stage: KeyStage) -> SavedPosition:
 
 @dataclass(frozen=True)
 class SampleKey:
-
     epoch: int
     shard: int
     index: int

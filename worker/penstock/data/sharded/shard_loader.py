@@ -142,8 +142,7 @@ class ShardLoader(Loader):
         super().__init__("ShardLoader", identity, batch, keys, LoaderCounts(counts), balance)
         self._code = source
         self._changes: list[MixtureChange] = []
-        """Ordered by an operator. `_present`: those that apply now. `_history`: for saved states. `_assigned`: as
-        sent."""
+        """Ordered by an operator. `_present`: now in force; `_history`: for saved states; `_assigned`: as sent."""
         self._present: list[MixtureChange] = []
         self._history: list[MixtureChange] = []
         self._assigned: list[MixtureChange] = []
@@ -293,9 +292,8 @@ class ShardLoader(Loader):
     # ---- weights that an operator changes during a run (penstock mix)
 
     def change_mixture(self, changes: Sequence[Mapping[str, Any]], load: LoadSource) -> None:
-        """Apply changes of the uppermost mixture's weights (`MixtureChange.plain`) that an operator ordered, before a
-        state is loaded. `load`: from "module:function" to the user's source. Raises InvalidArgumentError if they do not
-        fit the mixture."""
+        """Apply weights that an operator changed (`MixtureChange.plain`), before a state is loaded. `load`: from
+        "module:function" to the user's source. Raises InvalidArgumentError if they do not fit the uppermost mixture."""
         self._assigned, self._load_source = [MixtureChange.parsed(change) for change in changes], cache(load)
         self._history = self._assigned
         self._use(self._assigned, 0)
@@ -451,7 +449,6 @@ class ShardLoader(Loader):
 
 
 class _Epoch:
-
     def __init__(self, loader: ShardLoader) -> None:
         self._loader = loader
         self._share: WorkerShare | None = loader._begin()

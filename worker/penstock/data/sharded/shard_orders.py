@@ -1,4 +1,3 @@
-
 from __future__ import annotations
 
 import math
@@ -128,8 +127,7 @@ class EndlessOrder:
         return position_of
 
     def own(self, start: int, batch: int, workers: int, box: int, boxes: int) -> Ints:
-        """Return the shards of one worker's rows, which makes every `workers`-th batch of `batch` samples from `start`
-        on."""
+        """Return the shards of one worker's rows: it makes every `workers`-th batch from `start` on."""
         period = self.columns * self.block * (self.partitions // math.gcd(self.partitions, self.block))
         step = math.gcd(workers * batch, period)
         rows = np.arange(box, batch, boxes)

@@ -63,7 +63,6 @@ TurnOf = Callable[[int], WorkerTurn]
 
 @dataclass(frozen=True)
 class ShardedPosition:
-
     progress: OrderProgress
     cursors: CursorStates = field(default_factory=CursorStates)
     ended: Mapping[int, int] = field(default_factory=dict)
@@ -184,8 +183,7 @@ class FixedOrder:
         return self.repartitioned(whole, topology, first=first), not same
 
     def repartitioned(self, whole: ShardedPosition, topology: Topology, *, first: int) -> ShardedPosition:
-        """Share the rest of the epoch among another topology's workers. `first`: which of a box makes the first
-        batch."""
+        """Share the rest of the epoch among another topology's workers. `first`: who makes the first batch."""
         epoch, start = whole.progress.epoch, self._position(whole)
         endless_order = whole.endless_order
         # at the beginning of a run, the global batch size of the new topology becomes the block size
@@ -224,8 +222,7 @@ class FixedOrder:
         return progress.epoch, _reached(progress, turn(progress.first))
 
     def reached(self, state: Mapping[str, Any], turn: TurnOf) -> tuple[int, int]:
-        """Return (epoch, first position that no worker has reached) of an endless source's state. `turn`: for one
-        worker's."""
+        """Return (epoch, first position that no worker has reached); `turn`: for an endless source's worker state."""
         progress = self.read(state).progress
         if "others" not in state:
             return progress.epoch, _reached(progress, turn(progress.first))

@@ -1,4 +1,3 @@
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -35,8 +34,7 @@ class SharePlan:
     balance: RowBalance | None
 
     def opening(self, epoch: int) -> tuple[int, int]:
-        """Return the (epoch, seed) to open the source with: an endless one always in epoch 0, with another seed for
-        each."""
+        """Return the (epoch, seed) to open the source with: if endless, always epoch 0, with another seed for each."""
         if not self.fixed_order.source.endless:
             return epoch, self.seed
         return 0, derive_seed(self.seed, "pass", epoch) if epoch else self.seed
@@ -158,7 +156,6 @@ def following_rows(rows: Sequence[tuple[int, int, bool]]) -> list[int]:
 
 
 class WorkerShare:
-
     def __init__(self, plan: SharePlan, begun: ShardedPosition, turn: WorkerTurn) -> None:
         self._plan, self._begun, self._turn = plan, begun, turn
         self._done = begun.progress.done

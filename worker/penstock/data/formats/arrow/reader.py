@@ -86,7 +86,6 @@ def _is_local(folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ArrowPart:
-
     header: bytes
     """Bytes of the whole file before its first record batch."""
     begin: int
@@ -96,7 +95,6 @@ class ArrowPart:
 
 
 class _ArrowFile:
-
     def __init__(self, path: Path, name: str, part: ArrowPart | None = None, expected: int | None = None) -> None:
         arrow = _pyarrow()
         self.name = name
@@ -140,8 +138,7 @@ class _ArrowFile:
         yield from messages_between(self._peek, part.begin, part.begin + self.size)
 
     def blocks(self) -> list[int]:
-        """Return the first record batch of each block (one, or several small ones), then the number of record
-        batches."""
+        """Return the first record batch of each block (one, or several small ones), then the number of all."""
         firsts, total = [0], 0
         for number, (begin, body, size, _) in enumerate(self.batches):
             total += body + size - begin
@@ -314,7 +311,6 @@ def _check_columns(batch: Any) -> None:
 
 
 class ArrowReader(BlocksReader):
-
     block_kind = "record batch"
 
     def __init__(self, shard: Shard, path: Path, part: ArrowPart | None = None) -> None:
@@ -467,7 +463,7 @@ def index_arrow(path: Path, name: str) -> Shard:
 
 
 def _with_parts(shard: Shard, file: _ArrowFile) -> Shard:
-    """Return the shard with its parts: blocks, or spans of record batches. None if there would be a single one, or if
+    """Return the shard with its parts: blocks, or spans of record batches; unchanged if there would be a single one, or
     other messages lie between or after the record batches: a part's reader would miss a dictionary there."""
     offsets = [begin for begin, _, _, _ in file.batches]
     ends = [body + size for _, body, size, _ in file.batches]

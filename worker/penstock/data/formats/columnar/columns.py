@@ -32,7 +32,6 @@ GATHERED_BYTES = 4096
 
 
 class Column(Protocol):
-
     def at(self, row: int) -> Any:
         """Return the value in a row, as samples have it."""
 

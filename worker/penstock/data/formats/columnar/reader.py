@@ -28,7 +28,6 @@ LOADING_WAIT_S = 5.0
 
 
 class Block(NamedTuple):
-
     columns: list[tuple[str, Column]]
     nbytes: int
     fetch: Callable[[int, int], None] | None = None

@@ -37,7 +37,6 @@ class InvalidPositions(Exception):
 
 
 class Opened(Protocol):
-
     def __len__(self) -> int:
         """Return the number of frames of the video, or of samples of the sound."""
 
@@ -47,7 +46,6 @@ class Opened(Protocol):
 
 
 class Clip(Protocol):
-
     @property
     def positions(self) -> Positions:
         """Frames of the video, or samples of the sound, to decode; see `Positions`."""

@@ -71,7 +71,6 @@ def decode_pixels(file: bytes, mode: str) -> Pixels | None:
 
 
 class JpegImage(FastImage, JpegImageFile):
-
     plain = JpegImageFile
 
     def _decode(self, file: bytes) -> Pixels | None:

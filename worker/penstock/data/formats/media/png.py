@@ -44,7 +44,6 @@ def _kornia() -> Any:
 
 
 class Layout(NamedTuple):
-
     height: int
     width: int
     bits: int
@@ -113,7 +112,6 @@ def decode_pixels(file: bytes, layout: Layout) -> Pixels | None:
 
 
 class PngImage(FastImage, PngImageFile):
-
     plain = PngImageFile
 
     def _decode(self, file: bytes) -> Pixels | None:

@@ -78,7 +78,6 @@ class ColumnChunk:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-
     rows: int
     columns: tuple[ColumnChunk, ...]
     begin: int
@@ -86,8 +85,8 @@ class RowGroup:
 
     @property
     def nbytes(self) -> int:
-        """Estimated bytes in memory: a lower bound, except for bools and smaller integers, which count as while they
-        are decoded. It may be far more than in the file, where a billion equal numbers take a few hundred bytes."""
+        """Estimated bytes in memory: a lower bound, except for bools and integers below 32 bits, which count with their
+        size during decoding. A billion equal numbers take a few hundred bytes in the file."""
         return sum(column.nbytes for column in self.columns)
 
 

@@ -69,7 +69,6 @@ def open_row_group(shard: Shard, part: int, path: Path, table: Footer, options: 
 
 @dataclass(frozen=True, slots=True)
 class RowGroupPart:
-
     footer: Footer
     group: int
     begin: int
@@ -98,7 +97,6 @@ class _Text:
 
 
 class ParquetReader(BlocksReader):
-
     block_kind = "row group"
 
     def __init__(self, shard: Shard, path: Path, part: RowGroupPart | None = None) -> None:

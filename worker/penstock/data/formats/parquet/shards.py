@@ -95,7 +95,6 @@ def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Sha
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-
     groups: list[RowGroup]
     metadata: Any
     """pyarrow's FileMetaData."""

@@ -28,7 +28,6 @@ LONE_RETURN = "new-line character seen in unquoted field"
 
 
 class CSVRowsReader(RecordFile):
-
     def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart) -> None:
         super().__init__(shard, data, offsets)
         self._columns: list[str] = shard.settings["column_names"]
@@ -78,8 +77,8 @@ def open_csv_rows(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> 
 
 def index_csv_rows(path: Path, name: str, out: Path) -> Shard:
     """Parse all rows of a CSV file (TSV: named .tsv or .TSV), write the file of their offsets to the index's folder
-    `out`, and return the shard. Raises DatasetError if that fails; ShardCorruptError, which names the line, for an
-    invalid file."""
+    `out`, and return the shard. Raises DatasetError if it cannot be written; ShardCorruptError, which names the line,
+    for an invalid file."""
     _allow_long_values()
     separator = "\t" if path.suffix.lower() == ".tsv" else ","
     columns, size, offsets = _rows(path, name, separator)

@@ -22,7 +22,6 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class JSONLinesReader(RecordFile):
-
     def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
         try:
             sample = json.loads(record.decode())
@@ -43,7 +42,7 @@ def open_json_lines(shard: Shard, paths: Sequence[Path], options: ReadOptions) -
 
 def index_json_lines(path: Path, name: str, out: Path) -> Shard:
     """Write the file of a JSON lines file's offsets to the index's folder `out`, and return the shard. Raises
-    DatasetError if that fails; ShardCorruptError if the first line is not a JSON object."""
+    DatasetError if it cannot be written; ShardCorruptError if the first line is not a JSON object."""
     size, offsets = _lines(path, name)
     shard = record_shard("json_lines", path, out, name, size, offsets)
     if shard.samples:

@@ -212,7 +212,7 @@ def _split(name: str) -> tuple[str, str] | None:
 
 def index_tar(path: Path, name: str, out: Path) -> Shard:
     """Write the file of an archive's offsets, from its headers, to the index's folder `out`, and return the shard.
-    Raises DatasetError if that fails; ShardCorruptError for a damaged archive."""
+    Raises DatasetError if it cannot be written; ShardCorruptError for a damaged archive."""
     size, offsets = _samples(path, name)
     return record_shard("webdataset", path, out, name, size, offsets)
 

@@ -80,7 +80,7 @@ def open_tfrecord(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> 
 
 def index_tfrecord(path: Path, name: str, out: Path) -> Shard:
     """Write the file of a TFRecord file's offsets to the index's folder `out`, and return the shard; all records are
-    Examples if the first is. Raises DatasetError if that fails; ShardCorruptError for a damaged file."""
+    Examples if the first is. Raises DatasetError if it cannot be written; ShardCorruptError for a damaged file."""
     size, offsets, first = _scanned(path, name)
     kind = "example" if is_example(first) else "bytes"
     return record_shard("tfrecord", path, out, name, size, offsets, {"records": kind})

@@ -131,8 +131,7 @@ class _ChunkedCursor(RunCursor):
         return Run(_tensors(tokens, sizes), len(sizes), position, origins, continues, (tokens, sizes))
 
     def _whole(self, block: Block, at: int, count: int) -> list[int]:
-        """Return the pieces of each next document that fits whole into a call; none if the next one does not, or was
-        begun."""
+        """Return the pieces of each next document that fits whole into a call; none after one that was begun."""
         if self._piece:
             return []
         found, left = list[int](), count

@@ -29,7 +29,6 @@ READ_AHEAD = 256
 
 
 class DocumentParser:
-
     def __init__(
         self,
         name: str,
@@ -162,7 +161,6 @@ class DocumentParser:
 
 
 class _ReadCall(NamedTuple):
-
     first: int
     before: SavedPosition
     position: Callable[[int], SavedPosition]
@@ -180,8 +178,7 @@ class Block:
     numbers: Sequence[int]
     """Each document's number among the samples of the call."""
     begin: tuple[_ReadCall, int]
-    """First sample to read again: the first left out just before, so that it is counted again, or the document
-    itself."""
+    """First sample to read again: the first left out just before, to count it again, or the document itself."""
     sizes: Sequence[int]
     given: Documents | Sequence[Ints]
     """One value with the tokens of all, or one array of tokens for each."""

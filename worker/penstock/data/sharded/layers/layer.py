@@ -32,9 +32,8 @@ class Layer:
 
     @property
     def keyed(self) -> bool:
-        """True if samples do not depend on the global random generators, but at most on ones seeded by (seed, epoch,
-        shard, index): a loader can then compute a later state without making batches. Set it in each class: it is not
-        inherited."""
+        """True if samples depend at most on generators seeded by (seed, epoch, shard, index), not on the global ones: a
+        loader can compute a later state without making batches. Set it in each class: it is not inherited."""
         return False
 
     def __init__(self, source: ShardedSource) -> None:
@@ -70,7 +69,6 @@ class Layer:
 
 
 class SearchLimit:
-
     def __init__(self, source: ShardedSource, what: str, shard: int) -> None:
         self._left = self._most = SEARCHED_SAMPLES if source.endless else None
         self._what, self._shard = what, shard

@@ -37,8 +37,7 @@ _Decision = Callable[[Any, int], tuple[bool, Any]]
 
 
 class SkipSample(Exception):
-    """Raised by the function of a `Mapped(..., skip_failures=n)` to leave a sample out. It does not count as a
-    failure."""
+    """Raised by the function of a `Mapped(..., skip_failures=n)` to leave a sample out, which is no failure."""
 
 
 class _PerSample(Layer):
@@ -66,7 +65,7 @@ class _PerSample(Layer):
 class Mapped(_PerSample):
     """Layer that converts each sample of a source by a function.
 
-        Mapped(LogicalShards([LineFile(path) for path in paths], shards=240), tokenize)
+    Mapped(LogicalShards([LineFile(path) for path in paths], shards=240), tokenize)
     """
 
     keyed = property(_PerSample._is_random)
@@ -167,7 +166,6 @@ class Filtered(_PerSample):
 
 
 class _Call:
-
     def __init__(self, function: _Function, key: int | None, where: str) -> None:
         self._function, self._key, self.where = function, key, where
 
@@ -185,7 +183,6 @@ class _Call:
 
 
 class _Tolerant:
-
     def __init__(self, call: _Call, most: int) -> None:
         self._call, self._most, self._failed = call, most, 0
 

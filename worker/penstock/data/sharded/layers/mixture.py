@@ -1,7 +1,6 @@
 """Mixture of several sources by weight. Which source a sample comes from is a function of its position
-(mixture_order.py), so no change of topology can reset a counter. Shares of tokens also depend on the documents'
-lengths, so each shard counts tokens by source. Each source gets its own seed; otherwise two that read the same data
-would give the same order."""
+(mixture_order.py), so no change of topology resets a counter; for shares of tokens, each shard counts tokens by source.
+Each source gets its own seed; otherwise two that read the same data would give the same order."""
 
 from __future__ import annotations
 
@@ -253,7 +252,6 @@ def _checked_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
 
 
 class _Positions:
-
     def __init__(self, position_of: PositionOf | None, shard: int, shards: int) -> None:
         self._given, self._shard, self._shards = position_of, shard, shards
         self.at = position_function(position_of, shard, shards)
@@ -336,8 +334,8 @@ class _Cursor:
         return passed
 
     def _skip_each(self, order: Ints) -> int:
-        """Skip a sample of each source in `order`. Return how many come before the first that its source lacks. Cursors
-        of other sources may have skipped more."""
+        """Skip a sample of each source in `order`, up to the first that lacks one; other cursors may have skipped
+        more."""
         whole = len(order)
         for number, turns in enumerate(np.bincount(order, minlength=len(self._parts)).tolist()):
             if turns and (passed := self._members.moving(number).skip(turns)) < turns:
@@ -352,8 +350,7 @@ class _Cursor:
         self._schedule = self._live_schedule()
 
     def _live_schedule(self) -> MixtureShares | SegmentedOrder | None:
-        """Return the order from now on, with weight 0 for ended sources; None if the mixture has ended in this
-        shard."""
+        """Return the order from now on, with weight 0 for ended sources; None if the mixture has ended."""
         if not self._ended:
             return self._order
         live = tuple(0 if number in self._ended else part for number, part in enumerate(self._parts))
@@ -422,7 +419,6 @@ class MixtureMembers:
 
 
 class TokenWeights(NamedTuple):
-
     order: SegmentedOrder
     position_of: PositionOf
     changes: bool

@@ -206,8 +206,7 @@ class Segment:
     parts: tuple[int, ...]
     """Weight of each source as a whole number; for a ramp, the weights at its end."""
     over: int = 0
-    """Length of the ramp in samples; 0 without one. A change during the run may begin the next segment before its
-    end."""
+    """Length of the ramp in samples; 0 without one. A change during the run may cut it short."""
     begin: tuple[int, ...] = ()
     """Weights at the beginning of the ramp; empty without one."""
 

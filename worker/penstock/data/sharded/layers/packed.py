@@ -268,7 +268,6 @@ class _FittedCursor(RunCursor):
 
 
 class _InOrder(RunCursor):
-
     def __init__(self, reader: DocumentReader, fields: RowFields, offset: int) -> None:
         self._reader, self._fields = reader, fields
         self._parts: list[Part] = []
@@ -313,8 +312,7 @@ class _InOrder(RunCursor):
         return True
 
     def _expected(self, lines: int) -> int:
-        """Return the documents to read: a quarter more than the mean, because a second call takes as long as
-        several."""
+        """Return documents to read: a quarter more than the mean, as a second call takes as long as several."""
         missing = max(lines, LEAST_READ) * self._fields.length - self._have
         return 1 + 5 * missing * self._documents // max(1, 4 * self._tokens)
 

@@ -25,8 +25,7 @@ _ROWS, _SEGMENTS = "_rows", "_segments"
 
 
 class Documents(NamedTuple):
-    """Document with its other columns; or several without, their tokens concatenated. Token indices count in
-    `tokens`."""
+    """Document with its other columns; or several without, their tokens concatenated: token indices count there."""
 
     tokens: Ints
     columns: Mapping[str, npt.NDArray[Any]] = {}
@@ -53,8 +52,7 @@ class Documents(NamedTuple):
         return end < len(self.tokens) and not _has(self.ends, end)
 
     def sizes(self, begin: int, end: int) -> Iterator[tuple[Origin, int, bool]]:
-        """Yield (origin, its tokens from `begin` to `end`, True if its first is among them) by document; one without
-        origins."""
+        """Yield (origin, its tokens from `begin` to `end`, True if its first is among them) for each document."""
         if not self.origins:
             yield NOWHERE, end - begin, not begin
             return
@@ -66,7 +64,6 @@ class Documents(NamedTuple):
 
 
 class Part(NamedTuple):
-
     documents: Documents
     begin: int
     end: int
@@ -86,8 +83,7 @@ class RowFields:
     segments: bool = False
     cu_seqlens: bool = False
     loss_mask: bool | str = False
-    """True: the field masks tokens without a label; a column's name: also those whose label has 0 there; False:
-    none."""
+    """True: mask tokens without a label; name of a column: also those whose label has 0 there; False: no mask."""
     ignore_index: int = -100
     payload: tuple[str, ...] = ()
     attached: tuple[str, ...] = ()

@@ -36,7 +36,7 @@ _Arrange = Callable[[list[Any], list[Origin], int], tuple[list[Any], list[Origin
 class WindowShuffled(Layer):
     """Layer that shuffles the samples of each shard within windows of bounded size.
 
-        WindowShuffled(source, window=10_000)
+    WindowShuffled(source, window=10_000)
     """
 
     keyed = True
@@ -148,7 +148,6 @@ class Grouped(Layer):
 
 
 class WindowCursor(RunCursor):
-
     def __init__(
         self,
         inner: Cursor,

@@ -78,7 +78,6 @@ class PieceParts:
 
 
 class RangeCursor(RunCursor):
-
     def __init__(
         self,
         parts: PieceParts,
@@ -90,8 +89,7 @@ class RangeCursor(RunCursor):
         saved: SavedPosition,
         key: int | None = None,
     ):
-        """`ahead`: upcoming positions whose parts are prefetched; `key`: seeds the generators for each record, or
-        None."""
+        """`ahead`: upcoming positions whose parts are prefetched; `key`: seeds the generators for each record."""
         if saved is not None and (type(saved) is not int or not 0 <= saved <= end - begin):
             raise StateCorruptError(
                 f"the saved position in a shard of {end - begin} records is damaged, or was saved with other data: "

@@ -57,7 +57,6 @@ _SHOWS_DRAWS = _memory_shows_draws()
 
 
 class _Side:
-
     def __init__(self) -> None:
         self._python: Any = None
         self._memory = b""

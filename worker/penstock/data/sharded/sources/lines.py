@@ -49,8 +49,7 @@ class LineFile:
             ) from error
 
     def cut(self, parts: int) -> list[LineRange]:
-        """Return `parts` ranges of about equal length that together contain the file's records. A range may have
-        none."""
+        """Return ranges of about equal length that together contain the file's records. A range may have none."""
         bounds = [part * self.size // parts for part in range(parts + 1)]
         return [LineRange(self.path, self._parse, self.size, *each) for each in itertools.pairwise(bounds)]
 

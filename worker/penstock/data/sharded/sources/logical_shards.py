@@ -25,8 +25,7 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["LogicalShards"]
 
 MAX_OPEN = 128
-"""Default of `max_open`: an eighth of the usual limit of file descriptors. A process needs an open piece for each shard
-of a finite source."""
+"""An eighth of the usual limit of file descriptors. A process needs one for each shard of a finite source."""
 LISTED = 16
 """Largest length of a list that a source's description contains in full, not as a digest."""
 KEPT_ORDERS = 2

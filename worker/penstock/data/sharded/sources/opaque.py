@@ -129,7 +129,6 @@ class _EndsEarlyError(Exception):
 
 
 class OpaqueStream(Iterator[Any]):
-
     def __init__(
         self,
         make: Callable[[], Any],
@@ -142,8 +141,7 @@ class OpaqueStream(Iterator[Any]):
         snapshot_every: int = SNAPSHOT_EVERY,
         snapshot_s: float = SNAPSHOT_S,
     ) -> None:
-        """`seed`: None leaves the generators alone; `keeps_made`: `make` returns the user's object, not closed, its
-        state unused."""
+        """seed=None leaves the generators alone; `keeps_made`: `make` returns the user's object, not to be closed."""
         self._make, self._name, self._digests, self._keeps_made = make, name, digests, keeps_made
         self._every, self._seconds = snapshot_every, snapshot_s
         self._seed = seed

@@ -32,8 +32,7 @@ __all__ = ["OpenPieces", "Pieces", "one_each"]
 _NOT_PIECES = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
 """Refused as the argument `pieces`: for example, each element of an array would become a piece."""
 _PLAIN = (*CONTAINERS, StreamingDataset, MegatronDocuments, LanceRows)
-"""Read without user code, so without drawing (except random clips, see `may_draw`); so are pyarrow's tables. A subclass
-is user code."""
+"""Read without user code, so without drawing; so are pyarrow's tables. A subclass is user code. See `may_draw`."""
 
 _WITH_FINGERPRINT = (StreamingDataset, MegatronDocuments, LanceRows)
 
@@ -71,7 +70,6 @@ class OpenPieces:
 
 
 class Pieces:
-
     def __init__(
         self, pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, max_open: int
     ) -> None:
@@ -154,8 +152,7 @@ class Pieces:
             ) from error
 
     def listed(self, found: Sequence[tuple[int, int]]) -> list[Any] | None:
-        """Return the records in the fastest way; None if a piece is no list or tuple or lacks one: call `record`
-        then."""
+        """Return records in the fastest way; None if a piece is no list or tuple or lacks one: use `record` then."""
         pieces = self._lists
         try:
             return [pieces[piece][offset] for piece, offset in found]
