@@ -73,9 +73,9 @@ class ShardLoader(Loader):
             shards = LogicalShards([LineFile(path) for path in sorted(glob("/data/*.jsonl"))], shards=240)
             return ShardLoader(Repeated(shards), batch_size=32, partitions=8)
 
-    Inside an input_fn the loader makes this worker's share of the batches, and a saved state can be resumed on any
-    number of boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None, num_workers=4)`) the
-    worker processes share the batches, in the same order; torchdata's StatefulDataLoader saves the position there.
+    Inside an input_fn the loader makes this worker's share of the batches, and is a RestartableDataLoader: a state can
+    be resumed on any number of boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None,
+    num_workers=4)`) the processes share the batches, in the same order; torchdata's StatefulDataLoader saves a position.
     Anywhere else the loader yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
 
     A finite source is read round robin over its shards: sample 0 of each, then sample 1, and so on. One iteration is
@@ -112,8 +112,8 @@ class ShardLoader(Loader):
             global_batch_size: rows of all boxes' batches together, instead of `batch_size`. Boxes share them as evenly
                 as possible, and each gets at least one.
             seed: seed of all randomness in the source; None: the run's seed (0 outside a worker).
-            partitions: for an endless source: number of parts into which its shards, a multiple of it, are divided. A
-                batch's rows are taken from the parts round robin. Give the largest number of boxes that you will use.
+            partitions: for an endless source: number of parts, a divisor of the number of its shards, into which these
+                are divided. A batch's rows are taken from the parts round robin. Give the most boxes that you will use.
             block: for an endless source: number of consecutive samples from one column of its shards (one shard of each
                 partition). If an optimizer's step takes several batches, give the rows of all boxes in a step. None:
                 the block of the loaded state, or the global batch with which the run begins.
