@@ -15,6 +15,7 @@ from typing import Protocol
 __all__ = ["DECODED_BYTES", "MEMORY", "BlockMemory", "BlockOwner"]
 
 DECODED_BYTES = 256 << 20
+"""Default of the most bytes of decoded blocks that a process keeps in memory."""
 
 
 class BlockOwner(Protocol):

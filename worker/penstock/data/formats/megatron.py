@@ -46,6 +46,8 @@ HASHED_PART = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
+    """Position of a document in the .bin file, in bytes, and lengths of its sequences."""
+
     begin: int
     lengths: np.ndarray[Any, np.dtype[np.int32]]
     """Number of tokens in each sequence of the document; shape (sequences,)."""

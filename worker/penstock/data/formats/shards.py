@@ -35,6 +35,7 @@ class StoredFile:
     name: str
     """Path relative to the dataset's folder, with forward slashes; never outside of it."""
     size: int
+    """In bytes."""
     hashes: Mapping[str, str] = field(default_factory=dict)
     """Digests in hexadecimal, by the algorithm's name; empty if the writer stored none."""
     source: str = ""

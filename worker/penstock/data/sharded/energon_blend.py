@@ -209,6 +209,7 @@ _DEFAULTS = {"dataset_config": "dataset.yaml", "split_config": "split.yaml"}
 
 Kind = Literal["blend", "blend_epochized", "concat"]
 Read = Callable[[str], bytes]
+"""From a path or URL to the file's content."""
 
 
 @dataclass(frozen=True)

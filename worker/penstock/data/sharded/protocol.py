@@ -76,6 +76,7 @@ class Origin(NamedTuple):
 
 
 NOWHERE = Origin()
+"""Of a sample from no Mixture, before which none was left out."""
 
 
 def cursor_origin(cursor: Any) -> Origin:

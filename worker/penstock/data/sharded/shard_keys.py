@@ -35,6 +35,7 @@ class KeyStage:
     position: int
     source: ShardedSource
     order: str
+    """Digest of its order."""
     sources: int
     """Number of the mixture's sources; 0 if no change was ordered."""
     phases: bool

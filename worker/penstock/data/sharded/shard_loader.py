@@ -75,7 +75,7 @@ class ShardLoader(Loader):
 
     Inside an input_fn the loader makes this worker's share of the batches, and is a RestartableDataLoader: a state can
     be resumed on any number of boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None,
-    num_workers=4)`) the processes share the batches, in the same order; torchdata's StatefulDataLoader saves a position.
+    num_workers=4)`) the processes share the batches, in the same order; torchdata's StatefulDataLoader saves the state.
     Anywhere else the loader yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
 
     A finite source is read round robin over its shards: sample 0 of each, then sample 1, and so on. One iteration is

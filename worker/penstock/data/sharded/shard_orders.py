@@ -97,6 +97,7 @@ class EndlessOrder:
     shards: int
     partitions: int
     block: int
+    """Number of consecutive positions whose samples come from one column."""
 
     @property
     def columns(self) -> int:

@@ -64,8 +64,10 @@ TurnOf = Callable[[int], WorkerTurn]
 @dataclass(frozen=True)
 class ShardedPosition:
     progress: OrderProgress
+    """`start` is a number of samples from the epoch's beginning."""
     cursors: CursorStates = field(default_factory=CursorStates)
     ended: Mapping[int, int] = field(default_factory=dict)
+    """Number of samples in each shard whose end was found by reading."""
     endless_order: EndlessOrder | None = None
 
     def state(self, order: Mapping[str, Any]) -> dict[str, Any]:

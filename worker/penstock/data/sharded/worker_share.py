@@ -166,6 +166,7 @@ class WorkerShare:
         self.imbalance: float | None = None
         """Of the batch that `next` returned or skipped last; None without `balance`."""
         self.rows = 0
+        """Number of this box's rows in that batch."""
         self._between = True
         """False while a batch is made, and after making it has failed."""
 

@@ -47,6 +47,7 @@ class Layout(NamedTuple):
     height: int
     width: int
     bits: int
+    """Of a channel of one pixel."""
     kind: str
     """kornia-rs's name of the mode: "mono", "rgb" or "rgba"."""
     plain: bool

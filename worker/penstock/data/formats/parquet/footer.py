@@ -78,6 +78,8 @@ class ColumnChunk:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
+    """Size and position of a row group in the file, in bytes."""
+
     rows: int
     columns: tuple[ColumnChunk, ...]
     begin: int

@@ -163,6 +163,7 @@ class DocumentParser:
 class _ReadCall(NamedTuple):
     first: int
     before: SavedPosition
+    """Saved position of the source before the first sample."""
     position: Callable[[int], SavedPosition]
     """Saved position of the source before any other sample, by its number in the call."""
 

@@ -250,6 +250,7 @@ class _Queue:
     source: int
     part: int
     due: list[int]
+    """First position that each sample may get."""
     deadline: list[int]
     target: list[int]
     """Random target position of each sample, in units of 2^-24 of a position."""

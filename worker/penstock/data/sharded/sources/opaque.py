@@ -73,6 +73,7 @@ class StreamMark:
     """Position in a stream, with what is necessary to return to it. As a dict it is the saved position."""
 
     passed: int = 0
+    """Number of samples before the position."""
     digest: int | None = BEGINNING
     """Chained digest of the samples before the position; None if it is unknown."""
     snapshot: dict[str, Any] | None = None
