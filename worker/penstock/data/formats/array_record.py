@@ -1,8 +1,5 @@
-"""Samples of ArrayRecord files: a record is a sample, a file is a shard. The package array_record reads them.
-
-The format has an index and checksums of its own. Files written with group_size:1, as grain requires, are read record by
-record. From other files the library unpacks a whole group for each record.
-"""
+"""Samples of ArrayRecord files: a record is a sample, a file is a shard. The package array_record reads them. From
+files written without group_size:1, it unpacks a whole group for each record."""
 
 from __future__ import annotations
 
@@ -20,9 +17,8 @@ from penstock.proto.errors import DatasetError, ShardCorruptError
 __all__ = ["ArrayRecordReader", "index_array_record", "open_array_record"]
 
 OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
-"""Options of the library's reader: it reads nothing ahead, and starts no threads, which a forked child would lack."""
+"""The library reads nothing ahead, and starts no threads, which a forked child would lack."""
 BUFFER = 32 << 10
-"""Size in bytes of each read of the file by the library."""
 
 
 def _library() -> Any:
@@ -55,8 +51,7 @@ class _Records:
             ) from error
 
     def read(self, rows: Sequence[int]) -> list[bytes]:
-        """Return the records with these numbers, which must be valid. Raises ShardCorruptError if the file is damaged
-        or changed."""
+        """The numbers must be valid. Raises ShardCorruptError if the file is damaged or changed."""
         reader = self._reader
         if reader is None:
             raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
@@ -83,8 +78,7 @@ class _Records:
 
 
 class ArrayRecordReader:
-    """Reader of an ArrayRecord file, see formats.shards.ShardReader. If the records are tf.train.Examples, a sample is
-    the dict of an Example's features (see `example_of`); otherwise it is {"record": bytes}."""
+    """A sample is the dict of an Example's features (see `example_of`); for other records {"record": bytes}."""
 
     def __init__(self, shard: Shard, path: Path) -> None:
         stored = shard.files[0].raw
@@ -102,11 +96,9 @@ class ArrayRecordReader:
         return self._sample(index, self._records.read([index])[0])
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples with these numbers."""
         return [self._sample(row, data) for row, data in zip(rows, self._records.read(list(rows)), strict=True)]
 
     def close(self) -> None:
-        """Close the file. Samples that were read stay valid."""
         self._records.close()
 
     def _sample(self, index: int, record: bytes) -> dict[str, Any]:
@@ -122,15 +114,13 @@ class ArrayRecordReader:
 
 
 def open_array_record(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ArrayRecordReader:
-    """Return a reader of an ArrayRecord shard (the function `Format.open` of this format)."""
     del options  # no pickles here, and images stay as stored
     return ArrayRecordReader(shard, paths[0])
 
 
 def index_array_record(path: Path, name: str) -> Shard:
-    """Index an ArrayRecord file: return the shard that describes it. All records are taken for tf.train.Examples if the
-    first record is one. `name`: path of the file, relative to the dataset's folder. Raises ShardCorruptError if the
-    file cannot be read, DatasetError if the package array_record is not installed."""
+    """Index an ArrayRecord file; all records are Examples if the first is. `name`: path relative to the dataset's
+    folder. Raises ShardCorruptError, and DatasetError if the package array_record is not installed."""
     opened = _Records(path, name)
     kind = "example" if opened.count and is_example(opened.read([0])[0]) else "bytes"
     stored = ShardFile(StoredFile(name, opened.size))

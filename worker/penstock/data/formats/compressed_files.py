@@ -1,9 +1,6 @@
-"""Compressed files, by mosaicml-streaming's names of compressions: "zstd", "gz:6", "br" and so on.
-
-The caller of `unpack` passes the largest size of the result, because a few packed bytes can expand to gigabytes. This
-module never allocates much more than that size. The libraries are imported on demand, because most datasets need at
-most one.
-"""
+"""Compressed files, by mosaicml-streaming's names of compressions: "zstd", "gz:6", "br" and so on. The caller of
+`unpack` passes the largest size of the result, because a few packed bytes can expand to gigabytes; not much more is
+allocated. The libraries are imported on demand, because most datasets need at most one."""
 
 from __future__ import annotations
 
@@ -21,17 +18,15 @@ __all__ = ["COMPRESSIONS", "FileCompression", "extension_of", "pack", "parse_com
 
 
 class FileCompression(NamedTuple):
-    """Compression of a file: a family such as "zstd", and a level."""
-
     family: str
-    """Name of the family, which is also the extension of compressed files' names."""
+    """Also the extension of compressed files' names."""
     level: int
-    """Level of the compression; 0 for snappy, which has no levels."""
+    """0 for snappy, which has no levels."""
 
 
 class _Family(NamedTuple):
     package: str
-    """Name of the Python module that compresses; "" if it is in the standard library."""
+    """Python module that compresses; "" if it is in the standard library."""
     default: int
     levels: range
 
@@ -45,18 +40,15 @@ COMPRESSIONS = {
 }
 
 FIRST_PIECE, LARGEST_PIECE = 1 << 8, 1 << 24
-"""Number of compressed bytes passed to a decompressor in one call: at first, and at most; the number doubles with each
-call. A file may consist of many members (streams in a row). The bytes after a member's end are copied, so with large
-pieces a file with many 20-byte members would take quadratic time."""
+"""Compressed bytes per call of a decompressor: at first, doubled with each call, at most. The bytes after a member's
+end are copied, so with large pieces a file of many 20-byte members would take quadratic time."""
 _ZEROS = re.compile(rb"\0*")
 ZSTD_PIECE = 1 << 10
-"""Number of compressed bytes passed to the decompressor in one call, for a zstd file that does not say how long its
-content is. One compressed byte may expand to 32 KiB."""
+"""Compressed bytes per call, for a zstd file of unknown length. One may expand to 32 KiB."""
 
 
 def parse_compression(name: str) -> FileCompression:
-    """Return the compression that a name such as "zstd:3" stands for. Raises InvalidArgumentError for an unknown
-    name."""
+    """Raises InvalidArgumentError for an unknown name."""
     family, colon, level = name.partition(":")
     known = COMPRESSIONS.get(family)
     if known is None:
@@ -77,12 +69,11 @@ def parse_compression(name: str) -> FileCompression:
 
 
 def extension_of(compression: str) -> str:
-    """Return the extension of a compressed file's name, without the dot."""
     return parse_compression(compression).family
 
 
 def pack(data: bytes, compression: str) -> bytes:
-    """Return `data`, compressed. The same data always give the same bytes: a gzip header contains no time."""
+    """The same data always give the same bytes: a gzip header contains no time."""
     family, level = parse_compression(compression)
     match family:
         case "br":
@@ -99,8 +90,7 @@ def pack(data: bytes, compression: str) -> bytes:
 
 
 def unpack(data: bytes, compression: str, *, limit: int) -> bytes:
-    """Return the decompressed data, at most `limit` bytes. Raises ShardCorruptError if there are more, or if the
-    compressed data are damaged."""
+    """Decompress. Raises ShardCorruptError for more than `limit` bytes, and for damaged data."""
     family = parse_compression(compression).family
     return _UNPACKERS[family](data, limit)
 
@@ -127,7 +117,7 @@ def _broken(family: str, why: object) -> ShardCorruptError:
 
 
 class _Member(Protocol):
-    """Interface of the decompressor objects of zlib and bz2, each for one member (stream) of a file."""
+    """Decompressor of zlib or bz2, for one member (stream) of a file."""
 
     @property
     def eof(self) -> bool: ...
@@ -137,8 +127,7 @@ class _Member(Protocol):
 
 
 def _members(family: str, make: Callable[[], _Member], data: bytes, limit: int) -> bytes:
-    """Decompress a gzip or bzip2 file, which may consist of several members (streams in a row) with zeros after each.
-    `make`: function that returns a new decompressor; `limit`: largest size of the result in bytes."""
+    """Decompress a gzip or bzip2 file of one or several members, with zeros after each."""
     parts: list[bytes] = []
     view, left, at = memoryview(data), limit, 0
     while True:

@@ -1,10 +1,6 @@
-"""Open files that belong to an object, and are closed with it.
-
-A descriptor is a small number that the kernel gives to an open file. Once the file is closed, the kernel gives the
-number to the next file that is opened, and code that kept the bare number then reads another file without any error:
-one thread closes a shard while another is about to read it, and a third opens a file in between. So no code keeps the
-bare number. A reader keeps the object, and the file is closed when the last reference to the object is dropped.
-"""
+"""Open files that belong to an object, and are closed with its last reference. No code keeps the bare number of an open
+file: once one thread closes it, the kernel gives the number to the next file, which another thread would then read
+without any error."""
 
 from __future__ import annotations
 
@@ -21,29 +17,24 @@ __all__ = ["Descriptor"]
 
 
 class Descriptor:
-    """Open file. Any number of threads and forked children may read it at the same time, because each read names the
-    byte where it begins, and none uses the file's current position.
-
-    The file is closed when the last reference to this object is dropped. Call `close` only if nothing else uses the
-    object.
-    """
+    """Open file. Any number of threads and forked children may read it, because each read names the byte where it
+    begins. Call `close` only if nothing else uses the object."""
 
     __slots__ = ("__weakref__", "_number")
 
     def __init__(
         self, path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, folder: int | None = None
     ) -> None:
-        """Open a file. `folder`: a descriptor of the folder that `path` is relative to. Raises OSError."""
+        """`folder`: a descriptor of the folder that `path` is relative to. Raises OSError."""
         self._number = -1
         self._number = open_plain(path, flags, mode, folder=folder)
 
     def fileno(self) -> int:
-        """Return the number that the kernel gave to the open file; -1 once the file is closed. Use the number only in
-        calls that end before the reference to this object is dropped."""
+        """Return the descriptor, -1 once closed, for calls that end before the reference to this object is dropped."""
         return self._number
 
     def read(self, size: int, begin: int) -> bytes:
-        """Return `size` bytes from byte `begin` of the file, or fewer at the file's end. Raises OSError."""
+        """Return `size` bytes from byte `begin`, or fewer at the file's end. Raises OSError."""
         data = os.pread(self._number, size, begin)
         while len(data) < size:  # the kernel may return fewer bytes, and returns at most 2 GiB
             more = os.pread(self._number, size - len(data), begin + len(data))
@@ -53,12 +44,10 @@ class Descriptor:
         return data
 
     def read_all(self) -> bytes:
-        """Return all bytes of the file. Raises OSError."""
         return self.read(os.fstat(self._number).st_size, 0)
 
     def read_into(self, array: np.ndarray[Any, Any], begin: int) -> int:
-        """Fill a contiguous array with the file's bytes from byte `begin` on. Return the number of bytes read, which is
-        smaller than the array's size at the file's end. Raises OSError."""
+        """Fill a contiguous array from byte `begin`. Return the bytes read, fewer at the file's end. Raises OSError."""
         done = os.preadv(self._number, [array.data], begin)
         if done < array.nbytes:  # the kernel may read fewer bytes
             rest = array.reshape(-1).view(np.uint8).data
@@ -67,7 +56,6 @@ class Descriptor:
         return done
 
     def close(self) -> None:
-        """Close the file. A second call does nothing."""
         number, self._number = self._number, -1
         if number >= 0:
             os.close(number)

@@ -1,14 +1,10 @@
-"""Encodings of MDS columns, by mosaicml-streaming's names: from values to bytes, and back to values. What comes back is
-equal, with these exceptions: JPEG loses detail, numbers are rounded to the float type, JSON has lists for tuples.
+"""Encodings of MDS columns, by mosaicml-streaming's names: from values to bytes, and back. What comes back is equal,
+but JPEG loses detail, numbers are rounded to the float type, JSON has lists for tuples.
 
-A decoder gets the sample's bytes and the value's position in the sample, to avoid copies. A decoder raises an error
-unless it uses all of the value's bytes, and allocates no more memory than the value needs. (Pickles, and files of
-images, are decoded by other libraries, which ignore bytes after the end.) Decoded arrays are writable
-copies. (mosaicml-streaming returns read-only copies, about which torch.from_numpy warns.)
-
-As in mosaicml-streaming, values of "int" and "str_float" become Python's numbers, and values of "uint8" to "float64"
-become numpy's scalars. Images become PIL's objects; the pixels of JPEG and PNG files are decoded when they are first
-used.
+A decoder gets the whole sample's bytes, to avoid copies. It raises an error unless it uses all of the value's bytes
+(except pickles and image files, decoded by other libraries), and allocates no more memory than the value needs. Arrays
+are writable copies (mosaicml-streaming's are read-only, about which torch.from_numpy warns). As there, "int" and
+"str_float" give Python's numbers, "uint8" to "float64" numpy's scalars, images PIL's objects, decoded on first use.
 """
 
 from __future__ import annotations
@@ -34,26 +30,20 @@ __all__ = ["ENCODINGS", "Encoding", "as_bytes", "check_encoding", "encoding_of"]
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Encoding of a column's values: a decoder and an encoder."""
-
     size: int | None
     """Number of bytes of each encoded value; None if it varies."""
     decode: Callable[[bytes, int, int], Any]
-    """Function (sample, begin, end) that returns the value stored in the bytes from `begin` to `end` of the sample.
-    Raises any exception for bytes that are not a value."""
+    """(sample, begin, end) -> value. Raises any exception for bytes that are not a value."""
     encode: Callable[[Any], bytes]
-    """Function that returns a value as bytes. Raises TypeError, ValueError or OverflowError for a value that the
-    encoding cannot store."""
+    """Raises TypeError, ValueError or OverflowError for a value that the encoding cannot store."""
     decode_array: Callable[[bytes, int, int], Any] | None = None
-    """As `decode`, but returns an image as an array (a list of images as a list of arrays); None for other values."""
+    """As `decode`, but returns an image, or a list of images, as arrays; None for other values."""
     decode_file: Callable[[bytes, int, int], Any] | None = None
-    """As `decode`, but returns an image as the bytes of its file (a list of images as a list of these), and a pickle as
-    bytes; None for other values."""
+    """As `decode`, but returns images as the bytes of their files, and a pickle as bytes; None for other values."""
 
 
 def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
-    """Return the encoding with this name. Raises InvalidArgumentError for an unknown name, DatasetError if the decoder
-    would run code from the data (pickle) and `allow_unsafe_types` is False."""
+    """Raises InvalidArgumentError for an unknown name, DatasetError for pickles unless `allow_unsafe_types`."""
     check_encoding(name)
     if name in UNSAFE and not allow_unsafe_types:
         raise DatasetError(
@@ -65,7 +55,6 @@ def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
 
 
 def check_encoding(name: str) -> None:
-    """Raise InvalidArgumentError unless an encoding with this name exists."""
     family, colon, config = name.partition(":") if isinstance(name, str) else (name, "", "")
     if family not in ENCODINGS:
         raise InvalidArgumentError(
@@ -83,7 +72,6 @@ def _typed(value: Any, kind: type | tuple[type, ...], what: str) -> None:
 
 
 def as_bytes(sample: bytes, begin: int, end: int) -> bytes:
-    """Return the bytes from `begin` to `end` of the sample: a value as it is stored."""
     return sample[begin:end]
 
 
@@ -154,14 +142,12 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 _BY_NAME = {dtype.name: dtype for dtype in _NUMBERS}
 _SHAPES = tuple(struct.Struct(f"={letter}") for letter in "BHIQ")
-"""Structs that store one dimension of an array's shape, in 1, 2, 4 or 8 bytes. The byte that holds the number of
-dimensions says in its two lowest bits which struct is used."""
+"""For one dimension of a shape, in 1 to 8 bytes: the two lowest bits of the byte of dimensions say which."""
 MAX_DIMENSIONS = 63
 
 
 def _ndarray(config: str) -> Encoding:
-    """Return the encoding "ndarray:dtype:shape". `config`: the part of the name after "ndarray". A dtype or shape that
-    the name leaves out is stored before each value."""
+    """`config`: ":dtype:shape" or less. What the name leaves out is stored before each value."""
     name, colon, dims = config.partition(":")
     if not config:
         return ENCODINGS["ndarray"]
@@ -294,4 +280,4 @@ ENCODINGS: dict[str, Encoding] = {
     "pkl": Encoding(None, _unpickle, pickle.dumps, decode_file=as_bytes),
     "json": Encoding(None, _decode_json, _encode_json),
 }
-"""Encodings by name. "ndarray" may be followed by ":dtype" or ":dtype:shape"."""
+""""ndarray" may be followed by ":dtype" or ":dtype:shape"."""

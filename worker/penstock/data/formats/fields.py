@@ -8,15 +8,13 @@ __all__ = ["InvalidField", "check_text", "column_encodings", "kind_of", "names"]
 
 
 class InvalidField(Exception):
-    """Error about one field of a dataset's index, or of a shard's entry in it. `index.invalid_index` adds the index's
-    address, the shard's number and the remedy to the message."""
+    """Error about one field, to which `index.invalid_index` adds the address, the shard's number and the remedy."""
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(f"{field} {why}")
 
 
 def names(settings: dict[str, Any], field: str) -> list[str]:
-    """Return the field `field`, which must be a list of strings. Raises InvalidField."""
     value = settings.get(field)
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise InvalidField(
@@ -26,7 +24,6 @@ def names(settings: dict[str, Any], field: str) -> list[str]:
 
 
 def column_encodings(settings: dict[str, Any]) -> dict[str, str]:
-    """Return the name of each column's encoding, by the column's name. Raises InvalidField."""
     columns, encodings = names(settings, "column_names"), names(settings, "column_encodings")
     if len(set(columns)) != len(columns):
         raise InvalidField("column_names", f"must be unique, got {', '.join(columns)}")
@@ -38,11 +35,9 @@ def column_encodings(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def check_text(settings: dict[str, Any], field: str) -> None:
-    """Raise InvalidField unless the field `field` is a string that is not empty."""
     if not isinstance(settings.get(field), str) or not settings[field]:
         raise InvalidField(field, f"must be a string that is not empty, got {settings.get(field)!r:.100}")
 
 
 def kind_of(value: object) -> str:
-    """Return the name of a JSON value's type, for errors."""
     return "null" if value is None else type(value).__name__

@@ -1,5 +1,5 @@
-"""Table of the formats of shards: the files of a shard, the check of its entry in the index, and its reader. To add a
-format, write a module or package beside this one, and a row in FORMATS."""
+"""Table of the formats of shards: their files, the check of their entries in the index, their readers. To add a format,
+write a module or package beside this one, and a row in FORMATS."""
 
 from __future__ import annotations
 
@@ -31,58 +31,47 @@ __all__ = ["FORMATS", "MAX_BYTES", "Format", "PartReading", "reads_by_column"]
 MAX_BYTES = (1 << 32) - 1
 """Largest size in bytes of a file that is addressed by 32-bit offsets."""
 UNLIMITED = 1 << 44
-"""Largest size in bytes of a file whose format does not limit it (equal to `index.MAX_NUMBER`)."""
 
 _WITH_OFFSETS = ("data", "meta")
 
 
 @dataclass(frozen=True, slots=True)
 class PartReading:
-    """Functions of a format that read single parts of a file, which are fetched without the rest
-    (file_ranges.py)."""
+    """Functions of a format that read single parts of a file, fetched without the rest (file_ranges.py)."""
 
     table: Callable[[Shard], Shard]
-    """Function (shard of the whole file) that returns a shard without samples, which the cache fetches as a file of its
-    own. It consists of the bytes that the readers of all parts need: the table, such as the footer of Parquet."""
+    """Return the bytes that the readers of all parts need, such as Parquet's footer, as a shard without samples."""
     read: Callable[[Shard, Path], Any]
-    """Function (shard of the whole file, path of the file with the table) that reads and checks the table. It may raise
-    any error."""
+    """(whole shard, path of the table) -> the checked table. May raise any error."""
     open: Callable[[Shard, int, Path, Any, ReadOptions], ShardReader]
-    """Function (shard of the whole file, number of the part, path of the part, what `read` returned, options) that
-    returns the part's reader. Raises ShardCorruptError, DatasetError."""
+    """(whole shard, part, path of the part, table, options) -> reader. Raises ShardCorruptError, DatasetError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Format of shards, and the functions that read it."""
-
     name: str
-    """Name of the format in the dataset's index."""
     file_kinds: tuple[str, ...]
     """Kinds of files that a shard consists of ("data", "meta"), in the order of `Shard.files`."""
     check: Callable[[dict[str, Any]], None]
-    """Function that checks the format's settings in a shard's entry in the index. Raises InvalidField."""
+    """Check the settings in a shard's entry in the index. Raises InvalidField."""
     open: Callable[[Shard, Sequence[Path], ReadOptions], ShardReader]
-    """Function (shard, paths of its raw files, options) that returns the shard's reader. Raises ShardCorruptError,
-    DatasetError."""
+    """(shard, paths of its raw files, options) -> reader. Raises ShardCorruptError, DatasetError."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that only mosaicml-streaming's own reader needs, with the values that Penstock writes into the index."""
+    """Settings in the index that only mosaicml-streaming's own reader needs."""
     max_bytes: int = UNLIMITED
-    """Largest size in bytes that a raw (not compressed) file of this format may have."""
     by_part: PartReading | None = None
-    """Functions that read parts of a file; None if files are always fetched whole."""
+    """None if files are always fetched whole."""
     by_column: bool = False
-    """True if the format's reader can return the columns of several rows (see `shards.columns_of_rows`)."""
+    """True if the reader can return the columns of several rows (see `shards.columns_of_rows`)."""
 
 
 def _unchecked(settings: dict[str, Any]) -> None:
-    """Check nothing: a file of this format describes itself."""
+    """A file of this format describes itself."""
     del settings
 
 
 def _of_records(open_part: Callable[[Shard, Path, RecordPart, ReadOptions], ShardReader]) -> PartReading:
-    """Return the functions that read parts of a file of records, which has a file of offsets. `open_part`: function
-    that returns the reader of a part."""
+    """Return the functions that read parts of a file of records, which has a file of offsets."""
 
     def opened(shard: Shard, part: int, path: Path, table: memoryview, options: ReadOptions) -> ShardReader:
         return open_part(part_shard(shard, part), path, part_of(shard, part, table), options)
@@ -150,11 +139,8 @@ FORMATS: Mapping[str, Format] = {
         ),
     )
 }
-"""Formats, by the name that the dataset's index uses."""
 
 
 def reads_by_column(name: str) -> bool:
-    """Return True if the readers of format `name` can return columns; False if they cannot, or if the format is
-    unknown."""
     known = FORMATS.get(name)
     return known is not None and known.by_column

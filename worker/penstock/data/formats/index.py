@@ -1,8 +1,6 @@
-"""Reading and writing of index.json, in version 2 of mosaicml-streaming's format.
-
-The index describes all of a dataset, and may come from anywhere, so every field is checked when it is read: a wrong
-number is an error that names its shard and field, and not a later failure elsewhere. Datasets have up to hundreds of
-thousands of shards. What is the same for all of them (names and encodings of columns) is checked once and stored once.
+"""Reading and writing of index.json, in version 2 of mosaicml-streaming's format. An index may come from anywhere, so
+every field is checked when it is read, and an error names its shard and field. Datasets have up to hundreds of
+thousands of shards: what is the same for all (names and encodings of columns) is checked and stored once.
 
 Notes are entries of the index for Penstock alone, such as the number of a version; other readers ignore them.
 """
@@ -54,24 +52,22 @@ __all__ = [
 ]
 
 INDEXABLE_ENDINGS = {".parquet", ".jsonl", ".ndjson", ".csv", ".tsv", ".tar", ".tfrecord", ".arrow", ".idx"}
-"""Frequent endings of files that `index_folder` can index; it finds files with some other endings, too."""
+"""Frequent endings of files that `index_folder` can index; it finds some others, too."""
 INDEX = "index.json"
 VERSION_NOTE = "dataset_version"
-"""Name of the note with the number of the dataset's version that the index describes (cache/dataset_versions.py)."""
+"""Note with the number of the dataset's version that the index describes (cache/dataset_versions.py)."""
 SOURCE_NOTE = "folder"
-"""Name of the note with the local folder of the dataset's files, if the index lies in another folder."""
+"""Note with the local folder of the dataset's files, if the index lies in another folder."""
 VERSION = 2
 NOTES = "penstock"
-"""Name of the index's entry that holds the notes. It is the first entry, because entries are sorted by name."""
+"""Entry that holds the notes. It is the first one, because entries are sorted by name."""
 _NOTES_BEGIN = f'{{"{NOTES}": '.encode()
 INDEX_END = f'], "version": {VERSION}}}'.encode()
-"""Text of an index after the entry of its last shard."""
 MAX_NUMBER = 1 << 44
-"""Largest size of a file in bytes, and largest number of samples in it. With this limit, sums over all shards stay
-below 64 bits."""
+"""Largest size of a file in bytes, and number of its samples: sums over all shards stay below 64 bits."""
 
 PRECEDED_NOTE = "preceded_by"
-"""Name of a note in the index of version 1: the digest of the index that the dataset had before it had versions."""
+"""Note in the index of version 1: the digest of the index that the dataset had before it had versions."""
 
 _OWN = {"version", "format", "samples", "compression", "hashes", "blocks", "decoded_bytes", "spans", "ranges"}
 _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta")}
@@ -83,8 +79,7 @@ _NONE: Mapping[str, str] = {}
 
 
 def read_index(data: bytes, where: str) -> list[Shard]:
-    """Return the shards of an index. `data`: bytes of the index; `where`: its address, for errors. Raises DatasetError
-    if the index is invalid."""
+    """Return the shards of an index. `where`: its address, for errors. Raises DatasetError."""
     known: dict[str, Mapping[str, Any]] = {}
     files: dict[str, StoredFile] = {}
     shards: list[Shard] = []
@@ -97,37 +92,31 @@ def read_index(data: bytes, where: str) -> list[Shard]:
 
 
 def invalid_index(where: str, error: Exception) -> DatasetError:
-    """Return the error of an index with an invalid field. `where`: address of the index, with the shard's number for a
-    field of a shard; `error`: what is wrong."""
+    """`where`: address of the index, with the shard's number for a field of a shard."""
     remedy = "Fetch or write the index again, or upgrade Penstock if a newer release wrote it"
     return DatasetError(f"{where}: {error}. {remedy}")
 
 
 def write_index(shards: Iterable[Shard], notes: Mapping[str, Any] | None = None) -> bytes:
-    """Return the bytes of an index. Without notes, and for the formats of mosaicml-streaming, they are those that
-    mosaicml-streaming writes. `notes`: entries for Penstock alone, which other readers ignore."""
+    """Without notes, the bytes are those that mosaicml-streaming writes, for its formats."""
     return index_begin(notes) + b", ".join(map(entry_text, shards)) + INDEX_END
 
 
 def index_begin(notes: Mapping[str, Any] | None = None) -> bytes:
-    """Return the beginning of an index, up to the entry of its first shard. `notes`: entries for Penstock alone."""
     begin = _NOTES_BEGIN + json.dumps(dict(notes), sort_keys=True).encode() + b", " if notes else b"{"
     return begin + b'"shards": ['
 
 
 def entry_text(shard: Shard) -> bytes:
-    """Return the text of a shard's entry in an index. ", " separates entries."""
     return json.dumps(_entry(shard), sort_keys=True).encode()
 
 
 def version_index(version: int) -> str:
-    """Return the file name of the index that describes version `version` of a dataset."""
     return f"index-{version:06}.json"
 
 
 def index_notes(data: bytes) -> dict[str, Any]:
-    """Return the notes (entries for Penstock alone) of an index; an empty dict if the index has none, or if `data` ends
-    before the end of the notes. The list of shards is not parsed."""
+    """Return the notes, also if `data` ends after them. The list of shards is not parsed."""
     if not data.startswith(_NOTES_BEGIN):
         return {}
     try:
@@ -138,8 +127,7 @@ def index_notes(data: bytes) -> dict[str, Any]:
 
 
 def first_notes(first: Callable[[int], bytes]) -> dict[str, Any]:
-    """Return the notes of an index of which only the beginning is read, because it may be large. `first(size)` returns
-    the first `size` bytes of the index, or all bytes if there are fewer."""
+    """Return the notes of an index that may be large. `first(size)` returns at most its first `size` bytes."""
     size = 1 << 16
     while True:
         data = first(size)
@@ -150,19 +138,15 @@ def first_notes(first: Callable[[int], bytes]) -> dict[str, Any]:
 
 
 def file_notes(file: Descriptor) -> dict[str, Any]:
-    """Return the notes of an open index file, of which only the beginning is read."""
     return first_notes(lambda size: file.read(size, 0))
 
 
 def join_indexes(parts: Iterable[tuple[str, Iterable[Shard]]]) -> list[Shard]:
-    """Return the shards of several folders as the shards of one dataset in their common parent folder. `parts`: for
-    each folder, (path relative to the parent folder, its shards)."""
+    """Return the shards of several folders, (path relative to the parent, shards), as those of their parent."""
     return [shard_below(folder, shard) for folder, shards in parts for shard in shards]
 
 
 def shard_below(folder: str, shard: Shard) -> Shard:
-    """Return a shard of a folder as a shard of a parent folder. `folder`: path of the folder, relative to the parent
-    folder."""
     return replace(shard, files=tuple(_below(folder, file) for file in shard.files))
 
 
@@ -172,8 +156,7 @@ class _Index(msgspec.Struct):
 
 
 def entries_of(data: bytes, where: str) -> list[msgspec.Raw]:
-    """Return the JSON text of each shard's entry in an index, without parsing it. Raise DatasetError if `data` is not
-    an index. `where`: its address, for errors."""
+    """Return the text of each shard's entry, without parsing it. Raises DatasetError."""
     try:
         return _entries(data)
     except InvalidField as error:
@@ -200,7 +183,6 @@ def _entries(data: bytes) -> list[msgspec.Raw]:
 
 
 def parsed_entry(text: msgspec.Raw | bytes) -> Any:
-    """Return the JSON value of a shard's entry."""
 
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"a number must be finite in JSON, got {constant}")
@@ -212,22 +194,16 @@ def parsed_entry(text: msgspec.Raw | bytes) -> Any:
 
 
 def check_version(version: object) -> None:
-    """Raise InvalidField unless this module can read the version of an index, or of a shard's entry in it."""
+    """Raise InvalidField unless the version of an index, or of a shard's entry in it, can be read."""
     if type(version) is not int or version != VERSION:
         raise InvalidField("version", f"must be {VERSION}, got {version!r}")
 
 
 def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, StoredFile]) -> Shard:
-    """Return the shard that an entry of an index describes.
+    """Return the shard that an entry describes. Raises InvalidField or DatasetError.
 
-    Args:
-        entry: the entry, as parsed JSON.
-        known: settings of the entries parsed before, by format and text, so that shards with equal settings share one
-            dict. The entry's settings are added.
-        files: files of the entries parsed before, by name, to find a name that two entries use for different files.
-            The entry's files are added.
-
-    Raises InvalidField or DatasetError for an invalid entry.
+    `known`: settings of earlier entries, by format and text, so that equal ones share one dict. `files`: earlier files,
+    by name, to find a name that two entries use for different files. The entry's are added to both.
     """
     if not isinstance(entry, dict):
         raise InvalidField("the entry", f"must be an object, got {kind_of(entry)}")
@@ -273,8 +249,7 @@ def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, S
 
 
 def parts_of(parts: Any, kind: str, samples: int) -> tuple[int, ...]:
-    """Return the field `kind` ("blocks" or "spans") of a shard's entry: the number of samples in each block or span;
-    empty for None. Raises InvalidField."""
+    """Return the number of samples in each of the "blocks" or "spans" (`kind`). Raises InvalidField."""
     if parts is None:
         return ()
     if not isinstance(parts, list) or not all(type(rows) is int and rows >= 0 for rows in parts):
@@ -285,8 +260,7 @@ def parts_of(parts: Any, kind: str, samples: int) -> tuple[int, ...]:
 
 
 def ranges_of(ranges: Any, parts: int, size: int) -> tuple[int, ...]:
-    """Return the field "ranges" of a shard's entry, see `Shard.ranges`; empty if `parts` is 0. `parts`: number of
-    blocks or spans of the shard's file; `size`: size of the file in bytes. Raises InvalidField."""
+    """Return the field "ranges", see `Shard.ranges`; empty if `parts` is 0. Raises InvalidField."""
     if not parts:
         return ()
     if not isinstance(ranges, list) or not all(type(at) is int and 0 <= at <= size for at in ranges):
@@ -327,14 +301,13 @@ def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> 
 
 
 def check_size(field: str, size: int, limit: int) -> None:
-    """Raise InvalidField if a raw file is larger than its format allows."""
     if size > limit:
         raise InvalidField(field, f"must be at most {limit}, because the file's offsets have 32 bits, got {size}")
 
 
 def check_name(field: str, name: str) -> None:
-    """Raise InvalidField unless a file of a shard may have this name. Names of the cache's own files, which lie beside
-    the shards, are refused: a shard could overwrite them, and so decide which files the cache removes."""
+    """Raise InvalidField unless a file of a shard may have this name. A shard could overwrite the cache's own files,
+    which lie beside the shards, and so decide which files the cache removes."""
     steps = name.split("/")
     if not {"", ".", ".."}.isdisjoint(steps) or "\\" in name or "\0" in name:
         raise InvalidField(field, f"must be a plain path below the dataset's folder, got {name!r}")
@@ -361,8 +334,7 @@ def _count(entry: dict[str, Any], key: str, field: str) -> int:
 
 
 def remedy_without_index(folder: str) -> str:
-    """Return the remedy for the error about a folder without an index. Looks into the folder and the folders in it, and
-    no deeper: there may be millions of files."""
+    """Looks into the folder and the folders in it, and no deeper: there may be millions of files."""
     for pattern in ("*.*", "*/*.*"):
         if any(path.suffix.lower() in INDEXABLE_ENDINGS for path in Path(folder).glob(pattern)):
             return f"Call index_folder({folder!r}) to index the files in it"

@@ -1,12 +1,9 @@
-"""Rows of a Lance dataset, by number, read by the package pylance.
+"""Rows of a Lance dataset, by number, read by the package pylance. It finds, fetches and caches the files, also from
+object stores, so LanceRows is a map-style dataset, and not a StreamingDataset of shards.
 
-The library finds, fetches and caches the files of a Lance dataset, also from object stores. So LanceRows is a map-style
-dataset, and not a StreamingDataset of shards. LanceRows reads one version of the data: rows that are appended or
-deleted while a job runs change no row's number. With the argument `version` this holds also after the job resumes;
-without it, a resumed job opens the newest version, and refuses a state of an older one.
-
-A call of the library takes about 0.2 ms, for one row or for many, so read rows by batches (`__getitems__`). If calls go
-through the rows in order, the next 2 MiB of rows are read ahead.
+LanceRows reads one version of the data, so no row's number changes while a job runs. Without the argument `version`, a
+resumed job opens the newest version, and refuses a state of an older one. A call takes about 0.2 ms for one row or for
+many, so read rows by batches (`__getitems__`).
 """
 
 from __future__ import annotations
@@ -30,14 +27,14 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorru
 __all__ = ["LanceRows"]
 
 AHEAD_BYTES = 2 << 20
-"""Size in bytes of the rows that one call of the library reads when a caller goes through the rows in order. With rows
-of 1 KiB, this is 7 times as fast as calls for 32 rows each. A larger size was slower with rows of 64 KiB."""
+"""Bytes of rows that one call reads when a caller goes through the rows in order: with rows of 1 KiB 7 times as fast as
+calls for 32 rows; a larger size was slower with rows of 64 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
     first: int
-    """Number in the dataset of the table's first row. The other rows follow it only if consecutive rows were read."""
+    """Number of the table's first row. The others follow it only if consecutive rows were read."""
     rows: int
     columns: list[tuple[str, Column]]
 
@@ -53,8 +50,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 
         loader = MapLoader(LanceRows("s3://bucket/train.lance", columns=["tokens"]), batch_size=64, shuffle=True)
 
-    A MapLoader reads a whole batch in one call. Thread-safe, and usable in forked and spawned processes, which open the
-    dataset again.
+    A MapLoader reads a whole batch in one call. Thread-safe, and usable in forked and spawned processes.
     """
 
     def __init__(
@@ -68,8 +64,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         """
         Args:
             uri: folder of the dataset, or its address in an object store.
-            version: version of the dataset to read; None: the newest one. A saved state that was taken of another
-                version is refused.
+            version: version to read; None: the newest one. A saved state of another version is refused.
             columns: names of the columns to read; None: all.
             storage_options: options for pylance's object store, such as keys.
 
@@ -81,20 +76,17 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._options = None if storage_options is None else dict(storage_options)
         self._opened: tuple[int, Any] | None = None
         self._ahead: _Table | None = None
-        """Consecutive rows that were read last, if more were read than asked for; None otherwise."""
+        """Consecutive rows that were read last, if more were read than asked for."""
         self._next = -1
-        """Number of the row after the consecutive rows that were asked for last; -1 if none were. If the next rows that
-        are asked for begin there, the caller goes through the rows in order."""
+        """Row after the last consecutive rows asked for; -1: none. If the next ones begin there, read ahead."""
         self._row_bytes = AHEAD_BYTES
-        """Mean size in bytes of the consecutive rows that were read last."""
+        """Mean size of the consecutive rows that were read last."""
         self._version = version
         dataset = self._dataset()
         self.version = self._version = int(dataset.version)
-        """Number of the dataset's version that is read."""
         self._rows: int = dataset.count_rows()
         schema = dataset.schema
         self.columns = list(schema.names) if columns is None else list(columns)
-        """Names of the columns that are read."""
         missing = [name for name in self.columns if name not in schema.names]
         if missing or not self.columns:
             raise InvalidArgumentError(
@@ -102,8 +94,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                 "argument `columns`"
             )
         self.fingerprint = self._digest(dataset)
-        """Digest of the names of the columns that are read, and of the files of the dataset's version. It changes with
-        the data, and with `columns`."""
+        """Digest of the names of the read columns, and of the files of the dataset's version."""
 
     def __len__(self) -> int:
         return self._rows
@@ -112,21 +103,20 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return f"<LanceRows {self.uri}, version {self.version}: {self._rows} rows of {', '.join(self.columns)}>"
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a row; for a slice, a list or an array of numbers, the list of these rows, read in one call of the
-        library. Raises IndexError for a row that does not exist, ShardCorruptError for files that cannot be read."""
+        """Return a row, or for a slice, a list or an array of numbers, the list of these rows, read in one call. Raises
+        IndexError for a row that does not exist, ShardCorruptError for files that cannot be read."""
         several = many_numbers(index, self._rows, self.uri, "a row's number")
         if several is not None:
             return self._taken(several)
         return self._taken([one_number(index, self._rows, self.uri, "a row's number")])[0]
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[dict[str, Any]]:
-        """Return several rows, read in one call of the library. Raises IndexError for a row that does not exist,
-        ShardCorruptError for files that cannot be read."""
+        """Return several rows, read in one call. Raises as `__getitem__` does."""
         rows: list[dict[str, Any]] = self[list(indices)]
         return rows
 
     def get_columns(self, samples: Ints) -> Columns:
-        """Return the columns of the rows with these numbers, by name, see ColumnSource."""
+        """Return the columns of these rows, by name, see ColumnSource."""
         table, begin = self._table_of(samples.tolist())
         rows = np.arange(begin, begin + len(samples))
         return {name: column.batch(rows) for name, column in table.columns}
@@ -144,17 +134,15 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
 
     def _table_of(self, numbers: list[int]) -> tuple[_Table, int]:
-        """Return a table that contains these rows (at least one) in this order, and the index in the table of the first
-        of them."""
+        """Return a table with these rows (at least one) in this order, and the index of the first."""
         first, count = numbers[0], len(numbers)
         if numbers == list(range(first, first + count)):
             return self._in_order(first, count)
         return _Table.of(self._read(numbers), first), 0
 
     def _in_order(self, first: int, count: int) -> tuple[_Table, int]:
-        """Return a table that contains `count` consecutive rows from row `first` on, and the index in the table of the
-        first of them. If these rows follow the rows that were asked for last, some of the next rows are read ahead.
-        Threads may call this at the same time, because each uses the table that it has read or found."""
+        """Return a table with consecutive rows, and the index of the first; read ahead if they follow the last ones.
+        Thread-safe, because each caller uses the table that it has read or found."""
         ahead, follows, self._next = self._ahead, self._next == first, first + count
         if ahead is not None and ahead.first <= first and first + count <= ahead.first + ahead.rows:
             return ahead, first - ahead.first
@@ -194,8 +182,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return dataset
 
     def _called(self, call: Callable[[], Any], what: str) -> Any:
-        """Return the result of a call of the library. Raises ShardCorruptError if the call raises an exception, or a
-        panic of the library's Rust code, which derives from BaseException. `what`: what is read, for the error."""
+        """Raises ShardCorruptError for exceptions, and for panics of Rust code, which are BaseExceptions."""
         try:
             return call()
         except Exception as error:

@@ -3,9 +3,8 @@
     [samples: 4] [offset: 4] * (samples + 1) [settings as JSON] [sample] * samples
     sample = [size: 4] for each column without a fixed size, then the values, column by column
 
-The index describes the columns. The settings in the shard repeat this description, and are not read. The code here runs
-for each sample, so everything that can be computed once (offsets, decoders, positions of values of fixed size) is
-computed when the shard is opened.
+The settings in the shard repeat the index's description, and are not read. The code runs for each sample, so all that
+can be (offsets, decoders, positions) is computed when the shard is opened.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ Decode = Callable[[bytes, int, int], Any]
 
 
 def columns_of(shard: Shard, options: ReadOptions = DEFAULT_OPTIONS) -> list[tuple[str, Decode, int]]:
-    """Return (name, decoder, size in bytes if it is fixed, else 0) for each column, in the order in which an MDS sample
-    stores them. Raises DatasetError for a column of pickles, unless the options allow pickles or keep them as bytes."""
+    """Return (name, decoder, fixed size in bytes or 0) for each column, in stored order. Raises DatasetError for
+    pickles unless the options allow them or keep them as bytes."""
     settings = shard.settings
     columns = []
     as_stored = options.encoded or options.images == "file"  # the pickle's bytes are returned and not loaded
@@ -47,7 +46,6 @@ def columns_of(shard: Shard, options: ReadOptions = DEFAULT_OPTIONS) -> list[tup
 
 
 def check_mds(settings: dict[str, Any]) -> None:
-    """Check the settings of an MDS shard in the dataset's index. Raises InvalidField."""
     columns = column_encodings(settings)
     for name, encoding in columns.items():
         try:
@@ -69,8 +67,6 @@ def open_mds(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> MDSRe
 
 
 class MDSReader(SampleFile):
-    """Reader of an MDS shard, see `penstock.data.formats.shards.ShardReader`."""
-
     def __init__(self, shard: Shard, path: Path, options: ReadOptions = DEFAULT_OPTIONS) -> None:
         columns = columns_of(shard, options)
         super().__init__(path, shard.files[0].raw)

@@ -5,15 +5,10 @@
     [length in tokens: 4] * sequences [begin in bytes: 8] * sequences
     [number of the document's first sequence: 8] * (documents + 1) [mode: 1] * sequences, only for multimodal data
 
-A document is one sequence or several (sentences, or texts and images in turn). The sequences lie in the .bin file one
-after the other, without gaps.
-
-Tables of up to KEPT_BYTES are read into memory and checked when the file is opened. Larger ones stay on the disk, and
-a document's entries are checked when it is read: an index of 10^9 documents opens at once, and takes no memory in any
-process of a host.
-
-Nothing is mapped as in Megatron: a mapped file that is truncated kills its reader (SIGBUS). The copy of a document of
-1,000 tokens takes 0.5 us, and its array is writable, as torch.from_numpy wants it.
+A document is one sequence or several (sentences, or texts and images in turn), without gaps in the .bin file. Tables of
+up to KEPT_BYTES are read and checked when the file is opened; of larger ones entries are checked when read, so an index
+of 10^9 documents opens at once, and takes no memory. Nothing is mapped as in Megatron: a mapped file that is truncated
+kills its reader (SIGBUS). A copy of 1,000 tokens takes 0.5 us, and is writable, as torch.from_numpy wants it.
 """
 
 from __future__ import annotations
@@ -42,34 +37,29 @@ VERSION = 1
 ONE, TWO = struct.Struct("<q"), struct.Struct("<2q")
 HEAD = struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
-"""dtype of the tokens, by the code that stands for it in the .idx file."""
+"""dtype of the tokens, by its code in the .idx file."""
 KEPT_BYTES = 64 << 20
 """Largest size in bytes of an .idx file whose tables are read into memory."""
 HASHED_PART = 1 << 20
-"""Number of bytes of each part of a large .idx file that goes into its digest. There are KEPT_BYTES / HASHED_PART such
-parts, evenly spaced."""
+"""Bytes of each of the KEPT_BYTES / HASHED_PART evenly spaced parts of a large .idx file in its digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
-    """Position of a document in the .bin file, and lengths of its sequences."""
+    """Position of a document in the .bin file, in bytes, and lengths of its sequences."""
 
     begin: int
-    """Offset in the .bin file of the document's first byte."""
     lengths: np.ndarray[Any, np.dtype[np.int32]]
     """Number of tokens in each sequence of the document; shape (sequences,)."""
     modes: np.ndarray[Any, np.dtype[np.int8]] | None
-    """Mode (Megatron's number for text, image and so on) of each sequence, shape (sequences,); None if the index has no
-    modes, because all sequences are text."""
+    """Mode of each sequence (Megatron's number for text, image and so on); None if all are text."""
 
 
 class TokenIndex:
-    """Boundaries of the documents in a .bin file, read from its .idx file. Thread-safe, and usable in forked
-    children."""
+    """Boundaries of the documents in a .bin file. Thread-safe, and usable in forked children."""
 
     def __init__(self, path: Path, name: str) -> None:
-        """Open an .idx file and check it. `name`: name of the file in errors. Raises ShardCorruptError if it is missing
-        or damaged."""
+        """Open an .idx file and check it. Raises ShardCorruptError if it is missing or damaged."""
         self.name = name
         self._file, self.size = open_file(path, name)
         head = self._read(0, HEAD.size)
@@ -84,7 +74,6 @@ class TokenIndex:
                 f"the code of the dtype must be one of {', '.join(map(str, DTYPES))}, got {code}. Write the data again"
             )
         self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
-        """dtype of the tokens in the .bin file."""
         self.documents: int = max(0, bounds - 1)
         plain = HEAD.size + 12 * self.sequences + 8 * bounds
         if bounds < 1 or self.size not in (plain, plain + self.sequences):
@@ -94,8 +83,7 @@ class TokenIndex:
             )
         self.has_modes = self.sequences > 0 and self.size > plain
         self._tables = (HEAD.size, HEAD.size + 4 * self.sequences, HEAD.size + 12 * self.sequences, plain)
-        """Offsets in the .idx file of four tables: lengths of the sequences, their first bytes, the documents' first
-        sequences, and the modes."""
+        """Offsets of the tables: lengths and first bytes of sequences, first sequences of documents, modes."""
         self._kept: memoryview | None = None
         if self.size <= KEPT_BYTES:
             self._kept = memoryview(self._read(0, self.size))
@@ -103,15 +91,13 @@ class TokenIndex:
         self.data_bytes = self._last_end()
         """Size in bytes that the .bin file must have."""
         self.extents: memoryview[int] | None = self._kept_extents()
-        """Offset in the .bin file of each document's first byte, then of the end of the last document; None if the
-        tables are not in memory."""
+        """First byte of each document, then the end of the last; None if the tables are not in memory."""
 
     def __len__(self) -> int:
         return self.documents
 
     def extent(self, number: int) -> tuple[int, int]:
-        """Return the offsets in the .bin file of a document's first byte and of its end. The number must be valid.
-        Raises ShardCorruptError if the document's entry in the .idx file is damaged."""
+        """Return a document's first byte and end. The number must be valid. Raises ShardCorruptError."""
         if self.extents is not None:
             return self.extents[number], self.extents[number + 1]
         first, last = TWO.unpack(self._read(self._tables[2] + 8 * number, 16))
@@ -126,8 +112,7 @@ class TokenIndex:
         return begin, end if first < last else begin
 
     def document(self, number: int) -> DocumentEntry:
-        """Return where a document lies in the .bin file, and its sequences. The number must be valid. Raises
-        ShardCorruptError."""
+        """The number must be valid. Raises ShardCorruptError."""
         first, end = (int(bound) for bound in self._bounds(number, number + 2))
         if not 0 <= first <= end <= self.sequences:
             self._refuse(number, f"sequences 0 to {self.sequences}", f"{first} to {end}")
@@ -208,8 +193,7 @@ class TokenIndex:
         self._check_sequences("the file", self._lengths(0, self.sequences), np.append(begins, self._last_end()))
 
     def _check_sequences(self, what: str, lengths: np.ndarray[Any, Any], begins: np.ndarray[Any, Any]) -> None:
-        """Raise ShardCorruptError unless sequences lie one after the other. `lengths`: number of tokens of each
-        sequence; `begins`: first byte of each sequence, then the end of the last one; `what`: subject of the error."""
+        """Raise ShardCorruptError unless sequences lie one after the other. `begins`: with the end of the last."""
         if (lengths < 0).any() or begins[0] < 0:
             self._corrupt(f"{what} must not have a sequence with a negative length or begin. Write the file again")
         ends = begins[:-1] + lengths.astype(np.int64) * self.dtype.itemsize
@@ -306,9 +290,8 @@ class MegatronDocuments:
         documents = MegatronDocuments("corpus_text_document")
         source = Packed(LogicalShards([documents], shards=64, shuffle=True), length=4096)
 
-    `documents[i]` is an array of the tokens of document i, of the stored dtype. `documents[a:b]` is a view of the
-    documents from a to b - 1, and reads nothing. The object is an indexable piece for LogicalShards. Thread-safe, and
-    usable in forked and spawned processes.
+    `documents[i]` is an array of the tokens of document i, of the stored dtype. `documents[a:b]` is a view, which reads
+    nothing. An indexable piece for LogicalShards. Thread-safe, and usable in forked and spawned processes.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -340,8 +323,8 @@ class MegatronDocuments:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the .idx file (of some parts of a large one), with the numbers of the first document of this object
-        and of the document after its last one. The tokens do not enter into it."""
+        """Digest of the .idx file (of some parts of a large one), with the numbers of the first document and of the end
+        of this object. The tokens do not enter into it."""
         return f"{self._file.index.digest()}:{self._range.start}:{self._range.stop}"
 
     def __len__(self) -> int:
@@ -360,8 +343,8 @@ class MegatronDocuments:
     def __getitem__(self, index: SupportsIndex) -> Tokens: ...
 
     def __getitem__(self, index: SupportsIndex | slice) -> Tokens | MegatronDocuments:
-        """Return the tokens of a document: a writable array of shape (tokens,), which shares no memory with others. For
-        a slice, return a view of these documents.
+        """Return the tokens of a document, a writable array of shape (tokens,) with memory of its own; for a slice, a
+        view.
 
         Raises:
             IndexError: the index is out of range.
@@ -384,8 +367,7 @@ class MegatronDocuments:
             raise self._no_document(index) from None
 
     def close(self) -> None:
-        """Close the .bin file, also for all views of this object. Arrays that were read stay valid, and a later read
-        raises ValueError."""
+        """Close the .bin file, also for all views. Arrays that were read stay valid; a later read raises ValueError."""
         self._file.close()
 
     def _no_document(self, index: SupportsIndex) -> IndexError:
@@ -425,8 +407,7 @@ class MegatronDocuments:
 
 
 class MegatronReader:
-    """Reader of a .bin and an .idx file as a shard, see formats.shards.ShardReader. A sample is a document, as
-    MegatronDocuments.sample returns it."""
+    """A sample is a document, as MegatronDocuments.sample returns it."""
 
     def __init__(self, shard: Shard, data: Path, index: Path) -> None:
         stored, boundaries = (file.raw for file in shard.files)
@@ -452,24 +433,19 @@ class MegatronReader:
         return self._file.sample(index)
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples with these numbers."""
         return [self[row] for row in rows]
 
     def close(self) -> None:
-        """Close the file. Samples that were read stay valid."""
         self._file.close()
 
 
 def open_megatron(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> MegatronReader:
-    """Return a reader of a Megatron shard (the function `Format.open` of this format)."""
     del options  # no pickles here, and images stay as stored
     return MegatronReader(shard, *paths)
 
 
 def index_megatron(path: Path, name: str) -> Shard:
-    """Index a .bin file and its .idx file: return the one shard that describes both. `path`: the .bin file; `name`:
-    path of the .bin file, relative to the dataset's folder. Raises ShardCorruptError if a file is missing or
-    damaged."""
+    """Index a .bin file and its .idx file as one shard. Raises ShardCorruptError if one is missing or damaged."""
     if path.suffix != ".bin":
         raise InvalidArgumentError(f"path must end in .bin, got {path}. Pass the .bin file of the pair")
     index_name = name.removesuffix(".bin") + ".idx"

@@ -1,10 +1,9 @@
-"""Bytes of samples in a raw (not compressed) shard file, found by a table of offsets (in it, or in the shard's other
-file).
+"""Bytes of samples in a raw (not compressed) shard file, found by a table of offsets in it or in the shard's other
+file.
 
-The file is read with pread and not mapped. A mapped file that is truncated kills its reader without a message (SIGBUS);
-pread returns too few bytes, which becomes a named error. With pread, a sample of 1 KiB takes 0.8 us longer. Values are
-copies and stay valid. An open file can be read after its removal from a cache, and after a fork. A read keeps the file
-open (see Descriptor), so another thread may close the reader at any moment.
+The file is read with pread and not mapped: a mapped file that is truncated kills its reader without a message (SIGBUS);
+pread returns too few bytes, which becomes a named error. A sample of 1 KiB takes 0.8 us longer. A file can be read
+after its removal from a cache, after a fork, and while another thread closes the reader (see Descriptor).
 """
 
 from __future__ import annotations
@@ -23,30 +22,27 @@ __all__ = ["SampleFile", "check_samples", "open_file", "read_checked", "unreadab
 
 
 class SampleFile:
-    """File in which sample i is stored in the bytes from offsets[i] to offsets[i + 1]. Base class of the readers of
-    formats with such a table of offsets."""
+    """Base class of readers: sample i is stored in the bytes from offsets[i] to offsets[i + 1]."""
 
     def __init__(self, path: Path, stored: StoredFile) -> None:
-        """Open the file and check its size. A subclass then calls `_set_offsets` with the table of offsets."""
+        """A subclass then calls `_set_offsets` with the table of offsets."""
         self.name = stored.name
         self._count = 0
         self._offsets = memoryview(b"").cast("I")
         self._file: Descriptor | None
-        """Open shard file; None once the reader is closed."""
+        """None once the reader is closed."""
         self._file, self._size = open_file(path, stored.name, stored.size)
 
     def __len__(self) -> int:
         return self._count
 
     def close(self) -> None:
-        """Drop the reader's reference to the file. Reads in progress end normally, and the file is closed after the
-        last of them."""
+        """Drop the reference to the file. Reads in progress end normally; the last of them closes it."""
         self._file = None
 
     def _set_offsets(self, table: bytes, samples: int, begin: int) -> None:
-        """Read and check the table of offsets, [count: 4] [offset: 4] * (count + 1), which is at the start of `table`.
-        The table comes from this file or from the shard's other file. `samples`: expected count; `begin`: smallest
-        allowed offset."""
+        """Check and set the table of offsets, [count: 4] [offset: 4] * (count + 1), at the start of `table`. `samples`:
+        expected count; `begin`: smallest allowed offset."""
         count = int.from_bytes(table[:4], "little")
         if len(table) < 4 or count != samples:
             self._corrupt(
@@ -69,8 +65,7 @@ class SampleFile:
         self._count = count
 
     def _bytes_of(self, index: int) -> bytes:
-        """Return the bytes of a sample. Raises IndexError for a number that does not exist, ShardCorruptError for a
-        truncated file."""
+        """Raises IndexError for a number that does not exist, ShardCorruptError for a truncated file."""
         if not 0 <= index < self._count:
             raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {self._count}, got {index}")
         begin = self._offsets[index]
@@ -102,15 +97,13 @@ class SampleFile:
 
 
 def unreadable(name: str, error: OSError) -> ShardCorruptError:
-    """Return the error for an open file from which bytes cannot be read. `name`: name of the file."""
     return ShardCorruptError(
         f"{name} cannot be read: {error}. Check the disk or the network file system that has the file"
     )
 
 
 def open_file(path: Path, name: str, size: int | None = None) -> tuple[Descriptor, int]:
-    """Return an open file, and its size in bytes. `name`: name of the file in errors; `size`: its size in the dataset's
-    index. Raises ShardCorruptError if the file cannot be opened, or has another size."""
+    """Return an open file and its size in bytes. Raises ShardCorruptError if it cannot be opened or has not `size`."""
     try:
         file = Descriptor(path)
         actual = os.fstat(file.fileno()).st_size
@@ -127,8 +120,7 @@ def open_file(path: Path, name: str, size: int | None = None) -> tuple[Descripto
 
 
 def check_samples(name: str, what: str, samples: int, expected: int) -> None:
-    """Raise ShardCorruptError unless the file `name` has as many samples as the dataset's index lists. `what`: what the
-    format calls them."""
+    """`what`: what the format calls samples, for the error."""
     if samples != expected:
         raise ShardCorruptError(
             f"{name} must have {expected} {what}, as the dataset's index lists, got {samples}. Index the folder again "
@@ -137,8 +129,7 @@ def check_samples(name: str, what: str, samples: int, expected: int) -> None:
 
 
 def read_checked(path: Path, stored: StoredFile) -> bytes:
-    """Return a small file's content. Raises ShardCorruptError if it cannot be read, or if its size differs from the
-    index."""
+    """Raises ShardCorruptError if a small file cannot be read, or its size differs from the index."""
     file, size = open_file(path, stored.name, stored.size)
     try:
         return file.read(size, 0)

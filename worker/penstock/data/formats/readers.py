@@ -1,5 +1,3 @@
-"""Choice of the reader class for a shard, by its format."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,12 +15,9 @@ __all__ = ["check_columns", "open_part", "open_shard"]
 def open_shard(
     shard: Shard, paths: Sequence[Path], options: ReadOptions = DEFAULT_OPTIONS, *, source: str = ""
 ) -> ShardReader:
-    """Return a reader of a shard. `paths`: the shard's raw (decompressed) files, in the order of `shard.files`;
-    `source`: address of the files, for errors.
-
-    Raises ShardCorruptError if the files differ from the index, and DatasetError for a column that may not be read
-    (pickles) or does not exist, and for a package that is not installed.
-    """
+    """Return a reader of a shard's raw (decompressed) files, in the order of `shard.files`. `source`: their address,
+    for errors. Raises ShardCorruptError if they differ from the index, and DatasetError for a column that may not be
+    read (pickles) or does not exist, and for a package that is not installed."""
     try:
         reader = _reader(shard, paths, options)
         if options.columns is not None:
@@ -35,8 +30,8 @@ def open_shard(
 
 
 def check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where: str) -> None:
-    """Raise InvalidArgumentError if the index shows that a column in `columns` does not exist. Only the first shard's
-    entry is compared, because the shards of a dataset should have the same columns; an index may list none."""
+    """Raise InvalidArgumentError if the index shows that a column does not exist. Only the first shard's entry is
+    compared, because the shards of a dataset should have the same columns; an index may list none."""
     known = shards[0].settings.get("column_names", shards[0].settings.get("columns")) if shards else None
     missing = [name for name in columns or () if known is not None and name not in known]
     if missing and known is not None:
@@ -49,18 +44,8 @@ def check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where:
 def open_part(
     shard: Shard, part: int, path: Path, table: Any, options: ReadOptions = DEFAULT_OPTIONS, *, source: str
 ) -> ShardReader:
-    """Return a reader of one part of a shard: a block or span that was fetched without the rest
-    (file_ranges.py).
-
-    Args:
-        shard: the whole shard.
-        part: number of the part, from 0.
-        path: file of the part in the cache.
-        table: what the readers of all parts need, as the format's `PartReading.read` returned it.
-        options, source: as in `open_shard`.
-
-    Raises ShardCorruptError if the part differs from the index, DatasetError as `open_shard` does.
-    """
+    """Return a reader of one part (block or span) of a shard, in a file of its own at `path` (file_ranges.py). `table`:
+    as the format's `PartReading.read` returned it. Raises ShardCorruptError, and DatasetError as `open_shard` does."""
     try:
         by_part = FORMATS[shard.format].by_part
         assert by_part is not None

@@ -1,9 +1,5 @@
-"""Readers of shards in text form. A sample is a line of JSON, or a line of separated values; a second file has the
-offsets of the lines.
-
-Lines are found by these offsets and not by line ends, so a value may contain a newline. Quotes are ordinary characters:
-mosaicml-streaming writes none, and refuses values that would need them.
-"""
+"""Readers of shards of text: lines of JSON or of separated values, found by a second file's offsets, so a value may
+contain a newline. Quotes are ordinary: mosaicml-streaming writes none, and refuses values that need them."""
 
 from __future__ import annotations
 
@@ -28,13 +24,11 @@ __all__ = [
 ]
 
 TEXT_ENCODINGS: dict[str, type[str | int | float]] = {"str": str, "int": int, "float": float}
-"""Python type of a column's values, by the encoding's name. The type is called with the text of a value."""
+"""Called with the text of a value, by the encoding's name."""
 SEPARATORS = {"csv": ",", "tsv": "\t"}
-"""Separator between the values of a line, by format; only for formats with a fixed separator."""
 
 
 def check_json(settings: dict[str, Any]) -> None:
-    """Check the settings of a JSON shard in the dataset's index. Raises InvalidField."""
     columns = settings.get("columns")
     if not isinstance(columns, dict) or not all(isinstance(encoding, str) for encoding in columns.values()):
         raise InvalidField(
@@ -45,8 +39,7 @@ def check_json(settings: dict[str, Any]) -> None:
 
 
 def check_separated(settings: dict[str, Any], *, any_separator: bool = False) -> None:
-    """Check the settings, in the dataset's index, of a shard of separated values. `any_separator`: True if the entry
-    must name the separator. Raises InvalidField."""
+    """`any_separator`: True if the entry must name the separator. Raises InvalidField."""
     _check_encodings("column_encodings", column_encodings(settings))
     check_text(settings, "newline")
     if any_separator:
@@ -83,8 +76,6 @@ class _TextReader(SampleFile):
 
 
 class JSONReader(_TextReader):
-    """Reader of JSON lines, see `penstock.data.formats.shards.ShardReader`."""
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         line = self._bytes_of(index)
         try:
@@ -97,8 +88,6 @@ class JSONReader(_TextReader):
 
 
 class XSVReader(_TextReader):
-    """Reader of separated values, see `penstock.data.formats.shards.ShardReader`."""
-
     def __init__(self, shard: Shard, paths: tuple[Path, Path]) -> None:
         super().__init__(shard, paths)
         settings = shard.settings

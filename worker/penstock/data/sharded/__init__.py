@@ -1,2 +1,1 @@
-"""`ShardLoader` with its sources, whose data are cut into a fixed number of logical shards, and the layers that
-convert, mix and pack samples."""
+"""`ShardLoader`, its sources, and the layers that convert, mix and pack samples, all in a fixed number of shards."""

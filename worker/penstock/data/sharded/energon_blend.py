@@ -1,10 +1,8 @@
-"""Sources and datasets made from a metadataset file, in which Megatron Energon lists folders by split and how to mix
-them. In version 1 a split has a list `datasets`, in version 2 one of `blend`, `blend_epochized`, `concat` and `path`.
+"""Sources and datasets from a metadataset file, in which Megatron Energon lists folders by split and how to mix them.
+In version 1 a split has a list `datasets`, in version 2 one of `blend`, `blend_epochized`, `concat` and `path`.
 
-`blend` and `datasets` give each folder a weight, `blend_epochized` the number of times that an epoch has each of its
-samples. A path is relative to the file that contains it, and leads to a folder that Energon prepared, or to another
-metadataset file, whose folders are then inserted there: their weights or repetitions are multiplied by those of the
-entry, and its subflavors (values that are added to each sample) override theirs.
+A path is relative to the file that contains it. If it leads to another metadataset file, the folders of that file are
+inserted: their weights or repetitions are multiplied by the entry's, whose subflavors override theirs.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ __all__ = ["BlendMember", "BlendPlan", "energon_blend", "energon_concat", "read_
 
 SampleLoader = Callable[[dict[str, Any]], dict[str, Any]]
 READ_S = 60.0
-"""Seconds to wait for the content of a metadataset file."""
 
 
 def energon_blend(
@@ -55,28 +52,24 @@ def energon_blend(
 
         loader = ShardLoader(energon_blend("blend.yaml", shards=64), batch_size=32)
 
-    A split of the kind `blend` becomes an endless Mixture with the same weights: a folder that is read to its end is
-    begun again, independently of the others. `blend_epochized`, `concat` and a single folder become one finite source:
-    an epoch has each sample of a folder as many times as the folder's `repetitions` say. Index each folder first, by
-    index_folder.
+    A split of the kind `blend` becomes an endless Mixture with the same weights: a folder that is read to its end
+    begins again. `blend_epochized`, `concat` and a single folder become one finite source: an epoch has each sample of
+    a folder as often as the folder's `repetitions` say. Index each folder first, by index_folder. If any folder has
+    subflavors (values that Energon adds to each sample), each sample has the field `__subflavors__`.
 
     Args:
         path: path or URL of the metadataset file.
         split: name of the split to read, such as "train".
         shards, shuffle, shuffle_block: see LogicalShards.
-        local: folder for the caches of remote folders, each in a subfolder with the remote folder's name (and a hash of
-            its path, if several have this name); None: the user's cache folder.
-        sample_loaders: dict from a folder's name to a function, for all folders with this name. It must have each
-            folder whose dataset.yaml names a `sample_loader`, because code in a data folder is never run. The function
-            gets a sample as a dict of its files in the archive, and returns a dict.
+        local: folder for the caches of remote folders, one subfolder for each; None: the user's cache folder.
+        sample_loaders: function by a folder's name, from a sample (a dict of its files in the archive) to a dict. Each
+            folder whose dataset.yaml names a `sample_loader` needs one, because code in a data folder is never run.
         storage_options: keyword arguments for fsspec's filesystem, for remote folders.
         options: other keyword arguments of StreamingDataset, for each folder.
 
-    If any folder has subflavors (values that Energon adds to each sample), each sample has the field `__subflavors__`.
-
     Raises:
         InvalidArgumentError: an argument is invalid.
-        DatasetError: a file or a folder cannot be read, or the file has a setting that Penstock does not support.
+        DatasetError: a file or a folder cannot be read, or has a setting that Penstock does not support.
         ShardUnavailableError: a remote folder, or its index, cannot be read.
     """
     plan = _plan(path, split, storage_options)
@@ -104,12 +97,10 @@ def energon_concat(
     storage_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> torch.utils.data.ConcatDataset[dict[str, Any]]:
-    """Return a dataset for validation: all samples of a split of an Energon metadataset file, each once, one folder
-    after the other. Weights and repetitions are ignored, as in Energon.
+    """Return a dataset for validation: all samples of a split of an Energon metadataset file, each once, folder by
+    folder. Weights and repetitions are ignored, as in Energon. Arguments and errors as in `energon_blend`.
 
         loader = MapLoader(energon_concat("blend.yaml", "val"), batch_size=32)
-
-    Arguments and errors as in `energon_blend`.
     """
     plan = _plan(path, split, storage_options)
     return torch.utils.data.ConcatDataset(
@@ -118,7 +109,7 @@ def energon_concat(
 
 
 class _Member(StreamingDataset):
-    """Prepared folder of a blend, whose samples pass through the user's sample loader, or get subflavors, or both."""
+    """Folder of a blend, whose samples pass through the user's sample loader, or get subflavors, or both."""
 
     def __init__(self, *args: Any, subflavors: Mapping[str, Any] | None, loader: SampleLoader | None, **options: Any):
         super().__init__(*args, **options)
@@ -164,8 +155,7 @@ def _opened(
 
 
 def _cache_name(plan: BlendPlan, member: BlendMember) -> str:
-    """Return the subfolder for a folder's cache. Folders of one name get a hash of their path: a cache is of one
-    remote."""
+    """Folders of one name get a hash of their path, because a cache is of one remote."""
     if len({one.path for one in plan.members if one.name == member.name}) == 1:
         return member.name
     return f"{member.name}-{xxhash.xxh3_64_hexdigest(member.path.encode())}"
@@ -199,7 +189,7 @@ def _dataset(
 
 
 DEEPEST = 16
-"""Largest number of links in a chain of metadataset files of which each names the next."""
+"""Largest number of links in a chain of metadataset files."""
 _KINDS: Mapping[str, Kind] = {
     "datasets": "blend",
     "blend": "blend",
@@ -215,7 +205,6 @@ _REFUSED = {
     "dataset_config": "index_folder reads dataset.yaml. Give your file this name, and index the folder again",
     "split_config": "index_folder reads split.yaml. Give your file this name, and index the folder again",
 }
-"""Fields that Penstock refuses: reason and remedy."""
 _DEFAULTS = {"dataset_config": "dataset.yaml", "split_config": "split.yaml"}
 
 Kind = Literal["blend", "blend_epochized", "concat"]
@@ -225,15 +214,11 @@ Read = Callable[[str], bytes]
 
 @dataclass(frozen=True)
 class BlendMember:
-    """Folder that a blend reads, and its share."""
-
     path: str
     split: str
     subflavors: Mapping[str, Any]
     weight: Fraction = Fraction(1)
-    """Relative to the other folders' weights; unused in other kinds."""
     repetitions: int = 1
-    """Number of times that an epoch has each sample."""
 
     @property
     def name(self) -> str:
@@ -248,7 +233,6 @@ class BlendPlan:
 
 
 def read_plan(path: str, split: str, read: Read) -> BlendPlan:
-    """Return the plan of a split of the metadataset file at `path`."""
     kind, members = _Reader(read).split(path, split, {}, 0)
     if not members:
         raise DatasetError(f"{path}: the split {split!r} must have at least one folder, got none. Add one to the file")
@@ -260,8 +244,7 @@ class _Reader:
         self._read = read
 
     def split(self, path: str, split: str, outer: Mapping[str, Any], depth: int) -> tuple[Kind, list[BlendMember]]:
-        """Return the kind and members of a split. `outer`: subflavors from the files that lead to this one; `depth`:
-        their number."""
+        """`outer`: subflavors from the files that lead to this one; `depth`: their number."""
         if depth > DEEPEST:
             raise DatasetError(
                 f"{path}: metadataset files must not name each other in a chain of more than {DEEPEST}. Remove the "
@@ -294,7 +277,6 @@ class _Reader:
     def _joined(
         self, path: str, kind: Kind, entries: list[dict[str, Any]], split: str, outer: Mapping[str, Any], depth: int
     ) -> list[BlendMember]:
-        """Return the members of a split's entries, with the entries' weights or repetitions multiplied in."""
         weights = [_number(path, entry, "weight") for entry in entries]
         total = sum(weights)
         if kind == "blend" and not total:
@@ -360,7 +342,7 @@ class _Reader:
         return {str(name): value for name, value in found.items()}
 
     def _refuse(self, path: str, entry: Mapping[str, Any]) -> None:
-        """Raise DatasetError for a setting with which Penstock could not yield the same samples as Energon."""
+        """Raise DatasetError for a setting with which Penstock could not yield Energon's samples."""
         for field, why in _REFUSED.items():
             if entry.get(field) not in (None, _DEFAULTS.get(field)):
                 raise DatasetError(f"{path}: {field} must be left out, because {why}")
@@ -374,7 +356,6 @@ class _Reader:
 
 
 def _beside(path: str, target: str) -> str:
-    """Return what `target` means in the file at `path`."""
     if "://" in target or target.startswith("/"):
         return target
     scheme, mark, rest = path.rpartition("://")

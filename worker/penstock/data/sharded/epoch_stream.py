@@ -1,10 +1,9 @@
 """Epoch of a finite source as one sequence of samples: it finds the rows of each batch that a worker makes.
 
-If the lengths of the shards are known, the sample at a position is found by arithmetic (RoundRobin), and a worker
-skips the rows of other workers. If the lengths are unknown, each worker has to pass over all rows, to find where shards
-end. It reads ahead only as far as necessary to decide which rows a batch has. With tail="emit" and several boxes
-(data-parallel ranks) these are as many rows after the batch as there are boxes, because fewer rows than boxes would be
-added to this batch. In any other case they are the rows of the batch itself.
+If the lengths of the shards are known, it finds them by arithmetic (RoundRobin). Otherwise each worker passes over all
+rows, and reads ahead only as far as necessary to decide which rows a batch has. With tail="emit" and several boxes
+these are as many rows after the batch as there are boxes, because fewer rows than boxes would be added to this batch;
+in any other case the batch's own rows.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ Rows = list[tuple[int, int, bool]]
 
 
 class EpochStream:
-    """Rest of an epoch from position `start` on, divided into global batches. It finds the rows that one box has in
-    each batch."""
+    """Rest of an epoch from position `start` on, divided into global batches, and the rows of one box in each."""
 
     def __init__(
         self,
@@ -43,18 +41,8 @@ class EpochStream:
         tail: Tail,
         every: int,
     ) -> None:
-        """
-        Args:
-            round_robin: order of the epoch's samples.
-            readers: cursors of the shards.
-            ended: number of samples in each shard whose end is known from earlier reading, by the shard's number.
-            start: position in the epoch at which the first batch begins.
-            batch: number of rows of a global batch.
-            box, boxes: number of the worker's box, and number of all boxes.
-            tail: what happens to an incomplete last batch: "emit", "pad", "drop" or "emit apart"; see
-                ordering/partition.py.
-            every: number of workers of the box: of so many consecutive batches, this worker makes one.
-        """
+        """`ended`: lengths of shards read to their end; `tail`: see ordering/partition.py; `every`: workers of a
+        box."""
         self._round_robin, self._readers = round_robin, readers
         self._start, self._batch, self._tail, self._every = start, batch, tail, every
         self._box, self._boxes = box, boxes
@@ -67,17 +55,10 @@ class EpochStream:
 
     @property
     def ended(self) -> dict[int, int]:
-        """Number of samples in each shard whose end was found by reading, by the shard's number."""
         return dict(self._found)
 
     def rows(self, number: int, *, read: bool = True) -> Rows | None:
-        """Return the box's rows of batch number `number`, or None after the last batch. The last batch may have no rows
-        for this box.
-
-        Args:
-            number: number of the batch, counted from `start`.
-            read: True if the caller will read the rows, False if it skips the batch.
-        """
+        """Return the box's rows of a batch, None after the last. read=False: the caller skips the batch."""
         begin = self._start + number * self._batch
         if self._round_robin.length is None:
             self._look_ahead(begin, read)
@@ -95,8 +76,7 @@ class EpochStream:
         return self._rows(partition.rows(number, self._box), begin)
 
     def all_rows(self, number: int) -> Rows | None:
-        """Return the rows of all boxes in a batch, in the order of their positions; None after the last. For known
-        lengths."""
+        """Return the rows of all boxes in a batch, by position; None after the last. Only for known lengths."""
         length, begin = self._round_robin.length, self._start + number * self._batch
         assert length is not None
         partition = Partition(length, self._start, self._batch, self._boxes, self._tail)
@@ -110,27 +90,24 @@ class EpochStream:
         return list(zip(*self._round_robin.at(positions), again, strict=True))
 
     def first(self, number: int) -> tuple[int, int]:
-        """Return (shard, index in the shard) of the first row of a batch, which belongs to box 0."""
+        """Return (shard, index) of the first row of a batch, which belongs to box 0."""
         (shard,), (index,) = self._round_robin.at(np.array([self._start + number * self._batch]))
         return shard, index
 
     def has_rows(self) -> bool:
-        """Return True if there is a batch from `start` to the epoch's end."""
         least = self._batch if self._tail == "drop" else 1
         self._pass_over(self._start + least)
         return self._round_robin.length is None or self._round_robin.length >= self._start + least
 
     def _rows(self, positions: Ints, begin: int | None = None) -> Rows:
-        """Return this box's rows at these positions of a batch that begins at `begin`, to recognise rows that pad it;
-        None: no row does."""
+        """`begin`: first position of the batch, to recognise rows that pad it; None: no row does."""
         again = [False] * len(positions)
         if begin is not None:
             again = (positions != begin + self._box + self._boxes * np.arange(len(positions))).tolist()
         return list(zip(*self._round_robin.at(positions), again, strict=True))
 
     def _look_ahead(self, begin: int, read: bool) -> None:
-        """Read or skip samples until it is certain which rows the batch at `begin` has. `read`: True if the caller will
-        read it."""
+        """Read or skip samples until it is certain which rows the batch at `begin` has."""
         end = begin + self._batch
         self._pass_over(begin)
         if self._round_robin.length is not None:
@@ -159,15 +136,13 @@ class EpochStream:
                     shards, indices = self._round_robin.at(np.arange(at, until))
 
     def _is_own(self, row: int, read: bool) -> bool:
-        """Return True if this worker may need a row (counted from the batch's first) and so must read it now: it
-        belongs to this batch, may be added to it at the epoch's end, or belongs to the next batch, if this worker makes
-        that."""
+        """Return True if this worker must read a row (counted from the batch's first) now: it is of this batch, may be
+        added to it at the epoch's end, or is of the next batch, if this worker makes that."""
         if row < self._batch or self._every > 1:
             return read and row % self._boxes == self._box
         return (read and row % self._boxes == self._box) or (row - self._batch) % self._boxes == self._box
 
     def _pass_over(self, position: int) -> None:
-        """Skip, in each shard, the samples before `position`."""
         while self._reached < position and self._round_robin.length is None:
             targets: Ints = self._round_robin.counts(position)
             over = True

@@ -1,7 +1,6 @@
-"""Mixture of Megatron-core's token files, made from the blend of a Megatron job: a list of prefixes of token files
-(PREFIX.bin and PREFIX.idx), or of alternating weights and prefixes (--data-path); a file with such a list
-(--data-args-path); or a JSON file with a list for each of "train", "valid" and "test" (--per-split-data-args-path).
-These three are called parts here. --split divides the documents of each file into them."""
+"""Mixture of Megatron-core's token files, from the blend of a Megatron job: a list of prefixes, or of alternating
+weights and prefixes (--data-path); a file with it (--data-args-path); or a JSON file with one for each part (train,
+valid, test: --per-split-data-args-path). --split divides each file's documents into parts."""
 
 from __future__ import annotations
 
@@ -28,7 +27,6 @@ __all__ = ["MegatronPart", "megatron_blend"]
 MegatronPart = Literal["train", "valid", "test"]
 PARTS: tuple[MegatronPart, ...] = get_args(MegatronPart)
 MAX_BYTES = 64 << 20
-"""Largest size of a blend file, in bytes."""
 
 
 def megatron_blend(
@@ -47,17 +45,15 @@ def megatron_blend(
         source = Packed(megatron_blend("blend.txt", shards=64, split="969,30,1"), length=4096)
 
     Args:
-        blend: list of prefixes of token files (each a pair PREFIX.bin and PREFIX.idx), or of alternating weights and
-            prefixes, as in Megatron's --data-path; or the path of a file with such a list, or of a .json file with a
-            list for each of "train", "valid" and "test". Without weights, each token file's weight is the number of
-            tokens that the part has of it. Prefixes in a file are relative to the working directory, as in Megatron.
-        shards: number of logical shards, see LogicalShards.
-        split: weights of the parts "train", "valid" and "test", such as "969,30,1". Each part gets the same documents
-            as in Megatron. None: every part has all documents, for a .json file that lists different files for each.
+        blend: list of prefixes of token files (PREFIX.bin and PREFIX.idx), or of alternating weights and prefixes, as
+            in Megatron's --data-path; or the path of a file with such a list, or of a .json file with a list for each
+            part. Without weights, a file's weight is the number of tokens that the part has of it. Prefixes in a file
+            are relative to the working directory, as in Megatron.
+        shards, shuffle, shuffle_block: see LogicalShards.
+        split: weights of the parts, such as "969,30,1". Each part gets the same documents as in Megatron. None: every
+            part has all documents, for a .json file that lists different files for each.
         part: part to read: "train", "valid" or "test".
-        shuffle, shuffle_block: see LogicalShards.
-        by, stop: see Mixture. The default "tokens" is Megatron's unit: it mixes samples of equal length, so its weights
-            are shares of tokens.
+        by, stop: see Mixture. The default "tokens" is Megatron's unit, whose samples have equal lengths.
 
     Raises:
         InvalidArgumentError: an argument is invalid.
@@ -81,7 +77,6 @@ def megatron_blend(
 
 
 def _given(blend: str | os.PathLike[str] | Sequence[str | float], part: MegatronPart) -> list[str]:
-    """Return the list of a part: prefixes, or alternating weights and prefixes."""
     if not isinstance(blend, str | os.PathLike):
         return [str(each).strip() for each in blend]
     path = Path(blend)
@@ -105,8 +100,7 @@ def _given(blend: str | os.PathLike[str] | Sequence[str | float], part: Megatron
 
 
 def _listed(given: list[str]) -> tuple[list[str], list[float] | None]:
-    """Return prefixes and weights. As in Megatron, a list has weights if its length is even and every second entry a
-    number."""
+    """As in Megatron, a list has weights if its length is even and every second entry a number."""
     if not given:
         raise InvalidArgumentError("blend must have at least one prefix, got none. Name the token files to mix")
     if len(given) % 2:

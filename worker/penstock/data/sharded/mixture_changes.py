@@ -1,8 +1,7 @@
 """Changes of a mixture's weights that an operator orders by `penstock mix` while a run trains.
 
-Such a change is not in the user's code: the coordinator sends it to each loader of the run, and each later state lists
-it. A loader applies it as if the code had a Schedule with the new weights from the change's position on. So which
-sample is at a position does not depend on the topology here either.
+The coordinator sends them to each loader of the run, and each later state lists them. A loader applies one as if the
+code had a Schedule with it, so which sample is at a position does not depend on the topology here either.
 """
 
 from __future__ import annotations
@@ -43,39 +42,31 @@ __all__ = [
 ]
 
 LoadSource = Callable[[str], Any]
-"""Function from a name ("module:function") to the source that this function of a user returns (`penstock mix
---add`)."""
+"""From a name ("module:function") to the source that the user's function returns (`penstock mix --add`)."""
 CHANGES = "mixture_changes"
-"""Name of the entry of a state that lists the changes."""
 NUMBER_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True)
 class MixtureChange:
-    """Change of the weights of a loader's uppermost mixture."""
-
     key: str
-    """Random text that identifies the change."""
     position: int
-    """Position in the epoch at which the new weights begin: number of samples that the mixture gives before."""
+    """Position in the epoch at which the new weights begin."""
     parts: Mapping[str, int]
-    """New weight of each source, by name; a missing name means 0."""
+    """New weight of each source; a missing name means 0."""
     added: Mapping[str, str] = field(default_factory=dict)
     """By name of each added source: the function ("module:function") that returns it."""
     required: bool = False
-    """True if the change was ordered in the run's present attempt: a state of a later position is refused unless it
-    lists it."""
+    """True if ordered in the run's present attempt: a state of a later position is refused unless it lists it."""
     epoch: int = 0
     """First epoch to which the change applies, from `position` on, as in all later epochs."""
 
     @property
     def begins(self) -> tuple[int, int]:
-        """Pair (epoch, position in it) at which the new weights first begin."""
         return self.epoch, self.position
 
     def drops(self, earlier: MixtureChange) -> bool:
-        """Return True if the weights of `earlier` never apply, because this change was ordered after it and begins no
-        later."""
+        """Return True if `earlier` never applies: this change was ordered after it and begins no later."""
         return self.epoch <= earlier.epoch and self.position <= earlier.position
 
     def plain(self) -> dict[str, Any]:
@@ -112,7 +103,6 @@ class MixtureChange:
 
 
 def listed(state: Mapping[str, Any]) -> list[MixtureChange]:
-    """Return the changes that a state lists, in the order in which they were ordered."""
     entries = state.get(CHANGES, ())
     if not isinstance(entries, list | tuple):
         raise StateCorruptError(
@@ -127,7 +117,7 @@ def in_epoch(changes: Iterable[MixtureChange], epoch: int) -> list[MixtureChange
 
 
 def still_to_come(changes: Sequence[MixtureChange], reached: tuple[int, int]) -> list[MixtureChange]:
-    """Return the changes whose weights are still to begin after `reached`, without those that a later one drops."""
+    """Return the changes that begin after `reached`, without those that a later one drops."""
     return [
         change
         for number, change in enumerate(changes)
@@ -141,13 +131,13 @@ def merged(
     reached: tuple[int, int],
     taken: tuple[int, int],
 ) -> list[MixtureChange]:
-    """Return the changes that apply after a loader has loaded a state, in the order in which they were ordered: those
-    that the state lists, and those of the run that begin at the state's position (`reached`) or later; `required` ones
-    also if they begin where the loader took the state (`taken`), which may have been advanced since.
+    """Return the changes that apply after a loader has loaded a state, in their order: those that the state lists, and
+    those of the run that begin at its position (`reached`) or later; `required` ones also if they begin where the
+    loader took the state (`taken`), which may have been advanced since.
 
-    Another change of the run that begins before does not apply: the state comes from an attempt that passed this
-    position before the change was ordered. Raises ReplayMismatchError if the loader took the state beyond a required
-    change that the state does not list: its batches would differ from the delivered ones.
+    Other changes of the run do not apply: the state's attempt passed their positions before they were ordered. Raises
+    ReplayMismatchError if the loader took the state beyond a required change that it does not list: its batches would
+    differ from the delivered ones.
     """
     listed_keys, own_keys = {change.key for change in saved}, {change.key for change in assigned}
     for change in assigned:
@@ -166,9 +156,9 @@ def merged(
 def with_all_changes(
     states: Sequence[Mapping[str, Any]], taken: Sequence[tuple[int, int]]
 ) -> Sequence[Mapping[str, Any]]:
-    """Return the workers' states, each with the changes and the order of the worker that knows most: a state may be
-    from before a change was ordered. A state whose worker passed a change without it stays, because the orders differ.
-    `taken`: for each worker, the epoch and position up to which its state lists all changes."""
+    """Return the workers' states with the changes and the order of the worker that knows most: a state may be older
+    than a change. A state whose worker passed a change without it stays, because the orders differ. `taken`: for each
+    worker, the epoch and position up to which its state lists all changes."""
     lists = [listed(state) for state in states]
     if not any(lists):
         return states
@@ -188,7 +178,7 @@ def with_all_changes(
 
 
 def refuse_to_import(name: str) -> Any:
-    """LoadSource of a loader outside of a run: a name in a state must not lead to the import of any module."""
+    """LoadSource outside of a run: a name in a state must not lead to the import of any module."""
     raise StateMismatchError(
         f"the state has a source of {name!r}, which `penstock mix --add` added. Load the state in a run of an "
         "Appliance, or add the source to the Mixture in the code"
@@ -196,7 +186,7 @@ def refuse_to_import(name: str) -> Any:
 
 
 def mixture_of(source: ShardedSource) -> Mixture:
-    """Return the mixture whose weights `penstock mix` changes: the uppermost source, or the one below Mapped layers."""
+    """Return the mixture that `penstock mix` changes: the uppermost source, or the one below Mapped layers."""
     inner: Any = source
     while isinstance(inner, Mapped) and inner.one_to_one:
         inner = inner.source
@@ -212,7 +202,6 @@ def mixture_of(source: ShardedSource) -> Mixture:
 
 
 def changed(source: ShardedSource, changes: Iterable[MixtureChange], load: LoadSource) -> ShardedSource:
-    """Return a copy of `source` whose uppermost mixture has the changes of weights."""
     changes = list(changes)
     if not changes:
         return source
@@ -236,8 +225,6 @@ def shares_at(mixture: Mixture, position: int) -> dict[str, float]:
 def stages_of(
     code: ShardedSource, changes: Sequence[MixtureChange], load: LoadSource, order: Mapping[str, Any]
 ) -> list[KeyStage]:
-    """Return the stages of an epoch (see KeyStage) with these changes. `code`: source without them; `order`:
-    description of the loader's order."""
     found = []
     for position in sorted({0, *(change.position for change in changes)}):
         # also the earlier orders for later positions, which the last of these drops: their sources count in the mixture
@@ -251,8 +238,7 @@ def stages_of(
 
 
 def try_sources(source: ShardedSource, names: Iterable[str], seed: int) -> list[HeldSample]:
-    """Return the first sample of each named source, processed by the layers above the mixture: a source is tried before
-    a change that adds it is accepted."""
+    """Return each named source's first sample, processed by the layers above: it is tried before it is added."""
     mixture, found = mixture_of(source), []
     for name in names:
         cursor = _around(source, mixture.changed_from(0, {name: 1}, {})).open(0, 0, seed)
@@ -265,8 +251,7 @@ def try_sources(source: ShardedSource, names: Iterable[str], seed: int) -> list[
 
 
 def new_position(begin: int, steps: int, batch: int) -> int:
-    """Return the position in the epoch after `steps` global batches of `batch` samples from position `begin` on. Raises
-    InvalidArgumentError if it is above the limit."""
+    """Return the position `steps` global batches after `begin`. Raises InvalidArgumentError above the limit."""
     position = begin + steps * batch
     if position >= NUMBER_LIMIT:
         raise InvalidArgumentError(
@@ -278,17 +263,10 @@ def new_position(begin: int, steps: int, batch: int) -> int:
 def new_parts(
     mixture: Mixture, position: int, weights: Mapping[str, Any], added: Iterable[str], retired: Sequence[str]
 ) -> dict[str, int]:
-    """Return the weight of each source after a command `penstock mix`, as a whole number, by the source's name.
+    """Return each source's weight after a command `penstock mix`, as whole numbers by name.
 
-    Args:
-        mixture: the mixture before the change.
-        position: position at which the change begins.
-        weights: new weights by name (--weights); empty: all sources that are not retired keep their weights.
-        added: names of added sources (--add).
-        retired: names of sources that get weight 0 (--retire).
-
-    Raises InvalidArgumentError for invalid weights and unknown sources, and if a source that has a weight now is
-    neither in `weights` nor in `retired`.
+    Without `weights`, all sources that are not retired keep theirs. Raises InvalidArgumentError for invalid weights and
+    unknown sources, and if a source that has a weight at `position` is neither in `weights` nor in `retired`.
     """
     names = [*mixture.names, *(name for name in added if name not in mixture.names)]
     before = dict(zip(mixture.names, mixture.parts_at(position), strict=True))

@@ -1,6 +1,5 @@
-"""Balance of cost in a ShardLoader. A step has the same rows as without balance, so positions and states are the same
-too. Rows are exchanged only between boxes, and not between steps: a box that got a row of a later step first would have
-to read its shard backwards."""
+"""Balance of cost in a ShardLoader. Rows are exchanged only between the boxes of a step: positions and states stay the
+same, and no box reads a row of a later step first, for which it would have to read its shard backwards."""
 
 from __future__ import annotations
 
@@ -15,8 +14,6 @@ __all__ = ["RowBalance"]
 
 
 class RowBalance:
-    """Assignment of the rows of each step to boxes, by the costs of the records."""
-
     def __init__(self, balance: Balance, source: ShardedSource) -> None:
         if not isinstance(balance, Balance):
             raise InvalidArgumentError(
@@ -36,17 +33,14 @@ class RowBalance:
             )
         self._numbers, self._costs = records.numbers, Costs(balance.cost, source, records.total)
         self.assigns = not balance.report
-        """False if the imbalance is only measured."""
 
     def own(self, opening: tuple[int, int], rows: Rows, box: int, boxes: int, turn: int) -> tuple[Rows, float]:
-        """Return a box's rows of a step, and the step's imbalance. `opening`: (epoch, seed) with which the source is
-        opened; `turn`: number of the step, which decides which box gets the row that costs most."""
+        """Return a box's rows, and the step's imbalance. `turn`: the step, which decides who gets the costliest row."""
         costs, plain = self.costs(opening, rows), assign_in_turn(len(rows), boxes)
         assigned = assign_to_boxes(costs, boxes, turn) if self.assigns else plain
         return [rows[row] for row in assigned[box].tolist()], cost_ratio(costs, assigned)
 
     def ratios(self, opening: tuple[int, int], rows: Rows, boxes: int, turn: int) -> tuple[float, float]:
-        """Return a step's imbalance without balance, and with it."""
         costs = self.costs(opening, rows)
         plain, assigned = assign_in_turn(len(rows), boxes), assign_to_boxes(costs, boxes, turn)
         return cost_ratio(costs, plain), cost_ratio(costs, assigned)

@@ -1,10 +1,6 @@
-"""Runs of samples: several consecutive samples of a shard that a cursor returns in one call, because a call for each
-sample through each layer takes several microseconds. A cursor may have a method `take(count)`, which returns a `Run`.
-
-Not every cursor can: the state of an iterable from user code must be taken before its next sample is read, so its
-cursor has only `__next__`. The function `take` below accepts all cursors. A cursor with `take` gets its `__next__` from
-RunCursor.
-"""
+"""Runs: several consecutive samples that a cursor's method `take(count)` returns in one call, because a call for each
+sample through each layer takes several microseconds. Not every cursor can: the state of an iterable from user code must
+be taken before its next sample is read. The function `take` below accepts all cursors."""
 
 from __future__ import annotations
 
@@ -22,29 +18,24 @@ def _no_position(number: int) -> SavedPosition:
 
 
 class Run(NamedTuple):
-    """Consecutive samples of a shard, numbered from 0."""
-
     samples: Iterable[Any] = ()
-    """To be iterated once, before the cursor is used again. Each may be made by user code when the iteration reaches
-    it; if that fails, the samples before it are valid, and the cursor must be closed."""
+    """To be iterated once, before the cursor is used again. User code may make each when the iteration reaches it; if
+    that fails, the samples before it are valid, and the cursor must be closed."""
     size: int = 0
     """Number of samples; 0 only at the end of the shard."""
     position: Callable[[int], SavedPosition] = _no_position
-    """Function from n to the saved position before sample n, for 0 < n < size."""
     origins: Sequence[Origin] = ()
     """Origin of each sample; empty if no sample has one."""
     continues: Sequence[bool] = ()
-    """For each sample, True if it is a piece of a Chunked that continues the piece before it; empty if none is."""
+    """For each sample, True if it is a piece of a Chunked that continues the piece before it."""
     tokens: tuple[Ints, Sequence[int]] | None = None
     """For pieces of a Chunked: all tokens one after the other (int64), and the number of tokens of each piece."""
 
 
 class RunCursor:
-    """Base class of cursors that have `take`. It is not an `abc.ABC`, because isinstance() is slower for such
-    classes."""
+    """Base class of cursors that have `take`. No `abc.ABC`, because isinstance() is slower for such classes."""
 
     origin: Origin = NOWHERE
-    """Origin of the sample that `next` returned last."""
 
     def take(self, count: int) -> Run:
         raise NotImplementedError
@@ -71,8 +62,8 @@ def take(cursor: Cursor, count: int) -> Run:
 
 
 def take_with_positions(cursor: Cursor, count: int) -> Run:
-    """Return the next samples of any cursor, at most `count`. Of a cursor without `take` they are read one by one, and
-    the saved position is taken before each: slow, so only for those who need all positions."""
+    """Return at most `count` samples of any cursor. Without `take` they are read one by one, with the saved position
+    before each: slow, so only for those who need all positions."""
     if isinstance(cursor, RunCursor):
         return cursor.take(count)
     positions: list[SavedPosition] = []

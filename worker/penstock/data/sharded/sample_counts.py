@@ -1,5 +1,3 @@
-"""Counts of the samples in a ShardLoader's batches, by the name of each sample's source in a Mixture."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +29,6 @@ def counted_samples(counter: SampleCounter, samples: Sequence[HeldSample]) -> di
 
 
 def changes_shares(source: ShardedSource) -> bool:
-    """Return True if a mixture in the stack has weights that change with the position."""
     if isinstance(source, Mixture):
         return source.changes or any(map(changes_shares, source.sources))
     inner = getattr(source, "source", None)
@@ -41,9 +38,8 @@ def changes_shares(source: ShardedSource) -> bool:
 def wanted_shares(
     source: ShardedSource, shard: int = 0, saved: SavedPosition | None = None, position_of: PositionOf | None = None
 ) -> dict[str, tuple[int, int]]:
-    """Return the share that each source should have by the weights of the stack's mixtures: by name, (share of samples,
-    share of tokens) in millionths, of which one is 0. Empty without a mixture, or if nested mixtures use both units.
-    `saved`: saved position of a cursor of `shard`, at which the weights are looked up."""
+    """Return the share that each source should have: by name, (share of samples, share of tokens) in millionths, one of
+    them 0. Empty without a mixture, or if nested mixtures use both units. `saved`: where the weights are looked up."""
     units: set[str] = set()
 
     def walk(

@@ -1,14 +1,10 @@
-"""Cursors that read the shards of one epoch, and the cursor states that a loader's state contains.
+"""Cursors that read the shards of one epoch, and their states: the index of a sample, and the cursor's saved position
+before it.
 
-The cursor state of a shard is a pair: the index of a sample, and the cursor's saved position before this sample. It may
-be older than the loader's state that contains it, because a resume skips the samples between the two. It must not be
-newer. Therefore:
-
-- Cursor states are taken when a loader's state is saved between two batches, of the shards that were read since the
-  last save.
-- Before samples of later batches are read ahead from a shard, its cursor state is taken, too, and kept.
-
-Samples are kept until their batch was yielded. If reading or collating fails, the same batch can be made again.
+A cursor state may be older than the loader's state that contains it, because a resume skips the samples in between, but
+never newer. So states are taken between two batches, of the shards read since the last save, and before samples of
+later batches are read ahead. Samples are kept until their batch was yielded: if reading or collating fails, the same
+batch can be made again.
 """
 
 from __future__ import annotations
@@ -34,11 +30,10 @@ __all__ = ["CursorStates", "HeldSample", "ShardReaders"]
 
 @dataclass
 class CursorStates:
-    """Cursor states of several shards, in two dicts: a thousand take 20 us to build, and 200 us as separate objects."""
+    """Two dicts: a thousand take 20 us to build, and 200 us as separate objects."""
 
     indices: dict[int, int] = field(default_factory=dict)
     saved: dict[int, SavedPosition] = field(default_factory=dict)
-    """With the same keys as `indices`, in the same order."""
 
     def put(self, shard: int, index: int, saved: SavedPosition) -> None:
         self.indices[shard] = index
@@ -58,14 +53,11 @@ class CursorStates:
 
 
 class HeldSample(NamedTuple):
-    """Sample that was read for a batch, and is kept until the batch has been yielded."""
-
     sample: Any
     key: str | None = None
     origins: Sequence[Origin] = ()
     """Origins of all samples that were read in the same call; empty if they have none."""
     number: int = 0
-    """Index of this sample in that call."""
 
     @property
     def origin(self) -> Origin:
@@ -73,8 +65,6 @@ class HeldSample(NamedTuple):
 
 
 class ShardReaders:
-    """Cursors of the shards of one epoch, each opened when its shard is first read."""
-
     def __init__(
         self,
         source: ShardedSource,
@@ -85,30 +75,23 @@ class ShardReaders:
         position_of: Callable[[int], PositionOf] | None = None,
         key: Callable[[int, int, SavedPosition], str] | None = None,
     ) -> None:
-        """Args: | epoch, seed: with which `source.open` is called. | states: cursor states at which the shards are
-        opened. | position_of: function from a shard's number to the argument `position_of` of `source.open`. | key:
-        function from (shard, index, saved position before the sample) to the restore key."""
+        """`position_of`: by shard, the argument of `open`; `key`: (shard, index, saved position) -> restore key."""
         self._source, self._epoch, self._seed, self._position_of, self._key = source, epoch, seed, position_of, key
         self._cursors: dict[int, Cursor] = {}
         self._at: dict[int, int] = {}
-        """Index of the sample that each shard's cursor returns next."""
         self._latest = -1
-        """Shard that was read last; -1: none."""
         self._states = states.copy()
         self._touched: set[int] = set()
         """Shards that were read since their cursor states were saved."""
         self._ahead: dict[int, tuple[int, SavedPosition]] = {}
-        """Cursor states from before samples of later batches were read ahead: the present ones are newer than the
-        position."""
+        """Cursor states from before samples of later batches were read ahead."""
         self._held: dict[tuple[int, int], HeldSample] = {}
         self._second: dict[int, tuple[Cursor, int]] = {}
-        """Second cursor of a shard and the index of its next sample, which reads the epoch's beginning again to pad a
-        batch."""
+        """Second cursor of a shard, which reads the epoch's beginning again to pad a batch, and its next index."""
 
     def get(self, shard: int, index: int, *, again: bool = False, following: int = 0) -> HeldSample:
-        """Return a sample. `again`: the shard's cursor may be beyond it, so a second cursor reads it. `following`:
-        number of directly following samples that will be asked for, too. Raises DatasetError if the shard ends
-        before."""
+        """Return a sample. `again`: its shard's cursor may be beyond it, so a second one reads it. `following`: how
+        many directly following ones will be asked for. Raises DatasetError if the shard ends before."""
         if not (self._find_again(shard, index) if again else self.find(shard, index, following)):
             raise DatasetError(
                 f"shard {shard} of {self._source.num_shards} must have sample {index} in epoch {self._epoch}, because "
@@ -122,8 +105,7 @@ class ShardReaders:
         return self._held[shard, index]
 
     def find(self, shard: int, index: int, following: int = 0) -> bool:
-        """Read a sample, and keep it for `get`, perhaps with some of the `following` ones. Return False if the shard
-        ends before it."""
+        """Read a sample for `get`, perhaps with some `following` ones. Return False if the shard ends before it."""
         if (shard, index) in self._held:
             return True
         reached = self.reach(shard, index)
@@ -135,8 +117,7 @@ class ShardReaders:
         return reached == index and self._read(shard, index, self._cursors[shard], 1 + following)
 
     def reach(self, shard: int, index: int) -> int:
-        """Skip a shard's samples before `index`. Return the index of its next sample, which is smaller if the shard
-        ends earlier."""
+        """Skip a shard's samples before `index`. Return its next index, smaller if the shard ends earlier."""
         cursor = self._open(shard)
         at = self._at[shard]
         if at < index:
@@ -149,18 +130,15 @@ class ShardReaders:
         return at
 
     def look_ahead(self, shard: int) -> None:
-        """Keep a shard's cursor state for `states`. Call this before samples of later batches are read from it."""
         if shard not in self._ahead:
             cursor = self._open(shard)
             self._ahead[shard] = self._at[shard], cursor.saved_position()
 
     def begin(self) -> None:
-        """Begin the next batch: drop the cursor states that `look_ahead` kept."""
         self._touched.update(self._ahead)
         self._ahead.clear()
 
     def done(self) -> None:
-        """Drop the samples of the batch that was yielded, but not those that were read ahead."""
         for cursor, _ in self._second.values():
             cursor.close()
         self._second.clear()
@@ -168,8 +146,7 @@ class ShardReaders:
         self._held = {at: found for at, found in self._held.items() if at[0] in ahead and at[1] >= ahead[at[0]][0]}
 
     def states(self, *, up_to_date: bool) -> CursorStates:
-        """Return the cursor states of all shards that were read. `up_to_date`: take the present ones, which is possible
-        only between two batches; False: those that were taken last."""
+        """up_to_date=False: as they were taken last; the present ones are valid only between two batches."""
         if up_to_date:
             for shard in self._touched:
                 if shard in self._ahead:
@@ -180,7 +157,6 @@ class ShardReaders:
         return self._states.copy()
 
     def latest(self) -> tuple[int, SavedPosition] | None:
-        """Return the shard that was read last, and its cursor's saved position; None if none was read."""
         cursor = self._cursors.get(self._latest)
         return None if cursor is None else (self._latest, cursor.saved_position())
 
@@ -218,7 +194,6 @@ class ShardReaders:
         return size > 0
 
     def _hold(self, shard: int, index: int, cursor: Cursor, count: int) -> int:
-        """Read up to `count` samples from a cursor at `index`, and keep them. Return how many were read."""
         key = self._key
         before = cursor.saved_position() if key is not None else None
         if count == 1:
@@ -236,8 +211,7 @@ class ShardReaders:
         return run.size
 
     def _drop(self, shard: int) -> None:
-        """Close the cursor of a shard after an error. The next read opens the shard at the cursor state that was taken
-        last."""
+        """Close a shard's cursor after an error. The next read opens it at the cursor state taken last."""
         self._cursors.pop(shard).close()
 
     def _find_again(self, shard: int, index: int) -> bool:

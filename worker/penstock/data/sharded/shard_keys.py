@@ -1,12 +1,8 @@
-"""Restore keys of a ShardLoader:
+"""Restore keys of a ShardLoader: epoch.shard.index.order.more
 
-    epoch.shard.index.order.more
-
-`order` is a digest of everything that decides the order of samples. `more` is an encoded dict with the cursor's saved
-position before the sample, unless this is large, and the block size of an endless source.
-
-A batch that is made again, for example by another worker after the first one died, must be identical to the bit. So a
-key depends only on the sample's position, and not on when a stream's state was taken.
+`order` is a digest of what decides the order; `more` encodes the cursor's saved position before the sample, unless it
+is large, and an endless order's block. A batch that is made again, perhaps by another worker, must be identical to the
+bit, so a key depends only on the sample's position, and not on when a stream's state was taken.
 """
 
 from __future__ import annotations
@@ -28,29 +24,25 @@ from penstock.proto.state.codec import decode_state, encode_state
 __all__ = ["KeyStage", "SampleKey", "as_made_before", "digest_of"]
 
 LARGEST = 4096
-"""Largest size of an encoded saved position in a key, in bytes. Without it, all samples before are skipped."""
+"""Largest encoded saved position in a key, in bytes. Without it, all samples before are skipped."""
 
 
 @dataclass(frozen=True)
 class KeyStage:
-    """Stage of an epoch: the samples from one change of the mixture's weights by `penstock mix` to the next. A key
-    depends on its stage, and not on later changes: the sample may have been delivered before those were ordered."""
+    """Samples from one change of weights by `penstock mix` to the next. A key depends on its stage, and not on later
+    changes: the sample may have been delivered before those were ordered."""
 
     position: int
-    """Position of the stage's first sample."""
     source: ShardedSource
-    """Source with the changes up to this stage."""
     order: str
     """Digest of its order."""
     sources: int
-    """Number of the mixture's sources in this stage; 0 if no change was ordered."""
+    """Number of the mixture's sources; 0 if no change was ordered."""
     phases: bool
-    """False if the saved positions of a mixture by tokens have no phase in this stage, because its weights are
-    constant."""
+    """False if saved positions of a mixture by tokens have no phase here, because its weights are constant."""
 
 
 def as_made_before(saved: SavedPosition, stage: KeyStage) -> SavedPosition:
-    """Return what the source would have saved as `saved` without the changes after `stage`."""
     if not isinstance(saved, Mapping):
         return saved
     if "sources" not in saved:
@@ -61,14 +53,12 @@ def as_made_before(saved: SavedPosition, stage: KeyStage) -> SavedPosition:
 
 @dataclass(frozen=True)
 class SampleKey:
-    """Content of a restore key: the sample's place, and from where to read to get there."""
-
     epoch: int
     shard: int
     index: int
     order: str
     at: int
-    """Index at which the cursor is opened: `index` if the key contains a saved position, otherwise 0."""
+    """Index at which the cursor is opened: `index` with a saved position, otherwise 0."""
     saved: SavedPosition | None
     block: int | None
 
@@ -82,8 +72,7 @@ class SampleKey:
 
     @staticmethod
     def of(text: str) -> SampleKey:
-        """Return the content of a restore key. Raises InvalidArgumentError if the text is not a key, StateCorruptError
-        if it is a damaged key."""
+        """Raises InvalidArgumentError if the text is no key, StateCorruptError if it is damaged."""
         parts = text.split(".") if isinstance(text, str) else []
         if len(parts) != 5 or not all(part.isdecimal() and len(part) < 19 for part in parts[:3]):
             raise InvalidArgumentError(
@@ -104,6 +93,6 @@ class SampleKey:
 
 
 def digest_of(order: Mapping[str, Any]) -> str:
-    """Return a digest of a loader's order, without what does not decide which sample is at an index (`tail`)."""
+    """Digest a loader's order, without what does not decide which sample is at an index (`tail`)."""
     decisive = {name: value for name, value in order.items() if name != "tail"}
     return xxhash.xxh3_64_hexdigest(json.dumps(decisive, sort_keys=True).encode())

@@ -73,22 +73,20 @@ class ShardLoader(Loader):
             shards = LogicalShards([LineFile(path) for path in sorted(glob("/data/*.jsonl"))], shards=240)
             return ShardLoader(Repeated(shards), batch_size=32, partitions=8)
 
-    Inside an input_fn the loader makes this worker's share of the batches, and implements RestartableDataLoader: a
-    saved state can be resumed on any number of boxes (data-parallel ranks) and workers. In a plain torch DataLoader
-    (`DataLoader(loader, batch_size=None, num_workers=4)`) the worker processes share the batches, and the order is the
-    same; torchdata's StatefulDataLoader saves the position there. Anywhere else the loader yields all batches of this
-    rank (RANK and WORLD_SIZE, if they are set).
+    Inside an input_fn the loader makes this worker's share of the batches, and is a RestartableDataLoader: a state can
+    be resumed on any number of boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None,
+    num_workers=4)`) the processes share the batches, in the same order; torchdata's StatefulDataLoader saves the state.
+    Anywhere else the loader yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
 
     A finite source is read round robin over its shards: sample 0 of each, then sample 1, and so on. One iteration is
-    one epoch, or the rest of it after a loaded state. Every worker goes through the whole stream, and skips the rows of
-    other workers.
+    one epoch, or the rest of it after a loaded state. Every worker goes through the whole stream, and skips others'
+    rows.
 
     An endless source has one epoch without an end. With the default `block`, each worker reads only shards of its own
     if the number of boxes divides `partitions` and the global batch, and the number of workers of a box divides the
-    number of shards in a partition.
-    The order depends on `block` and not on the batch size, so the order stays the same when batches are halved and
-    gradients are accumulated. A second epoch (after the first was abandoned, or by set_epoch) reads the source from the
-    beginning in another order.
+    number of shards in a partition. The order depends on `block` and not on the batch size, so it stays the same when
+    batches are halved and gradients accumulated. A second epoch (after the first was abandoned, or by set_epoch) has
+    another order.
     """
 
     def __init__(
@@ -111,34 +109,31 @@ class ShardLoader(Loader):
         """
         Args:
             batch_size: rows of a box's batch; the global batch grows with the number of boxes.
-            global_batch_size: rows of all boxes' batches together. Give either batch_size or global_batch_size. Boxes
-                share the rows as evenly as possible, and each gets at least one.
+            global_batch_size: rows of all boxes' batches together, instead of `batch_size`. Boxes share them as evenly
+                as possible, and each gets at least one.
             seed: seed of all randomness in the source; None: the run's seed (0 outside a worker).
-            partitions: for an endless source: number of parts into which its shards are divided. A batch's rows are
-                taken from the parts round robin. The number of shards must be a multiple of `partitions`. Give the
-                largest number of boxes that you will use.
-            block: for an endless source: number of consecutive samples that come from one column of its shards (one
-                shard of each partition). The order depends on `block`, and not on the batch size. If an optimizer's
-                step takes several batches, give the number of rows of all boxes in a step. None: the block of the
-                loaded state, or the global batch with which the run begins.
+            partitions: for an endless source: number of parts, a divisor of the number of its shards, into which these
+                are divided. A batch's rows are taken from the parts round robin. Give the most boxes that you will use.
+            block: for an endless source: number of consecutive samples from one column of its shards (one shard of each
+                partition). If an optimizer's step takes several batches, give the rows of all boxes in a step. None:
+                the block of the loaded state, or the global batch with which the run begins.
             tail: treatment of the incomplete last batch of a finite source: "emit" it, "pad" it with samples of the
                 epoch's beginning, or "drop" it.
-            keys: name of a field that is added to each batch, with a text for each row that `restore_sample` takes to
-                read the row's sample again. A batch that is not a dict becomes {"batch": batch, keys: ...}.
+            keys: name of a field with a text for each row, from which `restore_sample` reads the row's sample again. A
+                batch that is not a dict becomes {"batch": batch, keys: ...}.
             counts: settings of the counts of samples by source and key, see `Counts`; None: nothing is counted.
-            balance: distribution of the rows of a step to the boxes by cost, see Balance; None: rows are assigned
-                round robin. The source must be LogicalShards of indexable pieces, or Mapped or Repeated over it. Costs
-                are given by record, in the order of the pieces. A box also reads shards of other boxes' partitions.
-            rank: (this rank, number of data-parallel ranks); the ranks share each global batch. None: the worker's box
-                and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
+            balance: distribution of a step's rows to the boxes by cost, see Balance; None: round robin. The source must
+                be LogicalShards of indexable pieces, or Mapped or Repeated over it; costs are given by record, in the
+                order of the pieces. A box then also reads shards of other boxes' partitions.
+            rank: (this rank, number of data-parallel ranks), which share each global batch. None: the worker's box and
+                the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
                 tensor parallelism, pass the same value.
-            collate_fn: function from a list of samples to a batch. The function may draw from the global random
-                generators of python, numpy and torch: the generators are seeded before each batch, from `seed` and the
-                position of the batch's first row, and set back to their earlier state afterwards. torch's
-                default_collate, the default function and `collate_packed` draw nothing, and are not seeded.
-            unbatched: True if the source's samples are batches already: a box gets one of them at each step, unchanged.
-                Leave out the batch size. If fewer batches than boxes are left at the end, tail="emit" gives the other
-                boxes a batch without rows.
+            collate_fn: function from a list of samples to a batch. The global random generators of python, numpy and
+                torch are seeded for it from `seed` and the position of the batch's first row, and restored afterwards,
+                except for torch's default_collate, the default function and `collate_packed`, which draw nothing.
+            unbatched: True if the source's samples are batches already: a box gets one at each step, unchanged. Leave
+                out the batch size. If fewer batches than boxes are left at the end, tail="emit" gives the other boxes a
+                batch without rows.
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.
         """
@@ -146,10 +141,8 @@ class ShardLoader(Loader):
         batch = global_batch(batch_size, global_batch_size, identity.boxes, unbatched=unbatched)
         super().__init__("ShardLoader", identity, batch, keys, LoaderCounts(counts), balance)
         self._code = source
-        """Source as the user's code made it, without the changes of weights that an operator ordered."""
         self._changes: list[MixtureChange] = []
-        """Changes of weights that an operator ordered. `_present`: those that apply in the present epoch. `_history`:
-        those that saved states will list. `_assigned`: those that the coordinator sent."""
+        """Ordered by an operator. `_present`: now in force; `_history`: for saved states; `_assigned`: as sent."""
         self._present: list[MixtureChange] = []
         self._history: list[MixtureChange] = []
         self._assigned: list[MixtureChange] = []
@@ -166,7 +159,6 @@ class ShardLoader(Loader):
         self._read(source)
 
     def _read(self, source: ShardedSource) -> None:
-        """Set the source to read, and go to its first position."""
         partitions, block, tail, identity = self._partitions, self._block, self._asked_tail, self._identity
         check_source(source, partitions, block, tail)
         self.source = source
@@ -188,11 +180,10 @@ class ShardLoader(Loader):
             OrderProgress(0, 0, 0, self._topology()),
             endless_order=self._fixed_order.endless_order(block or self._batch),
         )
-        """Position at which the present epoch began, or at which the next iteration will begin."""
+        """Where the present epoch began, or the next iteration will begin."""
         self._at_position = True
         self._share: WorkerShare | None = None
-        """Batches of the epoch that was begun last; None if the position was set since. An iterator over another share
-        has ended."""
+        """Batches of the epoch begun last; None if the position was set since, which ends other iterators."""
         lengths = None if source.endless else source.lengths(0)
         self._counts.set_shares(wanted_shares(source))
         counts = self._counts.tally is not None  # counting needs the samples between two states
@@ -219,7 +210,6 @@ class ShardLoader(Loader):
         return self._identity.turn().done(partition.batches)
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator over the next epoch, or over the rest of the epoch in which a loaded state lies."""
         if not self._at_position:
             if self.source.endless and not self._warned:
                 self._warned = True
@@ -245,11 +235,9 @@ class ShardLoader(Loader):
         return self._plan.imbalance(whole, steps)
 
     def restore_sample(self, key: str) -> Any:
-        """Read the sample of a row again. `key`: the row's restore key, from the batch's field `keys`.
-
-        Raises StateMismatchError for a key of other data or another order, InvalidArgumentError or StateCorruptError
-        for one that is no key or damaged, DatasetError if the shard ends before the sample.
-        """
+        """Read the sample of a row again. `key`: the row's restore key, from the batch's field `keys`. Raises
+        StateMismatchError for a key of other data or another order, InvalidArgumentError or StateCorruptError for one
+        that is no key or damaged, DatasetError if the shard ends before the sample."""
         return self._plan.restored(key, self._stages)
 
     # ---- states
@@ -288,7 +276,6 @@ class ShardLoader(Loader):
         return with_all_changes(states, taken)
 
     def _check_order(self, state: Any, *, strict: bool) -> None:
-        """Apply the changes of weights that a state lists, and check that it belongs to the resulting order."""
         check_state(state)
         until = self._adopt(state) if self._assigned or CHANGES in state else None
         check_order(self._with_later_weights(state, until), self._described, strict=strict)
@@ -297,7 +284,6 @@ class ShardLoader(Loader):
         return self._fixed_order.with_later_weights(state, self._described, self._identity.turn, until)
 
     def _stages(self, epoch: int) -> Sequence[KeyStage]:
-        """Return the parts of an epoch from one change of weights by an operator to the next."""
         changes = in_epoch(self._changes, epoch)
         if changes == self._present:
             return self._plan.stages
@@ -306,9 +292,8 @@ class ShardLoader(Loader):
     # ---- weights that an operator changes during a run (penstock mix)
 
     def change_mixture(self, changes: Sequence[Mapping[str, Any]], load: LoadSource) -> None:
-        """Apply changes of the uppermost mixture's weights that an operator ordered, before a state is loaded.
-        `changes`: as `MixtureChange.plain` returns them. `load`: from a name ("module:function") to the source that
-        this function of the user returns. Raises InvalidArgumentError if the changes do not fit the mixture."""
+        """Apply weights that an operator changed (`MixtureChange.plain`), before a state is loaded. `load`: from
+        "module:function" to the user's source. Raises InvalidArgumentError if they do not fit the uppermost mixture."""
         self._assigned, self._load_source = [MixtureChange.parsed(change) for change in changes], cache(load)
         self._history = self._assigned
         self._use(self._assigned, 0)
@@ -322,16 +307,15 @@ class ShardLoader(Loader):
         added: Mapping[str, str],
         retired: Sequence[str],
     ) -> tuple[str, tuple[int, int], dict[str, int], dict[str, float], dict[str, float], dict[str, str]]:
-        """Try a change of the mixture's weights that an operator orders. Do not use the loader afterwards. Return the
-        digest of the order with the change; the (epoch, position) at which it begins; by the sources' names their new
-        weights as whole numbers, their shares before the change, and their shares after it; and the functions of all
-        sources that the code lacks, because the changes that added them may not apply to each later launch of the job.
+        """Try a change of the mixture's weights that an operator orders; the loader cannot be used afterwards. Return
+        the digest of the order with it; the (epoch, position) at which it begins; by source the new weights as whole
+        numbers, the shares before and after; and the functions of all sources that the code lacks, because a later
+        launch of the job may not apply the changes that added them. Raises InvalidArgumentError or StateMismatchError
+        for an impossible change.
 
-        steps: number of global batches to the change, from `state` or, with `epochs`, from this epoch's beginning.
-        epochs: number of epochs that the run has begun since `state`. state: aggregated state from which the run began;
-        None: it began at the data's beginning. weights, added, retired: see `new_parts`.
-
-        Raises InvalidArgumentError or StateMismatchError for an impossible change.
+        steps: global batches to the change, from `state` or, with `epochs` (begun since `state`), from this epoch's
+        beginning. state: aggregated state from which the run began; None: the data's beginning. weights, added,
+        retired: see `new_parts`.
         """
         mixture_of(self.source)  # raises an error if there is none
         epoch, begin = 0, 0
@@ -361,19 +345,15 @@ class ShardLoader(Loader):
             seeded(partial(self._collate, [held.sample for held in samples]), self._seed, 0)
 
     def _use(self, changes: list[MixtureChange], epoch: int) -> None:
-        """Set the changes of weights. If others apply in `epoch` than now, make the source with them."""
         self._changes, present = changes, in_epoch(changes, epoch)
         if present != self._present:
             source, self._present = changed(self._code, present, self._load_source), present
             self._read(source)
 
     def _adopt(self, state: Mapping[str, Any]) -> int | None:
-        """Apply the changes that a state lists, and those of the run that begin later. If the user's code already has
-        the weights of all changes before the state's position (in a Schedule), apply only the later ones.
-
-        Return the position from which the state's description lacks a change that applies, because the state was
-        advanced beyond a change that it does not know; None if it lacks none.
-        """
+        """Apply the changes that a state lists, and those of the run that begin later; only the later ones if the
+        user's code (in a Schedule) has the weights of all before. Return the position from which the state's
+        description lacks a change, because it was advanced beyond one that it does not know; None if it lacks none."""
         reached = taken = (0, 0)
         if self.source.endless:
             turn = self._identity.turn
@@ -408,7 +388,7 @@ class ShardLoader(Loader):
         return part
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle: without open shards. If an epoch was begun, the copy begins the next one."""
+        """Without open shards. If an epoch was begun, the copy begins the next one."""
         if self._share is None:
             return self.__dict__.copy()
         return {**self.__dict__, "_begun": self._share.position(), "_share": None}
@@ -416,7 +396,6 @@ class ShardLoader(Loader):
     # ---- epochs
 
     def _go_to(self, position: ShardedPosition) -> None:
-        """Set the position at which the next iteration begins, and close the open shards."""
         if self._share is not None:
             self._share.close()
             self._share = None
@@ -428,8 +407,8 @@ class ShardLoader(Loader):
         self._go_to(ShardedPosition(OrderProgress(epoch, 0, 0, self._topology()), endless_order=endless_order))
 
     def _begin(self) -> WorkerShare:
-        """Return this worker's batches from the position on. A worker process of a torch DataLoader has a copy of a
-        loader that was made before it was known that several processes share the batches: adapt its position first."""
+        """Return this worker's batches from the position on. A torch DataLoader's process has a copy made before it was
+        known that several share the batches, so its position is adapted first."""
         progress, topology = self._begun.progress, self._topology()
         if progress.topology != topology:
             if progress.done and progress.topology.workers > 1:
@@ -453,7 +432,6 @@ class ShardLoader(Loader):
             )
 
     def _make(self, samples: list[HeldSample]) -> tuple[Any, dict[Group, Row]]:
-        """Return the batch of these samples, and its counts."""
         assert self._share is not None
         values = [held.sample for held in samples]
         counted = {} if self._counts.counter is None else counted_samples(self._counts.counter, samples)
@@ -471,8 +449,6 @@ class ShardLoader(Loader):
 
 
 class _Epoch:
-    """Iterator over the batches of one epoch. It advances the position of its loader."""
-
     def __init__(self, loader: ShardLoader) -> None:
         self._loader = loader
         self._share: WorkerShare | None = loader._begin()
@@ -491,7 +467,6 @@ class _Epoch:
         return batch
 
     def skip_batch(self) -> None:
-        """Advance the loader's position by one batch, without making the batch."""
         self._next(read=False)
         if self._share is not None and self._loader._counts.tally is not None:
             self._loader._counts.handed_out(skipped_rows({"": self._share.rows}))

@@ -1,5 +1,3 @@
-"""Orders of a ShardLoader: from a position to a shard, and an index in this shard."""
-
 from __future__ import annotations
 
 import math
@@ -22,13 +20,11 @@ UNKNOWN = 1 << 62
 
 
 class RoundRobin:
-    """Order of a finite source's epoch: sample 0 of each shard, then sample 1 of each, and so on, without the shards
-    that have ended. A position is found by arithmetic. An unknown length counts as infinite, so the results are right
-    up to the shard's real end: a reader that advances in the order of positions, and reports each end by `end`, always
-    gets right ones."""
+    """Order of a finite source's epoch: sample 0 of each shard, then sample 1 of each, without the shards that have
+    ended. An unknown length counts as infinite: results are right up to the shard's end, which a reader must report by
+    `end`."""
 
     def __init__(self, shards: int, lengths: Sequence[int] | Mapping[int, int]) -> None:
-        """`lengths`: number of samples in each shard; or of the shards whose length is known."""
         self._lengths: Ints = np.full(shards, UNKNOWN, np.int64)
         if isinstance(lengths, Mapping):
             for shard, length in lengths.items():
@@ -38,7 +34,7 @@ class RoundRobin:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Divide the epoch's rounds into sections, in which the same shards are live (have not ended)."""
+        """Divide the epoch's rounds into sections, in which the same shards have not ended."""
         known = self._lengths[self._lengths < UNKNOWN]
         ends, leaving = np.unique(known, return_counts=True)
         self._first_round: Ints = np.concatenate([[0], ends]).astype(np.int64)
@@ -48,7 +44,6 @@ class RoundRobin:
 
     @property
     def length(self) -> int | None:
-        """Number of samples in all shards; None while a length is unknown."""
         return int(self._first_position[-1]) if self._live[-1] == 0 else None
 
     def end(self, shard: int, length: int) -> None:
@@ -56,7 +51,6 @@ class RoundRobin:
         self._lay_out()
 
     def at(self, positions: Ints) -> tuple[list[int], list[int]]:
-        """Return the shard and the index in it for each position, which must be below `length`."""
         shards, indices = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
         sections = np.searchsorted(self._first_position, positions, side="right") - 1
         for section in np.unique(sections):
@@ -67,7 +61,6 @@ class RoundRobin:
         return shards.tolist(), indices.tolist()
 
     def counts(self, position: int) -> Ints:
-        """Return, for each shard, the number of its samples before `position` in the epoch."""
         section = int(np.searchsorted(self._first_position, position, side="right")) - 1
         if self._live[section] == 0:
             return self._lengths.copy()
@@ -96,10 +89,9 @@ class EndlessOrder:
     into blocks of B positions. Block q takes its samples from column q mod T, and continues where the previous block of
     that column ended: sample r of column t is sample r div C of shard t * C + r mod C.
 
-    The order depends on B, but not on batches, boxes and workers. A shard is read by only one worker if the batches of
-    different workers come from different columns (with B the global batch: T is a multiple of the number of workers of
-    a box), and the rows of different boxes from different shards of a column (the number of boxes divides C and the
-    batch). Otherwise several read it, and skip each other's samples.
+    Only one worker reads a shard if the batches of different workers come from different columns (with B the global
+    batch: T is a multiple of the workers of a box), and the rows of different boxes from different shards of a column
+    (the number of boxes divides C and the batch). Otherwise several read it, and skip each other's samples.
     """
 
     shards: int
@@ -112,14 +104,12 @@ class EndlessOrder:
         return self.shards // self.partitions
 
     def at(self, positions: Ints) -> tuple[Ints, Ints]:
-        """Return the shard and the index in it of the sample at each position."""
         blocks, inside = np.divmod(positions, self.block)
         column_blocks, columns = np.divmod(blocks, self.columns)
         indices, partitions = np.divmod(column_blocks * self.block + inside, self.partitions)
         return columns * self.partitions + partitions, indices
 
     def counts(self, position: int) -> Ints:
-        """Return, for each shard, the number of its samples before `position` in the stream."""
         blocks, inside = divmod(position, self.block)
         column_blocks, column = divmod(blocks, self.columns)
         rows = np.full(self.columns, column_blocks * self.block, np.int64)
@@ -129,7 +119,6 @@ class EndlessOrder:
         return found
 
     def position_of(self, shard: int) -> PositionOf:
-        """Return a function from the index of a sample in a shard to its position (protocol.PositionOf)."""
         column, partition = divmod(shard, self.partitions)
 
         def position_of(index: int) -> int:
@@ -139,8 +128,7 @@ class EndlessOrder:
         return position_of
 
     def own(self, start: int, batch: int, workers: int, box: int, boxes: int) -> Ints:
-        """Return the shards of the rows of one worker, which makes every `workers`-th batch of `batch` samples from
-        `start` on."""
+        """Return the shards of one worker's rows: it makes every `workers`-th batch from `start` on."""
         period = self.columns * self.block * (self.partitions // math.gcd(self.partitions, self.block))
         step = math.gcd(workers * batch, period)
         rows = np.arange(box, batch, boxes)

@@ -1,18 +1,13 @@
-"""States of a ShardLoader: of one worker, and the aggregated state of all workers.
+"""States of a ShardLoader: of one worker, and the aggregated state of all. A state contains:
 
-A state contains:
+- the progress (ordering/order_states.py), which determines which samples were delivered;
+- for a finite source with unknown lengths, those found by reading; for an endless source, its order's block;
+- cursor states (shard_cursors.py), which only save a resume from reading all samples before again;
+- `taken`, if `advance_state` advanced it: the number of batches at which the loader returned it. It may lack changes of
+  weights that were ordered since and begin at this position or later (mixture_changes.py).
 
-- the progress, a few integers (ordering/order_states.py), which determine which samples were delivered;
-- for a finite source with unknown lengths, the lengths of the shards whose ends were found by reading;
-- for an endless source, the block size of its order (shard_orders.py);
-- cursor states: for each shard that the worker reads, the index of a sample and the cursor's saved position before this
-  sample (shard_cursors.py). They only save a resume from reading the samples before it again;
-- `taken`, if the state was advanced without its loader (`advance_state`): the number of batches at which the loader
-  returned it. It may lack changes of weights that were ordered since and begin at this position or later
-  (mixture_changes.py).
-
-A cursor state must not lie beyond the position of its state, because a cursor cannot go back. So an aggregated state
-takes, for each shard, the furthest cursor state of all workers that does not lie beyond the aggregated position.
+A cursor cannot go back. So an aggregated state takes, for each shard, the furthest cursor state of all workers that
+does not lie beyond the aggregated position.
 """
 
 from __future__ import annotations
@@ -59,30 +54,24 @@ __all__ = [
 ]
 
 NUMBER_LIMIT = 1 << 62
-"""Exclusive upper bound of every number in a state."""
 KIND = ("a ShardLoader", "shards")
-"""Arguments of `check_format`."""
 
 
 TurnOf = Callable[[int], WorkerTurn]
-"""From the number of the worker of a box that makes the first batch to what another worker of it makes."""
+"""From the worker of a box that makes the first batch to what another worker of it makes."""
 
 
 @dataclass(frozen=True)
 class ShardedPosition:
-    """Position of one worker, or of all workers together, in the order of a source in logical shards."""
-
     progress: OrderProgress
     """`start` is a number of samples from the epoch's beginning."""
     cursors: CursorStates = field(default_factory=CursorStates)
     ended: Mapping[int, int] = field(default_factory=dict)
     """Number of samples in each shard whose end was found by reading."""
     endless_order: EndlessOrder | None = None
-    """None for a finite source."""
 
     def state(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the position as a state. The cursor states are three lists, because a thousand then take 60 us to
-        encode, and 740 us as separate dicts."""
+        """The cursor states are three lists: a thousand take 60 us to encode, and 740 us as separate dicts."""
         indices, saved = self.cursors.columns
         more: dict[str, Any] = {
             "shards": list(indices),
@@ -98,19 +87,16 @@ class ShardedPosition:
 
 @dataclass(frozen=True)
 class FixedOrder:
-    """Source and settings that decide the order, and stay the same in a whole run; from states to positions and
-    back."""
+    """Source and settings that decide the order, and stay the same in a whole run."""
 
     source: ShardedSource
     partitions: int
     tail: Tail
     block: int | None
-    """Block size of an endless source's order, if the user gave it; None: that of the loaded state, or the first global
-    batch."""
+    """Block size of an endless order, if the user gave it; None: that of the state, or the first global batch."""
 
     def round_robin(self, epoch: int, ended: Mapping[int, int]) -> RoundRobin:
-        """Return the order of an epoch of a finite source, from the lengths that it reports, or those found by
-        reading."""
+        """Return the order of a finite source's epoch, from the lengths that it reports, or those found by reading."""
         lengths = self.source.lengths(epoch)
         if lengths is not None and len(lengths) != self.source.num_shards:
             raise DatasetError(
@@ -124,11 +110,9 @@ class FixedOrder:
         return RoundRobin(self.source.num_shards, ended if lengths is None else [int(length) for length in lengths])
 
     def endless_order(self, block: int) -> EndlessOrder | None:
-        """Return the order of an endless source; None for a finite one."""
         return EndlessOrder(self.source.num_shards, self.partitions, block) if self.source.endless else None
 
     def _endless_order_of(self, state: Mapping[str, Any]) -> EndlessOrder | None:
-        """Return the order with which a state of an endless source was saved; None for a finite source."""
         if not self.source.endless:
             return None
         block = state["block"]
@@ -142,7 +126,6 @@ class FixedOrder:
         return self.endless_order(block)
 
     def read(self, state: Any) -> ShardedPosition:
-        """Return the position that a state contains."""
         check_format(state, *KIND)
         try:
             progress = OrderProgress.parsed(state)
@@ -189,8 +172,7 @@ class FixedOrder:
     def part(
         self, state: Mapping[str, Any], number: int, workers: int, topology: Topology
     ) -> tuple[ShardedPosition, bool]:
-        """Return the position at which worker `number` of `workers` starts from an aggregated state; and True if the
-        number of boxes or workers has changed, so that the caller must check whether the epoch has a batch left."""
+        """Return a worker's start in an aggregated state, and True if the caller must check that a batch is left."""
         whole = self.read(state)
         progress = whole.progress
         same = state.get("workers") == workers and progress.topology.workers == topology.workers
@@ -203,8 +185,7 @@ class FixedOrder:
         return self.repartitioned(whole, topology, first=first), not same
 
     def repartitioned(self, whole: ShardedPosition, topology: Topology, *, first: int) -> ShardedPosition:
-        """Return the position from which the workers of another topology share the rest of the epoch after `whole`.
-        `first`: worker of each box that makes the first batch."""
+        """Share the rest of the epoch among another topology's workers. `first`: who makes the first batch."""
         epoch, start = whole.progress.epoch, self._position(whole)
         endless_order = whole.endless_order
         # at the beginning of a run, the global batch size of the new topology becomes the block size
@@ -215,8 +196,8 @@ class FixedOrder:
     def with_later_weights(
         self, state: Mapping[str, Any], order: Mapping[str, Any], turn: TurnOf, until: int | None = None
     ) -> Mapping[str, Any]:
-        """Return a state of an endless source, with the weights of mixtures that differ from those of `order` only
-        after the state's position (or `until`) replaced by these, so that it can be compared with it."""
+        """Return a state of an endless source for comparison: mixtures' weights that differ from `order` only after its
+        position (or `until`) are replaced by those of `order`."""
         check_format(state, *KIND)
         was = state["order"]
         if not self.source.endless or was.get("source") == order["source"] or "shards" not in was:
@@ -234,8 +215,7 @@ class FixedOrder:
         return {**state, "order": {**was, "source": source}}
 
     def taken(self, state: Mapping[str, Any], turn: TurnOf) -> tuple[int, int]:
-        """Return the (epoch, position) up to which a state lists all changes of weights: what `reached` returned before
-        the state was advanced."""
+        """Return the (epoch, position) up to which a state lists all changes: `reached` before it was advanced."""
         if TAKEN not in state:
             return self.reached(state, turn)
         progress = replace(self.read(state).progress, done=state[TAKEN])
@@ -244,8 +224,7 @@ class FixedOrder:
         return progress.epoch, _reached(progress, turn(progress.first))
 
     def reached(self, state: Mapping[str, Any], turn: TurnOf) -> tuple[int, int]:
-        """Return the epoch of a state of an endless source, and the first position in it that no worker has reached.
-        `turn` is used for the state of a single worker."""
+        """Return (epoch, first position that no worker has reached); `turn`: for an endless source's worker state."""
         progress = self.read(state).progress
         if "others" not in state:
             return progress.epoch, _reached(progress, turn(progress.first))
@@ -256,8 +235,7 @@ class FixedOrder:
         return max(found)
 
     def _partition(self, position: ShardedPosition) -> Partition | None:
-        """Return how the rest of the epoch is divided into batches; None for an endless source, and while a length is
-        unknown."""
+        """Return the division of the rest of the epoch into batches; None if endless or while a length is unknown."""
         progress = position.progress
         if position.endless_order is not None:
             return None
@@ -267,8 +245,7 @@ class FixedOrder:
         return Partition(length, progress.start, progress.topology.batch, progress.topology.boxes, self.tail)
 
     def _position(self, position: ShardedPosition) -> int:
-        """Return the number of samples before the first batch that is not done: a resume on another topology continues
-        there."""
+        """Return the position of the first batch that is not done, where a resume on another topology continues."""
         progress = position.progress
         if (partition := self._partition(position)) is not None:
             return partition.position(progress.done)
@@ -294,8 +271,7 @@ def _after(progress: OrderProgress, batches: int) -> int:
 
 
 def _reached(progress: OrderProgress, turn: WorkerTurn) -> int:
-    """Return the position after the last batch that a worker has made; an upper bound if `turn` is for another number
-    of workers."""
+    """Return the position after a worker's last batch; an upper bound if `turn` is for another number of workers."""
     workers, done = progress.topology.workers, progress.done
     if turn.of != workers:
         return _after(progress, done * workers)
@@ -307,8 +283,8 @@ def check_state(state: Any) -> None:
 
 
 def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
-    """Raise StateMismatchError if a state was saved with another order than `order`. strict=False: only warn about
-    differences that leave the position meaningful, which are not those of shards, partitions and `endless`."""
+    """Raise StateMismatchError if a state has another order. strict=False: only warn about differences that leave the
+    position meaningful, which are not those of shards, partitions and `endless`."""
     check_format(state, *KIND)
     found = differences(state["order"], order)
     if not found:
@@ -330,8 +306,7 @@ def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
 
 
 def described(source: ShardedSource) -> Any:
-    """Return the description of a source, which must be a JSON value: others may differ between processes or when
-    saved."""
+    """Return a source's description, which must be JSON: others may differ between processes or when saved."""
     found = source.described()
     try:
         json.dumps(found, allow_nan=False)

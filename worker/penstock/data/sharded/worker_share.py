@@ -1,5 +1,3 @@
-"""Batches that one worker makes in an epoch (its share), and its position after each."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -25,19 +23,18 @@ __all__ = ["SharePlan", "WorkerShare"]
 
 @dataclass(frozen=True)
 class SharePlan:
-    """Settings from which a worker's share is made, the same in all epochs with the same changes of weights."""
+    """Settings of a worker's share, the same in all epochs with the same changes of weights."""
 
     fixed_order: FixedOrder
     seed: int
     box: int
     stages: Sequence[KeyStage]
-    """Stages of the present epoch (KeyStage): one, unless weights were changed by `penstock mix`."""
+    """Stages of the present epoch: one, unless weights were changed by `penstock mix`."""
     keys: bool
     balance: RowBalance | None
 
     def opening(self, epoch: int) -> tuple[int, int]:
-        """Return the epoch and the seed with which the source is opened. An endless source is always opened in epoch 0,
-        with another seed for each epoch of the loader."""
+        """Return the (epoch, seed) to open the source with: if endless, always epoch 0, with another seed for each."""
         if not self.fixed_order.source.endless:
             return epoch, self.seed
         return 0, derive_seed(self.seed, "pass", epoch) if epoch else self.seed
@@ -61,7 +58,6 @@ class SharePlan:
         )
 
     def stream(self, position: ShardedPosition, readers: ShardReaders) -> EpochStream:
-        """Return the rest of a finite source's epoch, divided into batches."""
         progress = position.progress
         return EpochStream(
             self.fixed_order.round_robin(progress.epoch, position.ended),
@@ -76,7 +72,7 @@ class SharePlan:
         )
 
     def endless_rows(self, position: ShardedPosition, number: int, first: int, every: int) -> Rows:
-        """Return row `first` of a batch of an endless source, and each `every`-th row after it."""
+        """Return row `first` of an endless source's batch, and each `every`-th row after it."""
         assert position.endless_order is not None
         batch = position.progress.topology.batch
         begin = position.progress.start + number * batch
@@ -84,12 +80,10 @@ class SharePlan:
         return [(shard, index, False) for shard, index in zip(shards.tolist(), indices.tolist(), strict=True)]
 
     def all_rows(self, position: ShardedPosition, stream: EpochStream | None, number: int) -> Rows | None:
-        """Return the rows of all boxes in a batch, by position; None after the last. `stream`: None for an endless
-        source."""
+        """Return the rows of all boxes in a batch, by position; None after the last. `stream`: None if endless."""
         return self.endless_rows(position, number, 0, 1) if stream is None else stream.all_rows(number)
 
     def imbalance(self, position: ShardedPosition, steps: int) -> Imbalance:
-        """Return the mean imbalance over `steps` steps from a position on."""
         assert self.balance is not None
         progress, readers, found = position.progress, self.readers(position), list[tuple[float, float]]()
         stream = None if position.endless_order is not None else self.stream(position, readers)
@@ -104,7 +98,6 @@ class SharePlan:
         return Imbalance(float(plain), float(balanced))
 
     def restored(self, key: str, stages_of: Callable[[int], Sequence[KeyStage]]) -> Any:
-        """Read the sample with a restore key again. `stages_of`: stages of an epoch, by its number."""
         found, source = SampleKey.of(key), self.fixed_order.source
         stages = {stage.order: stage for stage in stages_of(found.epoch)}
         if found.order not in stages:
@@ -153,8 +146,7 @@ class SharePlan:
 
 
 def following_rows(rows: Sequence[tuple[int, int, bool]]) -> list[int]:
-    """Return, for each row, how many rows after it are the next samples of the same shard: these can be read in one
-    call."""
+    """Return, for each row, how many rows after it are the next of its shard, to be read in one call."""
     counts = [0] * len(rows)
     for at in range(len(rows) - 2, -1, -1):
         (shard, index, again), following = rows[at], rows[at + 1]
@@ -164,8 +156,6 @@ def following_rows(rows: Sequence[tuple[int, int, bool]]) -> list[int]:
 
 
 class WorkerShare:
-    """Batches that one worker makes in one epoch, from a position on (the worker's share)."""
-
     def __init__(self, plan: SharePlan, begun: ShardedPosition, turn: WorkerTurn) -> None:
         self._plan, self._begun, self._turn = plan, begun, turn
         self._done = begun.progress.done
@@ -174,16 +164,15 @@ class WorkerShare:
         self._first: tuple[int, int] | None = None
         """(shard, index) of this box's first row in the present batch; None if it has none."""
         self.imbalance: float | None = None
-        """Imbalance of the batch that `next` returned or skipped last; None without `balance`."""
+        """Of the batch that `next` returned or skipped last; None without `balance`."""
         self.rows = 0
         """Number of this box's rows in that batch."""
         self._between = True
         """False while a batch is made, and after making it has failed."""
 
     def next(self, *, read: bool = True) -> list[HeldSample] | None:
-        """Return the samples of the next batch; None after the last. Until `done` is called, the same are returned
-        again. They may be none in an epoch's last batch (see `template`). `read`: False: skip the batch; the list is
-        then empty."""
+        """Return the samples of the next batch, perhaps none in an epoch's last (see `template`); None after it. Until
+        `done`, the same are returned again. read=False: skip the batch, and return an empty list."""
         if self._between:
             self._readers.begin()
             self._between = False
@@ -240,15 +229,15 @@ class WorkerShare:
         return ShardedPosition(progress, cursors, ended, self._begun.endless_order)
 
     def latest(self) -> tuple[int, SavedPosition] | None:
-        """Return the shard that was read last, and its cursor's saved position, from which the present weights of a
-        mixture are looked up; if this share has read none, the furthest one of the starting position."""
+        """Return the shard that was read last, and its cursor's saved position, at which a mixture's present weights
+        are looked up; if none was read, the starting position's furthest one."""
         states = self._begun.cursors
         furthest = max(states.indices, key=lambda shard: (states.indices[shard], shard), default=None)
         return self._readers.latest() or (None if furthest is None else (furthest, states.saved[furthest]))
 
     @property
     def begun_at_end(self) -> bool:
-        """True if no batch was made in this share: if `next` returns None then, it had begun at the epoch's end."""
+        """True if no batch was made: if `next` returns None then, the share had begun at the epoch's end."""
         return self._done == self._begun.progress.done
 
     def close(self) -> None:

@@ -3,9 +3,9 @@
     stream: message * n [end]                    file: b"ARROW1\\0\\0" stream [footer] [size of the footer: 4] b"ARROW1"
     message: [0xFFFFFFFF: 4] [size of the metadata: 4] [metadata] [body]    (before Arrow 0.15 without 0xFFFFFFFF)
 
-With the offsets of record batches, which pyarrow does not expose, parts of a file can be fetched without the rest. The
-metadata are a flatbuffer: tables with numbered fields, each of which is found by an offset. Each offset is checked,
-because the bytes may be damaged. The fields' numbers are those of Arrow's format/Message.fbs and File.fbs.
+With the offsets of record batches, which pyarrow does not expose, parts of a file can be fetched alone. Metadata are a
+flatbuffer: tables with numbered fields (Arrow's format/Message.fbs and File.fbs), each found by an offset, which is
+checked, because the bytes may be damaged.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ __all__ = [
 ]
 
 Read = Callable[[int, int], bytes]
-"""Function (begin, size) that returns `size` bytes of the file from offset `begin`, or fewer at the file's end."""
+"""(begin, size) -> so many bytes of the file from there, or fewer at its end."""
 
 MAGIC = b"ARROW1"
 MAGIC_BYTES = 8
-"""Number of bytes before the first message in Arrow's file format: MAGIC and two zeros."""
+"""Bytes before the first message in Arrow's file format: MAGIC and two zeros."""
 SCHEMA, DICTIONARY, BATCH = 1, 2, 3
 """Numbers by which Arrow marks the kind of a message."""
 FIRST_READ = 4096
-"""Number of bytes that are read at a message's beginning: enough for the metadata of most messages."""
+"""Bytes read at a message's beginning: enough for the metadata of most."""
 MAX_METADATA = 256 << 20
-"""Largest size in bytes of a message's metadata."""
 
 _U16, _U32, _I32, _I64 = (struct.Struct(f"<{code}") for code in "HIiq")
 _BLOCK = struct.Struct("<qi4xq")
@@ -44,26 +43,22 @@ _BLOCK = struct.Struct("<qi4xq")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Kind, metadata and position of a message in a file. All offsets are in bytes, from the file's first byte."""
+    """Kind, metadata and position of a message; offsets in bytes from the file's first."""
 
     kind: int
     begin: int
-    """Offset of the message's first byte."""
     metadata: bytes
     body: int
     """Offset of the first byte of the message's body."""
     body_size: int
-    """Size of the message's body in bytes."""
 
     @property
     def end(self) -> int:
-        """Offset in the file of the byte after the message."""
         return self.body + self.body_size
 
 
 class _Table:
-    """Table of a flatbuffer, here of a message's metadata. Methods raise ValueError or struct.error for offsets outside
-    of the metadata."""
+    """Table of a flatbuffer. Methods raise ValueError or struct.error for offsets outside of the metadata."""
 
     __slots__ = ("_data", "_fields", "_fields_size", "_position")
 
@@ -79,8 +74,7 @@ class _Table:
         return cls(data, _U32.unpack_from(data, 0)[0])
 
     def at(self, number: int) -> int:
-        """Return the position in the metadata of field `number`; 0 if the field is absent and so has its default
-        value."""
+        """Return the position of a field; 0 if it is absent and so has its default value."""
         place = 4 + 2 * number
         if place + 2 > self._fields_size:
             return 0
@@ -102,7 +96,7 @@ class _Table:
         return _Table(self._data, at + _U32.unpack_from(self._data, at)[0])
 
     def vector(self, number: int, size: int) -> memoryview:
-        """Return the bytes of the vector in field `number`. `size`: number of bytes of each element."""
+        """`size`: number of bytes of each element."""
         at = self.at(number)
         if not at:
             return memoryview(b"")
@@ -114,9 +108,8 @@ class _Table:
 
 
 def messages(read: Read, size: int) -> Iterator[Message]:
-    """Yield the messages of a file of `size` bytes. In the stream format they come in the order of the file; in the
-    file format the schema, then all dictionaries, then all record batches, as the footer lists them. Raises ValueError
-    or struct.error for a damaged file."""
+    """Yield a file's messages: those of a stream in order; of the file format the schema, then all dictionaries, then
+    all record batches. Raises ValueError or struct.error for a damaged file."""
     if read(0, len(MAGIC)) == MAGIC:
         yield from _file_messages(read, size)
         return
@@ -129,8 +122,7 @@ def messages(read: Read, size: int) -> Iterator[Message]:
 
 
 def messages_between(read: Read, begin: int, end: int) -> Iterator[Message]:
-    """Yield the messages in bytes `begin` to `end` - 1 of a file. Raises ValueError or struct.error for a damaged
-    file."""
+    """Raises ValueError or struct.error for a damaged file."""
     at = begin + (MAGIC_BYTES if begin == 0 and read(0, len(MAGIC)) == MAGIC else 0)
     while (message := _message(read, at, end)) is not None:
         yield message
@@ -138,8 +130,7 @@ def messages_between(read: Read, begin: int, end: int) -> Iterator[Message]:
 
 
 def rows_of_batch(metadata: bytes) -> tuple[int, bool]:
-    """Return the number of rows of a record batch, and True if it is compressed. `metadata`: metadata of its message.
-    Raises ValueError or struct.error for damaged metadata."""
+    """Return a record batch's rows, and True if it is compressed. Raises ValueError or struct.error."""
     batch = _Table.root(metadata).table(2)
     rows = batch.number(0)
     if rows < 0:

@@ -1,17 +1,13 @@
 """Samples of Arrow IPC files, in the file format and in the stream format: a row is a sample, a file is a shard.
 
-pyarrow opens a record batch without a copy, and its offsets are checked once (`_check_columns`); rows are then slices
-of its buffers, so rows in any order cost the same. Small record batches are copied together (MERGED_BYTES). Files with
-compressed record batches, or with columns that are not stored row by row (dictionaries), are decoded by whole record
-batches. Only such record batches are blocks in the index, like the row groups of Parquet: a shuffle keeps the samples
-of a block near each other.
+pyarrow opens a record batch without a copy, and its offsets are checked once (`_check_columns`); rows are slices of its
+buffers, so rows in any order cost the same. Small ones are copied together (MERGED_BYTES). Files with compressed record
+batches, or with columns not stored row by row (dictionaries), are decoded by whole record batches. Only such ones are
+blocks in the index.
 
-A file on a local disk is mapped. Where it is truncated while it is read, the next call raises an error; but if that
-happens within a call, the process ends by SIGBUS. On a network file system, where this also happens when the server
-fails, files are not mapped: the bytes of rows are read when they are needed (`_Copy`).
-
-A remote file may be fetched in parts (file_ranges.py): record batches that are blocks, or spans of some record batches.
-The reader of a part also has the file's header: all that comes before the first record batch.
+A file on a local disk is mapped. If it is truncated, the next call raises an error; but within a call, the process ends
+by SIGBUS. On a network file system, where this also happens when the server fails, the bytes of rows are read when
+needed (`_Copy`). The reader of a part (file_ranges.py) also has the file's header: all before the first record batch.
 """
 
 from __future__ import annotations
@@ -61,17 +57,15 @@ __all__ = [
 ]
 
 MERGED_BYTES = 256 << 10
-"""Largest size in bytes of record batches that are copied together into one block. One read of 256 KiB costs less than
-to look up the columns of ten record batches for the rows of one batch."""
+"""Most bytes of record batches that are copied together: one read costs less than to look up the columns of ten."""
 PAGE_BYTES = 4096
-"""Smallest number of bytes that are read at a time from a file that is not mapped."""
+"""Least bytes that are read at a time from a file that is not mapped."""
 COLUMN_BYTES = 2048
-"""Memory that the objects of a column of a mapped record batch take, in bytes; 8 more for each row."""
+"""Memory of a column's objects in a mapped record batch, in bytes; 8 more for each row."""
 END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-"""Last bytes of a stream of messages."""
 
 Read = Callable[[Any, int, int], None]
-"""Function (buffer, begin, end) that must be called before bytes `begin` to `end` - 1 of a pyarrow buffer are read."""
+"""(buffer, begin, end), to be called before these bytes of a pyarrow buffer are read."""
 
 
 def _pyarrow() -> Any:
@@ -92,8 +86,6 @@ def _is_local(folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ArrowPart:
-    """Part of an Arrow file that the cache stores as a file of its own."""
-
     header: bytes
     """Bytes of the whole file before its first record batch."""
     begin: int
@@ -103,8 +95,6 @@ class ArrowPart:
 
 
 class _ArrowFile:
-    """Open Arrow file, or a part of one, with the offsets of its record batches."""
-
     def __init__(self, path: Path, name: str, part: ArrowPart | None = None, expected: int | None = None) -> None:
         arrow = _pyarrow()
         self.name = name
@@ -113,9 +103,9 @@ class _ArrowFile:
         self.version = os.fstat(self.descriptor.fileno()).st_mtime_ns
         self.dictionaries: list[Message] = []
         self.batches: list[tuple[int, int, int, int]] = []
-        """For each record batch: (offset of its message, offset of the message's body, size of the body in bytes,
-        number of dictionaries that it may need). In the stream format these are the dictionaries before its message; in
-        the file format, where a dictionary may also lie behind, all of them."""
+        """For each record batch: (offset of its message, offset and size of the body, number of dictionaries that it
+        may need). In a stream these are those before its message; in the file format, where they may lie behind,
+        all."""
         rows: list[int] = []
         try:
             all_messages = messages(self._peek, self.size) if part is None else self._messages_of(part)
@@ -142,15 +132,13 @@ class _ArrowFile:
         self.by_rows = by_rows
         """True if a row can be read without the others of its record batch."""
         self.rows = tuple(rows)
-        """Number of rows of each record batch."""
 
     def _messages_of(self, part: ArrowPart) -> Iterator[Message]:
         yield from messages_between(self._peek, 0, len(part.header))
         yield from messages_between(self._peek, part.begin, part.begin + self.size)
 
     def blocks(self) -> list[int]:
-        """Return the number of the first record batch of each block, then the number of record batches. A block is a
-        record batch, or several small ones that are read by rows."""
+        """Return the first record batch of each block (one, or several small ones), then the number of all."""
         firsts, total = [0], 0
         for number, (begin, body, size, _) in enumerate(self.batches):
             total += body + size - begin
@@ -160,7 +148,6 @@ class _ArrowFile:
         return [*firsts, len(self.batches)] if self.batches else [0]
 
     def mapped(self) -> Any:
-        """Return all bytes of the file, mapped, as a pyarrow buffer."""
         return _pyarrow().py_buffer(mmap.mmap(self.descriptor.fileno(), self.size, access=mmap.ACCESS_READ))
 
     def offset(self, begin: int) -> int:
@@ -168,8 +155,7 @@ class _ArrowFile:
         return begin - self._begin
 
     def whole(self, number: int) -> Any:
-        """Return record batch `number` as a pyarrow table, decoded from a stream of the schema, the dictionaries and
-        this record batch alone."""
+        """Return record batch `number`, decoded from a stream of the schema, the dictionaries and this batch alone."""
         arrow = _pyarrow()
         begin, body, size, dictionaries = self.batches[number]
         needed, free = body + size - begin, free_memory()
@@ -186,8 +172,7 @@ class _ArrowFile:
         return table
 
     def read(self, begin: int, size: int) -> bytes:
-        """Return `size` bytes from offset `begin` of the whole file. Raises ShardCorruptError if the file has become
-        shorter."""
+        """`begin`: in the whole file. Raises ShardCorruptError if the file has become shorter."""
         try:
             data = self._peek(begin, size)
         except OSError as error:
@@ -208,7 +193,7 @@ class _ArrowFile:
 
 
 def _has_rows(kind: Any) -> bool:
-    """Return True if a value of pyarrow type `kind` lies in the same place of its record batch as its row."""
+    """Return True if a value of this type lies in the same place of its record batch as its row."""
     types = _pyarrow().types
     kind = storage_of(kind)
     if types.is_struct(kind):
@@ -237,8 +222,7 @@ def _has_width(kind: Any) -> bool:
 
 
 class _Copy:
-    """Record batch of a file that is not mapped: memory of its size, into which pages are read when they are needed.
-    Memory that was never touched takes no pages."""
+    """Record batch of a file that is not mapped: untouched memory, into which pages are read when needed."""
 
     def __init__(self, file: _ArrowFile, number: int) -> None:
         self._begin, body, size, _ = file.batches[number]
@@ -248,7 +232,6 @@ class _Copy:
         )
         self._is_here = np.zeros(-(-len(self._memory) // PAGE_BYTES), np.bool_)
         self.nbytes = 0
-        """Number of bytes that were read."""
         self.buffer = _pyarrow().py_buffer(self._memory)
         self._fetch(0, body - self._begin)
 
@@ -287,7 +270,7 @@ def _need_structure(array: Any, need: Read) -> None:
 
 
 def _need_values(array: Any, begin: int, end: int, need: Read) -> None:
-    """Call `need` for the values in rows `begin` to `end` - 1 of an array, whose structure was read and checked."""
+    """Call `need` for the values in rows of an array, whose structure was read and checked."""
     array = array.storage if hasattr(array, "storage") else array
     types, kind = _pyarrow().types, array.type
     if types.is_struct(kind):
@@ -309,14 +292,14 @@ def _need_values(array: Any, begin: int, end: int, need: Read) -> None:
 
 
 def _is_copied(kind: Any) -> bool:
-    """Return True if `column_of` copies the values of pyarrow type `kind`: bits, and within extension types."""
+    """Return True if `column_of` copies the values: bits, and within extension types."""
     types = _pyarrow().types
     return storage_of(kind) != kind or (hasattr(kind, "value_type") and types.is_boolean(kind.value_type))
 
 
 def _check_columns(batch: Any) -> None:
-    """Raise ValueError if a column's buffers are too small, or its offsets are not ascending. Texts are checked when
-    they are decoded: otherwise all of them would be read for the first row."""
+    """Raise ValueError if a column's buffers are too small, or its offsets not ascending. Texts are checked when
+    decoded: otherwise all would be read for the first row."""
     arrow = _pyarrow()
     plain = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
     for name, array in zip(batch.schema.names, batch.columns, strict=True):
@@ -328,19 +311,10 @@ def _check_columns(batch: Any) -> None:
 
 
 class ArrowReader(BlocksReader):
-    """Reader of an Arrow IPC file."""
-
     block_kind = "record batch"
 
     def __init__(self, shard: Shard, path: Path, part: ArrowPart | None = None) -> None:
-        """
-        Args:
-            shard: entry of the file, or of the part, in the dataset's index.
-            path: path of the file, or of the file of one part.
-            part: position of the part in the whole file; None: `path` is the whole file.
-
-        Raises ShardCorruptError if the file cannot be read, or differs from its entry in the index.
-        """
+        """Raises ShardCorruptError if the file cannot be read, or differs from its entry in the index."""
         stored = shard.files[0].raw
         file = _ArrowFile(path, stored.name, part, stored.size)
         check_samples(stored.name, "rows", sum(file.rows), shard.samples)
@@ -350,12 +324,11 @@ class ArrowReader(BlocksReader):
                 "file was changed: index the folder again with index_folder"
             )
         self._firsts = file.blocks()
-        """Number of the first record batch of each block, then the number of record batches."""
+        """First record batch of each block, then the number of record batches."""
         blocks = [sum(file.rows[first:end]) for first, end in itertools.pairwise(self._firsts)]
         super().__init__(stored.name, blocks, file.names, 0, part.first if part else 0)
         self._file: _ArrowFile | None = file
         self._mapped = file.mapped() if file.by_rows and file.size and _is_local(path.absolute().parent) else None
-        """Bytes of the file, mapped; None if they are read."""
         self._is_listed = bool(shard.blocks)
         self._marks_use = self._mapped is None  # opening a mapped record batch again costs little
 
@@ -419,7 +392,6 @@ class ArrowReader(BlocksReader):
         return Block(self._columns(batch), nbytes + copy.nbytes, fetch)
 
     def _data(self, number: int) -> Any:
-        """Return the bytes of record batch `number` as a pyarrow buffer."""
         file = self._opened()
         begin, body, size, _ = file.batches[number]
         if self._mapped is None:
@@ -448,19 +420,16 @@ class ArrowReader(BlocksReader):
 
 
 def open_arrow(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ArrowReader:
-    """Return a reader of an Arrow shard (the function `Format.open` of this format)."""
     del options  # no pickles here, and images stay as stored
     return ArrowReader(shard, paths[0])
 
 
 def header_shard(shard: Shard) -> Shard:
-    """Return a shard without samples: the header of a shard's file (all before the first record batch). The cache
-    fetches it alone (`format_table.PartReading.table`)."""
+    """Return the header of a shard's file as a shard without samples (`format_table.PartReading.table`)."""
     return Shard("arrow", 0, (file_range(shard, 0, shard.ranges[-1]),))
 
 
 def read_header(shard: Shard, path: Path) -> bytes:
-    """Return the header of a shard's file, read from the file at `path` (`format_table.PartReading.read`)."""
     header = path.read_bytes()
     if len(header) != shard.ranges[-1]:
         raise ValueError(f"the file's header must have {shard.ranges[-1]} bytes, got {len(header)}")
@@ -468,16 +437,14 @@ def read_header(shard: Shard, path: Path) -> bytes:
 
 
 def open_arrow_part(shard: Shard, part: int, path: Path, table: bytes, options: ReadOptions) -> ArrowReader:
-    """Return a reader of part number `part`, which lies in a file of its own at `path`
-    (`format_table.PartReading.open`). `table`: header of the whole file."""
+    """`table`: header of the whole file (`format_table.PartReading.open`)."""
     del options
     place = ArrowPart(table, shard.ranges[2 * part], sum(shard.parts[:part]))
     return ArrowReader(part_shard(shard, part), path, place)
 
 
 def index_arrow(path: Path, name: str) -> Shard:
-    """Index an Arrow IPC file: return the shard that describes it. `name`: path of the file, relative to the dataset's
-    folder. Raises DatasetError if two columns have the same name, or the file is damaged."""
+    """Index an Arrow IPC file. Raises DatasetError if two columns have the same name, or the file is damaged."""
     file = _ArrowFile(path, name)
     if len(set(file.names)) != len(file.names):
         raise DatasetError(
@@ -496,9 +463,8 @@ def index_arrow(path: Path, name: str) -> Shard:
 
 
 def _with_parts(shard: Shard, file: _ArrowFile) -> Shard:
-    """Return the shard with its file divided into parts that can be fetched alone: its blocks, or spans of record
-    batches. Return the shard unchanged if there would be a single part, or if other messages lie between or after the
-    record batches: a part's reader has only the file's header and the part, so it would miss a dictionary there."""
+    """Return the shard with its parts: blocks, or spans of record batches; unchanged if there would be a single one, or
+    other messages lie between or after the record batches: a part's reader would miss a dictionary there."""
     offsets = [begin for begin, _, _, _ in file.batches]
     ends = [body + size for _, body, size, _ in file.batches]
     if len(offsets) < 2 or offsets[1:] != ends[:-1] or any(each.begin > offsets[0] for each in file.dictionaries):
@@ -513,12 +479,10 @@ def _with_parts(shard: Shard, file: _ArrowFile) -> Shard:
 
 
 def check_arrow(settings: dict[str, Any]) -> None:
-    """Check the settings of an Arrow file's entry in the dataset's index. Raises InvalidField."""
     names(settings, "column_names")
 
 
 def check_same_columns(shards: Sequence[Shard]) -> None:
-    """Raise DatasetError unless the columns of all shards have the same names."""
     for shard in shards:
         first, own = shards[0].settings["column_names"], shard.settings["column_names"]
         if set(first) != set(own):

@@ -4,9 +4,8 @@
     state.json               of a Dataset: its files, in the order of its rows
     dataset_info.json        names and types of columns
 
-`save_to_disk` writes the rows in their order after select() and shuffle(), so the files need no mapping of indices. Old
-releases stored such a mapping; their folders are refused. Other Arrow files in a folder (cache-*.arrow, written by
-map()) are not part of the dataset.
+The files have the rows in their order after select() and shuffle(). Folders of old releases, with a mapping of indices,
+are refused. Other Arrow files (cache-*.arrow, written by map()) are not part of the dataset.
 """
 
 from __future__ import annotations
@@ -21,14 +20,11 @@ from penstock.runtime.files.plain_files import read_plain
 __all__ = ["DICT", "INFO", "STATE", "saved_files", "saved_splits"]
 
 DICT, STATE, INFO = "dataset_dict.json", "state.json", "dataset_info.json"
-"""Names of the files that describe a dataset which Hugging Face datasets saved, see above."""
 MAX_BYTES = 64 << 20
-"""Largest size in bytes of a JSON file that describes a saved dataset."""
 
 
 def saved_splits(folder: Path) -> list[str] | None:
-    """Return the names of the splits of a DatasetDict that was saved in a folder; None if the folder has no
-    DatasetDict. Raises DatasetError for a damaged one."""
+    """Return a DatasetDict's splits; None if the folder has none. Raises DatasetError for a damaged one."""
     path = folder / DICT
     if not path.exists():
         return None
@@ -44,8 +40,8 @@ def saved_splits(folder: Path) -> list[str] | None:
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """Return the files of a Dataset that was saved in a folder, in the order of its rows; None if the folder has no
-    Dataset. Raises DatasetError for a damaged one, and for a folder with the cached files of several splits."""
+    """Return a Dataset's files, in the order of its rows; None if the folder has none. Raises DatasetError for a
+    damaged one, and for a folder with the cached files of several splits."""
     path = folder / STATE
     if not path.exists():
         _refuse_cache(folder)
@@ -73,8 +69,7 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 
 def _refuse_cache(folder: Path) -> None:
-    """Raise DatasetError for a cache folder of Hugging Face datasets in which the files of several splits lie side by
-    side."""
+    """Raise DatasetError for a cache folder with the files of several splits side by side."""
     path = folder / INFO
     splits = _json(path).get("splits") if path.exists() else None
     if isinstance(splits, dict) and len(splits) > 1:

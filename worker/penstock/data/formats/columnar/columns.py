@@ -1,10 +1,8 @@
 """Values of a decoded column, by row: of a row group of Parquet, a record batch of Arrow, or rows of Lance.
 
-pyarrow makes an object for each value that is looked up, which takes a microsecond for a number and a millisecond for a
-list of 2,000 numbers. So the frequent types are read from the arrays' buffers: numbers, texts, and lists of numbers. A
-list of numbers becomes a numpy array of the column's type, which is a copy: the array is writable, and a sample that
-the caller keeps does not keep its row group in memory. A list in which a number is null becomes a Python list. All
-other types go through pyarrow's scalars (values.py).
+pyarrow takes a microsecond to look up a number, and a millisecond for a list of 2,000. So numbers, texts, and lists of
+numbers are read from the arrays' buffers. A list of numbers becomes a numpy array, a writable copy that does not keep
+its row group in memory; with a null number, a Python list. All other types go through pyarrow's scalars (values.py).
 """
 
 from __future__ import annotations
@@ -30,13 +28,10 @@ KEPT_TYPES = 256
 
 
 GATHERED_BYTES = 4096
-"""Largest size in bytes of values that are copied through one array, if all have the same size. The array copies each
-value twice, so larger values are faster one by one."""
+"""Most bytes of values that are copied through one array, twice: larger ones are faster one by one."""
 
 
 class Column(Protocol):
-    """Values of one decoded column, by row."""
-
     def at(self, row: int) -> Any:
         """Return the value in a row, as samples have it."""
 
@@ -44,19 +39,15 @@ class Column(Protocol):
         """Return the values in these rows, as samples have them."""
 
     def view(self, row: int) -> Any:
-        """Return the value in a row, as `at` does; but an array may be a view of the column's memory, without a
-        copy."""
+        """Return the value in a row, as `at` does; but an array may be a view of the column's memory."""
 
     def batch(self, rows: Ints) -> Values:
         """Return the values in these rows (at least one) joined into one column of a batch."""
 
 
 def column_of(name: str, chunks: Any, kind: Any = None) -> Column:
-    """Return the column `name`, from its pyarrow ChunkedArray.
-
-    `kind`: pyarrow type of the column in the file's schema, if `chunks` has the type `storage_of(kind)`; None: the type
-    of `chunks`. Raises DatasetError for a type that `conversion_of` refuses.
-    """
+    """Return the column `name`. `kind`: its type in the file's schema, if `chunks` has the type `storage_of(kind)`;
+    None: that of `chunks`. Raises DatasetError for a type that `conversion_of` refuses."""
     convert, plain = conversion_of(name, chunks.type if kind is None else kind), storage_of(chunks.type)
     column = _column_of(chunks if plain == chunks.type else chunks.cast(plain))
     return column if convert is None else _Converted(column, convert)
@@ -104,7 +95,7 @@ def _valid(array: Any) -> npt.NDArray[np.bool_] | None:
 
 
 def _values(array: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return the values of an array of numbers, without a copy except for bools. The values of nulls are arbitrary."""
+    """Return an array's numbers, without a copy except for bools. The values of nulls are arbitrary."""
     if dtype == np.bool_:
         filled = array.fill_null(False) if array.null_count else array
         found: npt.NDArray[Any] = filled.to_numpy(zero_copy_only=False)

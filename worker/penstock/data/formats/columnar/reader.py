@@ -1,9 +1,6 @@
-"""Reader of files that consist of blocks of rows, which are decoded column by column: row groups of Parquet, record
-batches of Arrow.
-
-A decoded block stays in memory until the process's limit for decoded blocks is reached (decoded_blocks.py). A shuffle
-keeps the samples of a few blocks near each other, so each block is decoded about once per epoch.
-"""
+"""Reader of files of blocks of rows, decoded column by column: row groups of Parquet, record batches of Arrow. A block
+stays in memory until the process's limit (decoded_blocks.py). A shuffle keeps the samples of a few blocks near each
+other, so each is decoded about once per epoch."""
 
 from __future__ import annotations
 
@@ -25,56 +22,41 @@ from penstock.proto.errors import DatasetError, ShardCorruptError
 __all__ = ["Block", "BlocksReader"]
 
 FEW_ROWS = 6
-"""Smallest number of rows of one block for which rows are read column by column. Reading by columns has a higher fixed
-cost, and a lower cost for each row."""
+"""Fewest rows of a block that are read column by column, which costs more in itself and less for each row."""
 LOADING_WAIT_S = 5.0
-"""Seconds between two checks of a thread whether another thread still decodes the block that both need."""
+"""Seconds between checks whether another thread still decodes the block that both need."""
 
 
 class Block(NamedTuple):
-    """Decoded rows."""
-
     columns: list[tuple[str, Column]]
-    """Columns as (name, column) pairs, in the order of a sample."""
     nbytes: int
-    """Memory in bytes that the block takes."""
     fetch: Callable[[int, int], None] | None = None
-    """Function (begin, end) that must be called before rows `begin` to `end` - 1 of the block are read; None if all are
-    in memory."""
+    """(begin, end), to be called before these rows are read; None if all are in memory."""
 
 
 class BlocksReader(ABC):
-    """Base class of readers, see ShardReader, ColumnReader and BlockReader in formats.shards. Values are Python's:
-    None, lists, dictionaries, datetimes. Lists of numbers are numpy arrays (columns.py), and times with nanoseconds are
-    numpy's (values.py). Thread-safe."""
+    """Base class of readers, see formats.shards. Values are Python's; lists of numbers are numpy arrays (columns.py),
+    and times with nanoseconds numpy's (values.py). Thread-safe."""
 
     block_kind: str
     """What the format calls a block, for errors."""
 
     def __init__(self, name: str, blocks: Sequence[int], names: list[str], first_block: int, first_row: int) -> None:
-        """
-        Args:
-            name: name of the file, for errors.
-            blocks: number of rows of each block.
-            names: names of the file's columns.
-            first_block, first_row: numbers of the reader's first block and row in the whole file, for errors; not 0 if
-                the reader reads a part of it.
-        """
+        """`first_block`, `first_row`: numbers in the whole file, for errors, if the reader reads a part of it."""
         self.name = name
         self._begins = [0, *accumulate(blocks)]
         self._first_block, self._first_row = first_block, first_row
         self._names, self._wanted = names, names
         self._lock = threading.Lock()
-        """Lock of the attributes `_is_open` and `_loading`, and of additions to `_kept`. No thread holds it while it
-        decodes."""
+        """Lock of `_is_open`, `_loading`, and additions to `_kept`. No thread holds it while it decodes."""
         self._is_open = True
         self._loading: dict[int, threading.Event] = {}
-        """Blocks that a thread is decoding now, by number, with the event that other threads wait for."""
+        """Blocks that a thread decodes now, with the event that others wait for."""
         self._kept: dict[int, Block] = {}
-        """Blocks in memory, by number. The process's MEMORY counts their bytes and drops them."""
+        """Blocks in memory. The process's MEMORY counts their bytes and drops them."""
         self._owner = MEMORY.add_owner(self)
         self._marks_use = True
-        """True if MEMORY is told of each use of a block, so that it drops the block that was not used for longest."""
+        """True if MEMORY is told of each use, so that it drops the block that was not used for longest."""
 
     @abstractmethod
     def _decode(self, number: int) -> Block:
@@ -84,7 +66,7 @@ class BlocksReader(ABC):
         return self._begins[-1]
 
     def select(self, columns: Sequence[str]) -> None:
-        """Read only these columns from now on. Raises DatasetError if the file lacks one of these columns."""
+        """Read only these columns from now on. Raises DatasetError if the file lacks one."""
         missing = [name for name in columns if name not in self._names]
         if missing:
             raise DatasetError(
@@ -106,8 +88,7 @@ class BlocksReader(ABC):
         return sample
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples at these indexes, in this order. Those of one block are read column by column if they are
-        at least FEW_ROWS, or all of the samples."""
+        """Those of one block are read column by column if they are at least FEW_ROWS, or all of the samples."""
         if not rows:
             return []
         self._check_file()
@@ -130,7 +111,6 @@ class BlocksReader(ABC):
         return samples
 
     def get_columns(self, rows: Ints) -> Columns | None:
-        """Return the columns of the samples at these indexes, see `formats.shards.columns_of_rows`."""
         self._check_file()
         low, high = self._number_of(int(rows.min())), self._number_of(int(rows.max()))
         if low == high:
@@ -155,19 +135,17 @@ class BlocksReader(ABC):
         }
 
     def load(self, block: int) -> None:
-        """Decode block `block`, if it is not in memory."""
         self._block(block, self._begins[block])
 
     def drop(self, block: int) -> None:
-        """Drop block `block` from memory."""
         self._kept.pop(block, None)
 
     def forget(self, block: int) -> None:
-        """Mark block `block` as not needed soon, so that its memory is freed before that of others."""
+        """Mark a block as not needed soon, so that its memory is freed before that of others."""
         MEMORY.release(self._owner, block)
 
     def close(self) -> None:
-        """Close the file. Reads in progress end normally, and the file is closed after the last of them."""
+        """Reads in progress end normally, and the file is closed after the last of them."""
         with self._lock:
             self._is_open = False
             self._kept = {}
@@ -228,7 +206,7 @@ class BlocksReader(ABC):
             block.fetch(row, row + 1)
 
     def _block(self, number: int, index: int) -> Block:
-        """Return block `number`. `index`: number of the sample that needs it, for errors."""
+        """`index`: number of the sample that needs it, for errors."""
         kept = self._kept.get(number)
         if kept is not None:
             return kept

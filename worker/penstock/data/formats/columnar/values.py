@@ -1,14 +1,9 @@
-"""Values in samples, from pyarrow's scalars and from Arrow's extension types.
+"""Values in samples, from pyarrow's scalars and from Arrow's extension types, for types that columns.py does not read.
 
-Numbers, texts, and lists of numbers are read from their buffers (columns.py); scalars are for all other types. Python's
-datetime, timedelta and time resolve microseconds. Times in nanoseconds, which Spark writes by default, become numpy's
-datetime64[ns] and timedelta64[ns], even if their last three digits are 0, and whether or not pandas is installed: the
-type of a column's values must depend neither on a value nor on other packages.
-
-An extension type has a name, and a storage type in which its values are stored. Whether pyarrow returns its values as
-objects of a special class depends on its release, and on the packages that were imported. So samples contain the value
-as it is stored: JSON is text, a UUID is 16 bytes. There are two exceptions: a tensor is an array of its shape, and a
-bool8 is a bool.
+Python's times resolve microseconds. Nanoseconds, which Spark writes by default, become numpy's datetime64[ns] and
+timedelta64[ns], even if their last digits are 0, and whether or not pandas is installed: the type of a column's values
+must depend neither on a value nor on other packages. For the same reason samples contain values of extension types as
+they are stored (JSON is text, a UUID 16 bytes), but a tensor is an array of its shape, and a bool8 a bool.
 """
 
 from __future__ import annotations
@@ -25,15 +20,14 @@ from penstock.proto.errors import DatasetError
 __all__ = ["conversion_of", "storage_of", "value_of"]
 
 Conversion = Callable[[Any], Any]
-"""Function that converts a stored value (of an extension type's storage type, or None) to the value in a sample."""
+"""From a stored value (of an extension type's storage type, or None) to the value in a sample."""
 KEPT_TYPES = 256
-"""Number of pyarrow types whose storage and conversion are remembered."""
 
 
 @lru_cache(maxsize=KEPT_TYPES)
 def storage_of(kind: Any) -> Any:
-    """Return a pyarrow type in which each extension type, also a nested one, is replaced by its storage type. Return
-    `kind` itself if it has no extension type, or has one where `conversion_of` refuses it."""
+    """Replace each extension type, also nested, by its storage type. Return `kind` itself if it has none, or has one
+    where `conversion_of` refuses it."""
     arrow = importlib.import_module("pyarrow")
     types = arrow.types
     if hasattr(kind, "storage_type"):
@@ -54,7 +48,6 @@ def storage_of(kind: Any) -> Any:
 
 
 def _fields(kind: Any) -> list[Any]:
-    """Return the child fields of a nested pyarrow type, such as those of a struct; an empty list for other types."""
     types = importlib.import_module("pyarrow.types")
     if types.is_map(kind):
         return [kind.key_field, kind.item_field]
@@ -64,9 +57,9 @@ def _fields(kind: Any) -> list[Any]:
 
 
 def conversion_of(column: str, kind: Any) -> Conversion | None:
-    """Return the function that converts values of type `storage_of(kind)` to the values in samples; None if samples
-    contain them as they are. `column`: name of the column, for errors. Raises DatasetError for an extension type within
-    a union or a list view, and for a tensor whose axes' order is ambiguous."""
+    """Return the function from values of type `storage_of(kind)` to those in samples; None if they are the same. Raises
+    DatasetError for an extension type within a union or a list view, and for a tensor whose axes' order is
+    ambiguous."""
     try:
         return _conversion(kind)
     except DatasetError as error:
@@ -104,7 +97,7 @@ def _same(value: Any) -> Any:
 
 
 def _present(convert: Conversion) -> Conversion:
-    """Return a conversion that leaves None as it is, and calls `convert` for other values."""
+    """Return a conversion that leaves None as it is."""
     return lambda value: None if value is None else convert(value)
 
 
@@ -119,8 +112,8 @@ def _map(key: Conversion, item: Conversion) -> Conversion:
 
 
 def _tensor(kind: Any) -> Conversion:
-    """Return the conversion of a tensor column. The conversion turns a stored value, which is a flat list, into an
-    array of the tensor's shape, with the axes permuted as the type says; or into nested lists if an element is null."""
+    """Return the conversion of a tensor column, from a flat list to an array, with axes permuted as the type says; or
+    to nested lists if an element is null."""
     shape, permutation = tuple(kind.shape), kind.permutation
     if permutation is not None and [permutation[number] for number in permutation] != sorted(permutation):
         # pyarrow 26 writes the inverse of what Arrow's specification says, and reads neither of the two.
@@ -141,11 +134,9 @@ def _tensor(kind: Any) -> Conversion:
 
 
 Value = Callable[[Any], Any]
-"""Function that converts a pyarrow scalar to the value in a sample."""
 
 
 def value_of(kind: Any) -> Value:
-    """Return the function that converts pyarrow scalars of type `kind` to the values in samples."""
     return _fine(kind) or _as_py
 
 
@@ -154,8 +145,7 @@ def _as_py(scalar: Any) -> Any:
 
 
 def _fine(kind: Any) -> Value | None:
-    """Return the function that converts scalars of a type of times in nanoseconds, or of a nested type that contains
-    one; None for any other type."""
+    """Return the conversion of times in nanoseconds, or of a nested type with them; None for any other type."""
     types = importlib.import_module("pyarrow.types")
     if types.is_timestamp(kind) or types.is_duration(kind) or types.is_time64(kind):
         if kind.unit != "ns":

@@ -1,8 +1,7 @@
 """Clips of videos and sounds: frames and samples at exact positions, decoded by torchcodec from the bytes of a column.
 
-The ranges of a sound that torchcodec decodes are not exact: torchcodec rounds times, and resamples a range without the
-samples before it. So this module decodes a sound from its beginning (as torchcodec does for any range, because it does
-not seek in sounds) and cuts out the clip. A clip then equals the same positions of the whole sound, to the bit.
+torchcodec rounds a sound's times, and resamples a range without the samples before it. So a sound is decoded from its
+beginning (as torchcodec does for any range), and the clip cut out: equal to the whole sound's positions, to the bit.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ if TYPE_CHECKING:  # processes that only convert datasets have no use for torch
 __all__ = ["AudioClip", "ClipReader", "VideoClip", "check_clips"]
 
 MARGIN_S = 0.5
-"""Seconds of sound that are decoded after the end of a clip. Resampling needs the samples that follow. If the sound
-begins after time 0, sample n also comes later than n / sample_rate."""
+"""Seconds of sound decoded after a clip's end: resampling needs them, and if the sound begins after time 0, sample n
+comes later than n / sample_rate."""
 
 Positions = Sequence[int] | str | Callable[[Mapping[str, Any], int], Sequence[int]]
-"""Positions to decode. Of a video: frame numbers. Of a sound: two numbers, of the first sample and of the sample
-after the last one. Or the name of the sample's column that has these numbers; or a function (sample, number of frames
-or samples in the file) that returns them."""
+"""Of a video: frame numbers. Of a sound: the first sample and the one after the last. Or the name of the sample's
+column with these numbers; or a function (sample, number of frames or samples in the file) that returns them."""
 
 
 class InvalidPositions(Exception):
@@ -39,19 +37,15 @@ class InvalidPositions(Exception):
 
 
 class Opened(Protocol):
-    """Video or sound file that was opened."""
-
     def __len__(self) -> int:
         """Return the number of frames of the video, or of samples of the sound."""
 
     def read(self, positions: list[int]) -> torch.Tensor:
-        """Decode the frames with these numbers, or the samples from the first to before the second number. Raises
-        InvalidPositions, or any exception for a damaged file."""
+        """Decode these frames, or the samples from the first to before the second number. Raises InvalidPositions, or
+        any exception for a damaged file."""
 
 
 class Clip(Protocol):
-    """Settings of the clips that are decoded from the video or sound files of a column."""
-
     @property
     def positions(self) -> Positions:
         """Frames of the video, or samples of the sound, to decode; see `Positions`."""
@@ -61,7 +55,7 @@ class Clip(Protocol):
         """True if decoding may draw random numbers, as RandomCrop does."""
 
     def open(self, data: bytes) -> Opened:
-        """Open a video or sound. `data`: bytes of its file. Raises any exception for a damaged file."""
+        """Open the bytes of a video's or sound's file. Raises any exception for a damaged one."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +72,8 @@ class VideoClip:
     """
 
     frames: Positions
-    """Numbers of the frames to decode, counted from 0 in the order in which the video shows them. Numbers may come in
-    any order, and more than once. Or the name of a column with these numbers, or a function (sample, number of frames
-    in the video) that returns them."""
+    """Numbers of the frames, from 0 in the order of display; in any order, also repeated. Or the name of a column with
+    these numbers, or a function (sample, number of frames in the video) that returns them."""
     transforms: Sequence[Any] = ()
     """torchcodec's transforms (Resize, CenterCrop, RandomCrop), applied in this order while frames are decoded."""
 
@@ -108,9 +101,9 @@ class AudioClip:
     """
 
     samples: Positions
-    """Range of samples: (number of the first sample, number of the sample after the last one), from 0, counted at
-    `sample_rate`. Or the name of a column with these two numbers. Or a function (sample of the dataset, number of
-    samples in the sound) that returns them; with a function, all of the sound is decoded, to count its samples."""
+    """Range of samples: (first sample, sample after the last one), from 0, at `sample_rate`. Or the name of a column
+    with these numbers. Or a function (sample of the dataset, number of samples in the sound) that returns them; all of
+    the sound is then decoded, to count its samples."""
     sample_rate: int | None = None
     """Samples per second of the clip; None: as many as the file has."""
     channels: int | None = None
@@ -184,8 +177,7 @@ class _Sound:
 
 
 def _chosen(positions: Positions, sample: Mapping[str, Any], opened: Opened) -> list[int]:
-    """Return the positions to decode in an opened file. `positions`: the setting of the clip. Raises InvalidPositions,
-    or what a user's function raises."""
+    """Raises InvalidPositions, or what a user's function raises."""
     if callable(positions):
         found = positions(sample, len(opened))
     elif not isinstance(positions, str):
@@ -207,8 +199,7 @@ def _chosen(positions: Positions, sample: Mapping[str, Any], opened: Opened) -> 
 
 
 def check_clips(clips: Mapping[str, Clip] | None) -> dict[str, Clip]:
-    """Return the argument `clips` of StreamingDataset as a dict; empty for None. Raises InvalidArgumentError for an
-    invalid value, and DatasetError if torchcodec cannot be used."""
+    """Check StreamingDataset's `clips`. Raises InvalidArgumentError, and DatasetError without a usable torchcodec."""
     for name, clip in (clips or {}).items():
         if not isinstance(name, str) or not isinstance(clip, VideoClip | AudioClip):
             raise InvalidArgumentError(
@@ -221,15 +212,10 @@ def check_clips(clips: Mapping[str, Clip] | None) -> dict[str, Clip]:
 
 
 class ClipReader:
-    """Open shard that decodes clips of videos and sounds, after another reader has read the samples from the file."""
+    """Open shard that decodes clips in the samples of another reader."""
 
     def __init__(self, reader: ShardReader, clips: Mapping[str, Clip], first: int = 0) -> None:
-        """
-        Args:
-            reader: reader whose samples have the files of videos and sounds as bytes.
-            clips: settings of the clips to decode, by column.
-            first: number in the shard of the reader's first sample, for errors; not 0 if `reader` reads a part.
-        """
+        """`first`: number in the shard of the reader's first sample, for errors."""
         self.name = reader.name
         self._reader, self._clips, self._first = reader, clips, first
         if isinstance(reader, BlockReader):

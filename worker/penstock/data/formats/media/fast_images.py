@@ -1,11 +1,6 @@
-"""Images of Pillow whose pixels another library decodes (a fast decoder), where its pixels equal Pillow's.
-
-Pillow reads a file in pieces, line by line, into memory of its own, and copies the pixels twice to make an array; the
-fast decoders write into the array. Pillow decodes every file that a fast decoder refuses or warns about, so a damaged
-file gives Pillow's result or error.
-
-Import this module only where there are images: it imports Pillow.
-"""
+"""Images of Pillow whose pixels another library (a fast decoder) decodes, where they equal Pillow's: Pillow reads line
+by line, and copies the pixels twice to make an array. Pillow decodes what a fast decoder refuses or warns about, so a
+damaged file gives Pillow's result or error. Import this module only where there are images: it imports Pillow."""
 
 from __future__ import annotations
 
@@ -21,26 +16,23 @@ Pixels = npt.NDArray[Any]
 
 
 def fits(height: int, width: int) -> bool:
-    """Return True if an image of this size, in pixels, may be decoded without asking Pillow. Pillow warns of or refuses
-    an image above its limit of pixels, because a file of a few bytes can claim gigabytes. Return False also if Pillow's
-    limit is off, or Pillow is set to read truncated files."""
+    """Return True if an image of this size, in pixels, may be decoded without asking Pillow, which warns of or refuses
+    more pixels, because a file of a few bytes can claim gigabytes. False if its limit is off, or it reads truncated
+    files."""
     return height * width <= (Image.MAX_IMAGE_PIXELS or 0) and not ImageFile.LOAD_TRUNCATED_IMAGES
 
 
 class FastImage(ImageFile.ImageFile):
-    """Image of Pillow with a fast decoder: `numpy.asarray(image)` takes the decoder's pixels, without a copy. The
-    object compares equal to the image that Pillow opens from the same file, and is pickled as a Pillow image. Each
-    subclass is for one format, and also derives from Pillow's class for this format, such as JpegImageFile."""
+    """Image of Pillow of which `numpy.asarray(image)` takes the decoder's pixels, without a copy. Equal to and pickled
+    as Pillow's image. A subclass is for one format, and also derives from Pillow's class for it."""
 
     plain: ClassVar[type[ImageFile.ImageFile]]
-    """Pillow's class for images of this format."""
     _file = b""
     _decoded: Pixels | None = None
 
     @classmethod
     def of(cls, image: Any, file: bytes) -> Any:
-        """Change the class of an image that Pillow has opened to this class, and return the image. `file`: bytes of the
-        whole file."""
+        """Change the class of an image that Pillow has opened to this class, and return the image."""
         image.__class__ = cls
         image._file = file
         return image
@@ -53,8 +45,7 @@ class FastImage(ImageFile.ImageFile):
         """Set the image's attributes to the values that they have after Pillow's own decoding."""
 
     def _pixels(self) -> Pixels | None:
-        """Return the pixels, if the image was neither loaded nor changed before; None if Pillow must decode the
-        image."""
+        """Return the pixels, if the image was neither loaded nor changed before; None if Pillow must decode it."""
         if len(self.tile) != 1 or self.decoderconfig or ImageFile.LOAD_TRUNCATED_IMAGES:
             return None
         if self._decoded is None and self._file:

@@ -1,10 +1,6 @@
 """Encodings of images in MDS columns: raw pixels, image files, and lists of either. PIL is imported for the first
-image.
-
-A decoder gets the bytes of a whole sample, and the offsets of the value's first byte and of its end. A decoder compares
-the sizes in the data with the number of bytes that are there, before it allocates memory: a raw image of twelve bytes
-can claim to have gigabytes.
-"""
+image. A decoder compares the sizes in the data with the bytes that are there, before it allocates memory: a raw image
+of twelve bytes can claim to have gigabytes."""
 
 from __future__ import annotations
 
@@ -96,23 +92,22 @@ def encode_raw(value: Any) -> bytes:
 
 
 def decode_jpeg(sample: bytes, begin: int, end: int) -> Any:
-    """Return the image of a whole JPEG file, as an image of Pillow. Only the file's header is read here; the pixels are
-    decoded on first use."""
+    """Return a JPEG file as an image of Pillow whose pixels are decoded on first use."""
     return _library("jpeg").open_image(sample[begin:end])
 
 
 def decode_jpeg_array(sample: bytes, begin: int, end: int) -> npt.NDArray[np.uint8]:
-    """Return the pixels of a whole JPEG file, in a writable array, equal to `numpy.asarray` of its image."""
+    """Return the pixels of a JPEG file, in a writable array, equal to `numpy.asarray` of its image."""
     return _library("jpeg").decode_array(sample[begin:end])  # type: ignore[no-any-return]
 
 
 def decode_png(sample: bytes, begin: int, end: int) -> Any:
-    """Return the image of a whole PNG file, as an image of Pillow whose pixels are decoded on first use."""
+    """Return a PNG file as an image of Pillow whose pixels are decoded on first use."""
     return _library("png").open_image(sample[begin:end])
 
 
 def decode_png_array(sample: bytes, begin: int, end: int) -> npt.NDArray[Any]:
-    """Return the pixels of a whole PNG file, in a writable array, equal to `numpy.asarray` of its image."""
+    """Return the pixels of a PNG file, in a writable array, equal to `numpy.asarray` of its image."""
     return _library("png").decode_array(sample[begin:end])  # type: ignore[no-any-return]
 
 
@@ -123,8 +118,7 @@ def _library(name: str) -> Any:
 
 
 def array_decoder(decode: Decode) -> Decode:
-    """Return a function that decodes images to writable arrays. `decode`: function that decodes them to images of
-    Pillow."""
+    """Return a function that decodes to writable arrays. `decode`: to images of Pillow."""
 
     def decoder(sample: bytes, begin: int, end: int) -> npt.NDArray[Any]:
         return np.array(decode(sample, begin, end))
@@ -133,8 +127,7 @@ def array_decoder(decode: Decode) -> Decode:
 
 
 def encode_jpeg(value: Any) -> bytes:
-    """Return an image as the bytes of a JPEG file. If the image was opened by the name of a JPEG file, and not edited
-    since, that file is returned, without loss."""
+    """Return a JPEG file: the one that the image was opened from, if it was not edited since, without loss."""
     _check(value)
     if value.format == "JPEG" and getattr(value, "filename", None):
         file = _source_file(value)
@@ -144,8 +137,7 @@ def encode_jpeg(value: Any) -> bytes:
 
 
 def _source_file(value: Any) -> bytes | None:
-    """Return the content of the file that an image was read from; None if the image may have been edited since, or the
-    file is gone. (An image edited in place keeps the name and format of its file.)"""
+    """Return the image's file; None if it is gone, or the image edited since (in place, it keeps the file's name)."""
     try:
         with open(value.filename, "rb") as file:
             data = file.read()
@@ -181,7 +173,7 @@ def decode_file_arrays(sample: bytes, begin: int, end: int) -> list[Any]:
 
 
 def file_list_decoder(decode: Decode) -> Decode:
-    """Return the decoder of the encoding "jpeg_array". `decode`: function that decodes one file."""
+    """Return the decoder of the encoding "jpeg_array". `decode`: of one file."""
     return lambda sample, begin, end: _not_empty(_decode_list(decode, sample, begin, end))
 
 
@@ -199,8 +191,7 @@ def encode_files(value: Any) -> bytes:
 
 
 def list_decoder(decode: Decode) -> Decode:
-    """Return the decoder of the encoding "list[...]": four unused bytes, then the layout of `decode_files`. `decode`:
-    function that decodes one element."""
+    """Return the decoder of "list[...]": four unused bytes, then the layout of `decode_files`."""
 
     def decoder(sample: bytes, begin: int, end: int) -> list[Any]:
         return _decode_list(decode, sample, begin + 4, end)

@@ -1,7 +1,5 @@
-"""Decoding of JPEG files by simplejpeg, wherever its pixels equal Pillow's: in RGB and grayscale.
-
-simplejpeg and Pillow both use libjpeg-turbo. Import this module only where there are JPEG files: it imports Pillow.
-"""
+"""Decoding of JPEG files by simplejpeg, in RGB and grayscale, where its pixels equal Pillow's: both use libjpeg-turbo.
+Import this module only where there are JPEG files: it imports Pillow."""
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ from penstock.data.formats.media.fast_images import FastImage, Pixels, fits
 __all__ = ["JpegImage", "decode_array", "decode_pixels", "open_image"]
 
 _COLORSPACES = {"RGB": "RGB", "L": "GRAY"}
-"""simplejpeg's name of a color space, by Pillow's name of the same mode."""
 _MODES = {"YCbCr": "RGB", "RGB": "RGB", "Gray": "L"}
 """Pillow's name of a mode, by simplejpeg's name of the color space that a file has."""
 
@@ -34,9 +31,8 @@ def _simplejpeg() -> Any:
 
 
 def open_image(file: bytes) -> Any:
-    """Return the image of a whole JPEG file as an image of Pillow. The file's header is read now, and the pixels are
-    decoded on first use. Raises PIL.UnidentifiedImageError, or PIL.Image.DecompressionBombError for more pixels than
-    Pillow opens."""
+    """Return an image whose pixels are decoded on first use. Raises PIL.UnidentifiedImageError, or
+    PIL.Image.DecompressionBombError for more pixels than Pillow opens."""
     # Without `formats`, Pillow would try dozens of formats, and start a program for one of them.
     image = Image.open(BytesIO(file), formats=("JPEG",))
     if type(image) is JpegImageFile and image.mode in _COLORSPACES and _simplejpeg() is not None:
@@ -45,11 +41,8 @@ def open_image(file: bytes) -> Any:
 
 
 def decode_array(file: bytes) -> npt.NDArray[Any]:
-    """Return the pixels of a whole JPEG file, as `numpy.asarray(open_image(file))` gives them, in a writable array of
-    uint8 with shape (height, width) or (height, width, channels).
-
-    Raises PIL.UnidentifiedImageError, OSError, and PIL.Image.DecompressionBombError for more pixels than Pillow opens.
-    """
+    """Return the pixels, as `numpy.asarray(open_image(file))`, in a writable array of uint8, (height, width) or
+    (height, width, channels). Raises as `open_image`, and OSError."""
     library = _simplejpeg()
     if library is not None:
         try:
@@ -64,11 +57,8 @@ def decode_array(file: bytes) -> npt.NDArray[Any]:
 
 
 def decode_pixels(file: bytes, mode: str) -> Pixels | None:
-    """Decode a whole JPEG file with simplejpeg. `mode`: "RGB" or "L", as Pillow reports it for this file.
-
-    Returns an array of uint8 with shape (height, width, 3) for "RGB" and (height, width) for "L". Returns None if
-    simplejpeg is not installed, or raises an error for the file.
-    """
+    """Return uint8 pixels of shape (height, width, 3) for "RGB", (height, width) for "L"; None if simplejpeg is not
+    installed or raises an error for the file."""
     library = _simplejpeg()
     if library is None:
         return None
@@ -81,8 +71,6 @@ def decode_pixels(file: bytes, mode: str) -> Pixels | None:
 
 
 class JpegImage(FastImage, JpegImageFile):
-    """Image of Pillow whose pixels simplejpeg decodes on first use."""
-
     plain = JpegImageFile
 
     def _decode(self, file: bytes) -> Pixels | None:

@@ -1,9 +1,6 @@
-"""Decoding of PNG files by kornia-rs, where its pixels equal Pillow's: files of modes L, P, RGB and RGBA with 8 bits
-for each channel, and of mode I;16, interlaced or not.
-
-Pillow decodes all other files: fewer bits, gray with alpha, colors of 16 bits, animations, and files with chunks after
-the pixels, because Pillow reads texts there. kornia-rs holds the GIL while it decodes: it takes less than half of
-Pillow's time on one core, and threads do not make it faster.
+"""Decoding of PNG files by kornia-rs, where its pixels equal Pillow's: modes L, P, RGB and RGBA with 8 bits for each
+channel, and I;16, interlaced or not. Pillow decodes all others, also files with chunks after the pixels, where it reads
+texts. kornia-rs holds the GIL: it takes less than half of Pillow's time, and threads do not make it faster.
 
 Import this module only where there are PNG files: it imports Pillow.
 """
@@ -28,14 +25,14 @@ __all__ = ["PngImage", "decode_array", "decode_pixels", "layout_of", "open_image
 
 _BEGIN = b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR"
 _END = b"\0\0\0\0IEND\xaeB`\x82"
-"""Bytes of the last chunk of a PNG file, with its checksum."""
+"""Last chunk of a PNG file, with its checksum."""
 _HEAD = struct.Struct(">IIBBBBB")
-"""Layout of the first chunk's data: width, height, bits of a channel, color type, compression, filter, interlace."""
+"""First chunk: width, height, bits of a channel, color type, compression, filter, interlace."""
 _CHUNK = struct.Struct(">I4s")
 _KINDS = {(8, 0): "mono", (16, 0): "mono", (8, 2): "rgb", (8, 3): "mono", (8, 6): "rgba"}
-"""kornia-rs's name of the mode, by (bits of a channel, color type). Indexes into a palette are decoded as gray."""
+"""kornia-rs's mode, by (bits of a channel, color type). Indexes into a palette are decoded as gray."""
 _HARMLESS = {b"gAMA": 4, b"pHYs": 9, b"sRGB": 1, b"cHRM": 32}
-"""Size in bytes, by name, of the kinds of chunks that do not change the pixels, and in which Pillow finds no error."""
+"""Size in bytes of chunks that do not change the pixels, and in which Pillow finds no error."""
 
 
 @functools.cache
@@ -47,21 +44,18 @@ def _kornia() -> Any:
 
 
 class Layout(NamedTuple):
-    """Properties of a PNG file that decide which library decodes it."""
-
     height: int
     width: int
     bits: int
-    """Number of bits of a channel of one pixel."""
+    """Of a channel of one pixel."""
     kind: str
     """kornia-rs's name of the mode: "mono", "rgb" or "rgba"."""
     plain: bool
-    """True if Pillow certainly opens the file: all chunks but those of pixels have a correct checksum, and are the
-    header, a palette, or of the kinds in _HARMLESS."""
+    """True if Pillow certainly opens the file: chunks have correct checksums, and are known or in _HARMLESS."""
 
 
 def layout_of(file: bytes) -> Layout | None:
-    """Return the layout of a whole PNG file; None for a file that only Pillow can decode."""
+    """Return None for a file that only Pillow can decode."""
     if not file.startswith(_BEGIN) or not file.endswith(_END):
         return None
     begin = len(_BEGIN)
@@ -87,9 +81,8 @@ def layout_of(file: bytes) -> Layout | None:
 
 
 def open_image(file: bytes) -> Any:
-    """Return the image of a whole PNG file as an image of Pillow. The file's header is read now, and the pixels are
-    decoded on first use. Raises PIL.UnidentifiedImageError, or PIL.Image.DecompressionBombError for more pixels than
-    Pillow opens."""
+    """Return an image whose pixels are decoded on first use. Raises PIL.UnidentifiedImageError, or
+    PIL.Image.DecompressionBombError for more pixels than Pillow opens."""
     # Without `formats`, Pillow would try dozens of formats, and start a program for one of them.
     image = Image.open(BytesIO(file), formats=("PNG",))
     if type(image) is PngImageFile and _kornia() is not None and layout_of(file):
@@ -98,10 +91,7 @@ def open_image(file: bytes) -> Any:
 
 
 def decode_array(file: bytes) -> npt.NDArray[Any]:
-    """Return the pixels of a whole PNG file, as `numpy.asarray(open_image(file))` gives them, in a writable array.
-
-    Raises PIL.UnidentifiedImageError, OSError, and PIL.Image.DecompressionBombError for more pixels than Pillow opens.
-    """
+    """Return a writable array, as `numpy.asarray(open_image(file))`. Raises as `open_image`, and OSError."""
     layout = layout_of(file) if _kornia() is not None else None
     if layout is not None and layout.plain and fits(layout.height, layout.width):
         pixels = decode_pixels(file, layout)
@@ -111,11 +101,8 @@ def decode_array(file: bytes) -> npt.NDArray[Any]:
 
 
 def decode_pixels(file: bytes, layout: Layout) -> Pixels | None:
-    """Decode a whole PNG file with kornia-rs, which must be installed.
-
-    Returns an array of uint8 or uint16 with shape (height, width, channels), or (height, width) for one channel; None
-    if kornia-rs raises an error for the file.
-    """
+    """Return uint8 or uint16 pixels of shape (height, width, channels), or (height, width) for one channel; None if
+    kornia-rs, which must be installed, raises an error for the file."""
     library = _kornia()
     decode = library.decode_image_png_u8 if layout.bits == 8 else library.decode_image_png_u16
     try:
@@ -126,8 +113,6 @@ def decode_pixels(file: bytes, layout: Layout) -> Pixels | None:
 
 
 class PngImage(FastImage, PngImageFile):
-    """Image of Pillow whose pixels kornia-rs decodes on first use."""
-
     plain = PngImageFile
 
     def _decode(self, file: bytes) -> Pixels | None:

@@ -1,13 +1,11 @@
-"""Sizes of row groups, from the footer of a Parquet file.
-
-pyarrow reads the footer too. But one damaged byte in a footer may kill the process (std::terminate, in pyarrow 26.0):
-if a column's size statistics do not fit the schema, pyarrow's C++ library throws an exception that its Python binding
-does not expect. So this module reads the sizes without pyarrow.
+"""Sizes of row groups, from the footer of a Parquet file, without pyarrow: one damaged byte in a footer may kill the
+process (std::terminate, in pyarrow 26.0), because its C++ library throws an exception that its binding does not expect.
 
 The footer is one struct in the compact protocol of Thrift. Fields that are not needed are skipped by their type. All
 loops end, because each repetition consumes at least one byte of the footer.
 
 https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
+
 https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift
 """
 
@@ -33,7 +31,7 @@ __all__ = [
 ]
 
 TAIL_BYTES = 64 << 10
-"""Number of bytes at the end of a remote file that are fetched first. They contain the whole footer of most files."""
+"""Bytes at the end of a remote file that are fetched first: the whole footer of most files."""
 
 PAGE_HEADER_BYTES = 256
 """Number of bytes that contain the header of any dictionary page."""
@@ -42,33 +40,29 @@ TEXT = 6
 DELTA_LENGTH, DELTA_PREFIX = 6, 7
 """Numbers of the encodings DELTA_LENGTH_BYTE_ARRAY and DELTA_BYTE_ARRAY."""
 _DICTIONARY_PAGE = 2
-"""Number by which Parquet marks a page's type."""
 
 _BYTES = (1, 4, 8, 12, 4, 8, 4, 1)
-"""Bytes that a value takes in memory while it is decoded, by the number of its physical type: BOOLEAN, INT32, INT64,
-INT96, FLOAT, DOUBLE, BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY. For a text (BYTE_ARRAY) only the 4 bytes of its offset, or of
-its number in a dictionary, count: its length is unknown."""
+"""Bytes of a decoded value, by its physical type: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE, BYTE_ARRAY,
+FIXED_LEN_BYTE_ARRAY. A text counts 4 for its offset or its number in a dictionary: its length is unknown."""
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
 _DEEPEST = 32
-"""Largest number of structs and lists that may lie within each other in a footer; the format needs 8."""
+"""Most structs and lists within each other in a footer; the format needs 8."""
 
 Wanted = dict[int, Any]
-"""Fields of a struct to read, by field number. The value of a field is None if the field is a number, a Wanted if it is
-a struct, and a list with one Wanted or None if it is a list of such."""
+"""Fields to read, by number: None for a number, a Wanted for a struct, a list with one of them for a list."""
 _COLUMN: Wanted = {3: {1: None, 2: [None], 5: None, 6: None, 7: None, 9: None, 11: None}}
-"""Fields of a row group's column that are read, from ColumnChunk.meta_data: type, encodings, num_values,
-total_uncompressed_size, total_compressed_size, data_page_offset, dictionary_page_offset."""
+"""ColumnChunk.meta_data: type, encodings, num_values, total_uncompressed_size, total_compressed_size, data_page_offset,
+dictionary_page_offset."""
 _FILE: Wanted = {4: [{1: [_COLUMN], 3: None}]}
-"""Fields of a footer that are read, from FileMetaData.row_groups: columns, num_rows."""
+"""FileMetaData.row_groups: columns, num_rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnChunk:
-    """Column of a row group, as the file's footer gives it. A nested column is several: one for each of the plain
-    columns in which Parquet stores it."""
+    """Column of a row group. A nested column is several: one for each plain column in which Parquet stores it."""
 
     kind: int
-    """Number of the column's physical type, an index of _BYTES."""
+    """Physical type, an index of _BYTES."""
     encodings: tuple[int, ...]
     """Numbers of the encodings of its pages."""
     values: int
@@ -79,40 +73,34 @@ class ColumnChunk:
 
     @property
     def nbytes(self) -> int:
-        """Estimate of the size in memory, see `RowGroup.nbytes`."""
         return max(self.stored, self.values * _BYTES[self.kind])
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Size and position of a row group, as the file's footer gives them."""
+    """Size and position of a row group in the file, in bytes."""
 
     rows: int
     columns: tuple[ColumnChunk, ...]
     begin: int
-    """Offset in the file of the row group's first byte."""
     end: int
-    """Offset in the file of the byte after the row group."""
 
     @property
     def nbytes(self) -> int:
-        """Estimate of the row group's size in memory, in bytes. It is a lower bound, except for bools and integers
-        below 32 bits, which count with their size during decoding, 1 and 4 bytes. A row group may be far larger in
-        memory than in the file, where a billion equal numbers take a few hundred bytes."""
+        """Estimated bytes in memory: a lower bound, except for bools and integers below 32 bits, which count with their
+        size during decoding. A billion equal numbers take a few hundred bytes in the file."""
         return sum(column.nbytes for column in self.columns)
 
 
 def tail_of(file: Descriptor) -> bytes:
-    """Return the bytes of a Parquet file from its footer's beginning to the file's end. Raises ValueError if the file
-    has no footer."""
+    """Return the bytes from the footer's beginning to the end. Raises ValueError if there is no footer."""
     size = os.fstat(file.fileno()).st_size
     length = footer_length(file.read(8, max(0, size - 8)), size)
     return file.read(length, size - length)
 
 
 def footer_length(end: bytes, size: int) -> int:
-    """Return the number of bytes from the footer's beginning to the file's end. `end`: the last 8 bytes of the file;
-    `size`: size of the file. Raises ValueError if the file does not end with a footer."""
+    """Return the footer's length from the last 8 bytes of the file. Raises ValueError for another end."""
     length = int.from_bytes(end[:4], "little")
     if end[4:] == _ENCRYPTED:
         raise ValueError("the footer must not be encrypted")
@@ -122,7 +110,7 @@ def footer_length(end: bytes, size: int) -> int:
 
 
 def row_groups(footer: bytes) -> list[RowGroup]:
-    """Return the row groups of a footer. Raises ValueError if the footer is damaged."""
+    """Raises ValueError if the footer is damaged."""
     try:
         found, _ = _struct(footer, 0, _FILE, 0)
         return [_row_group(group) for group in found.get(4, [])]
@@ -131,8 +119,7 @@ def row_groups(footer: bytes) -> list[RowGroup]:
 
 
 def dictionary_bytes(page: bytes, otherwise: int) -> int:
-    """Return the size in bytes of a dictionary page, decompressed. `page`: the first PAGE_HEADER_BYTES of the page;
-    `otherwise`: the result for a damaged header."""
+    """Return the decompressed size of a page, from its first PAGE_HEADER_BYTES; `otherwise` if damaged."""
     try:
         header, _ = _struct(page, 0, {1: None, 2: None, 3: None}, 0)
         return max(header[2], header[3]) if header[1] == _DICTIONARY_PAGE else otherwise
@@ -158,8 +145,8 @@ def _row_group(group: dict[int, Any]) -> RowGroup:
 
 
 def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int, Any], int]:
-    """Return the fields `wanted` of the struct that begins at offset `at` of the footer, and the offset of its end.
-    `depth`: number of structs and lists around the struct. Raises IndexError at the end of the data."""
+    """Return the fields `wanted` of the struct at offset `at`, and the offset of its end. `depth`: structs and lists
+    around it. Raises IndexError at the end of the data."""
     if depth > _DEEPEST:
         raise ValueError("the footer is damaged: it is nested too deeply")
     found: dict[int, Any] = {}
@@ -190,8 +177,7 @@ def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int,
 
 
 def _elements(data: bytes, at: int, wanted: Wanted | None, depth: int) -> tuple[list[Any], int]:
-    """Return the elements of the list at offset `at`, structs with the fields `wanted` or numbers, and the offset of
-    its end."""
+    """Return the elements of the list at `at`, structs with the fields `wanted` or numbers, and its end."""
     count, kind, at = _list(data, at)
     if count and kind not in ((4, 5, 6) if wanted is None else (12,)):
         raise ValueError("the footer is damaged: a list has a wrong type")
@@ -222,8 +208,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _list(data: bytes, at: int) -> tuple[int, int, int]:
-    """Read the header of the list at offset `at`. Returns the list's length, the type of its elements, and the offset
-    of its first element."""
+    """Return the length of the list at `at`, the type of its elements, and the offset of the first."""
     head = data[at]
     count, at = (head >> 4, at + 1) if head < 0xF0 else _varint(data, at + 1)
     if count > len(data) - at:
@@ -232,8 +217,8 @@ def _list(data: bytes, at: int) -> tuple[int, int, int]:
 
 
 def _skip(data: bytes, at: int, kind: int, depth: int) -> int:
-    """Return the offset of the byte after the value that begins at offset `at`. `kind`: Thrift's type of the value. The
-    value is a list element or a struct field, but not a bool field, which has no bytes of its own."""
+    """Return the end of the value at `at`, of Thrift's type `kind`: a list element or a struct field, but not a bool
+    field, which has no bytes of its own."""
     if kind == 8:
         length, at = _varint(data, at)
         return at + length

@@ -1,9 +1,7 @@
-"""Samples of Parquet files: a row is a sample, a file is a shard, a row group is a block of it.
-
-Texts are decoded as they are, which is up to 2.5 times as fast as pyarrow's dictionaries, and the only way for DELTA
-encodings. But a text of a dictionary page may stand for a million rows, so the decoded bytes are counted batch by
-batch, and a column that exceeds the limit is read as a dictionary (`_table`).
-"""
+"""Samples of Parquet files: a row is a sample, a file is a shard, a row group is a block of it. Texts are decoded as
+they are, up to 2.5 times as fast as pyarrow's dictionaries, and the only way for DELTA encodings. But a text of a
+dictionary page may stand for a million rows, so bytes are counted batch by batch, and a column above the limit is read
+as a dictionary (`_table`)."""
 
 from __future__ import annotations
 
@@ -38,49 +36,41 @@ from penstock.runtime.process.free_memory import free_memory
 __all__ = ["ParquetReader", "check_parquet", "open_parquet", "open_row_group", "read_footer"]
 
 EXPANDED_BYTES = 64 << 20
-"""Largest size in bytes of the texts of a column in one row group for which each row gets a text of its own, if the
-file has less than half of it. A larger column stays a dictionary: each different text once, and for each row the text's
-number."""
+"""Most bytes of a column's texts in a row group for which each row gets its own, if the file has less than half of it.
+A larger column stays a dictionary."""
 BATCH_BYTES = 256 << 20
-"""Largest size in bytes of the texts that are decoded before they are counted, if four times as much is free."""
+"""Most bytes of texts that are decoded before they are counted, if four times as much is free."""
 LARGE_ROW_BYTES = 4096
-"""Mean size in bytes of rows above which a look-up among the batches costs less than to copy them together."""
+"""Mean size of rows above which a look-up among the batches costs less than to copy them together."""
 PAST_END = 128
-"""Number of bytes after a column's end that pyarrow may ask for, because old writers understated the column's size."""
+"""Bytes after a column's end that pyarrow may ask for, because old writers understated its size."""
 
 
 def check_parquet(settings: dict[str, Any]) -> None:
-    """Check the settings of a Parquet file's entry in the dataset's index. Column names are optional there, because a
-    file describes its own columns. Raises InvalidField."""
+    """Column names are optional, because a file describes its own columns. Raises InvalidField."""
     if "column_names" in settings:
         names(settings, "column_names")
 
 
 def open_parquet(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ParquetReader:
-    """Return a reader of a Parquet shard (the function `Format.open` of this format)."""
     del options  # Parquet has no pickles, and columns are chosen by `select`
     return ParquetReader(shard, paths[0])
 
 
 def read_footer(shard: Shard, path: Path) -> Footer:
-    """Return the footer of a shard's file, read from the file at `path` (`format_table.PartReading.read`)."""
     return footer_of(shard, path.read_bytes())
 
 
 def open_row_group(shard: Shard, part: int, path: Path, table: Footer, options: ReadOptions) -> ParquetReader:
-    """Return a reader of row group number `part`, which lies in a file of its own at `path`
-    (`format_table.PartReading.open`). `table`: footer of the whole file."""
+    """`table`: footer of the whole file (`format_table.PartReading.open`)."""
     del options
     return ParquetReader(part_shard(shard, part), path, RowGroupPart(table, part, shard.ranges[2 * part], shard.size))
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroupPart:
-    """Row group of a remote Parquet file, stored in the cache as a separate file."""
-
     footer: Footer
     group: int
-    """Number of the row group in the file, from 0."""
     begin: int
     """Offset of the row group's first byte in the whole file."""
     size: int
@@ -107,30 +97,19 @@ class _Text:
 
 
 class ParquetReader(BlocksReader):
-    """Reader of a Parquet file."""
-
     block_kind = "row group"
 
     def __init__(self, shard: Shard, path: Path, part: RowGroupPart | None = None) -> None:
-        """
-        Args:
-            shard: entry of the file, or of the row group, in the dataset's index.
-            path: path of the file, or of the file of one row group.
-            part: position of the row group in the whole file; None: `path` is the whole file.
-
-        Raises ShardCorruptError if the file cannot be read, or differs from its entry in the index.
-        """
+        """Raises ShardCorruptError if the file cannot be read, or differs from its entry in the index."""
         stored = shard.files[0].raw
         self.name = stored.name
         self._part = part
         self._idle: list[Any] = []
-        """pyarrow's file objects that no thread uses now. The objects are not thread-safe, so each thread that decodes
-        takes one."""
+        """pyarrow's file objects that no thread uses now. Each thread takes one: they are not thread-safe."""
         self._repeated: set[str] = set()
-        """Paths of the columns that are read as dictionaries, because a row group of theirs exceeded its limit."""
+        """Columns that are read as dictionaries, because a row group of theirs exceeded its limit."""
         self._leaves: list[int] | None = None
-        """Numbers, in the file's schema, of the leaf columns to read; None: all. Parquet stores a nested column as
-        several leaf columns, any other column as one."""
+        """Leaf columns to read; None: all. Parquet stores a nested column as several."""
         try:
             opened, _ = open_file(path, self.name, stored.size)  # a plain file: pyarrow must not wait for a pipe
             self._opened: Descriptor | None = opened
@@ -207,14 +186,12 @@ class ParquetReader(BlocksReader):
         return Block(columns, sum(arrays[name].nbytes for name in self._wanted))
 
     def _needed(self, number: int) -> int:
-        """Return the memory, in bytes, that the columns to read of row group `number` take, estimated from the footer
-        (RowGroup.nbytes)."""
+        """Return the memory that the columns to read take, estimated from the footer (RowGroup.nbytes)."""
         group = self._groups[number]
         return group.nbytes if self._leaves is None else sum(group.columns[leaf].nbytes for leaf in self._leaves)
 
     def _check_unchanged(self, opened: Descriptor) -> None:
-        """Raise ShardCorruptError if the file was written to since it was opened, because its row groups may be a mix
-        of old and new data."""
+        """Raise ShardCorruptError if the file was written to since: its row groups may mix old and new data."""
         if os.fstat(opened.fileno()).st_mtime_ns != self._version:
             raise ShardCorruptError(
                 f"{self.name} must not change while it is read, but it was written to since it was opened. Write new "
@@ -222,8 +199,7 @@ class ParquetReader(BlocksReader):
             )
 
     def _table(self, opened: Descriptor, file: Any, number: int) -> Any:
-        """Return row group `number` as a pyarrow table. Columns whose texts would exceed their limit are read as
-        dictionaries."""
+        """Return a row group. Columns whose texts would exceed their limit are read as dictionaries."""
         texts = list(self._texts(opened, number))
         for text in texts:
             if text.is_nested and not text.is_delta and text.values * text.largest > EXPANDED_BYTES:
@@ -239,8 +215,7 @@ class ParquetReader(BlocksReader):
             self._repeated |= exceeding
 
     def _read(self, file: Any, number: int, texts: list[_Text], exceeding: set[str]) -> Any:
-        """Return row group `number` as a pyarrow table. If the texts of a column exceed their limit, stop and add the
-        column's path to `exceeding`."""
+        """Return a row group. If a column's texts exceed their limit, stop and add its path to `exceeding`."""
         rows = self._groups[number].rows
         limit = min(BATCH_BYTES, free_memory() // 4)
         at_once = min((limit // max(1, text.largest) for text in texts), default=rows)
@@ -264,8 +239,7 @@ class ParquetReader(BlocksReader):
         return table if table.nbytes > LARGE_ROW_BYTES * rows else table.combine_chunks()
 
     def _read_group(self, file: Any, number: int) -> Any:
-        """Return row group `number`. pyarrow puts at most 2 GiB of text into one array of a list column, so a larger
-        row group is read in parts."""
+        """pyarrow puts at most 2 GiB of text into an array of a list column: a larger row group is read in parts."""
         try:
             return file.read_row_group(self._first_block + number, **self._how())
         except NotImplementedError:
@@ -287,7 +261,7 @@ class ParquetReader(BlocksReader):
         return {"columns": chosen, "use_threads": len(self._wanted) > 1}  # pyarrow's threads decode one column each
 
     def _texts(self, opened: Descriptor, number: int) -> Iterator[_Text]:
-        """Yield the columns to read of row group `number` whose texts may take more memory than their bytes."""
+        """Yield the columns to read whose texts may take more memory than their bytes."""
         columns = self._groups[number].columns
         begin = 0 if self._part is None else self._part.begin
         for leaf in range(len(columns)) if self._leaves is None else self._leaves:
@@ -306,8 +280,7 @@ class ParquetReader(BlocksReader):
 
 
 def _expanded(column: Any) -> Any:
-    """Convert a dictionary column to one text per row, which takes half the time to read. Return the column unchanged
-    if the result would be larger than EXPANDED_BYTES."""
+    """Return a dictionary column with a text per row, read in half the time, unless above EXPANDED_BYTES."""
     arrow = importlib.import_module("pyarrow")
     if not arrow.types.is_dictionary(column.type) or column.type.value_type not in (arrow.string(), arrow.binary()):
         return column
@@ -319,8 +292,7 @@ def _expanded(column: Any) -> Any:
 
 
 def _opened_range(opened: Descriptor, part: RowGroupPart) -> Any:
-    """Return a file object for pyarrow in which the bytes of a row group have the offsets that they have in the whole
-    file."""
+    """Return a file object in which a row group's bytes have their offsets in the whole file."""
     return importlib.import_module("pyarrow").PythonFile(_RangeFile(opened, part), mode="r")
 
 
@@ -347,8 +319,7 @@ class _RangeFile(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1, /) -> bytes:
-        """Return bytes of the row group from the current position. Up to PAST_END bytes after the row group are
-        zeros. Raises OSError for other bytes outside of the row group."""
+        """Up to PAST_END bytes after the row group are zeros. Raises OSError for others outside of it."""
         end = min(self._size, self._at + size) if size >= 0 else self._size
         if self._at < self._begin or end > self._end + PAST_END:
             raise OSError(f"bytes {self._at} to {end} must lie in the row group, {self._begin} to {self._end}")

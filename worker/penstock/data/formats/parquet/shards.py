@@ -1,8 +1,5 @@
-"""Shards of Parquet files, from the files' footers. A footer has the number of rows of each row group; nothing else of
-a file is read.
-
-mosaicml-streaming 0.13.0 has no Parquet shards, so an index that lists them is an extension of Penstock.
-"""
+"""Shards of Parquet files, from the files' footers alone. mosaicml-streaming 0.13.0 has no Parquet shards, so an index
+that lists them is an extension of Penstock."""
 
 from __future__ import annotations
 
@@ -24,12 +21,11 @@ from penstock.proto.errors import DatasetError, PenstockError, ShardCorruptError
 __all__ = ["Footer", "Tail", "footer_of", "footer_shard", "parquet_shards", "pyarrow_parquet", "shards_of_tails"]
 
 Tail = tuple[bytes, int]
-"""End of a Parquet file: its bytes from the footer's beginning to the file's end, and the size of the whole file in
-bytes."""
+"""Bytes from the footer's beginning to the file's end, and the size of the whole file."""
 
 
 def pyarrow_parquet() -> Any:
-    """Return the module pyarrow.parquet. Raises DatasetError if it is not installed."""
+    """Raises DatasetError if pyarrow is not installed."""
     try:
         return importlib.import_module("pyarrow.parquet")
     except ImportError as error:
@@ -37,11 +33,8 @@ def pyarrow_parquet() -> Any:
 
 
 def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]:
-    """Return a shard for each file. `files`: (path relative to the dataset's folder, source of the footer) for each.
-
-    All files must have columns of the same names, because a loader makes batches of rows from any of them. Raises
-    DatasetError.
-    """
+    """Return a shard for each (path relative to the dataset's folder, source of the footer). All files must have
+    columns of the same names, because a loader makes batches of rows from any of them. Raises DatasetError."""
 
     return shards_of_tails(
         (name, partial(_local_tail, source) if isinstance(source, Path) else partial(_opened_tail, source))
@@ -50,9 +43,8 @@ def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]
 
 
 def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Shard]:
-    """Return a shard for each file. `files`: for each file, (name, function that returns the end of the file from its
-    footer on). Raises DatasetError as parquet_shards does. Errors of the functions are raised as ShardCorruptError,
-    those of Penstock as they are."""
+    """Return a shard for each (name, function that returns the end of the file). Raises DatasetError as parquet_shards;
+    the functions' errors become ShardCorruptError, but those of Penstock stay."""
     library = pyarrow_parquet()
     shards: list[Shard] = []
     first: tuple[str, list[str]] | None = None
@@ -103,18 +95,15 @@ def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Sha
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """Parsed footer of a Parquet file."""
-
     groups: list[RowGroup]
     metadata: Any
-    """Sizes and types that the footer gives: pyarrow's FileMetaData."""
+    """pyarrow's FileMetaData."""
     schema: Any
-    """Names and types of the columns: pyarrow's Schema."""
+    """pyarrow's Schema."""
 
     @staticmethod
     def parse(tail: bytes) -> Footer:
-        """Return the parsed footer. `tail`: bytes from the footer's beginning to the file's end. Raises ValueError, or
-        an error of pyarrow."""
+        """`tail`: bytes from the footer to the file's end. Raises ValueError, or an error of pyarrow."""
         if footer_length(tail[-8:], len(tail) + 4) != len(tail):
             raise ValueError("the footer must have the length that the dataset's index lists")
         groups = row_groups(tail[:-8])  # checked before pyarrow reads it (footer.py)
@@ -123,14 +112,12 @@ class Footer:
 
 
 def footer_shard(shard: Shard) -> Shard:
-    """Return a shard without samples: the footer of a shard's file. The cache fetches it alone
-    (`format_table.PartReading.table`)."""
+    """Return the footer of a shard's file as a shard without samples (`format_table.PartReading.table`)."""
     return Shard("parquet", 0, (file_range(shard, shard.ranges[-1], shard.size),))
 
 
 def footer_of(shard: Shard, tail: bytes) -> Footer:
-    """Return the parsed footer of a shard's file. `tail`: bytes from the footer's beginning to the file's end. Raises
-    ValueError if the footer does not match the dataset's index, or an error of pyarrow."""
+    """Raises ValueError if the footer does not match the dataset's index, or an error of pyarrow."""
     footer = Footer.parse(tail)
     if _ranges_of(footer.groups, shard.ranges[-1]) != shard.ranges or shard.blocks != tuple(
         group.rows for group in footer.groups
@@ -140,8 +127,7 @@ def footer_of(shard: Shard, tail: bytes) -> Footer:
 
 
 def _ranges_of(groups: Sequence[RowGroup], footer: int) -> tuple[int, ...]:
-    """Return the offsets of a file's row groups as `Shard.ranges` stores them; empty unless all row groups lie before
-    the footer. `footer`: offset of the footer."""
+    """Return `Shard.ranges`; empty unless all row groups lie before the footer, at offset `footer`."""
     ranges = [(group.begin, group.end) if group.rows else (footer, footer) for group in groups]
     if not all(0 < begin <= end <= footer for begin, end in ranges):
         return ()

@@ -1,8 +1,5 @@
 """Samples of plain CSV and TSV files with a header, by the rules of Python's module csv: a quoted value may contain
-line ends.
-
-A sample is a dict from each name in the header to the text of that column. Empty lines do not count.
-"""
+line ends. A sample is a dict from column name to text. Empty lines do not count."""
 
 from __future__ import annotations
 
@@ -23,16 +20,14 @@ from penstock.runtime.files.plain_files import open_plain
 __all__ = ["CSVRowsReader", "check_csv_rows", "check_same_header", "index_csv_rows", "open_csv_rows"]
 
 LONGEST_VALUE = 1 << 30
-"""Largest number of characters in a value. The default limit of Python's module csv is 131,072."""
+"""Most characters in a value. The default of Python's module csv is 131,072."""
 
 
 LONE_RETURN = "new-line character seen in unquoted field"
-"""Beginning of the error that Python's module csv raises for a carriage return without a line feed."""
+"""Beginning of the module csv's error for a carriage return without a line feed."""
 
 
 class CSVRowsReader(RecordFile):
-    """Reader of a CSV file, see formats.shards.ShardReader. A sample is a row: a dict from column name to text."""
-
     def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart) -> None:
         super().__init__(shard, data, offsets)
         self._columns: list[str] = shard.settings["column_names"]
@@ -71,29 +66,19 @@ class CSVRowsReader(RecordFile):
 
 
 def check_csv_rows(settings: dict[str, Any]) -> None:
-    """Check the settings of a CSV shard in the dataset's index. Raises InvalidField."""
     names(settings, "column_names")
     check_text(settings, "separator")
 
 
 def open_csv_rows(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> CSVRowsReader:
-    """Return a reader of a CSV shard (the function `Format.open` of this format)."""
     del options  # options are about pickles and images
     return CSVRowsReader(shard, *paths)
 
 
 def index_csv_rows(path: Path, name: str, out: Path) -> Shard:
-    """Parse all rows of a CSV file, write the file of their offsets, and return the shard. Values of a file whose name
-    ends in .tsv or .TSV are separated by tabs, those of any other file by commas.
-
-    Args:
-        path: the CSV file.
-        name: path of the file, relative to the dataset's folder.
-        out: folder of the index.
-
-    Raises DatasetError if the file of offsets cannot be written; ShardCorruptError for a file that cannot be read, and
-    for an invalid header or row, whose line it names.
-    """
+    """Parse all rows of a CSV file (TSV: named .tsv or .TSV), write the file of their offsets to the index's folder
+    `out`, and return the shard. Raises DatasetError if it cannot be written; ShardCorruptError, which names the line,
+    for an invalid file."""
     _allow_long_values()
     separator = "\t" if path.suffix.lower() == ".tsv" else ","
     columns, size, offsets = _rows(path, name, separator)
@@ -102,7 +87,6 @@ def index_csv_rows(path: Path, name: str, out: Path) -> Shard:
 
 
 def check_same_header(shards: Sequence[Shard]) -> None:
-    """Raise DatasetError unless all CSV files of a dataset have the same header."""
     for shard in shards[1:]:
         first, own = (each.settings["column_names"] for each in (shards[0], shard))
         if first != own:

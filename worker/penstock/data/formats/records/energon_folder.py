@@ -5,12 +5,11 @@
     .nv-meta/.info.json      number of samples in each archive (.info.yaml in older folders)
     NAME.tar.idx             offset of each sample in an archive
 
-Python code that dataset.yaml names (`sample_loader`, `part_filter`) is never run: samples of such a folder have the
-archive's members as columns. Energon's own index (index.sqlite) is not needed.
+Python code that dataset.yaml names (`sample_loader`, `part_filter`) is never run: samples have the archive's members as
+columns. Energon's own index (index.sqlite) is not needed.
 
-META stands for the folder `.nv-meta`. Penstock's index of a prepared folder has a note with two entries: the digests of
-the files in META from which the index was made, and the name of the `sample_loader`. The digests show if an index is
-older than these files. The cache of a remote folder has a copy of META.
+META stands for `.nv-meta`, of which the cache of a remote folder has a copy. Penstock's index has a note with the
+digests of the files in META, which show if it is older than these, and the name of the `sample_loader`.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ __all__ = [
 
 META = ".nv-meta"
 NOTE = "energon"
-"""Name of the note in the index of a prepared folder."""
 SPLITS, DATASET, INFOS = ("split.yaml", "split.json"), "dataset.yaml", (".info.json", ".info.yaml")
 EVERY_SPLIT = "*"
 """Value of the argument `split` that takes the archives of all splits."""
@@ -56,7 +54,7 @@ META_FILES = (*SPLITS, DATASET, *INFOS)
 MAX_BYTES = 64 << 20
 """Largest size in bytes of a file in META (the folder .nv-meta)."""
 MAX_NAMES = 1 << 20
-"""Largest number of archives that one name with braces, such as `shard_{000..127}.tar`, may stand for."""
+"""Most archives that one name with braces, such as `shard_{000..127}.tar`, may stand for."""
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)", re.ASCII)
@@ -64,13 +62,12 @@ _FIELD = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 
 
 def is_prepared(folder: Path) -> bool:
-    """Return True if `energon prepare` has prepared a local folder."""
     return any((folder / META / name).is_file() for name in SPLITS)
 
 
 def prepared_files(folder: Path) -> list[Path] | None:
-    """Return the paths of all splits' archives in a prepared folder, in the order of split.yaml; None if `energon
-    prepare` has not prepared the folder. Raises DatasetError if a file is missing or invalid."""
+    """Return all splits' archives, in the order of split.yaml; None for a folder that Energon has not prepared. Raises
+    DatasetError if a file is missing or invalid."""
     if not is_prepared(folder):
         return None
     names = prepared_names(folder)
@@ -84,27 +81,20 @@ def prepared_files(folder: Path) -> list[Path] | None:
 
 
 def prepared_names(folder: Path) -> list[str]:
-    """Return the paths of all splits' archives, relative to the dataset's folder. `folder`: local folder with a copy of
-    META; the archives need not be in it. Raises DatasetError for an invalid file in META."""
+    """Return all splits' archives, relative to the dataset's folder. `folder`: local, with a copy of META alone. Raises
+    DatasetError for an invalid file in META."""
     return list(_splits(folder))
 
 
 def prepared_note(folder: Path) -> dict[str, Any]:
-    """Return the note for the index of a prepared folder, as {NOTE: its entries}; an empty dict for any other folder.
-    Raises DatasetError if a file cannot be read."""
+    """Return {NOTE: entries} for the index; empty if not prepared. Raises DatasetError."""
     if not is_prepared(folder):
         return {}
     return {NOTE: {"files": _digests(folder), "sample_loader": sample_loader_of(folder)}}
 
 
 def check_current(folder: Path, notes: Mapping[str, Any], where: str) -> None:
-    """Raise DatasetError if an index is older than the files in META.
-
-    Args:
-        folder: folder that contains META.
-        notes: notes of the index.
-        where: address of the dataset, for the error.
-    """
+    """Raise DatasetError if an index, with these notes, is older than the files in META."""
     note = notes.get(NOTE)
     listed = note.get("files") if isinstance(note, dict) else None
     now = _digests(folder)
@@ -119,8 +109,7 @@ def check_current(folder: Path, notes: Mapping[str, Any], where: str) -> None:
 
 
 def sample_loader_of(folder: Path) -> str:
-    """Return the name of the function `sample_loader` in a prepared folder's dataset.yaml; "" if dataset.yaml names
-    none."""
+    """Return the name of `sample_loader` in dataset.yaml, "" for none."""
     path = folder / META / DATASET
     found = _read(path).get("sample_loader") if path.is_file() else None
     return str(found) if found is not None else ""
@@ -140,9 +129,8 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
-    """Return the shards of a folder. If Energon has prepared the folder, each shard also gets the names of its splits
-    and the fields of its samples. Raises DatasetError if META is invalid, or lists another number of samples for an
-    archive."""
+    """Return the shards, in a prepared folder each with the names of its splits and the fields of its samples. Raises
+    DatasetError if META is invalid, or lists another number of samples for an archive."""
     if not is_prepared(folder):
         return shards
     splits, fields, counts = _splits(folder), _fields(folder), _counts(folder)
@@ -158,19 +146,9 @@ def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
 def select_split(
     shards: Sequence[Shard], split: str | None, folder: Path | None, where: str, *, has_splits: bool
 ) -> Sequence[Shard]:
-    """Return the shards of one split of a folder that `energon prepare` has prepared. For any other folder, return all
-    shards.
-
-    Args:
-        shards: all shards of the index.
-        split: name of the split; EVERY_SPLIT: all splits.
-        folder: folder with the subfolder .nv-meta of Energon; None: there is none.
-        where: name of the dataset, for errors.
-        has_splits: True if the index lists splits. If False, `shards` is returned as it is.
-
-    Raises InvalidArgumentError for an unknown split; DatasetError for a split of a prepared folder whose index lists no
-    splits, because it is older than split.yaml.
-    """
+    """Return the shards of one split (EVERY_SPLIT: all) of a prepared folder; all of any other. `folder`: contains
+    META, or None; `has_splits`: False if the index lists none, and all are returned. Raises InvalidArgumentError for an
+    unknown split; DatasetError if the index is older than split.yaml and so lists no splits."""
     if not has_splits and split is not None and folder is not None and is_prepared(folder):
         raise DatasetError(
             f"{where}: split must be None, got {split!r}, because the index was written before {META}/{SPLITS[0]}. "
@@ -190,7 +168,6 @@ def select_split(
 
 
 def check_tar(settings: dict[str, Any]) -> None:
-    """Check the settings of a tar archive's entry in the dataset's index. Raises InvalidField."""
     splits, fields = settings.get("splits", []), settings.get("fields", {})
     if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
         raise InvalidField("splits", f"must be a list of strings, got {splits!r:.100}")
@@ -199,15 +176,8 @@ def check_tar(settings: dict[str, Any]) -> None:
 
 
 def field_of(sample: Mapping[str, Any], text: str) -> Any:
-    """Return the value in a sample for one entry of Energon's field map.
-
-    Args:
-        sample: values of the archive's members, by column.
-        text: a column such as `jpg`, an item of a column such as `json[caption]`, or several of these with commas
-            between; the first one that exists is taken.
-
-    Raises ValueError if none exists.
-    """
+    """Return the value for an entry of Energon's field map: a column such as `jpg`, an item such as `json[caption]`, or
+    the first that exists of several with commas between. Raises ValueError if none exists."""
     for option in text.split(","):
         found = _FIELD.fullmatch(option)
         column, steps = (found[1], re.findall(r"\[([^\[\]]+)\]", found[2])) if found else (option, [])
@@ -259,7 +229,7 @@ def _splits(folder: Path) -> dict[str, list[str]]:
 
 def _expanded(path: Path, pattern: object) -> list[str]:
     """Return the names that a pattern such as `shard_{000..127}.tar` or `{a,b}.tar` stands for. Numbers are padded with
-    zeros if the first or the last one in the pattern is: `{08..10}` stands for 08, 09, 10."""
+    zeros if the first or the last one is: `{08..10}` stands for 08, 09, 10."""
     if not isinstance(pattern, str):
         raise DatasetError(f"{path}: a file's name must be a string, got {pattern!r:.200}. Run `energon prepare` again")
     found = _BRACES.search(pattern)

@@ -22,8 +22,6 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class JSONLinesReader(RecordFile):
-    """Reader of a file of JSON lines, see formats.shards.ShardReader. A sample is the object on a line."""
-
     def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
         try:
             sample = json.loads(record.decode())
@@ -38,22 +36,13 @@ class JSONLinesReader(RecordFile):
 
 
 def open_json_lines(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> JSONLinesReader:
-    """Return a reader of a JSON lines shard (the function `Format.open` of this format)."""
     del options  # options are about pickles and images
     return JSONLinesReader(shard, *paths)
 
 
 def index_json_lines(path: Path, name: str, out: Path) -> Shard:
-    """Write the file with the offsets of a JSON lines file's lines, and return the shard.
-
-    Args:
-        path: the JSON lines file.
-        name: path of the file, relative to the dataset's folder.
-        out: folder of the index.
-
-    Raises DatasetError if the file of offsets cannot be written; ShardCorruptError if the first line is not a JSON
-    object.
-    """
+    """Write the file of a JSON lines file's offsets to the index's folder `out`, and return the shard. Raises
+    DatasetError if it cannot be written; ShardCorruptError if the first line is not a JSON object."""
     size, offsets = _lines(path, name)
     shard = record_shard("json_lines", path, out, name, size, offsets)
     if shard.samples:

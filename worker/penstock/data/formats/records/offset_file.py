@@ -3,13 +3,9 @@
     [b"PENSTOCK OFFSET2"] [size of the data file: 8] [fingerprint of the data file: 8]
     [records: 8] [xxh3 of the offsets: 8] [offset: 8] * (records + 1)
 
-The fingerprint is a checksum of some pieces of the data file. It shows in most cases that the data file was replaced by
-another one of the same size: in all in which one of the pieces differs. The offsets would cut the new file at wrong
-places.
-
-The file has the data file's name and the ending .penstock-index. It lies beside the data file or in the index's folder.
-Record i begins at offset i; the last offset is the end of the last record. The file is read whole and checked when it
-is opened.
+The fingerprint, a checksum of some pieces of the data file, shows in most cases that the file was replaced by another
+one of the same size, which the offsets would cut at wrong places. NAME.penstock-index lies beside the data file or in
+the index's folder. The last offset is the end of the last record. All is checked when the file is opened.
 """
 
 from __future__ import annotations
@@ -33,15 +29,13 @@ ENDING = ".penstock-index"
 MAGIC = b"PENSTOCK OFFSET2"
 HEAD = struct.Struct("<16sQQQQ")
 NO_FINGERPRINT = 0
-"""Value in place of the fingerprint for a remote data file, whose bytes were not read."""
+"""In place of the fingerprint for a remote data file, whose bytes were not read."""
 PROBES, PROBE_BYTES = 8, 4096
-"""Number and size in bytes of the pieces of a file from which its fingerprint is made. Reading them takes about 10
-us."""
+"""Number and size of the pieces in a fingerprint, which takes about 10 us."""
 
 
 def fingerprint(file: Descriptor, size: int) -> int:
-    """Return the fingerprint of a file of `size` bytes: the xxh3 checksum of pieces at equal distances, from its
-    beginning to its end. Raises OSError."""
+    """Return the xxh3 checksum of pieces at equal distances, from the file's beginning to its end. Raises OSError."""
     last = max(0, size - PROBE_BYTES)
     digest = xxhash.xxh3_64()
     for place in sorted({last * number // (PROBES - 1) for number in range(PROBES)}):
@@ -50,16 +44,8 @@ def fingerprint(file: Descriptor, size: int) -> int:
 
 
 def write_offsets(path: Path, size: int, fingerprint: int, offsets: Ints) -> int:
-    """Write the file of the offsets of a data file's records, whole or not at all, and return its size in bytes.
-
-    Args:
-        path: path of the file of offsets.
-        size: size of the data file in bytes.
-        fingerprint: fingerprint of the data file.
-        offsets: offsets of the records, and of the end of the last one; shape (records + 1,).
-
-    Raises OSError.
-    """
+    """Write the file of offsets, whole or not at all, and return its size. `size`, `fingerprint`: of the data file;
+    `offsets`: of the records, and the end of the last one. Raises OSError."""
     table = np.ascontiguousarray(offsets, "<i8").tobytes()
     content = HEAD.pack(MAGIC, size, fingerprint, len(offsets) - 1, xxhash.xxh3_64_intdigest(table)) + table
     write_whole(path, content)
@@ -67,9 +53,8 @@ def write_offsets(path: Path, size: int, fingerprint: int, offsets: Ints) -> int
 
 
 def read_offsets(path: Path, stored: StoredFile, size: int, records: int) -> tuple[memoryview, int]:
-    """Return the offsets of a data file's records, as 64-bit integers, and the fingerprint of the data file to which
-    they belong. `size`: size of the data file in bytes; `records`: expected number of records. Raises ShardCorruptError
-    if the file of offsets is damaged, or belongs to a data file of another size."""
+    """Return the records' 64-bit offsets, and the fingerprint of their data file. Raises ShardCorruptError if the file
+    is damaged, or for a data file of another size."""
     data = read_checked(path, stored)
     remedy = "Write the index again with index_folder"
     if len(data) < HEAD.size or not data.startswith(MAGIC):

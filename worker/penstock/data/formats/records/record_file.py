@@ -1,9 +1,5 @@
-"""File of records (bytes of one sample each) that lie one after another. A second file (offset_file.py) has the offset
-of each record.
-
-A remote file may be fetched in parts (file_ranges.py). The reader of a part has the offsets of the whole file,
-and the bytes of its own records.
-"""
+"""File of records (bytes of one sample each), whose offsets a second file has (offset_file.py). The reader of a part
+(file_ranges.py) has the offsets of the whole file, and the bytes of its own records."""
 
 from __future__ import annotations
 
@@ -40,9 +36,7 @@ __all__ = [
 ]
 
 INDEX_AGAIN = "Index the folder again with index_folder"
-"""Remedy in errors about a file that was changed after it was indexed."""
 WRITE_AGAIN = "Write the file again, or fetch it again"
-"""Remedy in errors about a damaged file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +44,17 @@ class RecordPart:
     """Part of a file of records that the cache stores as a file of its own."""
 
     offsets: memoryview
-    """Offsets in the whole file of the part's records, then of the end of the last record; shape (records + 1,), in
-    bytes."""
+    """Offsets in the whole file of the part's records, then of the end of the last one, in bytes."""
     first: int
     """Number of the part's first record, counted in the whole file."""
 
 
 class RecordFile:
-    """Base class of the readers of files of records, see formats.shards.ShardReader. A subclass decodes the bytes of a
-    record."""
+    """Base class of readers. A subclass decodes the bytes of a record."""
 
     def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart) -> None:
-        """Open a file of records.
-
-        Args:
-            shard: entry of the file in the dataset's index.
-            data: path of the file, or of a part of it.
-            offsets: path of the file of the records' offsets; if `data` is only a part of the file, that part.
-
-        Raises ShardCorruptError if the files differ from the index or from each other.
-        """
+        """`offsets`: path of the file of offsets, or the part that `data` is. Raises ShardCorruptError if the files
+        differ from the index or from each other."""
         stored = shard.files[0].raw
         self.name = stored.name
         self._file: Descriptor | None = None
@@ -80,7 +65,6 @@ class RecordFile:
                 "Fetch the file again, or index the folder again"
             )
         self.is_part = isinstance(offsets, RecordPart)
-        """True if the open file is only a part of the shard's file."""
         self._first = self._begin = 0
         if isinstance(offsets, RecordPart):
             self._offsets, self._first, self._begin = offsets.offsets, offsets.first, offsets.offsets[0]
@@ -102,8 +86,7 @@ class RecordFile:
         return self._decoded(index, self._bytes(self._offsets[index], self._offsets[index + 1]))
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples with these numbers (at least one). If the numbers are consecutive, all samples are read in
-        one system call."""
+        """Consecutive samples (at least one) are read in one system call."""
         first, past = rows[0], rows[-1] + 1
         if not (0 <= first < past <= len(self) and list(rows) == list(range(first, past))):
             return [self[row] for row in rows]
@@ -116,7 +99,6 @@ class RecordFile:
         ]
 
     def close(self) -> None:
-        """Close the file. Samples that were read stay valid."""
         self._file = None
 
     def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
@@ -141,8 +123,7 @@ class RecordFile:
 
 
 def opened(path: Path, name: str) -> tuple[Descriptor, int]:
-    """Return an open file and its size in bytes. Raises ShardCorruptError, whose message begins with `name`, if the
-    file cannot be opened."""
+    """Return an open file and its size. Raises ShardCorruptError, which begins with `name`."""
     try:
         file = Descriptor(path)
         return file, os.fstat(file.fileno()).st_size
@@ -161,20 +142,9 @@ def record_shard(
     offsets: Ints,
     settings: Mapping[str, Any] | None = None,
 ) -> Shard:
-    """Write the file with the offsets of a data file's records, and return the shard that consists of both files.
-
-    Args:
-        format: name of the shard's format.
-        data: path of the data file, of which a fingerprint is made; None: the data file is remote.
-        out: folder of the index.
-        name: path of the data file, relative to the dataset's folder. The path of the file of offsets, relative to
-            `out`, is `name` with an ending.
-        size: size of the data file in bytes.
-        offsets: offsets of the records, and of the end of the last one; shape (records + 1,).
-        settings: settings of the shard.
-
-    Raises DatasetError if the file of offsets cannot be written.
-    """
+    """Write the file of a data file's offsets (`name` with an ending) to the index's folder `out`, and return the
+    shard. `data`: for the fingerprint, None if remote; `name`: relative to the dataset's folder; `offsets`: of the
+    records, and the end of the last one. Raises DatasetError if the file cannot be written."""
     path = out / (name + ENDING)
     stamp = NO_FINGERPRINT
     if data is not None:
@@ -193,14 +163,11 @@ def record_shard(
 
 
 def offsets_shard(shard: Shard) -> Shard:
-    """Return a shard without samples: the file of offsets of a shard. The cache fetches it alone
-    (`format_table.PartReading.table`)."""
+    """Return the file of offsets as a shard without samples (`format_table.PartReading.table`)."""
     return Shard(shard.format, 0, shard.files[1:])
 
 
 def read_table(shard: Shard, path: Path) -> memoryview:
-    """Return the offsets of a file's records, read from the file of offsets at `path`
-    (`format_table.PartReading.read`)."""
     offsets, _ = read_offsets(path, shard.files[1].raw, shard.files[0].raw.size, shard.samples)
     firsts = [0, *itertools.accumulate(shard.spans)]
     found = [offsets[at] for pair in itertools.pairwise(firsts) for at in pair]
@@ -210,6 +177,6 @@ def read_table(shard: Shard, path: Path) -> memoryview:
 
 
 def part_of(shard: Shard, part: int, offsets: memoryview) -> RecordPart:
-    """Return part number `part` of a file of records. `offsets`: offsets of all records of the file."""
+    """`offsets`: of all records of the file."""
     first = sum(shard.spans[:part])
     return RecordPart(offsets[first : first + shard.spans[part] + 1], first)

@@ -1,9 +1,8 @@
 """Samples of WebDataset's tar archives, read without unpacking.
 
-As in WebDataset, consecutive members (files in the archive) with the same key are a sample. The key is the member's
-path up to the first dot of the file's name; the rest of the name after the dot, in lower case, names the column. A
-sample also has a column `__key__` with its key. Left out are folders and devices, files whose name has no dot or begins
-with one, and paths with a folder like `__this__`. Links and sparse files are refused.
+As in WebDataset, consecutive members with the same key are a sample. The key is the path up to the first dot of the
+file's name; the rest, in lower case, names the column. The column `__key__` has the key. Left out are folders, devices,
+files without a dot or that begin with one, and paths with a folder like `__this__`. Links and sparse files are refused.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ __all__ = ["TarReader", "index_tar", "open_tar"]
 KEY = "__key__"
 READ_AT_ONCE = 1 << 20
 NPY, NPY_HEADER = b"\x93NUMPY\x01\x00", 10
-"""First bytes of a .npy file of version 1.0, and the offset at which its header begins. The two bytes before the header
-give its length."""
+"""First bytes of a .npy file of version 1.0, and its header's offset, preceded by 2 bytes of length."""
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 _TIMES_AND_OWNERS = frozenset((b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname"))
 _META = re.compile(r"(?:^|/)__[^/]*__(?:$|/)")
@@ -55,11 +53,11 @@ def _array(data: bytes) -> Any:
 
 @lru_cache(maxsize=256)
 def _npy_layout(head: bytes) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
-    """Return (number of values, shape, dtype) from the first bytes of a .npy file. The number is 0 for a file that only
-    numpy can read: values in Fortran order, or pickled objects.
+    """Return (number of values, shape, dtype) of a .npy file; 0 values if only numpy can read it (Fortran order,
+    pickles).
 
-    numpy parses these bytes as Python code, which takes longer than reading a thousand tokens. Most files of a dataset
-    begin with the same bytes, so the results are kept in memory.
+    numpy parses these bytes as Python code, which takes longer than reading a thousand tokens. Most files begin with
+    the same bytes, so results are kept.
     """
     file = io.BytesIO(head[len(NPY) :])
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
@@ -72,14 +70,13 @@ _DECODERS: dict[str, Decode] = {
     **dict.fromkeys(("json", "jsn"), json.loads),
     "npy": _array,
 }
-"""Function that decodes a member's bytes, by the extension after the last dot of the member's name. Members with other
-extensions stay bytes, apart from those in _IMAGES."""
+"""By the extension after the last dot. Other members stay bytes, apart from those in _IMAGES."""
 _IMAGES: dict[str, tuple[images.Decode, images.Decode]] = {
     "jpg": (images.decode_jpeg, images.decode_jpeg_array),
     "jpeg": (images.decode_jpeg, images.decode_jpeg_array),
     "png": (images.decode_png, images.decode_png_array),
 }
-"""Functions that decode the bytes of an image, to an image of Pillow and to an array, by the extension."""
+"""To an image of Pillow and to an array, by the extension."""
 
 
 class MemberError(tarfile.ReadError):
@@ -88,8 +85,7 @@ class MemberError(tarfile.ReadError):
 
 
 class TarReader(RecordFile):
-    """Reader of a tar archive, see formats.shards.ShardReader. The record of a sample is the range of the archive in
-    which its members lie."""
+    """A sample's record is the range of the archive in which its members lie."""
 
     def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart, options: ReadOptions) -> None:
         super().__init__(shard, data, offsets)
@@ -128,18 +124,17 @@ class TarReader(RecordFile):
 
 
 def open_tar(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> TarReader:
-    """Return a reader of a tar archive (the function `Format.open` of this format)."""
     return TarReader(shard, paths[0], paths[1], options)
 
 
 Member = tuple[str, str, str, int, int]
-"""Member of a sample: (name, key, column, offset of its data, offset of the end of its data), in bytes."""
+"""(name, key, column, offset of its data, offset of the end of its data), in bytes."""
 
 
 def _plain_members(record: bytes) -> list[Member] | None:
-    """Return the members in a part of an archive, if all its headers are of two kinds: plain headers, with names of at
-    most 256 bytes, and extended headers that give times and owners (webdataset's writer puts one before each member).
-    Return None if there is any other header: tarfile then reads the part, in ten times the time."""
+    """Return the members in a part of an archive whose headers are all plain (names of at most 256 bytes) or extended
+    with times and owners, as webdataset's writer puts before each member. None for any other: tarfile takes ten times
+    as long."""
     members: list[Member] = []
     at, extended = 0, False
     while at < len(record):
@@ -216,24 +211,15 @@ def _split(name: str) -> tuple[str, str] | None:
 
 
 def index_tar(path: Path, name: str, out: Path) -> Shard:
-    """Write the file with the offsets of an archive's samples, and return the shard. Only the headers of the members
-    are read.
-
-    Args:
-        path: the archive.
-        name: path of the archive, relative to the dataset's folder.
-        out: folder of the index.
-
-    Raises DatasetError if the file of offsets cannot be written; ShardCorruptError for a damaged archive.
-    """
+    """Write the file of an archive's offsets, from its headers, to the index's folder `out`, and return the shard.
+    Raises DatasetError if it cannot be written; ShardCorruptError for a damaged archive."""
     size, offsets = _samples(path, name)
     return record_shard("webdataset", path, out, name, size, offsets)
 
 
 def _check_end(file: BinaryIO, at: int, name: str) -> None:
-    """Raise ShardCorruptError unless an archive ends at byte `at`, where tarfile found no more members. tarfile also
-    stops, without an error, at a damaged header, at the end of a truncated file, and at the end of the first of several
-    archives in one file."""
+    """Raise ShardCorruptError unless an archive ends at `at`, where tarfile stopped. It also stops, without an error,
+    at a damaged header, at the end of a truncated file, and of the first of several archives in one file."""
     file.seek(at)
     marker = file.read(tarfile.BLOCKSIZE)
     if marker.strip(b"\0"):
@@ -251,8 +237,7 @@ def _check_end(file: BinaryIO, at: int, name: str) -> None:
 
 
 IndexedMember = tuple[str, str, str, int, int]
-"""Member of a sample, found while an archive is indexed: (name, key, column, offset of the end of its data, offset of
-the end of the member with its padding), in bytes."""
+"""(name, key, column, offset of the end of its data, offset of the end with its padding), in bytes."""
 
 
 class _NotPlainError(Exception):
@@ -277,8 +262,8 @@ def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.in
 
 
 def _plain_found(file: Descriptor, size: int) -> Generator[IndexedMember, None, int]:
-    """Yield the members of samples in an archive of plain headers (see `_plain_members`), in a fifth of tarfile's time.
-    Return the offset at which the archive ends. Raises _NotPlainError for any other header, also for a damaged one."""
+    """Yield the members of an archive of plain headers (see `_plain_members`), in a fifth of tarfile's time. Return the
+    archive's end. Raises _NotPlainError for any other header, also for a damaged one."""
     at, extended = 0, False
     while True:
         head = file.read(tarfile.BLOCKSIZE, at)
@@ -330,9 +315,8 @@ def _tarfile_found(file: BinaryIO, archive: tarfile.TarFile, name: str) -> Itera
 
 
 def _offsets(members: Iterable[IndexedMember], name: str, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the offsets of an archive's samples and of the end of the last one. `members`: members that belong to
-    samples, in the order of the archive; `size`: size of the archive in bytes. Raises ShardCorruptError if the archive
-    is truncated, or the members of a sample do not fit together."""
+    """Return the offsets of the samples and the end of the last. Raises ShardCorruptError if the archive is truncated,
+    or the members of a sample do not fit together."""
     begins = array("q")
     keys: set[str] = set()
     last, columns, end = "", set[str](), 0

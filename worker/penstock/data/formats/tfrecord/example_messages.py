@@ -3,9 +3,9 @@
     Example {features = 1}    Features {repeated entries = 1}    Entry {key = 1, value = 2}
     Feature {one of: bytes = 1, floats = 2, integers = 3}        List {repeated value = 1}
 
-TensorFlow declares the entries as a map; as a list of the same bytes they keep their order. Lists of numbers stay bytes
-here: numpy decodes long ones in a fraction of protobuf's time. The type of a feature depends only on its stored kind:
-bytes become a list, floats an array of float32, integers an array of int64, also if the feature has one value or none.
+TensorFlow declares the entries as a map; a list of the same bytes keeps their order. Lists of numbers stay bytes: numpy
+decodes long ones in a fraction of protobuf's time. A feature's type depends only on its stored kind: a list of bytes,
+an array of float32 or of int64, also for one value or none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.data.formats.fields import InvalidField
 __all__ = ["check_records", "example_of", "is_example"]
 
 KINDS = ("example", "bytes")
-"""Allowed values of the setting `records`: tf.train.Example, or any bytes."""
+"""Values of the setting `records`: tf.train.Example, or any bytes."""
 LONG = 512
 """Size in bytes from which numpy decodes a packed list of integers."""
 
@@ -64,9 +64,7 @@ _CLASS = _classes()
 
 
 def example_of(data: bytes) -> dict[str, Any]:
-    """Return the features of a serialized Example by name: lists of bytes, arrays of float32 of shape (values,), or
-    arrays of int64 of shape (values,); None for a feature without any of these lists. Raises ValueError if the bytes
-    are not an Example."""
+    """Return the features: lists of bytes, arrays (values,) of float32 or int64, or None. Raises ValueError."""
     try:
         entries = _CLASS["Example"].FromString(data).features.entries
         return {entry.key: _value(entry.value) for entry in entries}
@@ -75,8 +73,7 @@ def example_of(data: bytes) -> dict[str, Any]:
 
 
 def is_example(record: bytes) -> bool:
-    """Return True if the bytes of a record are an Example with at least one feature. A SequenceExample (its second
-    field has lists of features) does not count."""
+    """Return True for an Example with a feature. A SequenceExample (its second field has lists) does not count."""
     try:
         return bool(example_of(record)) and not len(UnknownFieldSet(_CLASS["Example"].FromString(record)))
     except ValueError:
@@ -84,7 +81,6 @@ def is_example(record: bytes) -> bool:
 
 
 def check_records(settings: dict[str, Any]) -> None:
-    """Check the setting `records` of a shard in the dataset's index: the kind of its records. Raises InvalidField."""
     if settings.get("records") not in KINDS:
         raise InvalidField("records", f"must be one of {', '.join(KINDS)}, got {settings.get('records')!r:.100}")
 
@@ -111,7 +107,7 @@ def _integers(data: bytes) -> np.ndarray[Any, Any]:
 
 
 def _packed_values(data: bytes) -> memoryview | None:
-    """Return the packed values of a list; None if they are stored one by one, or in several pieces."""
+    """Return a list's packed values; None if they are stored one by one, or in several pieces."""
     length = 0
     for place, octet in enumerate(data[1:6]):
         length |= (octet & 127) << 7 * place
@@ -122,8 +118,7 @@ def _packed_values(data: bytes) -> memoryview | None:
 
 
 def _varints(data: memoryview) -> np.ndarray[Any, Any]:
-    """Return packed varints as int64. A varint has 7 bits of its number in each byte, the lowest bits first, and the
-    top bit set in all but its last byte."""
+    """Return packed varints as int64: 7 bits in each byte, lowest first, the top bit set in all but the last."""
     octets = np.frombuffer(data, np.uint8)
     last = np.flatnonzero(octets < 128)
     if len(last) == len(octets):

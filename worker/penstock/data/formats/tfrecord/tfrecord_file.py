@@ -3,7 +3,7 @@
     record: [length: 8] [checksum of the length: 4] [data] [checksum of the data: 4]
 
 A checksum is CRC32C, rotated and moved by a constant ("masked"). The format has no index, so `index_tfrecord` reads the
-lengths once and stores the offset of each record (records/offset_file.py). Every record is checked when it is read.
+lengths once (records/offset_file.py). Every record is checked when it is read.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ __all__ = ["TFRecordReader", "index_tfrecord", "open_tfrecord"]
 LENGTH = struct.Struct("<QI")
 CHECKSUM = struct.Struct("<I")
 FRAME = LENGTH.size + CHECKSUM.size
-"""Number of bytes of a record besides its data: length and checksums."""
 READ_AT_ONCE = 1 << 20
-"""Number of bytes that are read at a time while records are counted."""
+"""Bytes that are read at a time while records are counted."""
 
 
 @cache
@@ -50,8 +49,7 @@ def _masked(data: bytes) -> int:
 
 
 class TFRecordReader(RecordFile):
-    """Reader of a TFRecord file, see formats.shards.ShardReader. If the records are tf.train.Examples, a sample is the
-    dict of an Example's features (see `example_of`); otherwise it is {"record": bytes}."""
+    """A sample is the dict of an Example's features (see `example_of`); for other records {"record": bytes}."""
 
     def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart) -> None:
         super().__init__(shard, data, offsets)
@@ -76,22 +74,13 @@ class TFRecordReader(RecordFile):
 
 
 def open_tfrecord(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> TFRecordReader:
-    """Return a reader of a TFRecord shard (the function `Format.open` of this format)."""
     del options  # no pickles here, and images stay as stored
     return TFRecordReader(shard, *paths)
 
 
 def index_tfrecord(path: Path, name: str, out: Path) -> Shard:
-    """Write the file with the offsets of a TFRecord file's records, and return the shard. All records are taken for
-    tf.train.Examples if the first record is one.
-
-    Args:
-        path: the TFRecord file.
-        name: path of the file, relative to the dataset's folder.
-        out: folder of the index.
-
-    Raises DatasetError if the file of offsets cannot be written; ShardCorruptError for a damaged file.
-    """
+    """Write the file of a TFRecord file's offsets to the index's folder `out`, and return the shard; all records are
+    Examples if the first is. Raises DatasetError if it cannot be written; ShardCorruptError for a damaged file."""
     size, offsets, first = _scanned(path, name)
     kind = "example" if is_example(first) else "bytes"
     return record_shard("tfrecord", path, out, name, size, offsets, {"records": kind})

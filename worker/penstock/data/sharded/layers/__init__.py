@@ -1,2 +1,1 @@
-"""Layers, which are sources made from other sources: they mix, pack, cut, shuffle, convert, filter or repeat
-samples."""
+"""Layers: sources made from other sources, which mix, pack, cut, shuffle, convert, filter or repeat samples."""

@@ -22,9 +22,8 @@ __all__ = ["Chunked"]
 
 
 class Chunked(Layer):
-    """Layer that splits tokenized documents into pieces of at most `length` tokens. A piece is an int64 tensor of shape
-    (tokens,). BOS is put before the first piece of each document, and EOS after the last. A document without tokens is
-    left out.
+    """Layer that splits documents of tokens into pieces of at most `length` tokens: int64 tensors of shape (tokens,).
+    BOS is put before a document's first piece, EOS after its last. A document without tokens is left out.
 
         Packed(Chunked(documents, length=8192, eos=2), length=2048)
     """
@@ -44,17 +43,15 @@ class Chunked(Layer):
     ) -> None:
         """
         Args:
-            source: source whose samples are documents: tensors or arrays of integers with one dimension, or lists of
-                integers.
+            source: source of documents: tensors or arrays of integers with one dimension, or lists of integers.
             length: number of tokens in a piece, including BOS and EOS; the last piece of a document may have fewer.
             bos: token before each document; None: none.
             eos: token after each document; None: none.
-            longest: largest number of tokens in a document, without BOS, EOS and what `strip_tokens` removes; a longer
-                document raises DatasetError. None: no limit.
-            strip_tokens: token ids that are removed from the beginning and the end of each document before anything
-                else, such as separators that the data already have.
-            min_length: smallest number of tokens in a document, without BOS, EOS and what `strip_tokens` removes; a
-                shorter document is left out. None: 1.
+            longest: largest number of a document's tokens, without BOS, EOS and what `strip_tokens` removes; a longer
+                one raises DatasetError. None: no limit.
+            strip_tokens: token ids that are first removed from the beginning and the end of each document, such as
+                separators that the data already have.
+            min_length: smallest number of tokens, counted as for `longest`; a shorter document is left out. None: 1.
         """
         super().__init__(source)
         self._length = at_least_one("length", length)
@@ -103,8 +100,7 @@ class _ChunkedCursor(RunCursor):
         self._long: Ints | None = None
         """Tokens of the document, with BOS and EOS, of which some pieces were returned and some not."""
         self._documents = self._cut = 0
-        """Documents that were cut, and their pieces: from how many documents the next pieces come. Those whose pieces
-        are returned by several calls of `take` are not counted."""
+        """For the mean: documents and their pieces, without those that take several calls of `take`."""
 
     traced = True
 
@@ -119,7 +115,6 @@ class _ChunkedCursor(RunCursor):
         tokens = self._separated(block, at, at + len(pieces))
         self._reader.passed(len(pieces))
         firsts = list(accumulate(pieces, initial=0))
-        """Number of each document's first piece among those of this call."""
         self._documents, self._cut = self._documents + len(pieces), self._cut + firsts[-1]
 
         def position(number: int) -> SavedPosition:
@@ -136,8 +131,7 @@ class _ChunkedCursor(RunCursor):
         return Run(_tensors(tokens, sizes), len(sizes), position, origins, continues, (tokens, sizes))
 
     def _whole(self, block: Block, at: int, count: int) -> list[int]:
-        """Return the number of pieces of each of the next documents whose pieces all fit into one call of `take`; none
-        if the next one has too many, or was begun by an earlier call."""
+        """Return the pieces of each next document that fits whole into a call; none after one that was begun."""
         if self._piece:
             return []
         found, left = list[int](), count
@@ -153,7 +147,6 @@ class _ChunkedCursor(RunCursor):
         return found
 
     def _take_pieces(self, block: Block, at: int, count: int) -> Run:
-        """Return up to `count` pieces of a document that has more than a call asks for."""
         pieces, first, length = self._pieces(block.sizes[at]), self._piece, self._length
         self._reader.expect("pieces", pieces, first)
         if self._long is None:
@@ -191,7 +184,6 @@ class _ChunkedCursor(RunCursor):
         self._reader.close()
 
     def _pieces(self, size: int) -> int:
-        """Return the number of pieces of the reader's next document, which has `size` tokens without BOS and EOS."""
         if self._longest is not None and size > self._longest:
             raise DatasetError(
                 f"{self._reader.where()} must have at most longest={self._longest} tokens, got {size}. Allow more, or "
@@ -200,14 +192,13 @@ class _ChunkedCursor(RunCursor):
         return -(-(size + len(self._between)) // self._length)
 
     def _separated(self, block: Block, at: int, until: int) -> Ints:
-        """Return the tokens of documents `at` to `until` of a block, each with its BOS and EOS, as a writable copy."""
+        """Return documents `at` to `until` of a block, each with BOS and EOS, as a writable copy."""
         arrays = [self._between] * (2 * (until - at) + 1)
         arrays[0], arrays[-1] = self._begin, self._end
         arrays[1::2] = block.arrays[at:until]
         return np.concatenate(arrays, dtype=np.int64)
 
     def _advance(self, count: int, pieces: int) -> None:
-        """Advance by `count` of the current document's `pieces` pieces; after the last one, to the next document."""
         self._piece += count
         if self._piece == pieces:
             self._reader.passed(1)
@@ -215,14 +206,13 @@ class _ChunkedCursor(RunCursor):
 
 
 def _origins_of(document: Origin, pieces: int) -> list[Origin]:
-    """Return the origin of each piece. Only the first one's contains what was left out before the document."""
+    """Only the first piece's origin contains what was left out before the document."""
     later = document._replace(skipped={}) if document.skipped else document
     return [document, *([later] * (pieces - 1))]
 
 
 def _tensors(tokens: Ints, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Yield pieces as tensors. Each of several is a copy, so that one that is kept does not keep the others in
-    memory."""
+    """Yield pieces as copies, so that one that is kept does not keep the others in memory."""
     at = 0
     for size in sizes:
         piece = tokens[at : at + size]

@@ -1,5 +1,4 @@
-"""Documents of tokens for the layers Chunked and Packed: parsed from a source's samples, and read several at once with
-the position of each."""
+"""Documents of tokens for Chunked and Packed: parsed, and read several at once with the position of each."""
 
 from __future__ import annotations
 
@@ -26,14 +25,10 @@ __all__ = ["Block", "DocumentParser", "DocumentReader", "located", "token_of"]
 
 
 MAX_TOKEN = (1 << 63) - 1
-"""Largest token id: the largest int64, which is the dtype of lines and pieces."""
 READ_AHEAD = 256
-"""Largest number of documents that are read from the source in one call."""
 
 
 class DocumentParser:
-    """Converter from a source's samples to documents, with checks, for one cursor."""
-
     def __init__(
         self,
         name: str,
@@ -44,9 +39,7 @@ class DocumentParser:
         strip: frozenset[int] = frozenset(),
         longest: tuple[int, bool] | None = None,
     ) -> None:
-        """Args: | name: name of the layer, for errors. | fields: settings that say which columns samples must have;
-        None: a sample has only tokens. | strip: token ids to remove from the beginning and the end of each document. |
-        longest: (largest number of tokens, True to truncate a longer document or False to raise DatasetError)."""
+        """`longest`: (most tokens of a document, True to truncate a longer one or False to raise DatasetError)."""
         self._name, self._shard, self._epoch = name, shard, epoch
         self._fields, self._strip, self._longest = fields, strip, longest
         self._columns = (*fields.columns, *fields.attached) if fields is not None else ()
@@ -57,7 +50,7 @@ class DocumentParser:
         return f"{self._name}: document {index} of shard {self._shard} in epoch {self._epoch}"
 
     def tokens(self, sample: Any, index: int) -> Ints:
-        """Return the tokens of a sample, when no other columns are wanted. `index`: for errors, as below."""
+        """Return the tokens of a sample, when no other columns are wanted. `index`: for errors."""
         if self.bare and (tokens := _usual(sample)) is not None:
             return tokens
         fields = self._fields
@@ -66,7 +59,6 @@ class DocumentParser:
         return self._cut(self._stripped(self._array(sample, index)), index)
 
     def document(self, sample: Any, index: int) -> Documents:
-        """Return a sample as a document, with the columns that the settings ask for."""
         fields = self._fields
         if fields is None or fields.plain or not (self._columns or isinstance(sample, Mapping)):
             return Documents(self.tokens(sample, index))
@@ -91,7 +83,6 @@ class DocumentParser:
         return sorted(map(str, sample)) if isinstance(sample, Mapping) else []
 
     def _cut(self, tokens: Ints, index: int) -> Ints:
-        """Return the tokens of a document that may be too long: truncated, or DatasetError."""
         if self._longest is None or len(tokens) <= self._longest[0]:
             return tokens
         most, truncate = self._longest
@@ -106,7 +97,6 @@ class DocumentParser:
         )
 
     def _column(self, values: Any, index: int, name: str, size: int | None = None) -> npt.NDArray[Any]:
-        """Return a column of a document as an array of `size` numbers (None: of any number)."""
         try:
             column = values.numpy(force=True) if isinstance(values, torch.Tensor) else np.asarray(values)
             if column.ndim and column.dtype.kind in "biufc":
@@ -155,8 +145,7 @@ class DocumentParser:
         )
 
     def _checked(self, array: npt.NDArray[Any], index: int) -> Ints:
-        """Return the tokens if they fit the dtype of the lines. Smaller integers are converted when written into a
-        line."""
+        """Smaller integers are converted when written into a line."""
         if array.dtype == np.uint64:
             if array.max() > MAX_TOKEN:
                 raise DatasetError(f"{self.where(index)}: tokens must fit int64, got {array.max()}. Use smaller ids")
@@ -172,42 +161,35 @@ class DocumentParser:
 
 
 class _ReadCall(NamedTuple):
-    """One read from the source. The saved positions before its samples are numbered from 0."""
-
     first: int
-    """Index in the shard of the first sample."""
     before: SavedPosition
-    """Saved position of the source before it."""
+    """Saved position of the source before the first sample."""
     position: Callable[[int], SavedPosition]
     """Saved position of the source before any other sample, by its number in the call."""
 
     def at(self, number: int) -> tuple[int, SavedPosition]:
-        """Return the index in the shard of a sample of the call, and the source's saved position before it."""
         return self.first + number, self.position(number) if number else self.before
 
 
 @dataclass
 class Block:
-    """Consecutive documents, numbered from 0, that were read from the source in one call, with the position from which
-    each can be read again. Documents that are too short have been left out."""
+    """Consecutive documents from one call, with the position of each. Too short ones are left out."""
 
     call: _ReadCall
     numbers: Sequence[int]
-    """For each document, its number among the samples of the call."""
+    """Each document's number among the samples of the call."""
     begin: tuple[_ReadCall, int]
-    """First sample to read again after a resume at the block's first document: the first of those that were left out
-    just before, so that they are counted again, or the document itself."""
+    """First sample to read again: the first left out just before, to count it again, or the document itself."""
     sizes: Sequence[int]
     given: Documents | Sequence[Ints]
-    """As they were read: one value with the tokens of all, or one array of tokens for each."""
+    """One value with the tokens of all, or one array of tokens for each."""
     origins: Sequence[Origin] = ()
-    """Origin of each; empty if none has one."""
     continues: Sequence[bool] = ()
     """True for a piece of a Chunked that continues the piece before it; empty if none is."""
 
     @cached_property
     def ends(self) -> Sequence[int]:
-        """Index behind the last token of each document, among the tokens of all."""
+        """Index behind each document's last token, among the tokens of all."""
         return list(accumulate(self.sizes))
 
     @cached_property
@@ -224,20 +206,17 @@ class Block:
         return self.given
 
     def position(self, number: int) -> tuple[int, SavedPosition]:
-        """Return from where to read again after a resume at a document: the index in the shard of the first sample, and
-        the source's saved position before it."""
+        """Return where to read again from: the first sample's index, and the source's saved position before it."""
         if number == 0:
             call, at = self.begin
             return call.at(at)
         return self.call.at(self.numbers[number - 1] + 1)
 
     def start(self, number: int) -> int:
-        """Return the index of a document's first token, among the tokens of all."""
         return self.ends[number - 1] if number else 0
 
 
 def joined(tokens: Ints, ends: Sequence[int], origins: Sequence[Origin], continues: Sequence[bool]) -> Documents:
-    """Return consecutive documents as one value. See `Block` for the arguments."""
     seams = ends
     if any(continues):
         seams = [end for end, goes_on in zip(ends, [*continues[1:], False], strict=True) if not goes_on]
@@ -245,12 +224,9 @@ def joined(tokens: Ints, ends: Sequence[int], origins: Sequence[Origin], continu
 
 
 class DocumentReader:
-    """Reader of a shard's documents, which knows from which saved position of the source each can be read again.
-
-    It reads several at once. An error in a document is raised only when the document is needed. Documents with fewer
-    than `least` tokens are left out and counted. `ready` returns the next documents, and `passed` is called when some
-    of them have been used.
-    """
+    """Reader of a shard's documents, which knows from where each can be read again. An error in a document is raised
+    only when it is needed. Documents with fewer than `least` tokens are left out and counted. `ready` returns the next
+    documents; `passed` is called when some have been used."""
 
     def __init__(
         self, layer: Layer, inner: Cursor, shard: int, index: int, parser: DocumentParser, *, least: int = 1
@@ -258,23 +234,21 @@ class DocumentReader:
         self._inner, self._parser, self._least = inner, parser, least
         self._limit = SearchLimit(layer.source, type(layer).__name__, shard)
         self._next = index
-        """Index in the shard of the first document that was not parsed yet."""
+        """Index of the first document that was not parsed yet."""
         self._call: _ReadCall | None = None
         self._size = 0
         self._blocks: deque[Block] = deque()
-        """With documents that were read and not all used."""
         self._at = 0
-        """Number of documents of the first block that were used."""
+        """Used documents of the first block."""
         self._left_out: dict[str, int] = {}
-        """Documents that were left out after the last block, by source."""
+        """Left out after the last block, by source."""
         self._left_from: tuple[_ReadCall, int] | None = None
         """First of them, as a call and the document's number in it."""
         self._error: Exception | None = None
         """Error in the document that follows the last block."""
 
     def ready(self, count: int) -> tuple[Block, int] | None:
-        """Return the block that contains the next document, and its number there; None if none is left. `count`:
-        largest number of documents to read if all have been used."""
+        """Return the block with the next document, and its number there; None at the end. `count`: most to read."""
         if not self._blocks:
             self._read(count)
         return (self._blocks[0], self._at) if self._blocks else None
@@ -286,7 +260,6 @@ class DocumentReader:
             self._at = 0
 
     def following(self) -> tuple[int, SavedPosition]:
-        """Return from where to read again after a resume at the next document, as `Block.position`."""
         if self._blocks:
             return self._blocks[0].position(self._at)
         if self._left_from is not None:
@@ -301,8 +274,7 @@ class DocumentReader:
         return self._parser.where(block.call.first + block.numbers[self._at])
 
     def expect(self, what: str, there: int, at: int) -> None:
-        """Raise DatasetError if the next document has fewer (`there`) pieces or tokens (`what`) than a saved position
-        requires."""
+        """Raise DatasetError if the next document has fewer (`there`) `what` than a saved position requires."""
         if at >= there:
             raise DatasetError(
                 f"{self.where()} must have more than the {at} {what} that the saved run read of it, got {there}. Use "
@@ -349,7 +321,6 @@ class DocumentReader:
             self._defer(error)
 
     def _add_all(self, run: Run, call: _ReadCall) -> None:
-        """Add the documents of samples that have only tokens as one block."""
         arrays: list[Ints] = []
         failed: Exception | None = None
         parse = self._parser.tokens
@@ -380,8 +351,8 @@ class DocumentReader:
     def _sift(
         self, call: _ReadCall, first: int, sizes: Sequence[int], origins: Sequence[Origin]
     ) -> tuple[list[int], tuple[_ReadCall, int], Sequence[Origin]] | None:
-        """Leave out documents with too few tokens. Return the number of each other one among the samples of the call,
-        `Block.begin`, and their origins with what was left out before each; None if there is no other."""
+        """Leave out too short documents. Return the others' numbers among the samples of the call, `Block.begin`, and
+        their origins with what was left out before each; None if there is no other."""
         numbers: list[int] = []
         begin: tuple[_ReadCall, int] | None = None
         found: list[Origin] = []
@@ -406,14 +377,12 @@ class DocumentReader:
 
 
 def located(document: Documents, origin: Origin, left_out: Mapping[str, int]) -> Documents:
-    """Return a document with its origin, to which the documents left out just before it are added."""
     if origin is NOWHERE and not left_out:
         return document
     return document._replace(origins=(origin.after(left_out),))
 
 
 def token_of(name: str, value: int | None) -> int | None:
-    """Return the user's argument `name`, a token id or None, which must fit int64."""
     number = whole(name, value)
     if number is not None and not -MAX_TOKEN - 1 <= number <= MAX_TOKEN:
         raise InvalidArgumentError(f"{name} must be a token id, an int64, got {number}. Pass an id of the tokenizer")
@@ -421,7 +390,7 @@ def token_of(name: str, value: int | None) -> int | None:
 
 
 def _usual(sample: Any) -> Ints | None:
-    """Return the tokens of a sample whose type shows that it is valid; None for all others, which need checks."""
+    """Return the tokens of a sample whose type shows that it is valid; None for others, which need checks."""
     if type(sample) is torch.Tensor and sample.dtype is torch.int64 and sample.device.type == "cpu":
         sample = sample.numpy()
     if type(sample) is np.ndarray and sample.ndim == 1 and sample.dtype.char in "bBhHiIlq":

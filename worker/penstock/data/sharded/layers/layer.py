@@ -1,10 +1,6 @@
-"""Base class of layers, and helper functions that layers share. A layer is a source made from another source; layers
-one over the other, with the source below them, are a stack.
-
-A layer has no state except in its cursors, so one process may open the same stack many times. The key of a layer's
-random choices also contains the layer's depth in the stack. Otherwise two layers of the same kind, one over the other,
-would undo or repeat each other's random choices.
-"""
+"""Base class and helper functions of layers, sources made from another source. A layer has no state except in its
+cursors. The key of its random choices contains its depth in the stack; otherwise two layers of the same kind, one over
+the other, would undo or repeat each other's choices."""
 
 from __future__ import annotations
 
@@ -19,16 +15,15 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorru
 __all__ = ["Layer", "SearchLimit", "checked", "depth_of", "entered", "is_keyed", "position_function", "title"]
 
 SEARCHED_SAMPLES = 1_000_000
-"""Largest number of consecutive samples of an endless source that a layer may leave out: a filter whose predicate is
-never true would read forever. One that is true for a sample in 10,000 reaches it with probability e^-100."""
+"""Most consecutive samples that a layer may leave out of an endless source: a filter that is never true would read
+forever. One that is true for a sample in 10,000 reaches this with probability e^-100."""
 
 
 NUMBER_LIMIT = 1 << 62
-"""Exclusive upper bound of every number in a saved position."""
 
 
 class Layer:
-    """Base class of layers. Shard s of a layer contains what it makes of the samples of its source's shard s."""
+    """Base class of layers. Shard s contains what the layer makes of its source's shard s."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -37,16 +32,13 @@ class Layer:
 
     @property
     def keyed(self) -> bool:
-        """True if the layer's samples do not depend on the process's random generators (those of `random`, numpy and
-        torch), but at most on generators that it seeds by (seed, epoch, shard, index). A loader can then compute a
-        later state without making the batches before it. Set it in each class of your own for which it is true: a
-        subclass does not inherit it."""
+        """True if samples depend at most on generators seeded by (seed, epoch, shard, index), not on the global ones: a
+        loader can compute a later state without making batches. Set it in each class: it is not inherited."""
         return False
 
     def __init__(self, source: ShardedSource) -> None:
         self.source = checked(source, type(self).__name__)
         self.depth = depth_of(source.described()) + 1
-        """Number of sources in the stack down to the lowest one."""
 
     def __repr__(self) -> str:
         settings = "".join(f", {name}={value!r}" for name, value in self.settings().items())
@@ -64,23 +56,19 @@ class Layer:
         return {"kind": type(self).__name__, **self.settings(), "source": self.source.described()}
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that decide which samples the layer yields, as JSON values, for its description in
-        states."""
+        """Return the settings that decide which samples the layer yields, as JSON values."""
         return {}
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
         return None
 
     def over(self, source: ShardedSource) -> Self:
-        """Return a layer with the same settings over another source."""
         found = copy.copy(self)
         found.source, found.depth = source, depth_of(source.described()) + 1
         return found
 
 
 class SearchLimit:
-    """Limit on the number of consecutive samples that a layer over an endless source may leave out."""
-
     def __init__(self, source: ShardedSource, what: str, shard: int) -> None:
         self._left = self._most = SEARCHED_SAMPLES if source.endless else None
         self._what, self._shard = what, shard
@@ -89,7 +77,6 @@ class SearchLimit:
         self._left = self._most
 
     def left_out(self, samples: int = 1) -> None:
-        """Count more samples that were left out. Raises DatasetError beyond the limit."""
         if self._left is None:
             return
         self._left -= samples
@@ -102,7 +89,6 @@ class SearchLimit:
 
 
 def checked(source: ShardedSource, layer: str) -> ShardedSource:
-    """Return `source`, the argument of a layer, which must be a source in logical shards."""
     if not isinstance(source, ShardedSource):
         raise InvalidArgumentError(
             f"{layer} needs a source in logical shards, got {type(source).__name__}. Wrap it in LogicalShards or "
@@ -112,8 +98,7 @@ def checked(source: ShardedSource, layer: str) -> ShardedSource:
 
 
 def entered(saved: SavedPosition | None, layer: str, *names: str) -> tuple[list[int], SavedPosition | None]:
-    """Return the integers called `names` in a layer's saved position, and its source's saved position; zeros and None
-    at the beginning."""
+    """Return the integers `names` in a layer's saved position, and its source's; zeros and None at the beginning."""
     if saved is None:
         return [0] * len(names), None
     if not isinstance(saved, Mapping):
@@ -132,19 +117,19 @@ def entered(saved: SavedPosition | None, layer: str, *names: str) -> tuple[list[
 
 
 def is_keyed(source: Any) -> bool:
-    """Return True if `source` and all sources below it are keyed, as `Layer.keyed` says; one without it is not."""
+    """Return True if `source` and all sources below it say that they are keyed."""
     below = getattr(source, "sources", [source.source] if hasattr(source, "source") else [])
     return getattr(source, "keyed", False) is True and all(map(is_keyed, below))
 
 
 def position_function(position_of: PositionOf | None, shard: int, shards: int) -> PositionOf:
-    """Return `position_of`, or if it is None the function for shards that are read round robin."""
+    """Return `position_of`, or the default: that of shards read round robin."""
     return position_of or (lambda index: index * shards + shard)
 
 
 def title(function: Callable[..., Any], name: str | None) -> str:
-    """Return the name by which states describe a user's function. The module's name is left out: that of a script
-    depends on the process that runs it. A changed function with an unchanged name is not noticed."""
+    """Return the name of a user's function in states. The module's name is left out, because a script's depends on the
+    process. A changed function with an unchanged name is not noticed."""
     if name is not None:
         return name
     while isinstance(function, partial):
@@ -153,6 +138,5 @@ def title(function: Callable[..., Any], name: str | None) -> str:
 
 
 def depth_of(described: Mapping[str, Any]) -> int:
-    """Return the number of sources in a described stack."""
     below = [described["source"]] if "source" in described else described.get("sources", [])
     return 1 + max((depth_of(source) for source in below), default=0)

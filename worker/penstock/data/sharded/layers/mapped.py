@@ -1,10 +1,6 @@
-"""Layers that call a function for each sample: to convert it, or to decide whether to leave it out.
-
-A `Mapped` yields one sample for each sample of its source, and skips without calling the function (`_EachCursor`).
-`Filtered`, and a `Mapped` with `skip_failures`, must read and call for every sample to know which of them count
-(`_SomeCursor`). Randomness is keyed by the sample's position in its source, so a sample of an epoch gets the same
-generator from any worker.
-"""
+"""Layers that call a function for each sample: to convert it, or to decide whether to leave it out. A `Mapped` skips
+without calling it (`_EachCursor`). `Filtered`, and a `Mapped` with `skip_failures`, call it for every sample to know
+which count (`_SomeCursor`). Randomness is keyed by the sample's position, so it is the same in any worker."""
 
 from __future__ import annotations
 
@@ -38,12 +34,10 @@ __all__ = ["Filtered", "Mapped", "SkipSample"]
 
 _Function = Callable[..., Any]
 _Decision = Callable[[Any, int], tuple[bool, Any]]
-"""(sample, its index in the source's shard) -> (True if the sample stays, the converted sample)."""
 
 
 class SkipSample(Exception):
-    """Raised by the function of a `Mapped(..., skip_failures=n)` to leave a sample out. It does not count as a
-    failure."""
+    """Raised by the function of a `Mapped(..., skip_failures=n)` to leave a sample out, which is no failure."""
 
 
 class _PerSample(Layer):
@@ -71,9 +65,7 @@ class _PerSample(Layer):
 class Mapped(_PerSample):
     """Layer that converts each sample of a source by a function.
 
-    For example:
-
-        Mapped(LogicalShards([LineFile(path) for path in paths], shards=240), tokenize)
+    Mapped(LogicalShards([LineFile(path) for path in paths], shards=240), tokenize)
     """
 
     keyed = property(_PerSample._is_random)
@@ -93,13 +85,11 @@ class Mapped(_PerSample):
             fn: function from a sample to a sample. Its exceptions are raised unchanged, with a note that names the
                 sample; only a StopIteration becomes a DatasetError.
             random: True: call fn(sample, generator), with a numpy Generator that depends only on the seed, the epoch,
-                and the sample's shard and index. False: call fn(sample). A function that draws random numbers from any
-                other generator gives other samples after a resume.
+                the shard and the index. With any other generator a resume gives other samples.
             name: name of the function in a saved state; None: its qualified name. Change it when the function changes.
-            skip_failures: largest number of samples in a row for which fn may raise an exception. Such a sample is left
-                out with a warning. fn may also raise SkipSample to leave a sample out without a warning. If this is
-                above 0, lengths are unknown, and fn is called for skipped samples too, as in a resume, because only fn
-                tells which of them were left out. If failures are not reproducible, the order after a resume is not
+            skip_failures: most samples in a row for which fn may raise an exception. Such a sample is left out with a
+                warning, or without one if fn raises SkipSample. Above 0, lengths are unknown, and fn is also called for
+                skipped samples, as in a resume. If failures are not reproducible, the order after a resume is not
                 either.
         """
         super().__init__(source, fn, random, name)
@@ -176,8 +166,6 @@ class Filtered(_PerSample):
 
 
 class _Call:
-    """The user's function, with a random generator if wanted, and a note that names the sample in its errors."""
-
     def __init__(self, function: _Function, key: int | None, where: str) -> None:
         self._function, self._key, self.where = function, key, where
 
@@ -195,8 +183,6 @@ class _Call:
 
 
 class _Tolerant:
-    """A `_Call` that leaves out up to `most` samples in a row for which the user's function fails."""
-
     def __init__(self, call: _Call, most: int) -> None:
         self._call, self._most, self._failed = call, most, 0
 
@@ -271,7 +257,6 @@ class _SomeCursor:
         self._left_out: dict[str, int] = {}
         """By source: samples that were left out just before the one that was yielded last."""
         self._index = index
-        """Index in the shard of the source's next sample."""
 
     def __iter__(self) -> _SomeCursor:
         return self

@@ -1,12 +1,6 @@
-"""Mixture of several sources by weight. In every prefix of its order, each source has its share of the samples.
-
-Which source a sample comes from is a function of the sample's position among the samples of all shards
-(mixture_order.py), so there is no counter that a change of topology could reset. If the weights are shares of tokens,
-the order also depends on the lengths of documents, so each shard counts the tokens of each source.
-
-Each source gets its own seed. Otherwise two sources that read the same data would give the same samples in the same
-order.
-"""
+"""Mixture of several sources by weight. Which source a sample comes from is a function of its position
+(mixture_order.py), so no change of topology resets a counter; for shares of tokens, each shard counts tokens by source.
+Each source gets its own seed; otherwise two that read the same data would give the same order."""
 
 from __future__ import annotations
 
@@ -42,10 +36,9 @@ Stop = Literal["never", "first", "last"]
 By = Literal["samples", "tokens"]
 
 AT_ONCE = 1 << 14
-"""Largest number of samples that are skipped at once, which limits the memory for their sources' numbers."""
+"""Most samples that are skipped at once, which limits the memory for their sources' numbers."""
 FEW = 16
-"""Largest number of samples that are skipped one by one (1 us each). More are skipped by computing with arrays (40 us
-for any number)."""
+"""Most samples that are skipped one by one (1 us each); an array computation takes 40 us for any number."""
 
 
 class Mixture:
@@ -54,11 +47,10 @@ class Mixture:
         Mixture({"code": code, "text": text}, {"code": 0.3, "text": 0.7})
 
     In every prefix of a ShardLoader's order, each source's number of samples deviates from its share by less than one;
-    with stop="first" or "last" in every prefix before the first end of a source or shard. This holds only approximately
-    if the mixture is the source of another mixture, or of a layer that yields more or fewer samples than it takes, or
-    that reads ahead. So apply Packed and WindowShuffled to the sources of a mixture and not to the mixture, and make
-    one mixture with products of weights instead of nested mixtures. If a mixture is the source of Packed, use
-    `by="tokens"`; otherwise sources of long documents get more of the lines than their share.
+    with stop="first" or "last" in every prefix before the first end of a source or shard. This is only approximate if
+    the mixture is the source of another mixture, or of a layer that changes the number of samples or reads ahead. So
+    apply Packed and WindowShuffled to the sources, and make one mixture with products of weights instead of nested
+    ones. Below a Packed, use `by="tokens"`; otherwise sources of long documents get more than their share.
 
     Pass a Schedule for weights that change in the course of a run. The deviation is then counted from the latest change
     of weights, and is below 9/4 samples within a Ramp.
@@ -78,22 +70,20 @@ class Mixture:
         """
         Args:
             sources: sources with the same number of shards: a list, or a dict from names to sources.
-            weights: list with one weight for each source, at least 0. Only their ratio matters: [7, 3] and [0.7, 0.3]
-                are the same. A source of weight 0 is never read. If the sources have names, also a dict from names to
-                weights, where a name that is left out has weight 0. A Schedule gives weights by position, and needs
-                stop="never". Weights are converted to whole numbers (parts) in the same ratio. The conversion is exact
-                (0.1 is a tenth) if the parts sum up to at most 65,536; otherwise they are rounded so that they sum up
-                to 65,536. A saved state contains the parts.
+            weights: list with one weight for each source, at least 0, or by name a dict, where a missing name has
+                weight 0. Only their ratio matters: [7, 3] and [0.7, 0.3] are the same. A source of weight 0 is never
+                read. A Schedule gives weights by position, and needs stop="never". Weights become whole numbers
+                (parts), exactly (0.1 is a tenth) if these sum up to at most 65,536; otherwise they are rounded to that
+                sum. States contain the parts.
             stop: what happens when a source has no more samples in a shard. "never": finite sources are repeated,
-                independently of each other. "first": the shard of the mixture ends where its next sample would come
-                from that source. "last": the samples come from the other sources, by their weights, until all have
-                ended in this shard.
-            by: unit of the weights. "samples": shares of samples. "tokens": shares of tokens; the sources' samples must
-                be documents (tensors, arrays or lists of integers with one dimension), which are yielded whole. In
-                every prefix of a shard, each source's number of tokens then deviates from its share by at most the
-                longest document. One document of each source is read ahead.
-            names: name of each source in counts (see `Counts`) and in weights; None: the names in `sources` if it is a
-                dict, otherwise their numbers. A name decides nothing else.
+                independently. "first": the shard of the mixture ends where its next sample would come from that source.
+                "last": the samples come from the other sources, by their weights, until all have ended in this shard.
+            by: unit of the weights. "samples": shares of samples. "tokens": shares of tokens; samples must be documents
+                (tensors, arrays or lists of integers with one dimension), which are yielded whole. In every prefix of a
+                shard, a source's number of tokens deviates from its share by at most the longest document. One document
+                of each source is read ahead.
+            names: name of each source in counts (see `Counts`) and in weights, which decides nothing else; None: the
+                names in `sources` if it is a dict, otherwise their numbers.
 
         Raises InvalidArgumentError for invalid arguments.
         """
@@ -208,13 +198,11 @@ class Mixture:
         return order_of(self._segments).shares(position)
 
     def parts_at(self, position: int) -> tuple[int, ...]:
-        """Return the weight of each source at a position; within a ramp, its weight at the ramp's end."""
         return [segment for segment in self._segments if segment.start <= position][-1].parts
 
     def changed_from(self, position: int, parts: Mapping[str, int], added: Mapping[str, ShardedSource]) -> Mixture:
-        """Return a copy of this mixture that has the weights `parts` (whole numbers by name; a missing name means 0)
-        from `position` on, and the sources `added`. Before `position`, its order is the same; its later changes of
-        weights, and the rest of a ramp, are dropped."""
+        """Return a copy with the weights `parts` (a missing name means 0) and the sources `added` from `position` on.
+        Before it, the order is the same; later changes, and the rest of a ramp, are dropped."""
         found = copy.copy(self)
         found.names = _checked_names([*self.names, *added], len(self.names) + len(added))
         unknown = [name for name in parts if name not in found.names]
@@ -264,8 +252,6 @@ def _checked_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
 
 
 class _Positions:
-    """From the index of a sample in one shard to its position in the order of all shards' samples."""
-
     def __init__(self, position_of: PositionOf | None, shard: int, shards: int) -> None:
         self._given, self._shard, self._shards = position_of, shard, shards
         self.at = position_function(position_of, shard, shards)
@@ -325,8 +311,7 @@ class _Cursor:
         self._members.close()
 
     def _skip_some(self, count: int, schedule: MixtureShares | SegmentedOrder) -> int:
-        """Skip `count` samples, but stop at the first one whose source has ended. Return the number of skipped
-        samples."""
+        """Skip up to `count` samples, to the first one whose source has ended. Return how many."""
         if count == 1:
             number = schedule.at(self._positions.at(self._index))
             passed = self._members.moving(number).skip(1)
@@ -349,8 +334,8 @@ class _Cursor:
         return passed
 
     def _skip_each(self, order: Ints) -> int:
-        """Skip one sample for each entry of `order`, the number of its source. Return how many come before the first
-        one that its source does not have. The cursors of other sources may have skipped more."""
+        """Skip a sample of each source in `order`, up to the first that lacks one; other cursors may have skipped
+        more."""
         whole = len(order)
         for number, turns in enumerate(np.bincount(order, minlength=len(self._parts)).tolist()):
             if turns and (passed := self._members.moving(number).skip(turns)) < turns:
@@ -365,8 +350,7 @@ class _Cursor:
         self._schedule = self._live_schedule()
 
     def _live_schedule(self) -> MixtureShares | SegmentedOrder | None:
-        """Return the order of the samples from now on, with weight 0 for ended sources; None if the mixture has ended
-        in this shard."""
+        """Return the order from now on, with weight 0 for ended sources; None if the mixture has ended."""
         if not self._ended:
             return self._order
         live = tuple(0 if number in self._ended else part for number, part in enumerate(self._parts))
@@ -381,8 +365,7 @@ def ended_early(number: int) -> DatasetError:
 
 
 def members_of(saved: SavedPosition | None, count: int) -> tuple[list[SavedPosition | None], set[int]]:
-    """Return the saved position of each of `count` sources, and the numbers of those that have ended in the shard.
-    Sources that were added after the position was saved get None."""
+    """Return each source's saved position, None if it was added later, and the numbers of ended ones."""
     if saved is None:
         return [None] * count, set()
     below, ended = saved.get("sources"), saved.get("ended")
@@ -396,8 +379,7 @@ def members_of(saved: SavedPosition | None, count: int) -> tuple[list[SavedPosit
 
 
 class MixtureMembers:
-    """Cursors of a mixture's sources in one shard, opened when first read. `saved_positions` asks only cursors that may
-    have moved since its last call."""
+    """Cursors of a mixture's sources in one shard. `saved_positions` asks only those that may have moved."""
 
     def __init__(
         self, opened: Callable[[int, SavedPosition | None], Cursor], saved: Sequence[SavedPosition | None]
@@ -407,7 +389,6 @@ class MixtureMembers:
         self._moved: set[int] = set()
 
     def moving(self, number: int) -> Cursor:
-        """Return the cursor of a source, to be moved by the caller."""
         if number not in self._cursors:
             self._cursors[number] = self._opened(number, self._saved[number])
         self._moved.add(number)
@@ -438,8 +419,6 @@ class MixtureMembers:
 
 
 class TokenWeights(NamedTuple):
-    """Weights of the sources by the index of a document in one shard."""
-
     order: SegmentedOrder
     position_of: PositionOf
     changes: bool
@@ -448,14 +427,12 @@ class TokenWeights(NamedTuple):
         return self.order.phase(self.position_of(index) if self.changes else 0)
 
     def last(self, index: int, saved: SavedPosition | None) -> Phase:
-        """Return the phase of the document that a saved position follows; at the shard's beginning that of document
-        `index`."""
+        """Return the phase of the document that a saved position follows; at the beginning that of document `index`."""
         return self.phase(index - 1 if saved is not None and index else index)
 
 
 def _given_of(saved: SavedPosition | None, count: int, phase: Phase) -> list[int]:
-    """Return the tokens that each source has given in a phase; zeros if `saved` lies in another phase, and for added
-    sources."""
+    """Return the tokens that each source has given in a phase; zeros for another phase, and for added sources."""
     if saved is None:
         return [0] * count
     given, begun = saved.get("given"), saved.get("piece", [0, 0])
@@ -484,15 +461,15 @@ def _carried(given: Sequence[int], parts: Sequence[int]) -> list[int]:
 class ByTokens:
     """Cursor of one shard of a mixture whose weights are shares of tokens.
 
-    Documents are yielded whole, so shares can be exact only to within one document. A source is eligible if its tokens
-    do not exceed its share of all tokens so far. The next document comes from the eligible source whose next document
-    would finish first in a mixture that interleaves single tokens. This is worst-case fair weighted fair queueing (J.
-    Bennett and H. Zhang, "WF2Q", INFOCOM 1996), whose deviation is at most the longest document for any number of
-    sources; to choose the source that lacks most tokens has a deviation that grows with it. A document's length must be
-    known before the choice, so one document of each source is read ahead; the saved position lies before it.
+    Documents are yielded whole. A source is eligible if its tokens do not exceed its share of all tokens so far. The
+    next document comes from the eligible source whose next document would finish first in a mixture of single tokens.
+    This is worst-case fair weighted fair queueing (J. Bennett and H. Zhang, "WF2Q", INFOCOM 1996), whose deviation is
+    at most the longest document for any number of sources; to choose the source that lacks most tokens has one that
+    grows with it. The choice needs lengths, so one document of each source is read ahead; the saved position lies
+    before it.
 
-    If the weights change with the position, the counts of tokens begin at 0 with each phase, except that between two
-    steps of a ramp a source keeps what it has beyond its share, or lacks.
+    Counts of tokens begin at 0 with each phase, except that between two steps of a ramp a source keeps what it has
+    beyond its share, or lacks.
     """
 
     def __init__(
@@ -509,12 +486,10 @@ class ByTokens:
         self._members, self._weights, self._ended, self._stop = members, weights, ended, stop
         self._index, self._where, self._names = index, where, names
         self._phase = weights.last(index, saved)
-        """Phase of the document that was yielded last. It changes only when the next document is chosen, so that a
-        saved position does not depend on the weights after it, which may be changed later."""
+        """Of the last document. Set with the next one, so that no saved position depends on later weights."""
         self._parts, self._given = self._phase.parts, _given_of(saved, len(names), self._phase)
         self._next: dict[int, tuple[int, Any, SavedPosition, Origin]] = {}
-        """By source: the document that was read ahead, as (tokens, document, the source's saved position before it,
-        origin)."""
+        """By source: the document read ahead, as (tokens, document, saved position before it, origin)."""
         self.origin = NOWHERE
         self._over = False
 
@@ -565,7 +540,7 @@ class ByTokens:
         self._phase, self._parts = phase, phase.parts
 
     def _due(self) -> int | None:
-        """Return the number of the source that gives the next document; None if the shard has ended."""
+        """Return the source of the next document; None if the shard has ended."""
         if self._weights.changes:
             self._enter(self._weights.phase(self._index))
         while not self._over:
@@ -592,7 +567,6 @@ class ByTokens:
         return best
 
     def _read(self, number: int) -> bool:
-        """Read the next document of a source ahead. Return False if the source has ended."""
         cursor = self._members.moving(number)
         before = cursor.saved_position()
         for document in cursor:

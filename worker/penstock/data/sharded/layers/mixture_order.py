@@ -2,23 +2,22 @@
 
 **Constant weights.** In every prefix of the order, the number of each source's samples must deviate from its share by
 less than one. So the k-th sample of a source with share w must have a position p in a window: from the first p with w p
-> k - 1, to the last p with w (p - 1) < k, its deadline. The chairman assignment theorem says that such positions exist
-for any number of sources (R. Tijdeman, "The chairman assignment problem", 1980); the rule in its proof gives each
-position to the sample with the earliest deadline among those whose windows have begun.
+> k - 1, to the last p with w (p - 1) < k, its deadline. Such positions exist for any number of sources (R. Tijdeman,
+"The chairman assignment problem", 1980); the proof's rule gives each position to the sample with the earliest deadline
+among those whose windows have begun.
 
-That order alone would repeat after every period (the sum of the weights as whole numbers), and positions go to the
-shards round robin: with two equal weights, even shards would get all samples from one source, and half of each source
-would never be read. So the samples of each period are in a different, random order. Each has a random target position
-in its window, and each position goes to the sample with the earliest target. A target is delayed a little for each time
-that its source had the same position of a period before. Deadlines decide only if one would otherwise be missed: if for
-some d the samples with deadlines up to d are as many as the positions left up to d. The order is computed in tables
-when they are needed, and repeats after about a million positions.
+That order would repeat after every period (the sum of the weights as whole numbers), and positions go to the shards
+round robin: with two equal weights, even shards would get all samples from one source, and half of each source would
+never be read. So each period is in a different, random order: each sample has a random target position in its window,
+and each position goes to the earliest target. A target is delayed a little for each time that its source had the same
+position of a period before. Deadlines decide only if one would otherwise be missed: if for some d the samples with
+deadlines up to d are as many as the positions left up to d. Tables of the order are computed when needed.
 
 **Changing weights.** The order consists of segments, in which the weights are constant or change linearly (a ramp). A
 ramp is divided into steps, whose weights are the numbers of samples that the sources give in them, so that at the end
-of each step a source has given the integral of its share over the ramp so far, rounded up or down; which of the two, is
-decided by the earliest deadline. A ramp of L samples has about sqrt(L / 2) steps, so that a source deviates from the
-integral by less than 9/4: one sample within a step, one at its ends, and a quarter because its weights are constant.
+of each step a source has given the integral of its share so far, rounded up or down by the earliest deadline. A ramp of
+L samples has about sqrt(L / 2) steps, so that a source deviates from the integral by less than 9/4: one sample within a
+step, one at its ends, and a quarter because its weights are constant.
 
 Saved states contain positions in this order. So it must never change, and all of it is computed in integers; a test
 compares it with recorded values.
@@ -44,7 +43,7 @@ __all__ = ["MixtureShares", "Phase", "SegmentedOrder", "order_of", "shares_of"]
 
 
 KEPT_POSITIONS = 1 << 24
-"""Approximate number of positions whose sources a ramp keeps in memory: 32 MB. The oldest ones are computed again."""
+"""Approximate number of positions whose sources a ramp keeps (32 MB). The oldest are computed again."""
 
 
 class Phase(NamedTuple):
@@ -83,8 +82,7 @@ class SegmentedOrder:
         return Phase(start, start, self._segments[number].parts)
 
     def shares(self, position: int) -> list[float]:
-        """Return each source's weight at a position as a share of all weights; within a ramp, on the line between its
-        ends."""
+        """Return each source's share of all weights at a position; within a ramp, on the line between its ends."""
         number = bisect_right(self._starts, position) - 1
         segment = self._segments[number]
         shares = _shares(segment.parts)
@@ -100,7 +98,7 @@ def _shares(parts: Sequence[int]) -> list[float]:
 
 @lru_cache(maxsize=64)
 def order_of(segments: tuple[Segment, ...]) -> SegmentedOrder:
-    """Return the order of these segments. The latest 64 are kept, because all cursors of a mixture use the same one."""
+    """The latest 64 are kept, because all cursors of a mixture use the same one."""
     return SegmentedOrder(segments)
 
 
@@ -111,13 +109,12 @@ def _order(segment: Segment) -> MixtureShares | _RampOrder:
 
 
 class _RampOrder:
-    """Order of a mixture within a ramp of `length` samples; positions are counted from the ramp's beginning."""
+    """Order within a ramp of `length` samples; positions count from its beginning."""
 
     def __init__(self, begin: tuple[int, ...], end: tuple[int, ...], length: int) -> None:
         size = min(MAX_PARTS, math.isqrt(2 * length))
         count = -(-length // size)
         self._bounds = [length * number // count for number in range(count + 1)]
-        """First position of each step of the ramp, then the ramp's length."""
         self._integrals = [
             _Integral(
                 2 * length * first * sum(end), last * sum(begin) - first * sum(end), 2 * length * sum(begin) * sum(end)
@@ -140,7 +137,7 @@ class _RampOrder:
         return found
 
     def step(self, position: int) -> tuple[int, tuple[int, ...]]:
-        """Return the first position of the step that contains `position`, and the weights in this step."""
+        """Return the first position of the step that contains `position`, and its weights."""
         number = bisect_right(self._bounds, position) - 1
         return self._bounds[number], self._steps()[number]
 
@@ -154,7 +151,6 @@ class _RampOrder:
         return table
 
     def _steps(self) -> list[tuple[int, ...]]:
-        """Return, for each step, the number of samples that each source gives in it."""
         if not self._parts:
             given = [0] * len(self._integrals)
             for bound in self._bounds[1:]:
@@ -164,8 +160,7 @@ class _RampOrder:
         return self._parts
 
     def _until(self, given: Sequence[int], bound: int) -> list[int]:
-        """Return the samples that each source has given up to `bound`, a step's end. `given`: those up to its
-        beginning."""
+        """Return the samples that each source has given up to a step's end `bound`. `given`: up to its beginning."""
         until = [max(had, integral.floor(bound)) for had, integral in zip(given, self._integrals, strict=True)]
         left = bound - sum(until)
         waiting = [number for number, integral in enumerate(self._integrals) if integral.ceil(bound) > until[number]]
@@ -179,8 +174,7 @@ class _RampOrder:
 
 
 class _Integral(NamedTuple):
-    """Exact number of samples that a source should have given from the ramp's beginning to position x: (rate x + bend
-    x^2) / whole."""
+    """Exact number of samples due from the ramp's beginning to position x: (rate x + bend x^2) / whole."""
 
     rate: int
     bend: int
@@ -198,22 +192,20 @@ class _Integral(NamedTuple):
 
 
 POSITIONS = 1 << 12
-"""Smallest number of positions in one table: with usual weights many periods, in which each source comes at each
-position of the period about as often as its share says. A table takes 6 ms to make."""
+"""Smallest number of positions in one table: usually many periods, in which each source comes at each position of the
+period about as often as its share says. A table takes 6 ms to make."""
 ALL_POSITIONS = 1 << 20
-"""Approximate number of positions after which the order repeats. The tables with all of them take 2 MB."""
+"""Approximate number of positions after which the order repeats. Their tables take 2 MB."""
 
 _KEY = 0x6D69782D7475726E
 _FRACTION_BITS = 24
 _BACK = 2
 """Exponent for the delay of a target: a quarter of the mean distance between samples of its source, for each time that
-the source has had this position of a period. With less, some positions get a source half too often; with more, sources
-alternate, as they do without random targets."""
+it has had this position. With less, some positions get a source half too often; with more, sources alternate."""
 
 
 @lru_cache(maxsize=64)
 def shares_of(parts: tuple[int, ...]) -> MixtureShares:
-    """Return the order for these weights (whole numbers). The latest 64 orders are kept, with their tables."""
     return MixtureShares(reduced(parts))
 
 
@@ -223,7 +215,6 @@ class MixtureShares:
     def __init__(self, parts: tuple[int, ...]) -> None:
         self._parts = parts
         self._only = next((number for number, part in enumerate(parts) if part == sum(parts)), None)
-        """Number of the only source whose weight is above 0; None if there are several."""
         self._positions = sum(parts) * -(-POSITIONS // sum(parts))
         self._count = ALL_POSITIONS // self._positions
         self._tables: dict[int, npt.NDArray[np.uint16]] = {}
@@ -254,15 +245,13 @@ class MixtureShares:
 
 @dataclass
 class _Queue:
-    """Samples of one source that wait for a position in a table. Positions count from 1 at the table's beginning."""
+    """Samples of one source that wait for a position in a table. Positions count from 1."""
 
     source: int
     part: int
-    """Number of samples that the source gives in each period."""
     due: list[int]
-    """First position that each sample of the source may get."""
+    """First position that each sample may get."""
     deadline: list[int]
-    """Last position that each sample of the source may get."""
     target: list[int]
     """Random target position of each sample, in units of 2^-24 of a position."""
     next: int = 0
@@ -281,8 +270,7 @@ class _Queue:
 
 
 def table_of(parts: tuple[int, ...], positions: int, number: int) -> npt.NDArray[np.uint16]:
-    """Return table `number` of a mixture's order: the source at each of `positions` positions, a multiple of
-    sum(parts)."""
+    """Return table `number`: the source at each of `positions` positions, a multiple of sum(parts)."""
     period = sum(parts)
     queues = [_Queue.of(source, part, period, positions // period, number) for source, part in enumerate(parts) if part]
     left = [0] * (positions + 1)
@@ -295,8 +283,7 @@ def table_of(parts: tuple[int, ...], positions: int, number: int) -> npt.NDArray
     """Number of samples that have a position, by (position in the period, source)."""
     table = np.empty(positions, np.uint16)
     bound = positions
-    """Only samples with deadlines up to `bound` may get a position now, because they need all that are left up to it;
-    the last position if there is no such need."""
+    """Only samples with deadlines up to this may get a position now, because they need all that are left."""
     for position in range(1, positions + 1):
         inside = position % period
         waiting = []
@@ -321,8 +308,7 @@ def table_of(parts: tuple[int, ...], positions: int, number: int) -> npt.NDArray
 
 
 def _tight(left: list[int], position: int, deadline: int) -> int | None:
-    """Return the first d before `deadline` for which the samples with deadlines up to d need all positions from
-    `position` to d; None if there is none."""
+    """Return the first d below `deadline` for which the samples due by d need all positions from `position` to d."""
     spare = 0
     for at in range(position, deadline):
         spare += 1 - left[at]

@@ -1,9 +1,5 @@
-"""Weights of a mixture that change with the position: `Schedule` and `Ramp`, which users write, and the segments of the
-mixture's order that are made from them.
-
-A position is the number of samples that the mixture has given before, in all shards and on all boxes. So the same
-sample has the same weights on any number of boxes and workers.
-"""
+"""Weights of a mixture that change with the position: users' `Schedule` and `Ramp`, and the segments made from them. A
+position counts the mixture's samples in all shards and on all boxes, so weights do not depend on the topology."""
 
 from __future__ import annotations
 
@@ -36,8 +32,7 @@ MAX_PARTS = 1 << 16
 """Largest sum of the whole numbers (parts) to which weights are converted."""
 
 MAX_EXPONENT = 400
-"""Largest exponent in the text of a weight; that of a float is at most 324. 1e99999999 would take minutes to
-convert."""
+"""Largest exponent in the text of a weight (of a float: 324). 1e99999999 would take minutes to convert."""
 
 LARGEST_PRINTED = 1e308
 """Largest sum of weights that an error prints as a number, because a float cannot be much larger."""
@@ -46,11 +41,9 @@ Weight = float | int | Fraction | Decimal
 
 
 def parts_of(weights: Sequence[Weight], names: Sequence[str] | None = None) -> tuple[int, ...]:
-    """Return the weights as whole numbers (parts) in the same ratio: 0.7, 0.2 and 0.1 become 7, 2 and 1.
-
-    A float means the fraction that its decimal text says: 0.1 is exactly 1/10. If the parts would sum up to more than
-    MAX_PARTS, they are rounded to that sum; those with the largest remainders are rounded up. `names`: for errors.
-    """
+    """Return the weights as whole numbers (parts) in the same ratio: 0.7, 0.2 and 0.1 become 7, 2 and 1. A float means
+    its decimal text: 0.1 is exactly 1/10. If the parts would sum up to more than MAX_PARTS, they are rounded to that
+    sum; those with the largest remainders are rounded up."""
     keys: Sequence[Any] = range(len(weights)) if names is None else names
     exact = [_fraction(key, weight) for key, weight in zip(keys, weights, strict=True)]
     total = sum(exact)
@@ -106,7 +99,6 @@ def reduced(parts: tuple[int, ...]) -> tuple[int, ...]:
 Weights: TypeAlias = Sequence[Weight] | Mapping[str, Weight]
 
 MAX_RAMP = 1 << 31
-"""Largest number of samples of a ramp. A ramp of this length has 32,768 steps."""
 
 
 @dataclass(frozen=True)
@@ -115,15 +107,14 @@ class Ramp:
 
         Schedule({0: {"web": 0.7, "code": 0.3}, 50_000: Ramp({"web": 0.5, "code": 0.5}, over=10_000)})
 
-    Each source's share of all weights changes linearly, from its share before the ramp to its share in `to`. After the
-    ramp it stays. Here the share of "web" is 0.7 at position 50,000, 0.6 at 55,000, and 0.5 from 60,000 on.
+    Each source's share of all weights changes linearly to its share in `to`, and stays there. Here the share of "web"
+    is 0.7 at position 50,000, 0.6 at 55,000, and 0.5 from 60,000 on.
     """
 
     to: Weights
     """Weights at the ramp's end."""
     over: int
-    """Length of the ramp, in the unit of the Schedule's positions. The ramp must end before the Schedule's next
-    position, or at it."""
+    """Length in the unit of the Schedule's positions. The ramp ends before the next position, or at it."""
     start: Weights | None = None
     """Weights at the ramp's beginning; None: the weights that the Schedule has before the ramp."""
 
@@ -133,16 +124,14 @@ class Schedule:
 
         Mixture({"web": web, "code": code}, Schedule({0: {"web": 0.7, "code": 0.3}, 50_000: {"code": 1}}))
 
-    The weights of each position apply from there to the next position. A source is not read while its weight is 0, and
-    continues later where it stopped.
+    Weights apply until the next position. A source of weight 0 is not read, and continues later where it stopped.
     """
 
     def __init__(self, changes: Mapping[int, Weights | Ramp], *, rows_per_step: int = 1) -> None:
         """
         Args:
-            changes: dict from positions to weights or a Ramp. The first position is 0, and the others ascend. A
-                position is the number of samples that the mixture has given before, on all boxes together. A mixture
-                inside another one counts its own samples.
+            changes: dict from ascending positions, the first 0, to weights or a Ramp. A position is the number of
+                samples that the mixture has given before, on all boxes; a mixture inside another one counts its own.
             rows_per_step: unit of the positions, in samples. Give the number of samples in a global batch, for
                 positions in steps of the training loop.
 
@@ -172,8 +161,6 @@ class Schedule:
         return f"Schedule({self._changes!r})"
 
     def segments(self, names: Sequence[str]) -> tuple[Segment, ...]:
-        """Return the segments that these weights and ramps mean, by ascending position. `names`: those of the
-        sources."""
         found: list[Segment] = []
         positions = [*self._changes]
         for position, end in zip(positions, [*positions[1:], None], strict=True):
@@ -213,19 +200,17 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a mixture's order, up to the next segment, in which the weights are constant or change by one ramp."""
+    """Part of a mixture's order, in which the weights are constant or change by one ramp."""
 
     start: int
     parts: tuple[int, ...]
     """Weight of each source as a whole number; for a ramp, the weights at its end."""
     over: int = 0
-    """Length of the ramp in samples; 0 without a ramp. The next segment may begin before its end, if the weights were
-    changed during the run."""
+    """Length of the ramp in samples; 0 without one. A change during the run may cut it short."""
     begin: tuple[int, ...] = ()
-    """Weights at the beginning of the ramp; empty without a ramp."""
+    """Weights at the beginning of the ramp; empty without one."""
 
     def with_more(self, parts: tuple[int, ...]) -> Segment:
-        """Return the segment for a mixture with more sources, of weights `parts`."""
         begin = (*self.begin, *parts) if self.over else ()
         return replace(self, parts=(*self.parts, *parts), begin=begin)
 
@@ -235,7 +220,6 @@ class Segment:
 
 
 def segments_of(weights: Weights | Schedule, names: Sequence[str]) -> tuple[Segment, ...]:
-    """Return the segments that the argument `weights` of a Mixture means: one for constant weights."""
     if isinstance(weights, Schedule):
         return weights.segments(names)
     return (Segment(0, _parts(weights, names, "the weights")),)
@@ -276,16 +260,13 @@ def _position(given: Any, unit: int) -> int:
 
 
 def with_later_weights(was: Any, now: Any, position: int, inner: int) -> Any:
-    """Return a state's description `was`, with the weights and the added sources from `now` for each mixture that
-    yields the same samples before the saved position by both descriptions. All other differences between the two stay.
+    """Return a state's description `was`, with weights and added sources from `now` for each mixture that yields the
+    same samples before the saved position by both: a run may be resumed with a Schedule that has other weights later,
+    or with more sources of weight 0 until then. All other differences stay. A damaged description raises KeyError,
+    TypeError or AttributeError.
 
-    A loader refuses a state whose description differs from its own. But weights that differ only after the state's
-    position give the same samples before it, so a run may be resumed with a Schedule that has other weights later, or
-    with more sources that have weight 0 until then. Descriptions in a damaged state raise KeyError, TypeError or
-    AttributeError.
-
-    `position`: first position that no worker has reached, for a mixture whose samples the loader takes directly or
-    through Mapped. `inner`: upper bound of it for a mixture inside another one, which counts its own samples.
+    `position`: first that no worker has reached, for a mixture that the loader takes directly or through Mapped.
+    `inner`: upper bound of it for a mixture inside another one, which counts its own samples.
     """
     if not isinstance(was, Mapping) or not isinstance(now, Mapping) or was.get("kind") != now.get("kind"):
         return was
@@ -308,8 +289,7 @@ def with_later_weights(was: Any, now: Any, position: int, inner: int) -> Any:
 
 
 def _pairs(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[tuple[Any, Any]], list[Any] | None]:
-    """Return pairs (description in `was`, in `now`), and the sources that only `now` has; None if it has fewer
-    sources."""
+    """Return pairs of descriptions (`was`, `now`), and the sources that only `now` has; None if it has fewer."""
     first, second = was["sources"], now["sources"]
     if len(first) > len(second):
         return [], None
@@ -317,7 +297,7 @@ def _pairs(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[tuple[A
 
 
 def _before(described: Mapping[str, Any], position: int, count: int) -> list[Any]:
-    """Return the segments that begin before `position`, with the weights of `count` sources, 0 for added ones."""
+    """Return the segments that begin before `position`, with weights of `count` sources, 0 for added ones."""
     segments = described.get("schedule") or [{"start": 0, "parts": described.get("parts") or []}]
     return [
         {

@@ -1,14 +1,11 @@
 """Layer that packs documents of tokens into lines of equal length: in order, or by best fit within windows.
 
-In order, a line may begin in the middle of a document. The state contains the source's saved position before the
-document in which the line being filled begins, and an offset in it. A resume fills the line again.
+In order, a line may begin within a document: the state has the source's saved position before this document, and an
+offset in it. By best fit, the documents of a window are sorted by length, and each goes into the line in which it
+leaves the least space (best-fit decreasing). No line has documents of several windows, because lines that wait for more
+would have to be saved: the state has the window's beginning and the number of its yielded lines.
 
-By best fit, the documents of a window are sorted by length, and each goes into the line in which it leaves the least
-space (best-fit decreasing). Lines are never filled with documents of several windows, because lines that wait for more
-would have to be saved. So the state contains the window's beginning and the number of its lines that have been yielded.
-
-In both cases a state contains no tokens, and a change of topology loses none, because lines and windows belong to their
-shard.
+So a state contains no tokens, and a change of topology loses none: lines and windows belong to their shard.
 """
 
 from __future__ import annotations
@@ -31,9 +28,9 @@ __all__ = ["Packed"]
 
 Long = Literal["split", "truncate", "refuse"]
 LEAST_READ = 4
-"""Smallest number of lines for which documents are read in one call, which takes about as long as copying a line."""
+"""Fewest lines for which documents are read in one call, which takes about as long as copying a line."""
 SKIPPED_AT_ONCE = 16
-"""Largest number of lines for which documents are read in one call while lines are skipped."""
+"""Most lines for which documents are read in one call while lines are skipped."""
 
 
 class Packed(Layer):
@@ -43,10 +40,8 @@ class Packed(Layer):
         Packed(documents, length=2048, pad=0, split=False, window=1000, labels=True, positions=True, cu_seqlens=True)
 
     A line is a tensor of shape (length,) and dtype `dtype`. With any of the arguments from `tokens` to `attached`, it
-    is a dict of tensors, the fields.
-
-    A segment is the part of a document that is in one line. If the source is a Chunked, or a Repeated of a Chunked, and
-    packing is in order, consecutive pieces of one document are one segment.
+    is a dict of tensors, the fields. A segment is the part of a document that is in one line. If the source is a
+    Chunked, or a Repeated of one, and packing is in order, consecutive pieces of one document are one segment.
     """
 
     keyed = True
@@ -78,39 +73,38 @@ class Packed(Layer):
             source: source of documents, as for `Chunked`; or a `Chunked`, which puts BOS and EOS between documents; or
                 a source of dicts with the tokens in the field `tokens`.
             length: number of tokens of each line, including BOS and EOS.
-            pad: token that fills up incomplete lines; None: an incomplete last line of a shard's epoch is dropped. If
-                the source is a Repeated, no line is the last: a line continues with documents of the next epoch.
-            bos: token with which each line begins. It is added unless the first of the documents' tokens in the line is
-                this one. Must be None if lines are dicts, and with `long` or `window`.
-            eos: token with which each line ends, before any `pad`. It is added unless the last of the documents' tokens
-                in the line is this one. Must be None if `bos` must.
-            split: True: a document that does not fit into a line continues in the next one. False: the line is filled
-                up with `pad`, and the document begins in the next line. Only a document longer than a line is split.
+            pad: token that fills up incomplete lines; None: an incomplete last line of a shard's epoch is dropped. Over
+                a Repeated no line is the last: a line continues with documents of the next epoch.
+            bos: token with which each line begins, added unless the line's first token is this one. Must be None if
+                lines are dicts, and with `long` or `window`.
+            eos: token with which each line ends, before any `pad`, added unless the line's last token is this one. Must
+                be None if `bos` must.
+            split: True: a document that does not fit into a line continues in the next one. False: it begins in the
+                next line, after `pad`; only a document longer than a line is split.
             long: what happens to a document longer than a line, with split=False. "split": it fills several lines;
                 "truncate": its end is left out; "refuse": a DatasetError names the document.
             window: number of a shard's documents that are packed by best fit with each other, with split=False; None:
-                documents are packed in order. A worker keeps one window in memory for each shard that it reads.
+                in order. A worker keeps one window in memory for each shard that it reads.
             dtype: dtype of tokens and labels. A token that does not fit is a DatasetError.
             tokens: name of the field with the tokens, in samples that are dicts, and in lines that are dicts.
-            labels: True: add the field `labels` of shape (length,): for each token the next token of its document. The
-                last token of a document and padding have `ignore_index`. If a document continues in the next line, the
-                label is the first token there; but if a piece of a Chunked ends with the line, the last label is
-                `ignore_index`.
+            labels: True: add the field `labels` of shape (length,): for each token the next token of its document, also
+                if that is in the next line. The last token of a document, padding, and a piece of a Chunked that ends
+                with the line have `ignore_index`.
             positions: True: add the field `positions`, int64 of shape (length,): the index of each token in its
-                segment, and 0 for padding. It begins with 0 in each line, even if the line continues a document.
+                segment, from 0 in each line, and 0 for padding.
             segments: True: add the field `segments`, int32 of shape (length,): the number of each token's segment in
                 the line, from 1, and 0 for padding.
             cu_seqlens: True: add the field `cu_seqlens`, int32 of shape (segments + 1,), for attention kernels: the
-                index at which each segment begins, then `length`. Padding counts as one more segment. Use
-                `collate_packed` to make batches.
+                index at which each segment begins, then `length`. Padding counts as a segment. Use `collate_packed` to
+                make batches.
             loss_mask: True: add the field `loss_mask`, bool of shape (length,): True for each token that has a label.
                 Name of a column with one value for each token: a token with the value 0 there is not used as a label.
             ignore_index: value in `labels` for tokens without a label.
             payload: names of columns with one value for each token, or one array, all of the same shape. Each becomes a
                 field of shape (length, ...) with zeros for padding.
-            attached: names of columns with any number of items for each document, such as the patches of its images.
-                Each becomes a field NAME of shape (items, ...), and a field NAME_segments, int32 of shape (items,): the
-                number of each item's segment in the line, from 1. Needs split=False and long="refuse". Use
+            attached: names of columns with any number of items for each document, such as patches of images. Each
+                becomes a field NAME of shape (items, ...), and a field NAME_segments, int32 of shape (items,): the
+                number of each item's segment in the line, from 1. Needs split=False, long="refuse", and
                 `collate_packed` to make batches.
         """
         super().__init__(source)
@@ -216,8 +210,7 @@ class Packed(Layer):
 
 
 def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Pack items of these sizes into lines by best-fit decreasing. Return the ascending item numbers of each line; the
-    lines are sorted by their first numbers."""
+    """Pack by best-fit decreasing. Return the ascending item numbers of each line, sorted by their first."""
     lines: list[list[int]] = []
     spaces: list[tuple[int, int]] = []
     for item in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
@@ -237,9 +230,9 @@ def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
 def _all_located(
     documents: Sequence[Documents], origins: Sequence[Origin], left_out: dict[str, int]
 ) -> tuple[list[Documents], dict[str, int]]:
-    """Return the documents of a window that have tokens, with their origins, and the number of others, by source, that
-    must be counted with a later window. Each is counted with the document after it; those at the window's end with the
-    last one before them, because a state between two windows contains no such number."""
+    """Return a window's documents that have tokens, with their origins, and the number of others, by source, to count
+    with a later window. Each is counted with the document after it; those at the window's end with the last before
+    them, because a state between two windows contains no such number."""
     found: list[Documents] = []
     for document, origin in zip(documents, origins, strict=True):
         if len(document.tokens):
@@ -275,8 +268,6 @@ class _FittedCursor(RunCursor):
 
 
 class _InOrder(RunCursor):
-    """Base class of cursors that pack documents in order. The next line may begin in the middle of a document."""
-
     def __init__(self, reader: DocumentReader, fields: RowFields, offset: int) -> None:
         self._reader, self._fields = reader, fields
         self._parts: list[Part] = []
@@ -285,9 +276,9 @@ class _InOrder(RunCursor):
         """Block from which each of `_parts` comes."""
         self._have = 0
         self._offset = offset
-        """Number of tokens of the next document that belong to earlier lines: only after a resume, until it is read."""
+        """After a resume: tokens of the next document that belong to earlier lines, until it is read."""
         self._documents = self._tokens = 0
-        """Documents that were read, and their tokens, for the mean length."""
+        """For the mean length."""
 
     traced = True
 
@@ -300,8 +291,7 @@ class _InOrder(RunCursor):
         self._reader.close()
 
     def _add(self, lines: int, wanted: int) -> bool:
-        """Add documents of one block to `_parts`, up to `wanted` tokens. Return False if the shard has no more.
-        `lines`: number of lines to fill soon, for which a new block is read."""
+        """Add up to `wanted` tokens of a block to `_parts`. Return False at the shard's end. `lines`: to fill soon."""
         found = self._reader.ready(self._expected(lines))
         if found is None:
             return False
@@ -322,8 +312,7 @@ class _InOrder(RunCursor):
         return True
 
     def _expected(self, lines: int) -> int:
-        """Return the number of documents to read for `lines` lines: a quarter more than by the mean so far, because a
-        second call takes as long as several documents."""
+        """Return documents to read: a quarter more than the mean, as a second call takes as long as several."""
         missing = max(lines, LEAST_READ) * self._fields.length - self._have
         return 1 + 5 * missing * self._documents // max(1, 4 * self._tokens)
 
@@ -342,7 +331,7 @@ class _InOrder(RunCursor):
 
 
 class _StreamCursor(_InOrder):
-    """Cursor for split=True without BOS and EOS: all tokens one after the other are cut, many lines at once."""
+    """Cursor for split=True without BOS and EOS: all tokens are cut one after the other, many lines at once."""
 
     def take(self, count: int) -> Run:
         lines = self._fill(count)
@@ -369,8 +358,7 @@ class _StreamCursor(_InOrder):
 
 
 class _LineCursor(_InOrder):
-    """Cursor for split=False, or with BOS or EOS: lines take different numbers of tokens, so they are made one by
-    one."""
+    """Cursor for split=False, or with BOS or EOS, whose lines take different numbers of tokens."""
 
     def __init__(
         self,
@@ -384,9 +372,9 @@ class _LineCursor(_InOrder):
         super().__init__(reader, fields, offset)
         self._bos, self._eos, self._split = bos, eos, split
         self._take = 0
-        """Number of tokens that the next line takes from `_parts`; set by `_fill`."""
+        """Tokens of the next line, set by `_fill`."""
         self._closing = False
-        """True if an EOS is added to it."""
+        """True if it gets an EOS."""
 
     def take(self, count: int) -> Run:
         lines: list[list[Part]] = []
@@ -413,7 +401,7 @@ class _LineCursor(_InOrder):
         return self._fields.line(parts, opening, self._eos if self._closing else None)
 
     def _fill(self, lines: int) -> bool:
-        """Read documents for the next line. Return False if there are too few tokens. `lines`: see `_add`."""
+        """Read documents for the next line. Return False if there are too few tokens."""
         if not self._parts and not self._add(lines, 1):
             return False
         capacity = self._capacity()
@@ -431,7 +419,6 @@ class _LineCursor(_InOrder):
         return end - max(begin, block.start(bisect_left(block.ends, end)))
 
     def _needs_eos(self, taken: int) -> bool:
-        """Return True if a line of the first `taken` tokens must get an EOS."""
         if self._eos is None:
             return False
         back = self._have - taken
@@ -442,7 +429,6 @@ class _LineCursor(_InOrder):
         raise AssertionError("a line has at least one token")
 
     def _capacity(self) -> int:
-        """Return the largest number of tokens of documents in the next line."""
         length = self._fields.length
         if self._bos is None:
             return length
@@ -451,7 +437,6 @@ class _LineCursor(_InOrder):
 
 
 def _cut(parts: Sequence[Part], length: int) -> list[list[Part]]:
-    """Cut `parts` into lines of `length` tokens; the last line may be shorter."""
     lines: list[list[Part]] = [[]]
     room = length
     for documents, begin, end in parts:

@@ -1,7 +1,5 @@
-"""Rows of packed documents. A row is a line of tokens with what a model needs beside them, such as labels. It is made
-of parts: the tokens of a document from one index to another. Each array of a row is allocated once, and the parts are
-copied into it. A segment is what a model should see as one text: a document, or all consecutive pieces into which
-Chunked cut one document."""
+"""Rows of packed documents: a line of tokens with what a model needs beside them, made of parts of documents, which are
+copied once. A segment is what a model should see as one text: a document, or its consecutive pieces from Chunked."""
 
 from __future__ import annotations
 
@@ -23,16 +21,13 @@ __all__ = ["Documents", "Part", "RowFields", "RowOrigins", "collate_packed"]
 
 
 _ROWS, _SEGMENTS = "_rows", "_segments"
-"""Endings of the names of two fields of attached items: the number of each item's row in the batch, from 0, and of its
-segment in the row, from 1."""
+"""Endings of two fields of attached items: each item's row in the batch, from 0, and segment in the row, from 1."""
 
 
 class Documents(NamedTuple):
-    """Document with its other columns; or several consecutive documents, whose tokens are concatenated, without other
-    columns. A token index below counts from 0 in `tokens`."""
+    """Document with its other columns; or several without, their tokens concatenated: token indices count there."""
 
     tokens: Ints
-    """Array of integers of shape (tokens,): all documents one after the other."""
     columns: Mapping[str, npt.NDArray[Any]] = {}
     """Arrays of shape (tokens, ...), by name."""
     attached: Mapping[str, npt.NDArray[Any]] = {}
@@ -40,16 +35,13 @@ class Documents(NamedTuple):
     continues: bool = False
     """True if the first one is a piece of a Chunked that continues the piece before it."""
     where: str = ""
-    """Name of the document, for errors."""
     origins: Sequence[Origin] = ()
-    """Origin of each; empty if none has one."""
     ends: Sequence[int] = ()
     """Token index behind each document; empty if there is only one."""
     segment_ends: Sequence[int] = ()
-    """Token index behind each segment: `ends` without those at which the next piece of the same document begins."""
+    """`ends` without those at which the next piece of the same document begins."""
 
     def inside(self, begin: int, end: int) -> Sequence[int]:
-        """Return the segment ends between two token indices."""
         ends = self.segment_ends
         return ends[bisect_right(ends, begin) : bisect_left(ends, end)]
 
@@ -60,8 +52,7 @@ class Documents(NamedTuple):
         return end < len(self.tokens) and not _has(self.ends, end)
 
     def sizes(self, begin: int, end: int) -> Iterator[tuple[Origin, int, bool]]:
-        """Yield (origin, number of its tokens from `begin` to `end`, True if its first token is one of them) for each
-        document there; one tuple for all if none has an origin."""
+        """Yield (origin, its tokens from `begin` to `end`, True if its first is among them) for each document."""
         if not self.origins:
             yield NOWHERE, end - begin, not begin
             return
@@ -73,8 +64,6 @@ class Documents(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The tokens of `documents` from index `begin` to `end`, exclusive."""
-
     documents: Documents
     begin: int
     end: int
@@ -82,7 +71,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class RowFields:
-    """Which fields the rows of Packed have, and how they are computed; documented as Packed's arguments."""
+    """Which fields the rows of Packed have; documented as Packed's arguments."""
 
     length: int
     pad: int | None = None
@@ -94,8 +83,7 @@ class RowFields:
     segments: bool = False
     cu_seqlens: bool = False
     loss_mask: bool | str = False
-    """True: a row has the field `loss_mask`, a mask that is True for each token that has a label. Name of a column: the
-    mask is also False where the label's value in this column is 0. False: no mask."""
+    """True: mask tokens without a label; name of a column: also those whose label has 0 there; False: no mask."""
     ignore_index: int = -100
     payload: tuple[str, ...] = ()
     attached: tuple[str, ...] = ()
@@ -149,7 +137,6 @@ class RowFields:
         return (*self.payload, *([str(self.loss_mask)] if named else []))
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that differ from their defaults, except `length` and `pad`."""
         usual = RowFields(self.length, self.pad)
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         return {
@@ -159,7 +146,7 @@ class RowFields:
         }
 
     def line(self, parts: Sequence[Part], first: int | None = None, last: int | None = None) -> torch.Tensor:
-        """Return the tokens of a row, of shape (length,): those of the parts between `first` and `last`, then `pad`."""
+        """Return the tokens of a row: those of the parts between `first` and `last`, then `pad`."""
         line = np.empty(self.length, self.dtype)
         at = 0
         if first is not None:
@@ -175,8 +162,7 @@ class RowFields:
         return torch.from_numpy(line)
 
     def lines(self, parts: Sequence[Part], count: int) -> Sequence[torch.Tensor]:
-        """Return `count` rows of tokens: those of all parts one after the other, cut every `length`; the last is
-        padded."""
+        """Return `count` rows of all parts' tokens, cut every `length`; the last is padded."""
         lines = np.empty((count, self.length), self.dtype)
         flat, at = lines.reshape(-1), 0
         for documents, begin, end in parts:
@@ -212,8 +198,7 @@ class RowFields:
     def _add_labels(
         self, made: dict[str, npt.NDArray[Any]], parts: Sequence[Part], ends: list[int], tokens: Ints
     ) -> None:
-        """Add the fields `labels` and `loss_mask`. The label of a token is the next token of its document; the last
-        token of a segment has none, unless its document continues in the next row."""
+        """The last token of a segment has no label, unless its document continues in the next row."""
         lasts, filled = np.array(ends) - 1, ends[-1]
         split = [(at, part.documents, part.end) for at, part in _last_tokens(parts) if part.documents.splits(part.end)]
         if self.labels:
@@ -259,13 +244,11 @@ def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
         ShardLoader(Packed(source, length=2048, cu_seqlens=True), batch_size=8, collate_fn=collate_packed)
 
     - Fields of equal shape are stacked: (rows, length, ...).
-    - `cu_seqlens` (where each sequence begins) is computed for all rows one after the other. Flash attention needs it
-      so for tokens of shape (rows * length,). It is an int32 tensor that begins with 0 and ends with rows * length.
-    - `max_seqlen` is added: the length of the longest sequence, an int64 tensor without dimensions. The padding of a
-      row counts as a sequence.
-    - Attached items of documents, such as images, are concatenated: (items of all rows, ...). The field `NAME_segments`
-      has the number of each item's segment in its row, from 1, and `NAME_rows` the number of its row, from 0. Both have
-      the shape (items,).
+    - `cu_seqlens` (where each sequence begins) is computed for all rows one after the other, as Flash attention needs
+      it for tokens of shape (rows * length,): an int32 tensor from 0 to rows * length.
+    - `max_seqlen` is added: the length of the longest sequence (also of padding), an int64 tensor without dimensions.
+    - Attached items are concatenated: (items of all rows, ...). The fields `NAME_segments` and `NAME_rows` of shape
+      (items,) have the number of each item's segment in its row, from 1, and of its row, from 0.
     """
     batch: dict[str, torch.Tensor] = {}
     if not rows or not all(isinstance(row, Mapping) for row in rows):
@@ -300,7 +283,6 @@ class RowOrigins(Sequence[Origin]):
     """Origins of rows, each computed when it is read, because most jobs never read it."""
 
     def __init__(self, rows: Callable[[], Sequence[Sequence[Part]]], count: int) -> None:
-        """`rows`: returns a list of parts for each row."""
         self._rows, self._count = rows, count
 
     def __len__(self) -> int:
@@ -321,8 +303,7 @@ def _has(ends: Sequence[int], end: int) -> bool:
 
 
 def _row_origin(parts: Sequence[Part]) -> Origin:
-    """Return the origin of a row: the source of its first token; for each document the source and number of tokens; and
-    what layers left out just before documents that begin in the row."""
+    """The source of its first token; each document's source and tokens; what was left out just before them."""
     if not any(documents.origins for documents, _, _ in parts):
         return Origin(parts=(("", sum(end - begin for _, begin, end in parts)),))
     skipped: dict[str, int] = {}
@@ -336,7 +317,6 @@ def _row_origin(parts: Sequence[Part]) -> Origin:
 
 
 def _segment_ends(parts: Sequence[Part]) -> list[int]:
-    """Return the index in the row behind each segment."""
     ends: list[int] = []
     at = 0
     for documents, begin, end in parts:
@@ -357,7 +337,6 @@ def _last_tokens(parts: Sequence[Part]) -> list[tuple[int, Part]]:
 
 
 def _column(parts: Sequence[Part], name: str, length: int) -> npt.NDArray[Any]:
-    """Return a column of a row, of shape (length, ...), with zeros for padding."""
     first = parts[0].documents.columns[name]
     column = np.zeros((length, *first.shape[1:]), first.dtype)
     at = 0

@@ -1,5 +1,4 @@
-"""Layer that repeats a finite source. Each shard begins its next epoch independently of the others, and a layer over
-Repeated does not notice: a window or a line of packed tokens continues with samples of the next epoch."""
+"""Layer that repeats a finite source, shard by shard. Layers over it do not notice: windows and lines go on."""
 
 from __future__ import annotations
 
@@ -34,11 +33,11 @@ class Repeated(Layer):
     def __init__(self, source: ShardedSource) -> None:
         """
         Args:
-            source: finite source. Each of its shards must have at least one sample in every epoch. An empty shard
-                raises DatasetError when it is read; use fewer shards then.
+            source: finite source. Each of its shards must have a sample in every epoch: an empty one raises
+                DatasetError when it is read; use fewer shards then.
 
-        Raises InvalidArgumentError for a source that is already endless, or that certainly has empty shards: it has
-        fewer pieces than shards, or fewer records if all pieces are indexable.
+        Raises InvalidArgumentError for a source that is endless, or certainly has empty shards: it has fewer pieces
+        than shards, or fewer records if all pieces are indexable.
         """
         super().__init__(source)
         if source.endless:
@@ -58,8 +57,7 @@ class Repeated(Layer):
         return True
 
     def known_records(self) -> KnownRecords | None:
-        """Return the known records of the source, for a sample in the epoch that contains it; None if the source has
-        none, does not know its lengths, or has an empty shard."""
+        """Return the source's known records; None without any, for unknown lengths, and for an empty shard."""
         below, lengths = known_records(self.source), self.source.lengths(0)
         if below is None or lengths is None or min(lengths) < 1:
             return None
@@ -87,8 +85,7 @@ class Repeated(Layer):
 
 
 def _fewer(described: Any) -> tuple[str, str] | None:
-    """Return the numbers, such as "3 pieces, 8 shards", and a further remedy for an error, if a source has fewer pieces
-    than shards, or fewer records if all pieces are indexable."""
+    """Return numbers such as "3 pieces, 8 shards" and a remedy if a source certainly has empty shards."""
     while isinstance(described, Mapping):
         if described.get("kind") == "LogicalShards":
             shards, records = described["shards"], described["records"]

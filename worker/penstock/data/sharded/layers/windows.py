@@ -1,10 +1,6 @@
-"""Layers that arrange the samples of a window, a fixed number of consecutive samples of a shard: they shuffle them, or
-group them by a key. One window of each shard is in memory.
-
-What is in a shuffle buffer, or in buckets that fill up one by one, depends on all earlier samples, so it would have to
-be saved. Windows are independent of each other: the state of a shard is its window's beginning and the number of items
-that the window has yielded. A resume reads one window again.
-"""
+"""Layers that shuffle or group the samples of a window, a fixed number of consecutive samples of a shard. The content
+of a shuffle buffer or of buckets would have to be saved. Windows are independent: the state is the window's beginning
+and the number of items that it has yielded, and a resume reads one window again."""
 
 from __future__ import annotations
 
@@ -34,16 +30,13 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["Grouped", "WindowCursor", "WindowShuffled"]
 
 _Arrange = Callable[[list[Any], list[Origin], int], tuple[list[Any], list[Origin]]]
-"""(samples, origin of each, number of the window in the shard) -> (items that the layer yields, origin of each).
-Origins are empty if there are none."""
+"""(samples, origin of each or none, number of the window) -> (items that the layer yields, origin of each)."""
 
 
 class WindowShuffled(Layer):
     """Layer that shuffles the samples of each shard within windows of bounded size.
 
-    For example:
-
-        WindowShuffled(source, window=10_000)
+    WindowShuffled(source, window=10_000)
     """
 
     keyed = True
@@ -52,9 +45,8 @@ class WindowShuffled(Layer):
         """
         Args:
             source: source whose samples are shuffled.
-            window: number of a shard's samples that are shuffled with each other. The last window of an epoch has
-                fewer, unless the source is a Repeated, whose windows continue across the epoch's end. A worker keeps
-                one window in memory for each shard that it reads.
+            window: number of a shard's samples that are shuffled with each other. An epoch's last window has fewer,
+                unless the source is a Repeated. A worker keeps one window in memory for each shard that it reads.
         """
         super().__init__(source)
         self._window = at_least_one("window", window)
@@ -90,11 +82,11 @@ class WindowShuffled(Layer):
 
 
 class Grouped(Layer):
-    """Layer that groups samples with the same key, such as shape, language or length, into lists of equal size. Each
-    shard makes its own lists.
+    """Layer that groups samples with the same key, such as shape, language or length, into lists of equal size, in each
+    shard.
 
-    Samples are grouped within windows, so memory is bounded, and a sample with a rare key waits at most for the end of
-    its window. To make batches of the lists, apply a Mapped that collates, and give that to a ShardLoader with
+    Samples are grouped within windows: memory is bounded, and a sample with a rare key waits at most for its window's
+    end. To make batches of the lists, apply a Mapped that collates, and give that to a ShardLoader with
     `unbatched=True`.
     """
 
@@ -156,8 +148,6 @@ class Grouped(Layer):
 
 
 class WindowCursor(RunCursor):
-    """Cursor that arranges a shard's samples window by window."""
-
     def __init__(
         self,
         inner: Cursor,
@@ -168,17 +158,14 @@ class WindowCursor(RunCursor):
         where: str,
         limit: SearchLimit | None = None,
     ) -> None:
-        """`done`: number of items of window `number` that were already yielded. `limit`: for a layer that may yield no
-        items for a window; None: it yields as many items as it has samples."""
+        """`done`: yielded items of window `number`; `limit`: for layers that may yield no items for a window."""
         self._inner, self._window, self._arrange, self._where = inner, window, arrange, where
         self._limit = limit
         self._number = number
         self._done = done
-        """Number of its items that have been yielded."""
         self._held: list[Any] | None = None
         """Items of the present window, None in place of yielded ones; None if it still has to be read."""
         self._origins: list[Origin] = []
-        """Origin of each; empty if there are none."""
         self._begin: SavedPosition | None = None
         """Source's saved position before the window."""
 
@@ -246,7 +233,6 @@ class WindowCursor(RunCursor):
         return self._held
 
     def _window_of(self) -> tuple[list[Any], list[Origin]]:
-        """Read the next window. Return its samples and their origins."""
         read: list[Any] = []
         origins: list[Origin] = []
         while len(read) < self._window and (run := take(self._inner, self._window - len(read))).size:

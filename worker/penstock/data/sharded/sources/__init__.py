@@ -1,2 +1,1 @@
-"""Sources in logical shards: LogicalShards, made from a user's pieces (lists, datasets, files), and Savable, made from
-a user's streams."""
+"""Sources in logical shards: LogicalShards, made from pieces (lists, datasets, files), and Savable, from streams."""

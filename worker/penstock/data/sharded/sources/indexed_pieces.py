@@ -1,7 +1,6 @@
-"""Shards of indexable pieces. A shard is a range of positions in the order of all the pieces' records, which is
-computed (ordering/sharded_order.py). A cursor's saved position is one number, and to skip records is to increase it.
-While user code reads a record, the process's random generators are seeded by (seed, epoch, position), so random
-augmentation does not depend on the shard, the worker, or earlier reads."""
+"""Shards of indexable pieces: ranges of positions in a computed order of all records (ordering/sharded_order.py). A
+saved position is one number. While user code reads a record, the random generators are seeded by (seed, epoch,
+position), so augmentation does not depend on the shard, the worker, or earlier reads."""
 
 from __future__ import annotations
 
@@ -22,14 +21,13 @@ from penstock.proto.errors import StateCorruptError
 __all__ = ["PieceParts", "RangeCursor", "shard_range"]
 
 POSITIONS_PER_CALL = 1024
-"""Number of positions whose records are found in one call, which takes 0.1 us for each position."""
+"""Number of positions whose records are found in one call, 0.1 us each."""
 EXAMINED_POSITIONS = 256
-"""Largest number of upcoming positions, at equal distances, whose parts are looked up to prefetch them."""
+"""Most upcoming positions, at equal distances, whose parts are looked up to prefetch them."""
 
 
 def shard_range(records: int, shards: int, shard: int) -> tuple[int, int]:
-    """Return the first position of a shard, and the one after its last. All integers, so each record is in one
-    shard."""
+    """Return a shard's first position and end. All integers, so each record is in one shard."""
     return shard * records // shards, (shard + 1) * records // shards
 
 
@@ -43,7 +41,6 @@ class PieceParts:
         self.records = int(self.sizes.sum())
         lengths = np.array([int(own.sum()) for own in sizes], np.int64)
         self._starts = np.cumsum(lengths) - lengths
-        """Number of each piece's first record."""
         counts = np.array([len(own) for own in sizes], np.int64)
         self._first_parts = np.cumsum(counts) - counts
         self._streaming = [n for n in range(len(pieces)) if pieces.streaming(n) is not None]
@@ -60,7 +57,7 @@ class PieceParts:
         return bool(self._streaming)
 
     def want(self, cursor: int, parts: Ints) -> None:
-        """Set which parts a cursor needs next, in this order, and prefetch those that all cursors need, round robin."""
+        """Set which parts a cursor needs next, and prefetch those that all cursors need, round robin."""
         if parts.size:
             self._wanted[cursor] = parts
         else:
@@ -81,8 +78,6 @@ class PieceParts:
 
 
 class RangeCursor(RunCursor):
-    """Cursor that reads the records at positions [begin, end) of an epoch's order."""
-
     def __init__(
         self,
         parts: PieceParts,
@@ -94,8 +89,7 @@ class RangeCursor(RunCursor):
         saved: SavedPosition,
         key: int | None = None,
     ):
-        """`ahead`: number of upcoming positions whose parts are prefetched. `key`: from which the random generators are
-        seeded for each record that user code reads; None: they are left alone."""
+        """`ahead`: upcoming positions whose parts are prefetched; `key`: seeds the generators for each record."""
         if saved is not None and (type(saved) is not int or not 0 <= saved <= end - begin):
             raise StateCorruptError(
                 f"the saved position in a shard of {end - begin} records is damaged, or was saved with other data: "
@@ -109,7 +103,6 @@ class RangeCursor(RunCursor):
         self._key, self._seeds = key, list[Seeds]()
         self._random: OwnGenerators | None = None
         self._prefetched_from = -1
-        """Position at which the cursor last asked for prefetching; -1: never."""
 
     def __next__(self) -> Any:  # as `take(1)`, in half of its time: a round robin reads each sample by itself
         index = self._next_found()
@@ -139,7 +132,6 @@ class RangeCursor(RunCursor):
         return Run(self._parts.pieces.listed(found) or self._records(index, found), size, first.__add__)
 
     def _records(self, first: int, found: Sequence[tuple[int, int]]) -> Iterator[Any]:
-        """Yield the records at these places, the first of which has the index `first` in `_found`."""
         for index, (piece, offset) in enumerate(found, first):
             yield self._record(index, piece, offset)
 
@@ -150,7 +142,7 @@ class RangeCursor(RunCursor):
         return self._drawn(self._key, index, piece, offset)
 
     def _drawn(self, key: int, index: int, piece: int, offset: int) -> Any:
-        """Return a record, read by user code while the random generators are seeded for it. `index`: in `_found`."""
+        """Return a record, read by user code while the random generators are seeded for it."""
         if not self._seeds:
             positions = np.arange(self._found_from, self._found_from + len(self._found))
             self._seeds = seeds_of(key, self._epoch & (2**62 - 1), positions)

@@ -1,17 +1,13 @@
-"""What the code of a stream (one of the user's iterables) sees of the process: random generators of its own, and a job
-with a single worker.
+"""What a stream's user code sees of the process: random generators of its own, and a job with a single worker. What it
+draws must depend only on the stream's seed and position. To save or restore the generators of `random`, numpy and torch
+in full takes 80 us, twice for each sample. Two methods reduce this to about 15 us:
 
-The numbers that it draws must depend only on the stream's seed and position. So the generators of `random`, numpy and
-torch have the stream's states while its code runs, and the caller's afterwards. To save or restore all three in full
-takes 80 us, twice for each sample. Two methods reduce this to about 15 us:
+- numpy's bit generator is exchanged, not copied. But `normal` makes two numbers and keeps the second one outside of it.
+  get_state() returns that in 40 us, so it is called only after a draw (seen in memory), or while a number is kept.
+- Python's getstate() (15 us) is called only after a draw, too, where the memory shows draws (in CPython).
 
-- numpy's bit generator is not copied: the stream's and the caller's objects are exchanged. One value is not in the
-  object: numpy's `normal` makes two numbers and keeps the second one for its next call. get_state() returns it, but
-  takes 40 us, so it is called only after a draw, which shows in the generator's memory, or while a number is kept.
-- Python's getstate(), which takes 15 us, is called only after a draw, too, where the memory shows draws (in CPython).
-
-Threads and processes that a stream starts are not covered. A loader's own worker processes are seeded from torch's
-generator, as torch does. Threads draw from the generators of the stream that runs at the time.
+Threads and processes that a stream starts are not covered: threads draw from the generators of the stream that runs at
+the time, and a loader's worker processes are seeded from torch's generator.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ def _memory(generator: random.Random) -> bytes:
 
 
 def _memory_shows_draws() -> bool:
-    """Return True if the bytes that `_memory` returns change with each draw and with nothing else."""
+    """Return True if the bytes of `_memory` change with each draw and with nothing else."""
     if _SIZE - _HEAD < _WORDS:
         return False
     trial = random.Random(1)
@@ -61,8 +57,6 @@ _SHOWS_DRAWS = _memory_shows_draws()
 
 
 class _Side:
-    """States of the three generators: the stream's, or its caller's."""
-
     def __init__(self) -> None:
         self._python: Any = None
         self._memory = b""
@@ -96,8 +90,7 @@ class _Side:
 
 
 class OwnGenerators:
-    """Context in which the process's random generators have the states of one stream: seeded at the first entry, later
-    as at the last exit."""
+    """Context with one stream's generators: seeded at the first entry, later as at the last exit."""
 
     def __init__(self, seed: int) -> None:
         self._caller, self._own = _Side(), _Side()
@@ -119,10 +112,9 @@ class OwnGenerators:
 
 
 class SoleWorker:
-    """Context in which user code sees a job with one box and one worker. Many datasets split themselves by torch's
-    get_worker_info() or by current_assignment(); a logical shard must be the same stream in any worker. If such a
-    dataset split it again, a part of the samples would silently be left out. Threads that a stream starts may get the
-    real values. It takes 0.5 us, once for each sample."""
+    """Context in which user code sees one box and one worker. Many datasets split themselves by torch's
+    get_worker_info() or current_assignment(); a logical shard that did so would silently lose samples. Threads that a
+    stream starts may see the real values. Takes 0.5 us a sample."""
 
     def __init__(self, within: AbstractContextManager[None]) -> None:
         self._within = within

@@ -1,8 +1,5 @@
-"""Files of lines, cut into ranges of bytes, so that one large file can become as many pieces as there are shards.
-
-A range contains the lines that begin in it, so each line is in exactly one range, wherever the file is cut. The first
-line of a range is found by reading to the next newline, without counting or indexing lines first.
-"""
+"""Files of lines, cut into ranges of bytes, so that one file can become as many pieces as there are shards. A range has
+the lines that begin in it; the first is found by reading to the next newline, without an index."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ class LineFile:
 
         LogicalShards([LineFile("a.jsonl"), LineFile("b.jsonl")], shards=240)
 
-    Lines end with a newline; the last line may lack it. Empty lines are left out. A compressed file cannot be cut.
-    Decompress it, or give LogicalShards a function that opens it instead of a LineFile.
+    The last line may lack its newline. Empty lines are left out. A compressed file cannot be cut: decompress it, or
+    give LogicalShards a function that opens it.
     """
 
     def __init__(self, path: str | os.PathLike[str], parse: Callable[[bytes], Any] = json.loads) -> None:
@@ -52,15 +49,13 @@ class LineFile:
             ) from error
 
     def cut(self, parts: int) -> list[LineRange]:
-        """Return `parts` ranges of about equal length that together contain the file's records. A range may have
-        none."""
+        """Return ranges of about equal length that together contain the file's records. A range may have none."""
         bounds = [part * self.size // parts for part in range(parts + 1)]
         return [LineRange(self.path, self._parse, self.size, *each) for each in itertools.pairwise(bounds)]
 
 
 def cut_files(pieces: Sequence[Any], shards: int) -> list[list[Any]]:
-    """Return, for each piece, the ranges of a LineFile, or only the piece itself. LineFiles are cut if there are fewer
-    pieces than shards, so that each shard gets at least one."""
+    """Return each piece, or its ranges: LineFiles are cut if there are fewer pieces than shards."""
     files = [piece for piece in pieces if isinstance(piece, LineFile)]
     more = max(0, shards - len(pieces)) if files else 0
     # Each file gets additional ranges in proportion to its size; the largest files get the remainder.
@@ -84,7 +79,6 @@ class LineRange:
     end: int
 
     def __call__(self) -> _Lines:
-        """Return an iterator over the range's records."""
         return _Lines(self)
 
 

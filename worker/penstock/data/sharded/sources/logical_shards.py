@@ -1,6 +1,5 @@
-"""Division of a list of pieces into L logical shards. If all pieces are indexable, a shard is a range of positions in
-the order of all records (indexed_pieces.py). Otherwise each piece is assigned to one shard as a whole
-(sequential_pieces.py), and read sequentially (opaque.py)."""
+"""Division of a list of pieces into logical shards: ranges of positions in the order of all records, if all pieces are
+indexable (indexed_pieces.py), or whole pieces (sequential_pieces.py), read sequentially (opaque.py)."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["LogicalShards"]
 
 MAX_OPEN = 128
-"""Default of `max_open`: an eighth of the usual limit of file descriptors. A process reads all shards of a finite
-source round robin, and needs an open piece for each."""
+"""An eighth of the usual limit of file descriptors. A process needs one for each shard of a finite source."""
 LISTED = 16
 """Largest length of a list that a source's description contains in full, not as a digest."""
 KEPT_ORDERS = 2
@@ -35,7 +33,7 @@ KEPT_ORDERS = 2
 
 class LogicalShards:
     """Source of the records of some pieces (files, tables, datasets), divided into a fixed number of logical shards, so
-    that any number of boxes (data-parallel ranks) and workers can read them in one order.
+    that any number of boxes and workers can read them in one order.
 
         LogicalShards([LineFile(path) for path in sorted(paths)], shards=240)
 
@@ -44,26 +42,24 @@ class LogicalShards:
     - an indexable object, with `len(piece)` and `piece[i]`: a list, an array or memmap, a torch Dataset, a
       StreamingDataset, or a pyarrow Table, whose records are its rows;
     - an iterable that can be iterated repeatedly;
-    - a function without arguments that returns one of the above. It is called when the piece is needed. Afterwards the
-      returned object's `close()` is called, if it has this method. For an iterator or a generator, give the function
-      that makes it.
+    - a function without arguments that returns one of the above, called when the piece is needed. The returned object's
+      `close()` is called afterwards, if it exists. For an iterator or a generator, give the function that makes it.
 
     **All pieces are indexable:** the N records of an epoch have one order, like that of a StreamingLoader. With
     `shuffle`, pieces are permuted, and then records within blocks of pieces. Shard l of L gets the positions from
-    floor(l N / L) to floor((l + 1) N / L) - 1 of this order. If there are fewer records than shards, some shards are
-    empty.
+    floor(l N / L) to floor((l + 1) N / L) - 1 of this order, none if there are too few.
 
     **At least one piece is not indexable:** each piece is assigned to one shard as a whole; with `counts`, so that the
     shards have about equally many records. The records of a piece come in its own order (WindowShuffled can shuffle
     them). A resume in the middle of a piece uses `state_dict` and `load_state_dict` of the object that the piece's
-    function returns, if it has these methods. Otherwise the piece is read again from its beginning. Records that are
-    read again are compared with those that were delivered. Skipping records means reading them, except whole pieces
-    with a given count. A LineFile is cut into ranges of bytes if there are fewer pieces than shards. If there are still
-    fewer pieces than shards, some shards are empty.
+    function returns, if it has these methods; otherwise it reads the piece from its beginning. Records that are read
+    again are compared with the delivered ones. Skipping records means reading them, except whole pieces with a given
+    count. LineFiles are cut into ranges of bytes if there are fewer pieces than shards. With still fewer pieces, some
+    shards are empty.
 
-    User code may draw from `random`, `numpy.random` and `torch`. Their generators are seeded by (seed, epoch, piece)
-    for a piece that is read sequentially, and by (seed, epoch, position) for each record of an indexable piece. So the
-    drawn numbers are the same on any topology.
+    User code may draw from `random`, `numpy.random` and `torch`, which are seeded by (seed, epoch, piece) for a piece
+    that is read sequentially, and by (seed, epoch, position) for each record of an indexable piece: the same on any
+    topology.
     """
 
     endless = False
@@ -83,24 +79,22 @@ class LogicalShards:
         """
         Args:
             pieces: list of at least one piece.
-            shards: number of shards. The number must stay the same when the number of boxes or workers changes, so
-                choose at least the largest number of workers that may read at a time.
-            counts: number of records of each piece; None: unknown. With counts, a function is not called only to get
-                the length of its piece (except the first one, to find out whether pieces are indexable), and the length
-                of an iterable is known. Each count is compared with the data when the piece is read.
+            shards: number of shards, which must stay the same when the number of boxes or workers changes: choose at
+                least the largest number of workers that may read at a time.
+            counts: number of records of each piece; None: unknown. With counts, no function but the first is called
+                only to get a length, and the length of an iterable is known. Each count is checked when the piece is
+                read.
             shuffle: True: shuffle, differently in each epoch, by the seed of the loader.
-            shuffle_block: approximate number of records that are shuffled with each other, if all pieces are indexable.
-                A block consists of whole pieces (of a StreamingDataset, of whole shards or row groups) with about this
-                number of records together. None: all records are shuffled with each other.
-            max_open: largest number of pieces that a process has open; the least recently used piece is closed first. A
-                process reads all shards of a finite source round robin, so with max_open below the number of shards,
-                pieces are opened and closed all the time.
+            shuffle_block: approximate number of records that are shuffled with each other, if all pieces are indexable:
+                those of some whole pieces (of a StreamingDataset, whole shards or row groups). None: all records.
+            max_open: largest number of pieces that a process has open; the least recently used one is closed first.
+                Below the number of shards of a finite source, which is read round robin, pieces are opened and closed
+                all the time.
             names: name of each piece, such as its file's; None: errors number the pieces, in which each range of a
-                LineFile that is cut counts as one. A state that was saved with other names is refused.
+                LineFile counts as one. A state that was saved with other names is refused.
             capture_rng: True: seed the process's random generators for each piece or record while user code reads it,
-                and restore them afterwards. False: leave the generators alone, which saves 15 us a record; the pieces
-                must then not use them. It makes no difference for lists, arrays, tables and StreamingDatasets without
-                random clips, which draw no random numbers.
+                and restore them afterwards. False: leave them alone, which saves 15 us a record; the pieces must then
+                not use them. Lists, arrays, tables and StreamingDatasets without random clips draw nothing in any case.
 
         Raises:
             InvalidArgumentError: an invalid piece or argument.
@@ -197,8 +191,8 @@ class LogicalShards:
 def _cut(
     pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, shards: int
 ) -> tuple[Sequence[Any], Sequence[str] | None, list[str]]:
-    """Cut LineFiles if there are fewer pieces than shards. Return all pieces, their names, and for the description a
-    text for each LineFile, such as "3 of 120 bytes": 3 ranges of a file of 120 bytes."""
+    """Cut LineFiles if there are fewer pieces than shards. Return the pieces, their names, and for the description a
+    text for each LineFile, such as "3 of 120 bytes" for 3 ranges."""
     if isinstance(pieces, Iterator):
         pieces = list(pieces)
     if not isinstance(pieces, list | tuple) or not any(isinstance(piece, LineFile) for piece in pieces):

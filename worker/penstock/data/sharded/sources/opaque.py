@@ -1,20 +1,17 @@
-"""Sequential reading of any iterable (a dataset or loader with `state_dict` and `load_state_dict`, a graph of
-torchdata.nodes, a generator without any state), with positions that can be saved and resumed:
+"""Sequential reading of any iterable (a loader with `state_dict`, a graph of torchdata.nodes, a generator), with
+positions that can be saved: the newest snapshot (state) before it, the number of samples up to it, and a digest of
+these.
 
-    saved position = the newest snapshot (state of the iterable) before the position, if there is one,
-                     + the number of samples up to the position
-                     + a digest of these samples
-
-To resume, the iterable is made again, the snapshot is loaded, and the samples from there to the position are read again
-and dropped; without a snapshot, all samples before the position. Three rules make this reliable:
+To resume, the iterable is made again, the snapshot is loaded, and the samples from there (or from the beginning) to the
+position are read and dropped. Three rules make this reliable:
 
 - **The snapshot lies strictly before the position.** So at least one sample is read again, and compared: some iterables
-  count after their `yield`, or read ahead. After a difference the iterable is read again from its beginning, with a
-  warning; only another one is an error. Two snapshots are kept, because the newest may lie at the position itself.
+  count after their `yield`, or read ahead. After a difference the iterable is read from its beginning, with a warning;
+  only another one is an error. Two snapshots are kept, because the newest may lie at the position itself.
 - **A state is encoded at once**, because it may change while its loader advances (torchdata's do).
-- **Random generators are set in a fixed order of steps**: seed them, make the iterable, load its state, set the
-  generators back to their state after making the iterable, call `iter`, and set them to the state at the snapshot. With
-  any other order a shuffled loader yields other batches.
+- **Random generators are set in a fixed order**: seed them, make the iterable, load its state, set the generators back
+  to their state after making it, call `iter`, and set them to the state at the snapshot. With any other order a
+  shuffled loader yields other batches.
 
 None is taken after the last sample, because there the state of some loaders already belongs to their next epoch.
 """
@@ -62,36 +59,32 @@ __all__ = [
 
 
 SNAPSHOT_EVERY = 1000
-"""Default number of samples between snapshots, and about the largest number that a resume reads again."""
+"""Default number of samples between snapshots, and about the most that a resume reads again."""
 SNAPSHOT_S = 60.0
-"""Default number of seconds between snapshots, so that a stream of slow samples takes about a minute at most to be read
-again."""
+"""Default seconds between snapshots, so that slow samples take about a minute at most to be read again."""
 NUMBER_LIMIT = 1 << 62
-"""Exclusive upper bound of every number in a saved position."""
 
 
 BEGINNING = 0
-"""Value of a stream's chained digest before the first sample."""
 
 
 @dataclass(frozen=True)
 class StreamMark:
-    """Position in a stream, with what is necessary to return to it. As a dict it is the stream's saved position."""
+    """Position in a stream, with what is necessary to return to it. As a dict it is the saved position."""
 
     passed: int = 0
     """Number of samples before the position."""
     digest: int | None = BEGINNING
-    """Chained digest of these samples; None if it is unknown."""
+    """Chained digest of the samples before the position; None if it is unknown."""
     snapshot: dict[str, Any] | None = None
-    """State at an earlier position: "passed" and "digest" as above, there; "state", encoded; "rng": state of the random
-    generators, None if no number was drawn since they were seeded, or if they are left alone."""
+    """State at an earlier position: "passed" and "digest" there; "state", encoded; "rng", None if no number was drawn
+    since seeding, or if the generators are left alone."""
 
     def saved_position(self) -> SavedPosition:
         return {"passed": self.passed, "digest": self.digest, "snapshot": self.snapshot}
 
     @staticmethod
     def of(saved: SavedPosition, name: str) -> StreamMark:
-        """Return the mark that a saved position contains."""
         try:
             mark = StreamMark(saved["passed"], saved["digest"], saved["snapshot"])
             numbers = [(mark.passed, mark.digest)]
@@ -120,8 +113,7 @@ class StreamMark:
 
 
 def without_snapshots(saved: SavedPosition) -> SavedPosition:
-    """Return a source's saved position without the snapshots of its streams, for restore keys: when one was taken
-    differs from one attempt to the next."""
+    """For restore keys: when a snapshot was taken differs from one attempt to the next."""
     if isinstance(saved, Mapping):
         if saved.keys() >= StreamMark().saved_position().keys():
             return {**saved, "snapshot": None}
@@ -138,8 +130,6 @@ class _EndsEarlyError(Exception):
 
 
 class OpaqueStream(Iterator[Any]):
-    """Iterator over the samples of the iterable that `make` returns when the first one is requested."""
-
     def __init__(
         self,
         make: Callable[[], Any],
@@ -152,9 +142,7 @@ class OpaqueStream(Iterator[Any]):
         snapshot_every: int = SNAPSHOT_EVERY,
         snapshot_s: float = SNAPSHOT_S,
     ) -> None:
-        """Args: | name: name of the stream, for errors. | seed: seed of the random generators while the stream's code
-        runs; None: they are left alone. | mark: position at which to begin; None: the stream's beginning. | keeps_made:
-        True if `make` returns an object of the user, which is then not closed, and its state not used."""
+        """seed=None leaves the generators alone; `keeps_made`: `make` returns the user's object, not to be closed."""
         self._make, self._name, self._digests, self._keeps_made = make, name, digests, keeps_made
         self._every, self._seconds = snapshot_every, snapshot_s
         self._seed = seed
@@ -178,7 +166,6 @@ class OpaqueStream(Iterator[Any]):
 
     @property
     def reads_again(self) -> bool:
-        """True if a resume would have to read all earlier samples again."""
         return self.passed > 0 and not self._snapshots
 
     def __next__(self) -> Any:
@@ -408,10 +395,9 @@ _UNKNOWN = bytes(8)
 class SampleDigests:
     """Chained digests of samples, by which reading a stream again is compared. Each thread needs an instance.
 
-    A sample's digest is the checksum of its encoding as a state (22 us for a document of 1,000 Python integers; the
-    digest of batches takes 480 us, because each is a leaf). What a batch can contain but a state cannot, such as a
-    named tuple, has the batch's digest. Of any other sample, such as an image object, only its existence enters the
-    chain.
+    A sample's digest is the checksum of its encoding as a state (22 us for 1,000 Python integers; a batch's digest
+    takes 480 us). What only a batch can contain, such as a named tuple, has the batch's digest; of any other sample,
+    such as an image object, only its existence counts.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,5 @@
-"""Pieces of a user's data, opened on demand. A piece is indexable, or iterable (read from its beginning), or a function
-that opens such an object, which is closed again. At most `max_open` are open at a time, and the least recently used one
-is closed first. All are closed when the last cursor has ended."""
+"""Pieces of a user's data: indexable, or iterable, or a function that opens one of these, which is closed again. At
+most `max_open` are open; the least recently used one is closed first, and all when the last cursor has ended."""
 
 from __future__ import annotations
 
@@ -33,16 +32,13 @@ __all__ = ["OpenPieces", "Pieces", "one_each"]
 _NOT_PIECES = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
 """Refused as the argument `pieces`: for example, each element of an array would become a piece."""
 _PLAIN = (*CONTAINERS, StreamingDataset, MegatronDocuments, LanceRows)
-"""Read without user code, so that no random numbers are drawn; so are pyarrow's tables. A subclass is user code. Random
-clips of a StreamingDataset draw nevertheless, see `may_draw`."""
+"""Read without user code, so without drawing; so are pyarrow's tables. A subclass is user code. See `may_draw`."""
 
 _WITH_FINGERPRINT = (StreamingDataset, MegatronDocuments, LanceRows)
-"""Types whose `fingerprint` becomes part of a state."""
 
 
 class OpenPieces:
-    """Open pieces of one source: at most `most`. The key is a piece's number, or the `id()` of the cursor that reads
-    it."""
+    """Open pieces of one source: at most `most`. The key is a piece's number, or the `id()` of its cursor."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -66,7 +62,6 @@ class OpenPieces:
             close_oldest()
 
     def forget(self, key: object) -> None:
-        """Remove a piece that the caller closes."""
         self._closers.pop(key, None)
 
     def close(self) -> None:
@@ -75,14 +70,11 @@ class OpenPieces:
 
 
 class Pieces:
-    """Pieces by number, and the records in each by offset."""
-
     def __init__(
         self, pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, max_open: int
     ) -> None:
-        """Check all pieces. If all others are indexable, functions are called here: with `counts` only the first one,
-        to find out what they return; otherwise one after the other, until one returns an object that is not
-        indexable."""
+        """Check all pieces. If the others are indexable, functions are called: with `counts` only the first; otherwise
+        one after the other, until one returns an object that is not indexable."""
         if not isinstance(pieces, Iterable) or isinstance(pieces, _NOT_PIECES):
             raise InvalidArgumentError(
                 "pieces must be a list of pieces, such as [piece] for a single piece, got "
@@ -97,7 +89,6 @@ class Pieces:
         self._functions = {number for number in range(len(self)) if self._is_function(number)}
         lengths = self._lengths(given)
         self.by_position = lengths is not None
-        """True if all pieces are indexable."""
         self.counts = given if lengths is None else lengths
         self._are_given = given is not None
         """True if the user gave `counts`; False if the pieces were counted."""
@@ -110,7 +101,6 @@ class Pieces:
         self._tables: dict[int, Any] = {}
         """What the functions of indexable pieces have returned, by number."""
         self._readers: set[int] = set()
-        """`id()` of each cursor that reads pieces."""
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -119,8 +109,7 @@ class Pieces:
         return f"piece {number}" + (f" ({self.names[number]})" if self.names is not None else "")
 
     def sizes(self, number: int) -> Ints:
-        """Return the number of records in each part of a piece: the shards or row groups of a StreamingDataset, or the
-        whole."""
+        """Return the records in each part of a piece: shards or row groups of a StreamingDataset, or the whole."""
         piece = self._pieces[number]
         if isinstance(piece, StreamingDataset):
             return np.concatenate(piece.sizes)
@@ -136,7 +125,6 @@ class Pieces:
         return [piece.fingerprint for piece in self._pieces if isinstance(piece, _WITH_FINGERPRINT)]
 
     def read_by(self, cursor: int) -> None:
-        """Register a cursor, by its `id()`."""
         self._readers.add(cursor)
 
     def left(self, cursor: int) -> None:
@@ -149,7 +137,6 @@ class Pieces:
     # ---- indexable pieces
 
     def record(self, number: int, offset: int) -> Any:
-        """Return a record of an indexable piece. Raises DatasetError if the piece has become shorter."""
         if number in self._functions:
             table = self._table(number)
         else:
@@ -165,8 +152,7 @@ class Pieces:
             ) from error
 
     def listed(self, found: Sequence[tuple[int, int]]) -> list[Any] | None:
-        """Return the records at these places in the fastest way; None if a piece is no list or tuple or lacks a record:
-        the caller then reads each by `record`."""
+        """Return records in the fastest way; None if a piece is no list or tuple or lacks one: use `record` then."""
         pieces = self._lists
         try:
             return [pieces[piece][offset] for piece, offset in found]
@@ -220,8 +206,7 @@ class Pieces:
         return opened
 
     def _open_table(self, number: int) -> Any:
-        """Open an indexable piece, with generators seeded for it: it may be opened several times, and must draw the
-        same numbers."""
+        """Open an indexable piece, with generators seeded for it, because it may be opened several times."""
         with OwnGenerators(derive_seed(0, "opens", number)):
             return self._open(number)
 
@@ -232,8 +217,7 @@ class Pieces:
     # ---- iterable pieces
 
     def stream(self, number: int) -> tuple[Callable[[], Any], bool]:
-        """Return a function that returns the object to read a piece from, and True if it is the user's own, which is
-        not closed."""
+        """Return a function that opens a piece, and True if the result is the user's own, which is not closed."""
         piece = self._pieces[number]
         return (partial(self._open, number), False) if number in self._functions else ((lambda: piece), True)
 
@@ -304,7 +288,6 @@ class Pieces:
 
 
 def one_each(name: str, values: Sequence[Any], pieces: int) -> list[Any]:
-    """Return the user's argument `name` as a list, which must have one entry for each piece."""
     if not isinstance(values, Iterable) or isinstance(values, str):
         raise InvalidArgumentError(
             f"{name} must be a list, with one entry for each piece, got {values!r:.200}. Pass such a list"
@@ -361,7 +344,6 @@ class _RowIterator(Iterator[Any]):
 
 
 def _refuse_unordered(what: str, piece: Any) -> None:
-    """Raise InvalidArgumentError for an iterable whose records have no fixed order."""
     kind = type(piece).__qualname__
     if isinstance(piece, str | bytes | Mapping):
         raise InvalidArgumentError(
@@ -387,7 +369,6 @@ def _is_indexable(piece: Any) -> bool:
 
 
 def _row(table: Any, offset: int) -> Any:
-    """Return a record of a piece; of a pyarrow table a row, as a dict."""
     if hasattr(table, "to_pylist") and hasattr(table, "column_names"):
         if offset >= len(table):
             raise IndexError(f"a row's number must be at least 0 and below {len(table)}, got {offset}")

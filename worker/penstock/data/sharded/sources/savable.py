@@ -1,5 +1,5 @@
-"""Source in logical shards made from a user's iterables: each shard is one stream (opaque.py). A stream cannot be
-split, so more workers than streams do not make reading faster, and skipping samples means reading them."""
+"""Source made from a user's iterables: each shard is one stream (opaque.py), which cannot be split. So more workers
+than streams do not make reading faster, and skipping samples means reading them."""
 
 from __future__ import annotations
 
@@ -25,24 +25,22 @@ __all__ = ["GarbageCollection", "Savable"]
 
 
 class Savable:
-    """Source made from the iterables that `make(shard)` returns. Each iterable is a stream, which is one logical shard,
-    and whose position can be saved after any sample.
+    """Source made from the iterables that `make(shard)` returns. Each is a stream, one logical shard, whose position
+    can be saved after any sample.
 
         Repeated(Savable(lambda shard: open_records(f"part-{shard}"), shards=16))
 
     `make(shard)` returns an iterable: for example a dataset or loader with `state_dict` and `load_state_dict`
-    (torchdata's StatefulDataLoader), the root node of a torchdata.nodes graph, or a generator. `make` is called for
-    each epoch, and again to resume from a saved position. It must return a new object each time. All objects of one
-    shard must yield the same samples in the same epoch.
+    (torchdata's StatefulDataLoader), the root node of a torchdata.nodes graph, or a generator. It is called for each
+    epoch and each resume, and must return a new object each time, which yields the same samples in the same epoch.
 
-    A stream that has a state resumes from the newest state that was saved, and reads the samples since then again. A
-    stream without a state is read again from its beginning. In both cases the samples that are read again are compared
-    with those that were delivered.
+    A stream resumes from its newest saved state, or without one from its beginning, and reads the samples since then
+    again. They are compared with those that were delivered.
 
     While a stream's code runs, the generators of `random`, `numpy.random` and `torch` have states of the stream, seeded
-    by the source's seed, the shard and the epoch. So a function that draws from them needs no seed of its own. The
-    drawn numbers do not depend on other streams, and a source that is in a Mixture twice draws different numbers.
-    Threads that a stream starts draw from the generators of the stream that runs at that time.
+    by the source's seed, the shard and the epoch. So the code needs no seed of its own, and the drawn numbers do not
+    depend on other streams; a source that is in a Mixture twice draws different numbers. Threads that a stream starts
+    draw from the generators of the stream that runs at that time.
 
     Without Repeated, each worker reads all streams, and skips the rows of other workers. With Repeated, each worker
     reads only streams of its own, if the numbers divide (see ShardLoader).
@@ -66,21 +64,20 @@ class Savable:
         Args:
             make: function from a shard's number to an iterable.
             shards: number of streams.
-            snapshot_every, snapshot_s: number of samples, and number of seconds, after which a stream's state is saved
-                again, whichever comes first. Both limit how much a resume has to read again. States are saved less
-                often if that would take more than 1% of the time.
+            snapshot_every, snapshot_s: number of samples, and of seconds, after which a stream's state is saved again,
+                whichever comes first, to limit how much a resume reads again; less often if it took more than 1% of the
+                time.
             capture_rng: True: give the process's random generators the stream's states while its code runs. False:
-                leave the generators alone, which saves 15 us a sample; the streams must then not use them.
-            batch_rows: number of rows in each sample, if the streams' samples are batches; None: samples are rows. A
-                ShardLoader refuses a state that was saved with another number. (If samples are rows, and the
-                ShardLoader makes the batches, the batch size may change freely.) A cursor that is used without a
-                ShardLoader accepts a position that was saved with a multiple of this number: it reads the stream again
-                up to the same row, and does not compare the samples.
+                leave them alone, which saves 15 us a sample; the streams must then not use them.
+            batch_rows: number of rows in each sample, if the streams' samples are batches; None: samples are rows, and
+                the batch size of a ShardLoader may change freely. A ShardLoader refuses a state that was saved with
+                another number. A cursor that is used without one accepts a position that was saved with a multiple of
+                it: it reads the stream again up to the same row, and does not compare the samples.
             collect_every: number of samples of this process after which Python's garbage collector runs, instead of its
-                own schedule. It then never visits objects that exist when the first stream is opened. None: leave the
-                collector alone.
-            config: other settings that decide the samples (a buffer's size, a file's name), as a JSON value. The value
-                is saved, and a state with a different value is refused.
+                own schedule. It then never visits objects that exist when the first stream is opened. None: leave it
+                alone.
+            config: other settings that decide the samples (a buffer's size, a file's name), as a JSON value. A state
+                that was saved with a different value is refused.
 
         Raises InvalidArgumentError for invalid arguments.
         """
@@ -218,8 +215,7 @@ def _json(name: str, value: Any) -> Any:
 
 
 class _Process:
-    """What all streams of this process share: the collector's original settings, the number of streams that asked for
-    others, and of samples since the last collection."""
+    """What all streams share: the collector's settings, how many asked for others, samples since it ran."""
 
     def __init__(self) -> None:
         self.holders = 0
@@ -251,8 +247,8 @@ class GarbageCollection:
     """Request of one stream to collect garbage after every n samples of the process, until it is closed.
 
     Python collects after a number of new objects, also in the middle of a batch, and a full collection visits all
-    objects, for example a tokenizer's vocabulary and a shuffle buffer. So those that exist when the first stream is
-    opened are frozen, and the collector runs after every n samples. Closing the last stream restores its settings.
+    objects, such as a tokenizer's vocabulary. So those that exist when the first stream is opened are frozen, and the
+    collector runs after every n samples. Closing the last stream restores its settings.
     """
 
     def __init__(self, every: int) -> None:

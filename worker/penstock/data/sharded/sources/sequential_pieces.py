@@ -1,12 +1,9 @@
-"""Shards of whole pieces, for pieces that can only be read sequentially, one after the other.
+"""Shards of whole pieces, read one after the other. With known numbers of records, each piece goes to the shard with
+the fewest so far; otherwise round robin. With shuffling, the assignment differs between epochs, but not between seeds,
+because the lengths of shards must be known without one; the order within a shard depends on both.
 
-If all numbers of records are known, each piece in turn is assigned to the shard with the fewest records so far;
-otherwise round robin. With shuffling, the assignment differs between epochs, but does not depend on the seed, because
-the lengths of shards must be known without one; the order within a shard depends on both.
-
-While a piece is read, the random generators have a state of their own, seeded by (seed, epoch, piece). A cursor's saved
-position contains the present piece, and a position in it (StreamMark). A piece that is closed so that others can be
-opened is resumed in the same way.
+The random generators are seeded by (seed, epoch, piece) while a piece is read. A saved position contains the present
+piece and a StreamMark in it, from which also a piece that was closed so that others can be opened is resumed.
 """
 
 from __future__ import annotations
@@ -37,8 +34,7 @@ KEPT_EPOCHS = 16
 def assign_pieces(
     pieces: int, counts: Sequence[int] | None, shards: int, *, epoch: int, shuffle: bool
 ) -> list[list[int]]:
-    """Return the numbers of the pieces of each shard. With counts, the records of any two shards differ by at most
-    those of the largest piece."""
+    """With counts, the records of any two shards differ by at most those of the largest piece."""
     order = _permuted(range(pieces), derive_seed(0, "pieces", epoch)) if shuffle else range(pieces)
     if counts is None:
         return [list(order[shard::shards]) for shard in range(shards)]
@@ -64,13 +60,11 @@ class SequentialPieces:
         self._capture_rng = capture_rng
         self.digests = SampleDigests()
         self._assigned: OrderedDict[int, list[Ints]] = OrderedDict()
-        """Pieces of each shard, by epoch: shards below a Repeated may be in different epochs, and to assign 100,000
-        pieces takes 0.2 s."""
+        """By epoch: shards below a Repeated may be in different ones, and to assign 100,000 pieces takes 0.2 s."""
         self._warned = False
 
     def close_for_others(self, stream: OpaqueStream, name: str) -> None:
-        """Close a piece's stream so that another piece can be opened. Warn, once, if it will be read again from its
-        beginning."""
+        """Close a piece's stream for another. Warn, once, if it will be read again from its beginning."""
         stream.park()
         if stream.reads_again and not self._warned:
             self._warned = True
@@ -87,14 +81,13 @@ class SequentialPieces:
         return None if counts is None else [sum(counts[n] for n in own.tolist()) for own in self._of(epoch)]
 
     def pieces_of(self, shard: int, epoch: int, seed: int) -> list[int]:
-        """Return a shard's pieces in reading order, without those known to be empty: a position before one and after it
-        must be the same."""
+        """Without empty pieces: a position before one and after it must be the same."""
         own: list[int] = self._of(epoch)[shard].tolist()
         ordered = _permuted(own, derive_seed(seed, "pieces", epoch, shard)) if self._shuffle else own
         return ordered if self.pieces.counts is None else [n for n in ordered if self.pieces.counts[n]]
 
     def seeds(self, epoch: int, seed: int) -> Callable[[int], int | None]:
-        """Return the seed of the random generators for each piece; None: they are left alone."""
+        """Return the generators' seed for each piece; None: they are left alone."""
         if not self._capture_rng:
             return lambda piece: None
         return lambda piece: derive_seed(seed, "piece", epoch, piece)
@@ -117,7 +110,6 @@ class SequentialCursor(Iterator[Any]):
     ) -> None:
         self._whole, self._pieces, self._own, self._seed_of = whole, whole.pieces, own, seed_of
         self._turn = 0
-        """Index in `_own` of the present piece."""
         self._stream = self._new(None) if own else None
         if saved is not None:
             self._go(saved)
@@ -192,8 +184,7 @@ class SequentialCursor(Iterator[Any]):
         )
 
     def _touch(self, stream: OpaqueStream) -> None:
-        """Mark the present piece's stream as the most recently used one; reopen it, and close another one if too many
-        are open."""
+        """Mark the present stream as the most recently used; reopen it, and close another if too many are open."""
         opened = self._pieces.opened
         if not opened.used(id(self)):
             self._pieces.read_by(id(self))
