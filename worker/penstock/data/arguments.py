@@ -32,8 +32,7 @@ def whole(name: str, value: int) -> int: ...
 @overload
 def whole(name: str, value: int | None) -> int | None: ...
 def whole(name: str, value: int | None) -> int | None:
-    """Return `value` as a Python int, because a state cannot contain a numpy integer. `name`: for errors, here and
-    below."""
+    """Return `value` as a Python int, because a state cannot contain a numpy integer."""
     try:
         return None if value is None else int(operator.index(value))
     except TypeError:
@@ -55,8 +54,7 @@ def at_least_one(name: str, value: int) -> int:
 
 
 def byte_count(name: str, value: int | str | None) -> int | None:
-    """Return a number of bytes >= 1, given as a number or as a text such as "64mb" (powers of 1024, as in
-    mosaicml-streaming)."""
+    """Return a number of bytes >= 1, given as such or as "64mb" (powers of 1024, as in mosaicml-streaming)."""
     number = whole(name, _counted(name, value, _BYTES, "100kb, 64mb or 1.5gb, in powers of 1024"))
     if number is not None and number < 1:
         raise InvalidArgumentError(f"{name} must be at least 1 byte, got {value!r}")
@@ -64,8 +62,7 @@ def byte_count(name: str, value: int | str | None) -> int | None:
 
 
 def sample_count(name: str, value: int | str | None) -> int | None:
-    """Return a number of samples, given as a number or as a text such as "100k" (powers of 1000). It may be
-    negative."""
+    """Return a number of samples, given as such or as "100k" (powers of 1000). It may be negative."""
     return whole(name, _counted(name, value, _SAMPLES, "100k, 1.5m or 2b, in powers of 1000"))
 
 
@@ -102,8 +99,7 @@ def one_of(name: str, value: str, known: Sequence[str]) -> None:
 
 
 def column_names(where: str, columns: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the names as a tuple, which must be different; None: all columns. `where`: beginning of the error's
-    text."""
+    """Return the names, which must be different; None: all columns. `where`: beginning of an error's text."""
     if columns is None:
         return None
     if isinstance(columns, str) or not columns or not all(isinstance(name, str) for name in columns):

@@ -1,6 +1,5 @@
-"""Rows of a batch as columns. If nothing but torch's default_collate makes the batch, a dataset of a columnar format
-returns columns (`ColumnSource`), and loading/collating.py makes the same batch from them without a dict for each
-row."""
+"""Rows of a batch as columns. If only torch's default_collate makes the batch, a dataset of a columnar format returns
+columns (`ColumnSource`), and loading/collating.py makes the same batch without a dict for each row."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ def columns_match_samples(dataset: Any) -> bool:
 
 
 def as_python_numbers(values: Array) -> Values:
-    """Return the dtypes that default_collate gives to Python numbers, or a list if an integer is too large for
-    int64."""
+    """Return the dtypes that default_collate gives to Python numbers; a list if one is too large for int64."""
     if values.dtype.kind == "f":
         return values.astype(np.float64)
     if values.dtype == np.uint64 and values.max() > LARGEST_INT:

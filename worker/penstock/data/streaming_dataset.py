@@ -386,8 +386,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return count
 
     def _admitted(self, units: Ints, needed: int, group: str) -> int:
-        """Return how many units fit into this group's share of `prefetch_bytes`. Open files and `needed` do not
-        count."""
+        """Return how many units fit into this group's share of `prefetch_bytes`, open files and `needed` apart."""
         if self.prefetch_bytes is None:
             return len(units)
         free = self.prefetch_bytes // max(cache.reading_groups(group) for cache in self._caches)

@@ -1,5 +1,4 @@
-"""Streams of a StreamingDataset: datasets that are read together. A stream's *weight* is its proportion, repeat or
-choose."""
+"""Streams of a StreamingDataset: datasets that are read together. Its *weight* is its proportion, repeat or choose."""
 
 from __future__ import annotations
 
@@ -47,16 +46,13 @@ class Stream:
     remote: str | os.PathLike[str] | None = None
     """Folder: a path, or any URL that fsspec opens (http://, s3://, ...). None: the data is in `local`."""
     local: str | os.PathLike[str] | None = None
-    """Folder that caches files; None: one for this remote in the user's cache directory. Without a remote: the
-    dataset."""
+    """Folder that caches files; None: one in the user's cache directory. Without a remote: the dataset."""
     split: str | None = None
-    """Subfolder appended to `remote` and `local`. For a folder that Energon prepared: a split of its split.yaml, or "*"
-    for all."""
+    """Subfolder of `remote` and `local`. In a folder that Energon prepared: a split in split.yaml, or "*" for all."""
     proportion: float | None = None
     """Share of an epoch's samples, relative to the other streams: 3 and 1 give 75% and 25%."""
     repeat: float | None = None
-    """Times that an epoch takes each sample. With 0.5 an epoch takes half of the samples, and the next the other
-    half."""
+    """Times that an epoch takes each sample. 0.5: half of the samples, and the next epoch the other half."""
     choose: int | str | None = None
     """Number of samples that an epoch takes, or a text such as "100k"."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
@@ -180,8 +176,7 @@ def check_weights(streams: Sequence[Stream]) -> None:
 
 
 def samples_of_epoch(streams: Sequence[Stream], totals: Sequence[int], epoch_size: int | None) -> list[int]:
-    """Return the samples that an epoch takes from each stream. `epoch_size` None: as `repeat` or `choose` say, or
-    all."""
+    """Return the samples of an epoch from each stream. `epoch_size` None: as `repeat` or `choose` say, or all."""
     if streams[0].repeat is not None or streams[0].choose is not None:
         if epoch_size is not None:
             raise InvalidArgumentError(

@@ -59,8 +59,7 @@ class CacheState:
 
     def prepare(self) -> None:
         """Make the state folder, record the remote, and remove what dead processes left; only the first call does.
-        Raises DatasetError for files of another remote or user (see `_make_folders`), ShardUnavailableError if it
-        cannot write."""
+        Raises DatasetError for another remote or user (`_make_folders`), ShardUnavailableError if it cannot write."""
         if self._prepared:
             return
         try:
@@ -139,8 +138,7 @@ class CacheState:
         )
 
     def _check_remote(self) -> None:
-        """Record the remote in the folder. Refuse another one: files of two datasets may have the same names and
-        sizes."""
+        """Record the remote. Refuse another one: files of two datasets may have the same names and sizes."""
         if self._remote is None:
             return
         identity = self._remote.identity.encode()
@@ -171,8 +169,7 @@ class CacheState:
         self, key: str, until: float, name: str, busy: Callable[[], object] | None = None
     ) -> Iterator[Callable[[str], Path]]:
         """Hold the lock that allows this process alone to fetch the shard, until `until` (monotonic) at the latest.
-        Yield a function from a kind, such as "raw", to the path of a temporary file; these are removed at the end.
-        `busy`: as in `wait`."""
+        Yield a function from a kind, such as "raw", to the path of a temporary file, removed at the end."""
         base = f"{self.fetching_folder}/{key}"
         lock = self.wait(base, until, name, shared=False, busy=busy)
         try:
@@ -192,8 +189,7 @@ class CacheState:
             lock.release()
 
     def remove_temporary(self, base: str) -> None:
-        """Remove the temporary files of the process that fetches a shard. `base`: its lock file, relative to the
-        folder."""
+        """Remove the temporary files of the process that fetches a shard. `base`: its lock file."""
         with parent_of(self.root, base) as (folder, name):
             listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
             try:

@@ -38,9 +38,8 @@ def version_of(notes: Mapping[str, Any]) -> int | None:
 def open_version(
     make: Callable[[str], ShardCache], version: Version, name: str
 ) -> tuple[ShardCache, Descriptor, int | None]:
-    """Return the cache that `make` makes for the version's index file, the index, and the number (None without
-    versions). Raises DatasetError for a version that does not exist, ShardUnavailableError if an index cannot be
-    fetched."""
+    """Return the cache that `make` makes for the version's index file, the index, and the number (or None). Raises
+    DatasetError for a missing version, ShardUnavailableError for an index that cannot be fetched."""
     if isinstance(version, int):
         return _numbered(make, version, name)
     newest = make(INDEX)

@@ -1,6 +1,5 @@
 """Decoding of *blocks* (parts of a shard that are decoded as a whole, such as Parquet's row groups) in a thread, ahead.
-Decoding releases the GIL. A dataset has at most one such thread, which ends when idle; a forked child starts its
-own."""
+Decoding releases the GIL. A dataset has at most one thread, which ends when idle; a forked child starts its own."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ class DecodeAhead:
     """Thread that decodes blocks in a given order. Any thread may call its methods."""
 
     def __init__(self, decode: Callable[[int], None]) -> None:
-        """Store `decode`, a bound method, weakly. Its errors are ignored: a reader that needs the block gets them
-        again."""
+        """Store the bound method `decode` weakly. Its errors are ignored: a reader of the block gets them again."""
         self._decode = weakref.WeakMethod(decode)
         self._reset()
         _all.add(self)
@@ -36,8 +34,7 @@ class DecodeAhead:
         self._is_closing = False
 
     def want(self, blocks: Sequence[int], *, more: bool = False) -> None:
-        """Let the thread decode these blocks in this order. `more`: after those of earlier calls, instead of dropping
-        these."""
+        """Decode these blocks in this order; with `more` after those of earlier calls, which are else dropped."""
         with self._work:
             self._wanted = [*reversed(blocks), *(self._wanted if more else ())]
             if not blocks:
@@ -49,8 +46,7 @@ class DecodeAhead:
             self._work.notify()
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Decode no more, and end the thread; a later `want` starts another. `wait_s`: longest wait for the present
-        block."""
+        """End the thread; a later `want` starts another. `wait_s`: longest wait for the present block."""
         with self._work:
             self._wanted, self._is_closing, thread = [], True, self._thread
             self._work.notify()
@@ -81,8 +77,7 @@ def _forked() -> None:
 
 
 def _exiting() -> None:
-    """Wait for decoding threads: Python kills one that returns from C++ code after its end, which may abort the
-    process."""
+    """Wait for decoding threads: Python kills one that returns from C++ after its end, which may abort the process."""
     for each in list(_all):
         each.close(EXIT_WAIT_S)
 

@@ -197,8 +197,7 @@ class Downloads:
         return found is not None and found[0] == stored.size
 
     def _raw(self, shard: Shard, file: ShardFile, temporary: Callable[[str], Path], until: float) -> tuple[Path, bool]:
-        """Fetch, verify and decompress a file as needed. Return its raw path, and True if it was there already, in any
-        form."""
+        """Fetch, verify and decompress a file as needed. Return its raw path, and True if it was there in any form."""
         self._drop_strange_links(file)
         for path in (self._in_place(file.raw), self._own(file.raw)):
             if path and self._usable(path, file.raw):
@@ -222,8 +221,7 @@ class Downloads:
         return own, False
 
     def _usable(self, path: Path, stored: StoredFile) -> bool:
-        """Return True for a file of the right size and hash. Remove a damaged one; if it is the only copy, raise
-        ShardCorruptError."""
+        """Return True for a good file. Remove a damaged one; if it is the only copy, raise ShardCorruptError."""
         found = file_stat(str(path))
         if found is None:
             return False
@@ -242,8 +240,7 @@ class Downloads:
         return True
 
     def _is_only_copy(self, path: Path, stored: StoredFile) -> bool:
-        """Return True for a file never to remove: in a remote that is a local folder, or in a folder without a
-        remote."""
+        """Return True for a file never to remove: in a local remote, or in a folder without a remote."""
         return self._remote is None or path == self._in_place(stored)
 
     def _verify(self, source: Path | bytes, stored: StoredFile, name: str) -> None:

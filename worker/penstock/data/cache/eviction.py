@@ -46,8 +46,7 @@ class _Entry(NamedTuple):
 
 
 class Eviction:
-    """Eviction from one folder, by one process. Version files stay in memory, and are read again only if they have
-    changed."""
+    """Eviction from one folder, by one process. Version files stay in memory, and are read again if they changed."""
 
     def __init__(self, state: CacheState, limit: int | None, fetchable: Callable[[str, int], bool]) -> None:
         """`limit` None: `claim` is never called. `fetchable(name, size)`: whether the remote has that file."""
@@ -57,8 +56,7 @@ class Eviction:
         self._entries: dict[str, _Entry] = {}
         self._has_counted = False
         self._unevictable: set[str] = set()
-        """Keys of shards that the remote lacks or whose files cannot be removed, so that the remote is not asked
-        again."""
+        """Keys of shards that the remote lacks (so as not to ask again), or whose files cannot be removed."""
 
     def claim(
         self, counting: FileLock, key: str, lock: FileLock, version: ShardVersion, *, demand: bool, exceed: bool = False
@@ -87,8 +85,7 @@ class Eviction:
         return size - (self._shrink(missing, whole=True, sparing=False) if demand else missing)
 
     def _excess_after_eviction(self, key: str, size: int, *, demand: bool) -> int:
-        """Evict other shards than `key` until `size` more bytes fit. Return the bytes that still exceed the limit, or
-        <= 0."""
+        """Evict shards but `key` until `size` more bytes fit. Return the bytes that exceed the limit, or <= 0."""
         assert self._limit is not None
         self._read()
         self._entries.pop(key, None)
@@ -117,8 +114,7 @@ class Eviction:
 
     def _shrink(self, excess: int, *, whole: bool, sparing: bool) -> int:
         """Evict shards until `excess` bytes are freed or none is left; return what remains of `excess`. `whole`: False:
-        only raw files whose packed form stays; `sparing`: keep shards that a process, also this one, prefetched and has
-        not used yet."""
+        only raw files whose packed form stays; `sparing`: keep shards that any process prefetched and has not used."""
         if excess <= 0:
             return excess
         for key, entry in sorted(self._entries.items(), key=lambda item: item[1].time_ns):

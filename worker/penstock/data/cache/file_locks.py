@@ -51,8 +51,7 @@ class FileLock:
         return self._held().read(LONGEST_TEXT, 0)
 
     def write(self, text: bytes) -> None:
-        """Replace the text by one line. A reader finds the old text or the whole line, and may find the rest of old
-        text after it."""
+        """Replace the text by one line. A reader finds the old text or the whole line, maybe with old text after it."""
         descriptor = self._held()
         os.pwrite(descriptor.fileno(), text, 0)
         os.ftruncate(descriptor.fileno(), len(text))
@@ -95,8 +94,7 @@ class FileLock:
 
 def take(root: str, name: str, *, shared: bool, create: bool = True) -> FileLock | None:
     """Try once to acquire the lock of the file `name` below `root`, whose path may have no links. Return None if
-    another process, or another FileLock of this one, excludes it. `create` False: a missing file raises
-    FileNotFoundError."""
+    another FileLock, of any process, excludes it. `create` False: a missing file raises FileNotFoundError."""
     flags = os.O_RDWR | (os.O_CREAT if create else 0)
     while True:
         with parent_of(root, name) as (folder, last), _opening:

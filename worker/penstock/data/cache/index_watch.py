@@ -107,8 +107,7 @@ class RemoteIndex:
     remote: RemoteFolder
     folder: Path
     record: str
-    """Path below `folder` of the record for all processes of the host which version (ETag or time) of the index was
-    fetched."""
+    """Path below `folder` of the host's record which version (ETag or time) of the index was fetched."""
 
     @property
     def name(self) -> str:
@@ -136,8 +135,7 @@ class RemoteIndex:
             )
 
     def _became_first_version(self) -> bool:
-        """Return True if a writer only appended to a dataset that had no versions: the copy is then valid as the index
-        of version 1 (dataset_versions.py)."""
+        """Return True if a writer only appended to a dataset without versions: the copy is then that of version 1."""
         try:
             cached = digest_of(Descriptor(self.folder / self.name))
             notes = first_notes(

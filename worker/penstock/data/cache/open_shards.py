@@ -35,8 +35,7 @@ class _Open:
 
 
 class OpenShards:
-    """Open shards by the numbers of opened pieces (opened_units.py), for any thread. A forked child starts with
-    none."""
+    """Open shards by the numbers of opened pieces (opened_units.py). A forked child starts with none."""
 
     def __init__(self) -> None:
         self.most = MIN_OPEN
@@ -53,8 +52,7 @@ class OpenShards:
         return len(self._open)
 
     def get(self, number: int, opened: Callable[[int], tuple[HeldShard, ShardReader]]) -> ShardReader:
-        """Return a shard's reader; if it is not open, open it with `opened`. Other threads can look up shards
-        meanwhile."""
+        """Return a shard's reader; open it with `opened` if needed, while other threads can look up shards."""
         found = self._open.get(number)
         if found is None:
             found = self._add(number, _Open(*opened(number)))

@@ -27,11 +27,9 @@ from penstock.proto.errors import PenstockError
 __all__ = ["FetchStats", "HostReaders", "Prefetcher", "host_process_id"]
 
 EVICTION_PAUSE_S = 0.25
-"""Seconds between attempts while the cache is full. It is polled: other processes do not report when they release a
-shard."""
+"""Seconds between attempts while the cache is full: other processes do not report when they release a shard."""
 MARK_S = 10.0
-"""Seconds to wait for the lock of a mark or a process, which another process may hold for a moment to remove its
-file."""
+"""Seconds to wait for the lock of a mark or a process, which another may hold for a moment to remove its file."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,7 @@ class FetchStats:
     """Counts of what one process has fetched of a dataset since it opened the dataset."""
 
     fetched_shards: int = 0
-    """Shards that were fetched, or found and verified or decompressed. A row group, span or footer fetched alone counts
-    as one."""
+    """Shards fetched, or found and verified or decompressed. A row group, span or footer fetched alone is one."""
     fetched_bytes: int = 0
     """Bytes that the shards of `fetched_shards` take in the cache's folder."""
     ahead_shards: int = 0
@@ -117,8 +114,7 @@ class Prefetcher:
         self, state: CacheState, threads: int, fetch: Callable[[Shard, str, Callable[[], None]], bool]
     ) -> None:
         """`fetch(shard, key, decided)` returns False if there is no space. It calls `decided` once it has claimed space
-        or must wait for another process; only then does another thread begin the next shard, so shards get space in
-        order."""
+        or must wait for another process; only then does another thread begin, so shards get space in order."""
         self._state = state
         self.readers = HostReaders(state)
         self._threads = threads
@@ -130,8 +126,7 @@ class Prefetcher:
         """(key, shard) of each shard of the list that no thread has taken yet."""
         self._moving: set[str] = set()
         self._deciding = ""
-        """Key of the shard for which a thread still claims space; "" for none. No thread takes another one
-        meanwhile."""
+        """Key of the shard for which a thread still claims space, and others wait; "" for none."""
         self._marks: dict[str, FileLock] = {}
         """Marks of this process on prefetched shards, by key."""
         self._full_until = 0.0

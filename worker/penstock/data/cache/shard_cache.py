@@ -97,8 +97,7 @@ class _InUse:
 
 
 class ShardCache:
-    """Cache folder of a dataset, for any thread. A forked child starts with no shards in use and no threads. It can be
-    pickled for a spawned process."""
+    """Cache folder of a dataset, for any thread. A forked child starts without shards in use and threads."""
 
     def __init__(
         self,
@@ -419,8 +418,7 @@ class ShardCache:
         return self.remote.url_of(shard.name) if self.remote else str(self.folder / shard.name)
 
     def _free(self, size: int, until: float, *, demand: bool) -> int:
-        """Evict shards from a full disk: of this cache, and of its neighbours on the same disk. Return the freed bytes.
-        `demand`: a reader waits."""
+        """Evict shards of this cache and its neighbours on the same full disk; return the freed bytes."""
         size += FREE_MORE
         freed = 0
         near = [cache for cache in (self, *self.neighbours) if cache is self or same_disk(cache._root, self._root)]
@@ -525,8 +523,7 @@ class ShardCache:
         )
 
     def reading_groups(self, group: str) -> int:
-        """Register this process in a group of those that need the same shards; return the number of groups, see
-        `HostReaders.groups`."""
+        """Register this process in a group; return the number of groups, see `HostReaders.groups`."""
         return 1 if self.in_place else self._prefetcher.readers.groups(group)
 
     def _prefetch_one(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:

@@ -51,8 +51,7 @@ class ShardVersion:
     """Record of one shard's complete files. Paths are relative to the cache's folder, or absolute if read in place."""
 
     raw: tuple[tuple[str, int, int], ...] = ()
-    """(path, bytes, modification time in ns) of each raw file; empty while the shard is fetched, or after eviction of
-    these."""
+    """(path, bytes, modification time in ns) of each raw file; empty while being fetched, or once evicted."""
     packed: tuple[tuple[str, int], ...] = ()
     """(path, bytes) of each packed file that the cache keeps."""
     evictable: tuple[tuple[str, int], ...] = ()
@@ -72,8 +71,7 @@ class ShardVersion:
 
     @staticmethod
     def decoded(text: bytes) -> ShardVersion | None:
-        """Return the record in a version file's text; None for other text, a half-written record, and paths out of the
-        folder."""
+        """Return the record in a text; None for other text, a half-written record, and paths out of the folder."""
         try:
             values = json.loads(text.partition(b"\n")[0])  # further lines are the rest of an older, longer text
             version = ShardVersion(

@@ -44,8 +44,7 @@ FETCHES = 16
 Row = Mapping[str, Any]
 PART_BYTES = 64 << 20
 """Bytes above which a shard is divided; a part ends once it has half of this. So most shards are one part, and small
-ones are joined: each part costs about ten file operations and three waits for the disk. A killed run loses the parts in
-work."""
+ones are joined: each costs about ten file operations and three waits for the disk. A killed run loses those in work."""
 SHARD_BYTES = 16 << 10
 """Bytes that count for a shard besides its size, because opening one takes at least about 0.5 ms."""
 
@@ -142,8 +141,7 @@ class PartConverter:
         """Samples of the source that are converted now, for errors."""
 
     def convert(self, number: int) -> bytes:
-        """Convert a part and return its index. Raises DatasetError with the samples and the cause, and errors of the
-        source."""
+        """Convert a part and return its index. Raises DatasetError, with samples and cause, or errors of the source."""
         name, local = part_folder(number), self._dest.local
         try:
             if local is not None:
@@ -195,8 +193,7 @@ class PartConverter:
             self._where = whole
 
     def _fetch(self, shards: Sequence[Shard]) -> None:
-        """Fetch several small shards at a time, because most of the time is spent on waiting for the remote's
-        answer."""
+        """Fetch several small shards at a time, because most time goes by waiting for the remote's answer."""
         if self._is_remote and len(shards) > 1:
             with ThreadPoolExecutor(FETCHES) as threads:
                 list(threads.map(lambda shard: self._source.hold(shard).release(), shards))

@@ -33,8 +33,7 @@ class RowDigest:
         self.rows = 0
 
     def add(self, row: Mapping[str, Any]) -> int:
-        """Add a row, whatever the order of its columns; return about its size in bytes. Raise DatasetError for a value
-        of an unknown type."""
+        """Add a row, whatever the order of its columns; return about its bytes. DatasetError: of an unknown type."""
         parts = []
         for name in sorted(row):
             try:

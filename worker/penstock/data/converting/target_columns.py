@@ -103,8 +103,7 @@ CHANGES: Mapping[str, Callable[[Any], Any]] = {
 
 
 def stored_row(row: Mapping[str, Any], columns: Sequence[TargetColumn], number: int) -> dict[str, Any]:
-    """Return a row as a reader of the result gets it. Raise DatasetError with column and sample for a value that cannot
-    be stored."""
+    """Return a row as a reader of the result gets it. Raise DatasetError for a value that cannot be stored."""
     made = {}
     for column in columns:
         name = column.name
@@ -317,6 +316,5 @@ def _unchanged(arrow: Any, kind: Any, values: Sequence[Any]) -> bool:
 
 
 def arrow_value(value: Any) -> Any:
-    """Return a value as pyarrow accepts it: arrays of 2 or more dimensions as nested lists, those of shape () as a
-    number."""
+    """Return what pyarrow accepts: arrays of 2 or more dimensions as nested lists, of shape () as a number."""
     return value.tolist() if isinstance(value, np.ndarray) and value.ndim != 1 else value

@@ -30,8 +30,7 @@ __all__ = ["HUGE_INDEX", "LARGE_INDEX", "ColumnsPlace", "open_index"]
 LARGE_INDEX = 4 << 20
 """Bytes of an index from which its text does not stay in memory: about 10,000 shards."""
 HUGE_INDEX = 16 << 20
-"""Bytes of an index from which its columns are stored: about 40,000 shards, which take half a second to read, or 5 ms
-to load as columns."""
+"""Bytes of an index (40,000 shards) from which columns are stored: to load takes 5 ms, to read half a second."""
 LONGEST_PAUSE_S = 0.1
 
 

@@ -20,8 +20,7 @@ __all__ = ["Units"]
 
 
 class Units:
-    """Numbers of units, files and opened pieces. If no file is divided, they are equal, and nothing is stored for each
-    shard."""
+    """Numbers of units, files and opened pieces. If no file is divided, they are equal, and not stored."""
 
     def __init__(self, tables: Sequence[ShardTable], by_unit: Sequence[npt.NDArray[np.bool_]]) -> None:
         """`by_unit`: for each stream, whether each file's units are fetched alone; shape (files,). If any is True, all
@@ -98,8 +97,7 @@ class Units:
         return opened if self._file_of is None else int(self._first_units[opened])
 
     def file(self, opened: int) -> tuple[int, int, int | None]:
-        """Return (stream, file within it, unit within the file; None if the whole file is opened) of an opened
-        piece."""
+        """Return (stream, file within it, unit within the file or None for the whole file) of an opened piece."""
         unit = self.first_unit(opened)
         file, block = unit, None
         if self._file_of is not None:

@@ -57,8 +57,7 @@ class OrderLayout:
 
     @staticmethod
     def noted(notes: Mapping[str, Any], table: ShardTable, name: str) -> OrderLayout:
-        """Return the layout in an index's notes, else that of its shards. Raise DatasetError for a note that does not
-        fit them."""
+        """Return the layout in an index's notes, else of its shards. Raise DatasetError for one that does not fit."""
         note = notes.get("order")
         if note is None:
             return OrderLayout.of(table)
@@ -80,8 +79,7 @@ class OrderLayout:
             ) from None
 
     def note(self) -> dict[str, Any]:
-        """Return JSON values for the index of a dataset converted from this one, from which `noted` makes the
-        layout."""
+        """Return JSON values for a converted dataset's index, from which `noted` makes the layout."""
         counts = np.ones(len(self.units), np.int64) if self.counts is None else self.counts
         return {
             "fingerprint": self.fingerprint,

@@ -48,8 +48,7 @@ __all__ = ["ShardTable"]
 RELEASE = 3
 """Version of the stored columns. Increase it when they change; those of other versions are made again."""
 RANGES, HASHED = 1, 2
-"""Flags of a shard. RANGES: its parts are worth fetching one by one. HASHED: the index has a hash of one of its raw
-files."""
+"""Flags of a shard. RANGES: its parts are worth fetching one by one. HASHED: a raw file of it has a hash."""
 KEPT = 10_000
 """Shards that are kept as objects; when this is reached, all are dropped."""
 
@@ -178,8 +177,7 @@ class ShardTable(Sequence[Shard]):
         self._known: dict[str, Mapping[str, Any]] = {}
         self._kept: dict[int, Shard] = {}
         self.reopen: tuple[Callable[..., ShardTable], tuple[object, ...]] | None = None
-        """Function and arguments that make the table in a process to which it is pickled; None: pickle the (small)
-        text."""
+        """Function and arguments that make the table where it is unpickled; None: pickle the (small) text."""
 
     def __reduce__(self) -> tuple[Callable[..., ShardTable], tuple[object, ...]]:
         own = (self._text, self._where, self.facts, self.fingerprint, self._columns)
@@ -247,8 +245,7 @@ class ShardTable(Sequence[Shard]):
 
     @staticmethod
     def loaded(saved: Ints, text: Descriptor, where: str) -> ShardTable:
-        """Return the table of saved columns. Raises ValueError, TypeError or LookupError unless whole and of this
-        release."""
+        """Return the table of saved columns. Raises ValueError, TypeError or LookupError for others."""
         if saved.dtype != np.int64 or saved.ndim != 1 or _check(saved[:-1]) != saved[-1]:
             raise ValueError("the stored columns are damaged")
         about, *columns, _ = np.split(saved[_HEAD:], np.cumsum(saved[:_HEAD]))

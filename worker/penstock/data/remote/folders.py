@@ -70,8 +70,7 @@ RANGE_BYTES = 16 << 20
 PAST_END = 416
 """HTTP status for a part that begins after the file's end."""
 QUIET_TRIES = 5
-"""Failures in a row, within about two seconds, after which a warning is logged, or a host that no attempt has reached
-counts as mistyped."""
+"""Failures in a row, in about 2 s, after which a warning is logged, or a host never reached counts as mistyped."""
 MIN_PROGRESS_BYTES = 1 << 16
 """Bytes of an HTTP download that must arrive every `stall_s` seconds, or else a new attempt continues it."""
 _SERVERS = ("endpoint_url", "endpoint", "host", "port", "account_name")
@@ -119,8 +118,7 @@ class RemoteFolder:
         stall_s: float = 30.0,
     ) -> None:
         """Store the settings, without connecting. `tries`: failures in a row, without a new byte, after which a
-        transfer fails; None: until the deadline. `stall_s`: seconds without progress after which an attempt is
-        cancelled."""
+        transfer fails; None: until the deadline. `stall_s`: without progress until an attempt is cancelled."""
         if (tries is not None and tries < 1) or stall_s <= 0:
             raise InvalidArgumentError(f"tries must be at least 1 and stall_s above 0, got {tries} and {stall_s}")
         self._url = os.fspath(url)
@@ -209,8 +207,7 @@ class RemoteFolder:
             file.truncate(self._fetch(name, file, None, deadline_s))
 
     def download(self, name: str, to: Path, *, expected_size: int, deadline_s: float) -> None:
-        """Download a file. Raises ShardUnavailableError, also for a full disk, and ShardCorruptError for another
-        size."""
+        """Download a file. Raises ShardUnavailableError (also: full disk), ShardCorruptError for another size."""
         with open(to, "wb", buffering=0, opener=open_plain) as file:
             self._fetch(name, file, expected_size, deadline_s)
             file.truncate(expected_size)
@@ -293,15 +290,13 @@ class RemoteFolder:
     # ---- writing
 
     def names(self, *, deadline_s: float) -> list[str]:
-        """Return the names directly in the folder; none without a folder. Raises ShardUnavailableError, locally
-        OSError."""
+        """Return the names in the folder; none without a folder. Raises ShardUnavailableError, locally OSError."""
         if self.local:
             return [path.name for path in self.local.iterdir()] if self.local.is_dir() else []
         return self._listed("ls", deadline_s, detail=False)
 
     def find(self, *, deadline_s: float) -> list[str]:
-        """Return the relative paths of all files below; none without a folder. Raises ShardUnavailableError, locally
-        OSError."""
+        """Return relative paths of all files; none without a folder. Raises ShardUnavailableError, locally OSError."""
         if self.local:
             return files_below(self.local)
         return sorted(self._listed("find", deadline_s))
@@ -489,8 +484,7 @@ class RemoteFolder:
         return self._begin(until, method, *args, **kwargs).result()
 
     def _begin(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> _Request:
-        """Begin a call of a filesystem's method, or its coroutine `_METHOD`, which is cancelled without progress for
-        `stall_s` seconds."""
+        """Begin a call of a method or its coroutine `_METHOD`, which is cancelled after `stall_s` without progress."""
         if not self._asynchronous:
             if method == "cat_file":
                 kwargs |= _BY_RANGES.get(self._protocol, {})
@@ -516,8 +510,7 @@ class RemoteFolder:
     def _wait(
         self, future: concurrent.futures.Future[Any], until: float, stall_s: float, target: DownloadTarget | None
     ) -> Any:
-        """Return the future's result while its transfer makes progress, counted by `target`; without, cancel it and
-        raise TransferBroken."""
+        """Return the result. Without progress, which `target` counts, cancel the future and raise TransferBroken."""
         try:
             with self._lock:
                 if self._closed.is_set():

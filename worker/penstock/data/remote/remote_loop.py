@@ -1,5 +1,4 @@
-"""Event loop of a remote folder in a thread of its own, with the filesystem, whose methods run in it, and its
-connections."""
+"""Event loop of a remote folder in a thread of its own, in which the filesystem's methods run."""
 
 from __future__ import annotations
 

@@ -53,12 +53,10 @@ __all__ = [
 ]
 
 PIECE = 4 << 20
-"""Bytes of a request to an object store: so many that latency hardly matters, and so few that a slow connection does
-not count as stalled."""
+"""Bytes of a request: so many that latency hardly matters, so few that a slow connection is not taken as stalled."""
 PARALLEL, LARGE_PIECE = 4, 8 << 20
-"""Number and bytes of pieces that are requested at the same time while nothing fails. Latency is tens of milliseconds
-and the rate of a request limited, so four bring 32 MiB in little more time than one 8 MiB. boto3's pieces have the same
-size."""
+"""Number and bytes of pieces that are requested at the same time while nothing fails. Latency is tens of ms and the
+rate of a request limited, so 4 bring 32 MiB in little more time than 1 brings 8. boto3's pieces are as large."""
 CLOSED = "the dataset was closed"
 """Reason, in errors, of calls that end because the RemoteFolder was closed."""
 LARGEST_COPY = 1 << 44
@@ -119,12 +117,10 @@ def scrubbed(text: str) -> str:
 
 class DownloadTarget(io.RawIOBase):
     """File to which one attempt of a download writes, from offset `at` up to `limit` bytes in all. Over HTTP the event
-    loop's thread writes to it, else the downloading one. Another may call `abandon`; nothing more is written
-    afterwards."""
+    loop's thread writes to it, else the downloading one. After `abandon` nothing more is written."""
 
     def __init__(self, file: io.FileIO | io.BytesIO, at: int, limit: int, source: str, *, is_known: bool) -> None:
-        """`is_known`: `limit` is the size according to the index, and not only the largest that is accepted. `source`:
-        for errors."""
+        """`is_known`: `limit` is the size in the index, and not only the largest that is accepted."""
         super().__init__()
         self._file = file
         self._limit, self._is_known = limit, is_known
@@ -198,8 +194,7 @@ class DownloadProgress:
     at: int = 0
     """Bytes written so far."""
     validator: str = ""
-    """Changes with the file's content: the ETag, or over HTTP else Last-Modified; "" for a weak ETag, or without
-    either."""
+    """Changes with the content: ETag, or over HTTP else Last-Modified; "" for a weak ETag, or without either."""
     info: Any = None
     """Result of fsspec's `info`; None before it was requested, and over HTTP."""
     parallel: int = 1
@@ -263,14 +258,12 @@ async def http_headers(fs: Any, url: str) -> Any:
 
 
 def age_of(info: Any) -> str | None:
-    """Return a file's time or version, which changes whenever it is written, from its `info` or headers; None if there
-    is neither."""
+    """Return a file's time or version, which changes with each write, from its `info` or headers; or None."""
     return next((f"{name}: {info[name]}" for name in _AGES if info.get(name)), None)
 
 
 def _validator(headers: Any) -> str:
-    """Return a strong ETag, or Last-Modified without an ETag, which change with any byte; "" for neither, or a weak
-    ETag."""
+    """Return a strong ETag, or Last-Modified without an ETag, which change with any byte; "" for others."""
     tag = str(headers.get("ETag", ""))
     if tag:
         return "" if tag.startswith("W/") else tag
@@ -315,8 +308,7 @@ def _status(error: Any) -> int:
 def by_s3_pieces(
     begin: Callable[[int, int], Request], target: DownloadTarget, progress: DownloadProgress, source: str
 ) -> None:
-    """Read a file of a known size from S3, `progress.parallel` pieces at a time. `begin` begins a call of
-    `s3_piece`."""
+    """Read a file of a known size from S3, several pieces at a time. `begin` begins a call of `s3_piece`."""
     assert progress.expected is not None
 
     def checked(piece: _Piece) -> bytes:
@@ -344,8 +336,7 @@ class Request(Protocol):
 def by_pieces(
     begin: Callable[..., Request], path: str, target: DownloadTarget, progress: DownloadProgress, source: str
 ) -> None:
-    """Read a file in pieces, `progress.parallel` at a time. `begin(method, ...)` begins a call of the filesystem's
-    method."""
+    """Read a file in pieces, several at a time. `begin(method, ...)` begins a call of the filesystem's method."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         return begin(*arguments, **options).result()

@@ -1,6 +1,5 @@
 """Indexing of a remote folder that Megatron Energon prepared. `energon prepare` stores beside each archive the offset
-of each sample (NAME.tar.idx: 8 bytes each, then the end of the last one), so an archive of any size costs three small
-requests, and no copy."""
+of each sample (NAME.tar.idx: 8 bytes each, then the end of the last), so any archive costs three small requests."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ class StandIn:
     timeout_s: float
 
     def fill(self) -> None:
-        """Make the empty files. Fetch the small ones that describe a saved Hugging Face dataset. Raises
-        ShardUnavailableError."""
+        """Make the empty files; fetch those that describe a saved Hugging Face dataset (ShardUnavailableError)."""
         names = [name for name in self.remote.find(deadline_s=self.timeout_s) if not is_hidden(name)]
         folders = {parent.as_posix() for name in names for parent in PurePosixPath(name).parents}
         for name in names:
@@ -50,8 +49,7 @@ class StandIn:
                 path.write_bytes(self.remote.read(name, deadline_s=self.timeout_s))
 
     def index_files(self, files: Sequence[tuple[str, Path]], format: str, out: Path) -> list[Shard]:
-        """Index files as `indexing.index_files` does. Raises ShardUnavailableError, DatasetError, and as
-        `index_file`."""
+        """Index as `indexing.index_files`. Raises ShardUnavailableError, DatasetError, and as `index_file`."""
         names = [name for name, _ in files]
         with ThreadPoolExecutor(REQUESTS) as threads:
             keys = dict(zip(names, threads.map(self._key, names), strict=True))

@@ -115,5 +115,4 @@ INDEXABLE: Mapping[str, IndexableFormat] = {
     "array_record-bytes": replace(_ARRAY_RECORD, join=_as("bytes")),
     "array_record-example": replace(_ARRAY_RECORD, join=_as("example")),
 }
-"""A name with "-" also gives the kind of the records, and must be the argument `format` of index_folder: it is never
-found from a folder's files."""
+"""A name with "-" also gives the kind of the records; it must be given, and is never found from a folder's files."""

@@ -32,8 +32,7 @@ PROGRAM = "penstock.data.writing.indexing"
 MEASURE_S = 0.5
 """Seconds for which this process indexes files before it estimates the rest."""
 WORTH_S = 2.0
-"""Estimated seconds for the rest from which other processes are started. Each takes 0.3 s of processor time to
-begin."""
+"""Estimated seconds for the rest from which processes are started. Each takes 0.3 s of processor time to begin."""
 
 Key = tuple[Any, ...]
 """Identity of a file's content: its name, bytes, and numbers or texts that change with the content."""

@@ -92,8 +92,7 @@ def _all_below(remote: RemoteFolder, timeout_s: float) -> list[str]:
 
 
 def _below(folder: str, part: str) -> str:
-    """Return a dataset's path relative to `folder`; `part` may be its index. Raise InvalidArgumentError if it is not
-    below."""
+    """Return a dataset's path below `folder`; `part` may be its index. Raise InvalidArgumentError for others."""
     inside = part.removesuffix(INDEX).rstrip("/").removeprefix(folder.rstrip("/"))
     if inside == part.rstrip("/") or not inside.startswith("/") or not inside.strip("/"):
         raise InvalidArgumentError(f"parts must name folders below {folder!r}, got {part!r}. Leave out other folders")

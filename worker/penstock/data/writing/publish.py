@@ -81,8 +81,7 @@ def newest_index(remote: RemoteFolder, *, timeout_s: float) -> GivenIndex | None
 
 
 def check_no_versions(names: Sequence[str], url: str) -> None:
-    """Refuse to replace a dataset that has versions, because jobs may be reading an older one. `names`: files in its
-    folder."""
+    """Refuse to replace a dataset that has versions, because jobs may be reading an older one."""
     if any(map(_is_version_index, names)):
         raise DatasetError(
             f"{url} must not have versions when it is replaced, because jobs may be reading them. Publish the next "

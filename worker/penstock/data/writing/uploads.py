@@ -1,6 +1,5 @@
 """Upload of a dataset's files: each shard when it is written, and the index last. A folder without an index is not a
-dataset, so it is removed first when a dataset is replaced, and what an error or a killed process leaves is never
-read."""
+dataset, so it is removed first when one is replaced, and what an error or a killed process leaves is never read."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ class Uploads:
     def __init__(
         self, remote: RemoteFolder, *, keep_local: bool, threads: int, timeout_s: float, progress: bool = False
     ) -> None:
-        """Start the threads. `keep_local` False: remove each local file after its upload; `timeout_s`: for each
-        file."""
+        """Start the threads. `keep_local` False: remove local files after upload; `timeout_s`: for each file."""
         self._remote, self._keep_local, self._timeout_s = remote, keep_local, timeout_s
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="penstock-upload")
         self._free = threading.Semaphore(2 * threads)

@@ -72,8 +72,7 @@ class WriterSettings(TypedDict, total=False):
 
 
 Out = str | os.PathLike[str] | tuple[str | os.PathLike[str], str]
-"""Local folder; URL that fsspec opens; or (local folder, URL): files are written to the folder, uploaded, and removed
-unless keep_local is True."""
+"""Local folder; URL that fsspec opens; or (local folder, URL): files are uploaded, and removed unless keep_local."""
 
 
 class Writer(ABC):
@@ -164,9 +163,8 @@ class Writer(ABC):
                 raise
 
     def write(self, sample: Mapping[str, Any]) -> None:
-        """Add a sample. Raise DatasetError for one that cannot be stored, with its number counted from 0 over this
-        writer's samples, and go on without it; ShardUnavailableError if an upload has failed, OSError if a file cannot
-        be written."""
+        """Add a sample. Raise DatasetError for one that cannot be stored, with its number, from 0 in this writer, and
+        go on without it; ShardUnavailableError for a failed upload, OSError if a file cannot be written."""
         if self._ended:
             raise DatasetError(f"{self.name}: write needs an open writer, but this one was closed. Make a new writer")
         data = self._encode(sample)
@@ -221,8 +219,7 @@ class Writer(ABC):
         self._clean_up()
 
     def _may_be_listed(self, whole: RemoteFolder) -> bool:
-        """Return True if an index may already list the appended shards: a `publish` that failed may have written
-        some."""
+        """Return True if an index may list the appended shards: a failed `publish` may have written some."""
         if whole.local is None:
             return False
         try:
@@ -259,8 +256,7 @@ class Writer(ABC):
 
     @abstractmethod
     def _encode_column(self, name: str, value: Any) -> Any:
-        """Return a column's value as `_joined` needs it, usually as bytes. Raise any exception if it cannot be
-        stored."""
+        """Return a value as `_joined` needs it, usually as bytes. Raise any exception if it cannot be stored."""
 
     @abstractmethod
     def _joined(self, values: dict[str, Any]) -> bytes:
