@@ -97,18 +97,17 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         """
         Args:
             remote, local, split, storage_options: arguments of a single Stream; give either these or `streams`.
-            cache_limit: bytes, or a text such as "64gb", that all processes of the host together keep on disk, shared
-                evenly by the streams. The least recently used shards not in use are evicted first. None: no limit.
+            cache_limit: most bytes, or a text such as "64gb", that all processes of the host together keep on disk,
+                shared evenly by the streams. The least recently used shards, if not in use, go first. None: no limit.
             validate_hash: None: verify fetched files, and unverified files in the cache, by the index's fastest hash,
                 if any. Name of an algorithm, such as "sha1", that the index must have: verify by it, also shards read
                 in place. False: verify nothing.
             keep_zip: True: keep compressed files in the cache beside the decompressed ones.
             timeout_s: seconds to wait for a shard.
             download_threads: most shards that a stream prefetches at a time, besides one that is needed at once.
-            prefetch_bytes: bytes, or a text such as "4gb", of shards fetched before their samples are needed, for all
-                streams together; the boxes of a host that use the same cache folder share it evenly. What the present
-                batch needs does not count. None: only cache_limit and the loader's `prefetch_seconds` limit the
-                prefetch.
+            prefetch_bytes: most bytes, or a text such as "4gb", of shards fetched before their samples are needed, by
+                all streams; the boxes of a host that use the same cache folder share it evenly. What the present batch
+                needs is fetched in any case. None: only cache_limit and the loader's `prefetch_seconds` limit it.
             cache_group: name or ID of a Unix group whose members share the cache folders. None: folders that another
                 user made are refused.
             allow_unsafe_types: True: read columns of pickles. A pickle can run any code when it is read, so use this
@@ -120,9 +119,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                 such columns stay bytes. Needs penstock[media].
             columns: names of the columns that samples have; None: all. Of Parquet files no other column is read. The
                 order of samples, and so a saved state, does not depend on it.
-            decoded_limit: bytes, or a text such as "1gb", of decoded row groups that this process keeps in memory, the
-                least recently used dropped first. All datasets of a process share one limit: the largest given, and at
-                least 256 MiB, which is also the default.
+            decoded_limit: most bytes, or a text such as "1gb", of decoded row groups that this process keeps in memory,
+                the least recently used dropped first. All datasets of a process share one limit: the largest given, and
+                at least 256 MiB, which is also the default.
             version: number of the version to read, if the dataset has versions (docs/datasets.md). None: the newest, or
                 that of the state which a StreamingLoader loads. "newest": the same, but with a state between two epochs
                 the loader stays at the newest version.

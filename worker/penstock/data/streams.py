@@ -1,4 +1,4 @@
-"""Streams of a StreamingDataset: datasets that are read together. Its *weight* is its proportion, repeat or choose."""
+"""Streams of a StreamingDataset: datasets read together. A stream's *weight* is its proportion, repeat or choose."""
 
 from __future__ import annotations
 

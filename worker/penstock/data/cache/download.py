@@ -221,7 +221,8 @@ class Downloads:
         return own, False
 
     def _usable(self, path: Path, stored: StoredFile) -> bool:
-        """Return True for a good file. Remove a damaged one; if it is the only copy, raise ShardCorruptError."""
+        """Return True for a file of right size and hash. Remove a damaged one, or raise ShardCorruptError if it is the
+        only copy."""
         found = file_stat(str(path))
         if found is None:
             return False
@@ -240,7 +241,7 @@ class Downloads:
         return True
 
     def _is_only_copy(self, path: Path, stored: StoredFile) -> bool:
-        """Return True for a file never to remove: in a local remote, or in a folder without a remote."""
+        """Return True for a file never to remove: in a remote on this machine, or in a folder without a remote."""
         return self._remote is None or path == self._in_place(stored)
 
     def _verify(self, source: Path | bytes, stored: StoredFile, name: str) -> None:

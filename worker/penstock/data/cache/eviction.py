@@ -5,8 +5,7 @@ fetched.
 A count of 10,000 shards takes 50 ms. So the lock's file keeps an upper bound of the bytes in use, and a claim counts
 only if the bound leaves too little space:
 
-- A claim raises the bound before it is written, and only a count lowers it. So a killed process leaves it too high at
-worst.
+- A claim raises the bound before it is written, and only a count lowers it: a killed process may leave it too high.
 - Each process counts at its first claim, because the bound may be out of date after a power failure.
 - In a large cache an eviction frees more than is needed, so that the next claims need no count.
 

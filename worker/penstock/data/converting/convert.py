@@ -276,7 +276,7 @@ def _sampled(cache: ShardCache, shards: Sequence[Shard]) -> list[dict[str, Any]]
 
 
 def _finished(plan: ConversionPlan, remote: RemoteFolder) -> dict[int, bytes]:
-    """Return each finished part's index by number, and remove what killed runs began. Refuse other folders."""
+    """Return each finished part's index, and remove what killed runs began. Raise DatasetError for other contents."""
     names = remote.names(deadline_s=plan.timeout_s)
     others = [name for name in names if not (name == INDEX or _PART.fullmatch(name) or name.startswith(UNFINISHED))]
     if others:

@@ -57,7 +57,7 @@ class ConversionPlan:
     source: str
     dest: str
     to: str
-    """"mds" or "parquet"."""
+    """Format of the result: "mds" or "parquet"."""
     columns: Sequence[TargetColumn]
     schema: str
     """Serialized Arrow schema of the columns, in hexadecimal; "" for MDS."""

@@ -49,12 +49,11 @@ class WriterSettings(TypedDict, total=False):
     """Keyword arguments that all writers take."""
 
     compression: str | None
-    """"zstd", "gz:6" and so on; None: shards are not compressed."""
+    """Compression of shards: "zstd", "gz:6" and so on; None: none."""
     hashes: Collection[str]
     """Hash algorithms (penstock.data.cache.file_hashes) of each file, before and after compression."""
     size_limit: int | str | None
-    """Size of a shard before compression, in bytes or as a text such as "64mb"; None puts all samples into one
-    shard."""
+    """Bytes of a shard before compression, or a text such as "64mb"; None puts all samples into one shard."""
     exist_ok: bool
     """True to replace a dataset that exists in the folder."""
     append: bool
