@@ -68,8 +68,7 @@ class ConversionPlan:
     parts: Sequence[Sequence[Piece]]
     """Pieces of shards of which each part consists."""
     key: str
-    """Digest of all that decides the result's content. Parts that an earlier run finished under the same key are
-    kept."""
+    """Digest of all that decides the result's content. Parts that were finished under the same key are kept."""
     verify: bool
     timeout_s: float
     cache: str

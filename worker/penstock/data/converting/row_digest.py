@@ -1,9 +1,9 @@
 """Digest of rows that depends on their values, and not on the format that they were read from.
 
-Readers of formats return a value in different types. Here arrays, lists and tuples of the same values are equal,
-numbers of different widths, numpy's scalars and Python's, and decimals such as 1.0 and 1.00; in arrays and lists of
-integers, numbers from 2^63 on also equal the negative ones with the same 64 bits. All else differs: an integer from a
-float, None from an empty value, text from bytes, and columns of different names.
+Readers of formats return a value in different types. Here these are equal: arrays, lists and tuples of the same values;
+numbers of different widths; numpy's scalars and Python's; decimals such as 1.0 and 1.00; in arrays and lists of
+integers numbers from 2^63 on and the negative ones with the same 64 bits. All else differs: an integer from a float,
+None from an empty value, text from bytes, and columns of different names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RowDigest:
         self.rows = 0
 
     def add(self, row: Mapping[str, Any]) -> int:
-        """Add a row, whatever the order of its columns; return about its bytes. DatasetError: of an unknown type."""
+        """Add a row, in any order of columns; return about its bytes. Raises DatasetError for an unknown type."""
         parts = []
         for name in sorted(row):
             try:
