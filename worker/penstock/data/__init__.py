@@ -1,7 +1,6 @@
 """Sources of training data with an exact position, for an input_fn or a plain torch DataLoader.
 
-A name is imported when it is first used. So a command or a process that only converts or indexes files does not import
-torch, which takes 2 s of processor time.
+Each name is imported when first used, because torch takes 2 s to import and converting or indexing does not need it.
 """
 
 from importlib import import_module
@@ -129,7 +128,7 @@ _MODULES = {
     "megatron_blend": "sharded.megatron_blend",
     "merge_index": "writing.merge_index",
 }
-"""Public name -> module, relative to this package, in which it is defined."""
+"""Public name -> its module, relative to this package."""
 
 if not TYPE_CHECKING:  # type checkers would take any name for one of this package
 

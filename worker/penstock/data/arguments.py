@@ -32,8 +32,7 @@ def whole(name: str, value: int) -> int: ...
 @overload
 def whole(name: str, value: int | None) -> int | None: ...
 def whole(name: str, value: int | None) -> int | None:
-    """Return `value` as a Python int, because a state cannot contain a numpy integer. Return None for None. Raise
-    InvalidArgumentError for anything else. `name`: name of the argument, for errors."""
+    """Return `value` as a Python int, because a state cannot contain a numpy integer."""
     try:
         return None if value is None else int(operator.index(value))
     except TypeError:
@@ -41,15 +40,13 @@ def whole(name: str, value: int | None) -> int | None:
 
 
 def truth(name: str, value: bool) -> bool:
-    """Return `value` if it is True or False. Raise InvalidArgumentError for anything else; a text, for example, would
-    count as True. `name`: name of the argument, for errors."""
+    """Return `value` if it is a bool: a text, for example, would count as True."""
     if not isinstance(value, bool):
         raise InvalidArgumentError(f"{name} must be True or False, got {value!r}")
     return value
 
 
 def at_least_one(name: str, value: int) -> int:
-    """Return `value` as an int if it is a whole number of at least 1. Raise InvalidArgumentError for anything else."""
     number = whole(name, value)
     if number is None or number < 1:
         raise InvalidArgumentError(f"{name} must be at least 1, got {number}")
@@ -57,9 +54,7 @@ def at_least_one(name: str, value: int) -> int:
 
 
 def byte_count(name: str, value: int | str | None) -> int | None:
-    """Return a number of bytes, given as a number, or as a text such as "64mb" (powers of 1024, as in
-    mosaicml-streaming). Return None for None. Raise InvalidArgumentError for a number below 1, and for anything
-    else."""
+    """Return a number of bytes >= 1, given as such or as "64mb" (powers of 1024, as in mosaicml-streaming)."""
     number = whole(name, _counted(name, value, _BYTES, "100kb, 64mb or 1.5gb, in powers of 1024"))
     if number is not None and number < 1:
         raise InvalidArgumentError(f"{name} must be at least 1 byte, got {value!r}")
@@ -67,14 +62,12 @@ def byte_count(name: str, value: int | str | None) -> int | None:
 
 
 def sample_count(name: str, value: int | str | None) -> int | None:
-    """Return a number of samples, given as a number, or as a text such as "100k" (powers of 1000). Return None for
-    None. Raise InvalidArgumentError for anything else. The caller checks the number, which may be negative."""
+    """Return a number of samples, given as such or as "100k" (powers of 1000). It may be negative."""
     return whole(name, _counted(name, value, _SAMPLES, "100k, 1.5m or 2b, in powers of 1000"))
 
 
 def real_number(name: str, value: float | None) -> float | None:
-    """Return `value` as a Python float, because a state cannot contain a numpy number. Return None for None. Raise
-    InvalidArgumentError for anything else."""
+    """Return `value` as a Python float, because a state cannot contain a numpy number."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -83,8 +76,7 @@ def real_number(name: str, value: float | None) -> float | None:
 
 
 def seconds_count(name: str, value: float) -> float:
-    """Return `value` as a float if it is a number of seconds of at least 0, or inf. Raise InvalidArgumentError for
-    anything else."""
+    """Return `value` if it is a number of seconds >= 0, or inf."""
     if isinstance(value, bool) or not isinstance(value, Real) or not value >= 0:
         raise InvalidArgumentError(f"{name} must be a number of seconds >= 0, or inf, got {value!r}")
     return float(value)
@@ -102,15 +94,12 @@ def _counted(name: str, value: int | str | None, units: Mapping[str, int], examp
 
 
 def one_of(name: str, value: str, known: Sequence[str]) -> None:
-    """Raise InvalidArgumentError unless `value` is one of the texts in `known`. `name`: name of the argument, for
-    errors."""
     if value not in known:
         raise InvalidArgumentError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def column_names(where: str, columns: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the names of the columns to read as a tuple; None (all columns) for None. Raise InvalidArgumentError for
-    anything but a list of different names. `where`: beginning of the error's text."""
+    """Return the names, which must be different; None: all columns. `where`: beginning of an error's text."""
     if columns is None:
         return None
     if isinstance(columns, str) or not columns or not all(isinstance(name, str) for name in columns):

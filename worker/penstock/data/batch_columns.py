@@ -1,9 +1,5 @@
-"""Rows of a batch as columns, so that a batch is made without a dict for each row.
-
-Columnar formats store the values of a column next to each other, and a batch consists of columns, too. If nothing but
-torch's default_collate turns the rows into a batch, their dicts are not needed: a dataset returns the columns
-(`ColumnSource`), and loading/collating.py makes from them the same batch as from rows.
-"""
+"""Rows of a batch as columns. If only torch's default_collate makes the batch, a dataset of a columnar format returns
+columns (`ColumnSource`), and loading/collating.py makes the same batch without a dict for each row."""
 
 from __future__ import annotations
 
@@ -32,27 +28,24 @@ __all__ = [
 Array = npt.NDArray[Any]
 
 Values = Array | list[Any]
-"""Values of one column in the rows of a batch, as an array or as a list. An array has the shape (rows, ...) and the
-dtype of the tensor that default_collate would make, and the caller may change it. A list has the value of each row;
-arrays in it may be views of other data."""
+"""Values of one column in the rows of a batch. An array has the shape (rows, ...) and the dtype of default_collate's
+tensor, and the caller may change it. Arrays in a list may be views of other data."""
 
 Columns = dict[str, Values]
-"""Columns of a batch: name -> values, in the order of the columns in a sample."""
+"""Column name -> values, in the order of the columns in a sample."""
 
 LARGEST_INT = np.iinfo(np.int64).max
 
 
 ROW_METHODS = ("__getitem__", "__getitems__", "get_many")
-"""Names of a dataset's methods that return samples."""
 
 
 class ColumnSource:
     """Map-style dataset that can return samples by column."""
 
     def get_columns(self, samples: Ints) -> Columns | None:
-        """Return the columns of the samples with these numbers, which must be in range. Return None if the caller must
-        read the samples row by row: they have different columns, or one of them cannot be read. (Reading row by row
-        raises an error that names this sample.)
+        """Return the columns of the samples with these numbers, which must be in range. Return None if their columns
+        differ or one of them cannot be read: reading row by row then raises an error that names it.
 
         Raises ShardUnavailableError, and other errors that concern a whole file.
         """
@@ -64,8 +57,8 @@ class ColumnSource:
 
 
 def columns_match_samples(dataset: Any) -> bool:
-    """Return True if a dataset is a ColumnSource whose columns have the same values as its samples. Return False if a
-    subclass overrides one of ROW_METHODS and not `get_columns`: its own `__getitem__` may tokenize, for example."""
+    """Return False for other datasets, and if a subclass overrides one of ROW_METHODS and not `get_columns`: its own
+    `__getitem__` may tokenize, for example."""
     if not isinstance(dataset, ColumnSource):
         return False
     own = type(dataset)
@@ -74,8 +67,7 @@ def columns_match_samples(dataset: Any) -> bool:
 
 
 def as_python_numbers(values: Array) -> Values:
-    """Return integers as int64 and floats as float64, the dtypes that default_collate gives to Python numbers. Return a
-    list if an integer is too large for int64."""
+    """Return the dtypes that default_collate gives to Python numbers; a list if one is too large for int64."""
     if values.dtype.kind == "f":
         return values.astype(np.float64)
     if values.dtype == np.uint64 and values.max() > LARGEST_INT:
@@ -84,8 +76,8 @@ def as_python_numbers(values: Array) -> Values:
 
 
 def stacked_slices(values: Array, begins: Ints, size: int) -> Array:
-    """Return a copy of the slices of `size` values that begin at the indexes `begins` (at least one) of the array;
-    shape (slices, size). The array must be one-dimensional and contiguous, and contain all slices."""
+    """Return a copy of the slices that begin at the indexes `begins` (at least one), shape (slices, size). `values`
+    must be one-dimensional and contiguous, and contain all slices."""
     count = len(begins)
     first = int(begins[0])
     if not size:
@@ -98,9 +90,8 @@ def stacked_slices(values: Array, begins: Ints, size: int) -> Array:
 
 
 def stacked(rows: list[Any]) -> Array | None:
-    """Return the rows' values as one array, shape (rows, ...), if they are Python's ints or floats, or arrays of
-    numbers or bools. Return None for other values, for values that differ in type, shape or dtype, and for ints that
-    are too large for int64."""
+    """Return one array (rows, ...) of Python's ints or floats, or of arrays of numbers or bools. Return None for other
+    values, unlike types, shapes or dtypes, and ints too large for int64."""
     first, kinds = rows[0], set(map(type, rows))
     if kinds == {int}:
         with contextlib.suppress(OverflowError):
@@ -115,7 +106,7 @@ def stacked(rows: list[Any]) -> Array | None:
 
 
 def by_number(numbers: Ints) -> Iterator[tuple[int, Ints]]:
-    """Yield (number, indexes at which it occurs) for each different number in the array, in ascending order."""
+    """Yield (number, indexes at which it occurs) for each different number, in ascending order."""
     if not len(numbers):
         return
     if (numbers == numbers[0]).all():
@@ -129,9 +120,8 @@ def by_number(numbers: Ints) -> Iterator[tuple[int, Ints]]:
 
 
 def joined(count: int, parts: Sequence[tuple[Ints, Columns]]) -> Columns | None:
-    """Return the columns of `count` rows, joined from parts that together hold all rows. A part is (places of its rows
-    among all rows, columns of its rows); a single part must have its rows in order. Return None if the parts have
-    different columns, or the same columns in another order."""
+    """Join parts (places of rows among all rows, columns of these rows) that together hold all rows; a single part must
+    be in order. Return None if the names of the columns or their order differ."""
     columns = parts[0][1]
     if len(parts) == 1:
         return columns
@@ -142,8 +132,7 @@ def joined(count: int, parts: Sequence[tuple[Ints, Columns]]) -> Columns | None:
 
 
 def placed(count: int, parts: Sequence[tuple[Ints, Values]]) -> Values:
-    """Return the values of one column in `count` rows, joined from parts that together hold all rows. A part is (places
-    of its rows among all rows, values in its rows)."""
+    """Join parts of one column: (places of rows among all `count` rows, values in these rows)."""
     first = parts[0][1]
     if isinstance(first, np.ndarray):
         kind = first.dtype, first.shape[1:]

@@ -1,11 +1,11 @@
-"""Processes that run one program of this package and share the *jobs* of one task, such as the parts of a conversion.
-Each job has a number.
+"""Processes that run one program of this package and share the numbered *jobs* of a task, such as parts of a
+conversion.
 
     python -m PROGRAM PLAN JOBS OUTPUT PARENT
 
-PLAN: file descriptor of a file with the task. JOBS: file descriptor of a file with the numbers of the jobs. All
-processes share the position in this file, so each number is read by one process. OUTPUT: file descriptor of a pipe for
-reports, one JSON object per line. PARENT: ID of the parent process; these processes end when it ends.
+File descriptors: PLAN has the task; JOBS has the numbers of the jobs, and because all processes share the position in
+it, each number is read by one; OUTPUT is a pipe for reports, one JSON object per line. PARENT: ID of the process with
+which these end.
 """
 
 from __future__ import annotations
@@ -29,25 +29,18 @@ from penstock.runtime.process.watch import wait_for_any, wait_for_parent_end
 __all__ = ["JOB", "do_jobs", "in_processes", "memory_file", "serve_jobs"]
 
 JOB = struct.Struct("<Q")
-"""Layout of a job's number in the file JOBS, from which processes take jobs."""
+"""Layout of a job's number in the file JOBS."""
 END_S = 60.0
 """Seconds that a process may take to end after SIGTERM, before it is killed."""
 
 Work = Callable[[int], dict[str, Any]]
-"""Function that does the job with a given number, and returns its report. It raises PenstockError if the job fails."""
+"""Function that does the job with a given number and returns its report. It raises PenstockError if the job fails."""
 Begun = Callable[[bytes], AbstractContextManager[Work]]
 
 
 def in_processes(program: str, plan: bytes, jobs: Sequence[int], count: int) -> Iterator[dict[str, Any]]:
-    """Let several processes do jobs, and yield the report of each job when it is done. If a job fails, let the other
-    processes finish the jobs that they have begun, then raise the error of the first job that failed.
-
-    Args:
-        program: name of a module that calls `serve_jobs`.
-        plan: description of the task, as bytes that the program understands.
-        jobs: numbers of the jobs.
-        count: number of processes.
-    """
+    """Let `count` processes of the module `program`, which calls `serve_jobs`, do jobs; yield each job's report. If one
+    fails, let the others finish the jobs that they have begun, then raise the error of the first that failed."""
     with contextlib.ExitStack() as stack:
         plan_file, jobs_file = (memory_file(stack, text) for text in (plan, b"".join(map(JOB.pack, jobs))))
         children: dict[LinePipe, Spawned] = {}
@@ -82,17 +75,15 @@ def in_processes(program: str, plan: bytes, jobs: Sequence[int], count: int) -> 
 
 
 def serve_jobs(begun: Begun) -> int:
-    """Do jobs in this process, as its command line says, until none is left. Return the exit status: 1 if a job has
-    failed, else 0. `begun`: function that gets the plan and returns a context manager; the value of its `with` block is
-    a function that does one job (`Work`)."""
+    """Do jobs in this process until none is left. Return the exit status: 1 if a job has failed, else 0. `begun`: gets
+    the plan, returns a context manager of the function that does one job."""
     *descriptors, parent = map(int, sys.argv[1:])
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     return do_jobs(begun, *descriptors)
 
 
 def do_jobs(begun: Begun, plan: int, jobs: int, output: int) -> int:
-    """Do jobs until none is left. Return the exit status: 1 if a job has failed, else 0. `begun`: as in `serve_jobs`;
-    other arguments: descriptors as on the command line."""
+    """Do jobs as `serve_jobs` does, with the file descriptors of its command line."""
 
     def say(report: dict[str, Any]) -> None:
         left = json.dumps(report).encode() + b"\n"
@@ -116,8 +107,8 @@ def _end_with(parent: int) -> None:
 
 
 def memory_file(stack: contextlib.ExitStack, content: bytes) -> int:
-    """Return the file descriptor of a file in memory with this content, positioned at its beginning; `stack` closes it.
-    Processes that inherit the descriptor share its position, so each record is read by one of them."""
+    """Return the file descriptor of a file in memory, which `stack` closes. Processes that inherit it share its
+    position, so each record is read by one of them."""
     made = os.memfd_create("penstock-jobs", os.MFD_CLOEXEC)
     try:
         with open(made, "wb", closefd=False) as file:

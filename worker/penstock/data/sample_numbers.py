@@ -1,5 +1,4 @@
-"""From the index in `dataset[index]` to sample numbers: numbers and slices as of a Python list, lists as of a numpy
-array."""
+"""Sample numbers of the index in `dataset[index]`: numbers and slices as of a list, lists as of a numpy array."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ def one_number(index: Any, length: int, name: str, what: str = "a sample's numbe
 
 
 def many_numbers(index: Any, length: int, name: str, what: str = "a sample's number") -> list[int] | None:
-    """Return the sample numbers that a slice, a range, or a list or array of integers or bools selects; None for any
-    other index."""
+    """Return the sample numbers that a slice, range, list or array selects; None for any other index."""
     if isinstance(index, slice):
         return list(range(*index.indices(length)))
     if isinstance(index, range | list):

@@ -11,7 +11,6 @@ __all__ = ["forbid_stop_iteration", "stop_iteration_error"]
 
 
 def stop_iteration_error(what: str) -> DatasetError:
-    """Return the error to raise instead of a StopIteration. `what`: name of the user's function that raised it."""
     return DatasetError(
         f"a StopIteration must not come out of {what}, where it would look like the end of the data. Call next() only "
         "on iterators that are not empty, or as next(iterator, default)"
@@ -20,8 +19,7 @@ def stop_iteration_error(what: str) -> DatasetError:
 
 @contextmanager
 def forbid_stop_iteration(what: str) -> Iterator[None]:
-    """Raise DatasetError in place of a StopIteration that the code in the `with` block raises. `what`: name of the
-    user's function in that code."""
+    """Raise DatasetError in place of a StopIteration of the user's function that `what` names."""
     try:
         yield
     except StopIteration as error:

@@ -1,5 +1,4 @@
-"""Dataset of shards on any filesystem, read sample by sample as if it were local; StreamingLoader adds order and
-prefetch."""
+"""Dataset of shards on any filesystem, read by sample number; StreamingLoader adds order and prefetch."""
 
 from __future__ import annotations
 
@@ -56,16 +55,16 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 __all__ = ["StreamingDataset"]
 
 LISTED_BOUNDS = 1 << 14
-"""Largest number of opened pieces whose first samples are kept in a list, which is searched faster than an array."""
+"""Most opened pieces whose first samples are kept in a list, which is searched faster than an array."""
 
 
 class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
-    """Map-style dataset of samples in shard files, which are downloaded to a local cache when they are needed. A sample
-    is a dict from column name to value. The samples of the first stream have the lowest numbers.
+    """Map-style dataset of samples in shard files, which are downloaded to a local cache when needed. A sample is a
+    dict from column name to value. The samples of the first stream have the lowest numbers.
 
-    It works with any torch DataLoader. Give it to a StreamingLoader to read it faster, in an order whose position can
-    be saved. Subclasses may override `__getitem__`, for example to tokenize. It can be read from several threads, and
-    from forked and spawned worker processes.
+    It works with any torch DataLoader; a StreamingLoader reads it faster, in an order whose position can be saved.
+    Subclasses may override `__getitem__`, for example to tokenize. Threads, and forked and spawned processes, may read
+    it.
 
     Example::
 
@@ -98,39 +97,34 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         """
         Args:
             remote, local, split, storage_options: arguments of a single Stream; give either these or `streams`.
-            cache_limit: largest number of bytes, or a text such as "64gb", that all processes of the host together keep
-                on disk. The least recently used shards are evicted first; a shard in use is never evicted. Streams
-                share the limit evenly. None: no limit.
-            validate_hash: None: verify fetched files, and unverified files found in the cache, by the fastest hash that
-                the index has, if any. Name of an algorithm, such as "sha1": verify by this hash, also shards that are
-                read in place; the index must have it. False: verify nothing.
+            cache_limit: most bytes, or a text such as "64gb", that all processes of the host together keep on disk,
+                shared evenly by the streams. The least recently used shards, if not in use, go first. None: no limit.
+            validate_hash: None: verify fetched files, and unverified files in the cache, by the index's fastest hash,
+                if any. Name of an algorithm, such as "sha1", that the index must have: verify by it, also shards read
+                in place. False: verify nothing.
             keep_zip: True: keep compressed files in the cache beside the decompressed ones.
             timeout_s: seconds to wait for a shard.
-            download_threads: largest number of shards that a stream prefetches at a time. A shard that is needed at
-                once is fetched in addition.
-            prefetch_bytes: largest number of bytes, or a text such as "4gb", of shards that are fetched before their
-                samples are needed, for all streams together. The boxes of a host that use the same cache folder share
-                the number evenly. What the present batch needs is fetched in any case. None: only cache_limit and the
-                loader's `prefetch_seconds` limit the prefetch.
+            download_threads: most shards that a stream prefetches at a time, besides one that is needed at once.
+            prefetch_bytes: most bytes, or a text such as "4gb", of shards fetched before their samples are needed, by
+                all streams; the boxes of a host that use the same cache folder share it evenly. What the present batch
+                needs is fetched in any case. None: only cache_limit and the loader's `prefetch_seconds` limit it.
             cache_group: name or ID of a Unix group whose members share the cache folders. None: folders that another
                 user made are refused.
             allow_unsafe_types: True: read columns of pickles. A pickle can run any code when it is read, so use this
                 only for data that you trust.
-            images: "pil": images are Pillow's, decoded when they are first used. "array": images are numpy arrays of
-                shape (height, width, channels), or (height, width) for one channel, with the dtype and values of
-                `numpy.asarray(image)`. They are decoded when a sample is read: in parallel if the loader has
-                `fetch_threads`.
+            images: "pil": Pillow's images, decoded when first used. "array": numpy arrays of shape (height, width,
+                channels), or (height, width) for one channel, as of `numpy.asarray(image)`, decoded when a sample is
+                read: in parallel if the loader has `fetch_threads`.
             clips: name of a column of encoded videos or sounds -> the frames or audio samples to decode of each. None:
                 such columns stay bytes. Needs penstock[media].
             columns: names of the columns that samples have; None: all. Of Parquet files no other column is read. The
-                order of samples, and so a saved state, does not depend on the columns.
-            decoded_limit: largest number of bytes, or a text such as "1gb", of decoded row groups that this process
-                keeps in memory; the least recently used ones are dropped first. All datasets of a process share one
-                limit: the largest that any of them was given, and at least 256 MiB. None: 256 MiB, or the limit of
-                another dataset.
-            version: number of the version to read, if the dataset has versions (docs/datasets.md). None: the newest
-                version, or that of the state which a StreamingLoader loads. "newest": the same, but with a state that
-                lies between two epochs the loader stays at the newest version.
+                order of samples, and so a saved state, does not depend on it.
+            decoded_limit: most bytes, or a text such as "1gb", of decoded row groups that this process keeps in memory,
+                the least recently used dropped first. All datasets of a process share one limit: the largest given, and
+                at least 256 MiB, which is also the default.
+            version: number of the version to read, if the dataset has versions (docs/datasets.md). None: the newest, or
+                that of the state which a StreamingLoader loads. "newest": the same, but with a state between two epochs
+                the loader stays at the newest version.
 
         Raises:
             ShardUnavailableError: an index cannot be fetched.
@@ -240,8 +234,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             OrderLayout.noted(file_notes(index), own, name)
             for index, own, (_, _, name) in zip(indexes, self._tables, remotes, strict=True)
         ]
-        """Division of each stream's samples that decides their order, in units (row groups or shards) numbered through
-        all streams."""
+        """Units (row groups or shards), numbered through all streams, that decide the order of samples."""
         facts = [table.facts for table in self._tables]
         self.has_blocks = any(fact.blocks for fact in facts)
         """True if any shard has blocks (such as row groups) that are decoded as a whole."""
@@ -255,8 +248,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         ]
         self._units = Units(self._tables, by_unit)
         self._bounds_of_units: list[Ints] | None = None
-        """Bounds of the units that are read, and of those of `layouts`: the number of the first sample of each, then
-        the total. None if these are the same units."""
+        """Bounds of the units that are read, and of those of `layouts`: first sample of each, then the total. None: the
+        same units."""
         if any(self._units.finer) or not all(each.own for each in self.layouts):
             order_bounds = np.concatenate([[0], np.cumsum(self._order_sizes())])
             self._bounds_of_units = [self._units.unit_bounds, order_bounds]
@@ -275,7 +268,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                 )
         self.fingerprint = joint_fingerprint(self.layouts)
         """Digest of what the indexes say of all data: names, sizes and hashes of files, numbers of samples. It stays
-        the same if the data are moved to another place, or converted to another format by `penstock data convert`."""
+        the same if the data are moved, or converted by `penstock data convert`."""
 
     def _set_starts(self) -> None:
         # For a single sample, bisect on a memoryview or list is faster than on an array. A list of a million numbers
@@ -310,9 +303,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
     def __getitem__(self, index: Any) -> Any:
         """Return a sample; for a slice, a list or an array of numbers, the list of these samples. Waits for shards.
 
-        Raises:
-            IndexError: `index` is out of range.
-            ShardUnavailableError, ShardCorruptError: a sample's shard cannot be fetched or read.
+        Raises IndexError, and ShardUnavailableError or ShardCorruptError if a shard cannot be fetched or read.
         """
         several = many_numbers(index, len(self), self.name)
         if several is not None:
@@ -350,7 +341,6 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return found
 
     def get_columns(self, samples: Ints) -> Columns | None:
-        """Return the columns of the samples with these numbers, see ColumnSource."""
         if not self._reads_columns:
             return None
         shards = np.searchsorted(self._units.bounds, samples, side="right") - 1
@@ -379,9 +369,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             raise
 
     def fetch_ahead(self, units: Ints, *, needed: int = 0, group: str = "") -> int:
-        """Prefetch the files of these units (see `units_of`) in this order, up to `prefetch_bytes`; the list replaces
-        the previous one. Return the number of units to which the prefetch reaches. `needed`: number of the first units
-        that are fetched in any case; `group`: shared by processes that need the same."""
+        """Prefetch the files of these units (see `units_of`) in this order, up to `prefetch_bytes`, in place of the
+        previous list. Return how many units it reaches. `needed`: first units that are fetched in any case; `group`:
+        shared by processes that need the same."""
         count = self._admitted(units, needed, group or host_process_id())
         wanted: list[list[Shard]] = [[] for _ in self._caches]
         self._ahead = dict.fromkeys(self._opened_for(units[:count]))
@@ -395,8 +385,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return count
 
     def _admitted(self, units: Ints, needed: int, group: str) -> int:
-        """Return how many of these units fit into this group's share of `prefetch_bytes`. The `needed` ones, and open
-        files, do not count."""
+        """Return how many units fit into this group's share of `prefetch_bytes`, open files and `needed` apart."""
         if self.prefetch_bytes is None:
             return len(units)
         free = self.prefetch_bytes // max(cache.reading_groups(group) for cache in self._caches)
@@ -426,7 +415,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return sum((cache.stats() for cache in self._caches), FetchStats())
 
     def keep_open(self, units: Ints) -> None:
-        """Keep the open files of these units open. Close all others if any stream has a cache: an open shard cannot be
+        """Keep the files of these units open. Close others if any stream has a cache: an open shard cannot be
         evicted."""
         needed = set(self._opened_for(units))
         self._open.most = max(MIN_OPEN, len(needed))
@@ -434,8 +423,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             self._open.keep(needed)
 
     def decode_ahead(self, units: Ints) -> None:
-        """Decode these units (see `layouts`) in the background, in this order, as soon as their files are at hand, up
-        to half of the memory for decoded row groups. The list replaces the previous one."""
+        """Decode these units (see `layouts`) in the background, in this order, once their files are at hand, up to half
+        of the memory for decoded row groups, in place of the previous list."""
         if not self.has_blocks:
             return
         units = self.read_units(units)
@@ -445,8 +434,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._decoder.want(self._decodable())
 
     def _decodable(self) -> list[int]:
-        """Take the units of `_to_decode` whose files are at hand or being prefetched: decoding must not fetch
-        others."""
+        """Take those of `_to_decode` whose files are at hand or being prefetched: decoding must not fetch others."""
         opened = self._units.opened_of(np.array(self._to_decode, np.int64)).tolist()
         known = list(zip(self._to_decode, opened, strict=True))
         ready = [unit for unit, number in known if number in self._ahead or self._is_at_hand(number)]
@@ -490,7 +478,6 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return stream, self._tables[stream][file], part
 
     def shares(self, epoch_size: int | None = None) -> list[int]:
-        """Return the number of samples that an epoch takes from each stream."""
         return samples_of_epoch(self.streams, [int(sizes.sum()) for sizes in self.sizes], epoch_size)
 
     def close(self) -> None:
@@ -531,7 +518,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._relieve_caches()
 
     def _relieve_caches(self) -> None:
-        """Make each cache close the open shards of this dataset when it needs space, by a weak reference."""
+        """Make each cache close open shards of this dataset when it needs space, by a weak reference."""
         open_shards = weakref.ref(self._open)
 
         def relieve() -> None:

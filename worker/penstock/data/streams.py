@@ -1,5 +1,4 @@
-"""Streams of a StreamingDataset: datasets that are read together. A stream's *weight* is its proportion of an epoch, or
-how often an epoch takes its samples, or how many of them."""
+"""Streams of a StreamingDataset: datasets read together. A stream's *weight* is its proportion, repeat or choose."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ __all__ = [
 PREPARED_WAIT_S = 60.0
 """Longest wait in seconds for a remote's answer whether Energon has prepared its folder."""
 _plain: set[tuple[str, str]] = set()
-"""(remote folder, split) of each folder that Energon has not prepared, so that the remote is asked only once."""
+"""(remote folder, split) that Energon has not prepared, so that the remote is asked only once."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +44,17 @@ class Stream:
     and the same one for all streams."""
 
     remote: str | os.PathLike[str] | None = None
-    """Folder of the dataset: a path, or any URL that fsspec opens (http://, s3://, ...). None: the data is in
-    `local`."""
+    """Folder: a path, or any URL that fsspec opens (http://, s3://, ...). None: the data is in `local`."""
     local: str | os.PathLike[str] | None = None
-    """Folder on this machine that caches the dataset's files; None: a folder for this remote in the user's cache
-    directory. Without a remote: the folder of the dataset itself."""
+    """Folder that caches files; None: one in the user's cache directory. Without a remote: the dataset."""
     split: str | None = None
-    """Name of a subfolder that is appended to `remote` and `local`. For a folder that Energon prepared: the name of a
-    split in its split.yaml, or "*" for all splits."""
+    """Subfolder of `remote` and `local`. In a folder that Energon prepared: a split in split.yaml, or "*" for all."""
     proportion: float | None = None
-    """Share of this stream's samples in an epoch, relative to the proportions of the other streams: 3 and 1 give 75%
-    and 25%."""
+    """Share of an epoch's samples, relative to the other streams: 3 and 1 give 75% and 25%."""
     repeat: float | None = None
-    """Number of times that an epoch takes each sample of this stream. With 0.5 an epoch takes half of the samples, and
-    the next epoch the other half."""
+    """Times that an epoch takes each sample. 0.5: half of the samples, and the next epoch the other half."""
     choose: int | str | None = None
-    """Number of samples that an epoch takes from this stream, or a text such as "100k"."""
+    """Number of samples that an epoch takes, or a text such as "100k"."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments for fsspec's filesystem: keys, endpoint, headers."""
     validate_hash: str | Literal[False] | None = None
@@ -105,9 +99,8 @@ def remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
 
 
 def prepared_folder(stream: Stream) -> Path | None:
-    """Return the local folder that has Energon's description of the splits (of a remote stream copied into the cache);
-    None if Energon has not prepared it, and of a remote also without split, if the cache has an index of it, or if it
-    does not answer."""
+    """Return the local folder with Energon's description of the splits (copied into the cache); None if Energon has not
+    prepared it, and of a remote also without split, with an index in the cache, or without an answer."""
     source = local_source(stream)
     if source is not None or not stream.split:
         return source if source is not None and is_prepared(source) else None
@@ -154,7 +147,6 @@ def with_plain_values(number: int, stream: Stream) -> Stream:
 
 
 def group_id(name_or_id: str | int | None) -> int | None:
-    """Return the ID of a Unix group that is given by name or ID."""
     if not isinstance(name_or_id, str):
         return whole("cache_group", name_or_id)
     try:
@@ -184,8 +176,7 @@ def check_weights(streams: Sequence[Stream]) -> None:
 
 
 def samples_of_epoch(streams: Sequence[Stream], totals: Sequence[int], epoch_size: int | None) -> list[int]:
-    """Return the number of samples that an epoch takes from each stream. `totals`: samples of each; `epoch_size`: None:
-    what `repeat` or `choose` give, or all samples."""
+    """Return the samples of an epoch from each stream. `epoch_size` None: as `repeat` or `choose` say, or all."""
     if streams[0].repeat is not None or streams[0].choose is not None:
         if epoch_size is not None:
             raise InvalidArgumentError(

@@ -32,11 +32,10 @@ class SyntheticDataset(torch.utils.data.Dataset[Any]):
     def __init__(self, sample_spec: Any, num_samples: int, *, seed: int = 0) -> None:
         """
         Args:
-            sample_spec: form of a sample: dicts, lists and tuples of tensors and functions. Only the shape and dtype of
-                a tensor matter, so `torch.empty(...)` suffices: floats are standard normal, integers 0 to 127, bools
-                random. A function is called as `function(index, generator)` and returns the value; `generator` is a
-                numpy Generator seeded for this sample.
-            num_samples: length of the dataset.
+            sample_spec: form of a sample: dicts, lists and tuples of tensors and functions. Only a tensor's shape and
+                dtype matter (`torch.empty(...)`): floats are standard normal, integers 0 to 127, bools random. A
+                function is called as `function(index, generator)`, with a numpy Generator seeded for this sample, and
+                returns the value.
 
         Raises InvalidArgumentError for a spec with other values, or for num_samples below 1.
         """

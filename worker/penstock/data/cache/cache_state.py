@@ -3,16 +3,13 @@
     FOLDER/.penstock/remote             address that the folder's files come from
     FOLDER/.penstock/index.json         ETag or time that the remote's index had when it was fetched
     FOLDER/.penstock/eviction           lock of the process that counts bytes and evicts
-    FOLDER/.penstock/shards/KEY         lock shared by the processes that read the shard
+    FOLDER/.penstock/shards/KEY         lock shared by readers of the shard; text: ShardVersion; mtime: last use
     FOLDER/.penstock/prefetched/KEY     lock shared by the processes that prefetch the shard, until they read it
     FOLDER/.penstock/readers/NAME       lock of a process that prefetches within a budget of bytes
     FOLDER/.penstock/fetching/KEY       lock of the process that fetches the shard
     FOLDER/.penstock/fetching/KEY!...   temporary files of that process
 
-KEY stands for one shard, see `key_of`. The file shards/KEY also holds the record of the shard's complete files
-(ShardVersion) as its text, and the time of the last use as its modification time.
-
-flock has no timeout, so a process tries a lock again and again, with pauses of at most 20 ms.
+KEY stands for one shard, see `key_of`. flock has no timeout, so a process polls a lock.
 """
 
 from __future__ import annotations
@@ -35,25 +32,17 @@ from penstock.runtime.files.plain_files import is_ours, read_plain
 __all__ = ["LONGEST_PAUSE_S", "STATE", "CacheState"]
 
 STATE = ".penstock"
-"""Name of the folder, inside a cache's folder, that holds the cache's locks and records."""
 
 LONGEST_PAUSE_S = 0.02
-"""Longest pause between two attempts to acquire a lock, in seconds."""
+"""Longest pause between two attempts to acquire a lock."""
 
 
 class CacheState:
-    """Locks and records in the state folder of one cache, as one process uses them. A shard's files there are named by
-    its *key*, which is made from the shard's name: train/a.mds has the key train%2Fa.mds."""
+    """Locks and records of one cache, as one process uses them, by the keys of shards (`key_of`)."""
 
     def __init__(self, folder: Path, remote: RemoteFolder | None, timeout_s: float, group: int | None = None) -> None:
-        """Store the settings, without touching the folder.
-
-        Args:
-            folder: the cache's folder.
-            remote: where the files come from; None: `folder` is the dataset itself.
-            timeout_s: seconds that a user of the cache waits for a file; named in errors.
-            group: ID of the Unix group whose members share `folder`; None: the folder belongs to this user alone.
-        """
+        """Do not touch the folder. `remote` None: it is the dataset itself; `timeout_s`: named in errors; `group`: Unix
+        group whose members share it, None: this user alone."""
         self.root = str(folder)
         self._group = group
         self._remote = remote
@@ -65,13 +54,12 @@ class CacheState:
         self.readers = f"{STATE}/readers"
         self.fetching_folder = f"{STATE}/fetching"
         self.closing = threading.Event()
-        """Event that is set when the cache closes. Every wait for a lock then raises ShardUnavailableError."""
+        """Set when the cache closes. Every wait for a lock then raises ShardUnavailableError."""
         self._prepared = False
 
     def prepare(self) -> None:
-        """Make the state folder, record the remote, and remove what dead processes left. Do so once; later calls do
-        nothing. Raises DatasetError if the folder holds files of another remote or belongs to another user (see
-        `_make_folders`), ShardUnavailableError if it cannot be written."""
+        """Make the state folder, record the remote, and remove what dead processes left; only the first call does.
+        Raises DatasetError for another remote or user (`_make_folders`), ShardUnavailableError if it cannot write."""
         if self._prepared:
             return
         try:
@@ -87,12 +75,8 @@ class CacheState:
         self._prepared = True
 
     def _make_folders(self) -> None:
-        """Make the cache's folder, and in it the state folder with its subfolders.
-
-        Raises DatasetError if a file or a link has the name of one of them, or if it belongs to another user, except
-        root and the members of the cache's group. Another user could put links or false records there, and this process
-        would then read wrong files.
-        """
+        """Make the folders. Refuse (DatasetError) links, files, and folders of other users, except root and the cache's
+        group: they could put links or false records there, and this process would read wrong files."""
         refuse_strange_links(Path(self.root))
         made = False
         with contextlib.suppress(FileExistsError):
@@ -154,8 +138,7 @@ class CacheState:
         )
 
     def _check_remote(self) -> None:
-        """Record in the cache's folder from which remote its files come. Raise DatasetError if another remote is
-        recorded, because files of two datasets may have the same names and sizes."""
+        """Record the remote. Refuse another one: files of two datasets may have the same names and sizes."""
         if self._remote is None:
             return
         identity = self._remote.identity.encode()
@@ -185,15 +168,8 @@ class CacheState:
     def fetching(
         self, key: str, until: float, name: str, busy: Callable[[], object] | None = None
     ) -> Iterator[Callable[[str], Path]]:
-        """Acquire the lock that allows this process alone to fetch the shard `key`, and hold it while the `with` block
-        runs. Yield a function that returns the path of a temporary file, given a name for its kind, such as "raw". All
-        temporary files are removed when the block ends.
-
-        Args:
-            until: deadline for the lock, monotonic time in seconds.
-            name: file to name in errors.
-            busy: as in `wait`.
-        """
+        """Hold the lock that allows this process alone to fetch the shard, until `until` (monotonic) at the latest.
+        Yield a function from a kind, such as "raw", to the path of a temporary file, removed at the end."""
         base = f"{self.fetching_folder}/{key}"
         lock = self.wait(base, until, name, shared=False, busy=busy)
         try:
@@ -213,8 +189,7 @@ class CacheState:
             lock.release()
 
     def remove_temporary(self, base: str) -> None:
-        """Remove the temporary files of the process that fetches a shard. `base`: path of that process's lock file,
-        relative to the cache's folder."""
+        """Remove the temporary files of the process that fetches a shard. `base`: its lock file."""
         with parent_of(self.root, base) as (folder, name):
             listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
             try:
@@ -229,16 +204,9 @@ class CacheState:
     def wait(
         self, path: str, until: float, name: str, *, shared: bool, busy: Callable[[], object] | None = None
     ) -> FileLock:
-        """Acquire the lock at `path` and return it. Raise ShardUnavailableError at the deadline, if the cache is
-        closing, or if the lock's file cannot be opened.
-
-        Args:
-            path: path of the lock file, relative to the cache's folder.
-            until: deadline, monotonic time in seconds.
-            name: file to name in errors; "" for the whole cache.
-            shared: True for a lock that several processes can hold together.
-            busy: called after each attempt that failed because another process or thread holds the lock.
-        """
+        """Acquire the lock at `path`, relative to the folder; `shared`: several processes can hold it. Call `busy`
+        after each failed attempt. Raise ShardUnavailableError at `until` (monotonic), when the cache closes, or if the
+        file cannot be opened. `name`: for errors; "" for the whole cache."""
         pause = 0.0005
         while True:
             self.check_open(name)
@@ -265,8 +233,7 @@ class CacheState:
             pause = min(LONGEST_PAUSE_S, pause * 2)
 
     def check_open(self, name: str) -> None:
-        """Raise ShardUnavailableError if the cache is closing. name: file to name in the error; "" for the whole
-        cache."""
+        """Raise ShardUnavailableError if the cache is closing. `name`: for the error; "" for the whole cache."""
         if self.closing.is_set():
             raise ShardUnavailableError(
                 f"{self._address(name)} could not be fetched, because {CLOSED}. Open the dataset again"
@@ -279,8 +246,7 @@ class CacheState:
 
 
 def _holder(path: str) -> str:
-    """Return who holds a lock, as text for errors. Only the process that fetches a shard writes its ID into the lock
-    file."""
+    """Return who holds a lock, for errors. Only the process that fetches a shard writes its ID into the lock file."""
     try:
         text = read_plain(path, LONGEST_TEXT)
     except OSError:

@@ -4,11 +4,8 @@
     index-000002.json        index of version 2: the shards of version 1, and those that were appended
     index.json               copy of the index of the newest version
 
-The number of the version is in each index, among the *notes*: the entries for Penstock alone. An index without this
-note belongs to a dataset without versions.
-
-The index of a version never changes, and neither do the shards that it lists. So a job that reads one version is not
-disturbed when the next version is published (writing/publish.py).
+The number is in each index, among its *notes* (entries for Penstock alone). The index of a version and its shards never
+change, so publishing the next version (writing/publish.py) does not disturb a job.
 """
 
 from __future__ import annotations
@@ -24,19 +21,16 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnava
 __all__ = ["Version", "check_version", "open_version", "version_of"]
 
 Version = int | Literal["newest"] | None
-"""Version of a dataset as a user gives it: a number from 1; "newest" or None for the newest one."""
+"""Version as a user gives it: a number from 1; "newest" or None for the newest one."""
 
 
 def check_version(name: str, version: Version) -> None:
-    """Raise InvalidArgumentError unless `version` is a number from 1, "newest" or None. `name`: name of the
-    argument."""
     if version not in (None, "newest") and (type(version) is not int or version < 1):
         raise InvalidArgumentError(f'{name} must be a number of at least 1, "newest" or None, got {version!r}')
 
 
 def version_of(notes: Mapping[str, Any]) -> int | None:
-    """Return the version number in the notes of a dataset's index (its entries for Penstock alone); None if the dataset
-    has no versions."""
+    """Return the version number in an index's notes; None if the dataset has no versions."""
     number = notes.get(VERSION_NOTE)
     return number if type(number) is int and number > 0 else None
 
@@ -44,15 +38,8 @@ def version_of(notes: Mapping[str, Any]) -> int | None:
 def open_version(
     make: Callable[[str], ShardCache], version: Version, name: str
 ) -> tuple[ShardCache, Descriptor, int | None]:
-    """Open a version of a dataset. Return its cache, its index, and its number, which is None if the dataset has no
-    versions.
-
-    Args:
-        make: function that makes the dataset's cache, given the name of the index file.
-        name: name of the dataset, for errors.
-
-    Raises DatasetError for a version that does not exist, ShardUnavailableError if an index cannot be fetched.
-    """
+    """Return the cache that `make` makes for the version's index file, the index, and the number (or None). Raises
+    DatasetError for a missing version, ShardUnavailableError for an index that cannot be fetched."""
     if isinstance(version, int):
         return _numbered(make, version, name)
     newest = make(INDEX)

@@ -1,9 +1,5 @@
-"""Decoding of blocks in a thread, before they are needed. A *block* is a part of a shard that is decoded as a whole,
-such as a row group of Parquet.
-
-Decoding releases the GIL, so it runs beside the code that makes samples. Each dataset has at most one such thread. It
-ends after some time without work, and is started again when needed. A forked child starts its own thread.
-"""
+"""Decoding of *blocks* (parts of a shard that are decoded as a whole, such as Parquet's row groups) in a thread, ahead.
+Decoding releases the GIL. A dataset has at most one thread, which ends when idle; a forked child starts its own."""
 
 from __future__ import annotations
 
@@ -17,19 +13,15 @@ from collections.abc import Callable, Sequence
 __all__ = ["DecodeAhead"]
 
 IDLE_S = 2.0
-"""Seconds without work after which the thread ends."""
 EXIT_WAIT_S = 10.0
 """Seconds to wait, when the interpreter exits, for the block that is being decoded."""
 
 
 class DecodeAhead:
-    """Thread that decodes blocks (parts of shards, such as row groups) in a given order. Any thread may call its
-    methods."""
+    """Thread that decodes blocks in a given order. Any thread may call its methods."""
 
     def __init__(self, decode: Callable[[int], None]) -> None:
-        """Store `decode`, a bound method that decodes a block, given its number. Only a weak reference to the method's
-        object is kept. An error of the method is ignored here: a reader that needs the block decodes it again and
-        raises the error."""
+        """Store the bound method `decode` weakly. Its errors are ignored: a reader of the block gets them again."""
         self._decode = weakref.WeakMethod(decode)
         self._reset()
         _all.add(self)
@@ -38,13 +30,11 @@ class DecodeAhead:
         # Reentrant: garbage collection of a dataset, which closes this, may run in the thread that holds the lock.
         self._work = threading.Condition(threading.RLock())
         self._wanted: list[int] = []
-        """Numbers of the blocks to decode, the next one last."""
         self._thread: threading.Thread | None = None
         self._is_closing = False
 
     def want(self, blocks: Sequence[int], *, more: bool = False) -> None:
-        """Let the thread decode the blocks of these numbers, in this order, and return at once. `more`: True to decode
-        them after the blocks of earlier calls, False to drop those that are not decoded yet."""
+        """Decode these blocks in this order; with `more` after those of earlier calls, which are else dropped."""
         with self._work:
             self._wanted = [*reversed(blocks), *(self._wanted if more else ())]
             if not blocks:
@@ -56,8 +46,7 @@ class DecodeAhead:
             self._work.notify()
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Decode no more blocks, and end the thread; a later `want` starts another one. `wait_s`: seconds to wait for
-        the block that is being decoded."""
+        """End the thread; a later `want` starts another. `wait_s`: longest wait for the present block."""
         with self._work:
             self._wanted, self._is_closing, thread = [], True, self._thread
             self._work.notify()
@@ -88,8 +77,7 @@ def _forked() -> None:
 
 
 def _exiting() -> None:
-    """Wait for the decoding threads when the interpreter exits. Python kills a thread that returns from C++ code after
-    the interpreter has ended, which may abort the process."""
+    """Wait for decoding threads: Python kills one that returns from C++ after its end, which may abort the process."""
     for each in list(_all):
         each.close(EXIT_WAIT_S)
 

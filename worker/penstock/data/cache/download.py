@@ -1,10 +1,9 @@
-"""Download of one shard's files into the cache's folder. A file that the folder does not have yet is fetched, verified,
-decompressed and renamed. A file's *raw* form is the one that is read; its *packed* form is the compressed file, if the
-dataset has one.
+"""Download of one shard's files into the cache's folder. A file's *raw* form is the one that is read; its *packed* form
+is the compressed file, if there is one.
 
-A file gets its final name only when it is complete, verified and synced to the disk. A file that fails verification is
-removed before it can be read; otherwise the next run would read it without an error. Only the process that holds the
-shard's fetch lock (cache_state.py) runs this code. A transfer that fails is repeated in data/remote/folders.py.
+A file gets its final name only when it is complete, verified and synced to the disk; a damaged one is removed, or the
+next run would read it. Only the holder of the shard's fetch lock (cache_state.py) runs this code.
+data/remote/folders.py repeats transfers that fail.
 """
 
 from __future__ import annotations
@@ -32,14 +31,11 @@ from penstock.runtime.files.plain_files import open_plain, read_plain
 __all__ = ["Downloads", "give_name", "put"]
 
 ATTEMPTS = 2
-"""Number of downloads of a file that arrives damaged each time, before an error is raised."""
+"""Downloads of a file that arrives damaged each time, before an error is raised."""
 
 
 def put(data: bytes, temporary: Path, folder: Path, name: str, source: str) -> None:
-    """Write `data` to the file `name` below `folder`, either completely or not at all.
-
-    temporary: path to which the bytes are written first. source: where the bytes come from, for errors.
-    """
+    """Write `data` to a file below `folder` completely or not at all. `source`: for errors."""
     try:
         with open(temporary, "wb", buffering=0, opener=open_plain) as file:
             view = memoryview(data)
@@ -56,8 +52,8 @@ def put(data: bytes, temporary: Path, folder: Path, name: str, source: str) -> N
 
 
 def give_name(temporary: Path, folder: Path, name: str) -> None:
-    """Rename a temporary file to `name` below a folder, without following links of other users. The file's bytes are
-    synced to the disk first, so that a power loss cannot leave the name without the bytes."""
+    """Rename a temporary file without following links of other users. Its bytes are synced first, so that a power loss
+    cannot leave the name without the bytes."""
     descriptor = open_plain(temporary, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         os.fsync(descriptor)
@@ -69,8 +65,7 @@ def give_name(temporary: Path, folder: Path, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """Callable that returns the path of a temporary file for one file of a shard: the file `number`, counted from 0.
-    It is called with "packed" for the compressed form of the file, "raw" for the decompressed form."""
+    """Function from "packed" or "raw" to the path of a temporary file for the shard's file `number`."""
 
     temporary: Callable[[str], Path]
     number: int
@@ -80,8 +75,7 @@ class _Numbered:
 
 
 class Downloads:
-    """Downloads of a dataset's shards into one cache folder. The complete files of a shard there are recorded in a
-    ShardVersion."""
+    """Downloads of a dataset's shards into one cache folder."""
 
     def __init__(
         self,
@@ -92,15 +86,7 @@ class Downloads:
         validate: str | Literal[False] | None,
         keep_packed: bool,
     ) -> None:
-        """Store the settings.
-
-        Args:
-            remote: where files are fetched from; None: nothing is fetched, and `folder` is the dataset itself.
-            folder: the cache's folder.
-            index: name of the index file.
-            validate: as in ShardCache.
-            keep_packed: True to keep compressed files after decompression.
-        """
+        """`remote` None: `folder` is the dataset itself. `validate`, `keep_packed`: as in ShardCache."""
         self._remote = remote
         self._folder = folder
         self._validate = validate
@@ -108,7 +94,7 @@ class Downloads:
         self._index = RemoteIndex(remote, folder, f"{STATE}/{index}") if remote and not remote.local else None
 
     def before_index_fetch(self) -> None:
-        """Record which version of its index the remote has (ETag or time). Called before the index is fetched."""
+        """Record which version of its index the remote has (ETag or time), before the index is fetched."""
         if self._index is not None:
             self._index.record_version()
 
@@ -116,8 +102,7 @@ class Downloads:
         return origin_of(shard, self._remote.local if self._remote else None)
 
     def accepts(self, version: ShardVersion, shard: Shard) -> bool:
-        """Return True if the record `version` describes the files that the index lists now, and if they were verified
-        as `validate` asks for."""
+        """Return True if `version` describes the files that the index lists now, verified as `validate` asks for."""
         if version.origin != self.origin(shard):
             return False
         return version.hash == self._validate if self._validate else bool(version.hash) or not self._verified_by(shard)
@@ -132,19 +117,14 @@ class Downloads:
         return self._validate or ""
 
     def forget(self, version: ShardVersion) -> None:
-        """Remove the fetched files that an outdated record names, because the remote has other data under these names
-        now."""
+        """Remove the fetched files of an outdated record: the remote has other data under these names now."""
         if self._remote is not None:
             for name, _ in (*version.evictable, *version.packed):
                 self._unlink(name)
 
     def need(self, shard: Shard, *, from_remote: bool) -> ShardVersion:
-        """Return the record that is written before a shard is fetched, to claim space for it (eviction.py). The
-        record's `size` is the largest number of bytes that the shard may take on disk.
-
-        from_remote: True if the cache fetched those files of the shard that the folder has already; False if the user
-        put them there.
-        """
+        """Return the record that claims space for a shard (eviction.py): its `size` is the most that the shard may take
+        on disk. `from_remote`: the cache fetched the files that are there already, and not the user."""
         return ShardVersion(
             evictable=tuple((file.raw.name, file.raw.size) for file in shard.files),
             packed=tuple((file.packed.name, file.packed.size) for file in shard.files if file.packed),
@@ -167,15 +147,8 @@ class Downloads:
         return file.raw.size + file.packed.size
 
     def fill(self, shard: Shard, temporary: Callable[[str], Path], until: float, *, from_remote: bool) -> ShardVersion:
-        """Verify those files of the shard that are there; fetch, decompress and verify those that are missing or
-        damaged. Return the record of all files of the shard.
-
-        Args:
-            temporary: returns a unique path, given the kind of a temporary file: "packed" (compressed) or "raw"
-                (decompressed).
-            until: deadline, monotonic time in seconds.
-            from_remote: as in `need`.
-        """
+        """Verify the shard's files that are there, get those that are missing or damaged, and return the record of all.
+        `until`: monotonic; `temporary`: path of a temporary file by "packed" or "raw"; `from_remote`: as in `need`."""
         made_of = self.origin(shard)
         raw: list[tuple[str, int, int]] = []
         packed: list[tuple[str, int]] = []
@@ -210,9 +183,8 @@ class Downloads:
         return self._folder / stored.name
 
     def _drop_strange_links(self, file: ShardFile) -> None:
-        """Remove links that another user put in place of a shard's file in the cache's folder. Such a link may lead to
-        a private file of this process's user. The private file would be decompressed into the folder, where others can
-        read it."""
+        """Remove links that another user put in place of a shard's file. One may lead to a private file of this user,
+        which would be decompressed into the folder, where others can read it."""
         for stored in (file.raw, file.packed):
             if stored and self._remote is not None and is_strange_link(self._own(stored)):
                 self._unlink(stored.name)
@@ -225,8 +197,7 @@ class Downloads:
         return found is not None and found[0] == stored.size
 
     def _raw(self, shard: Shard, file: ShardFile, temporary: Callable[[str], Path], until: float) -> tuple[Path, bool]:
-        """Fetch, verify and decompress a file as needed. Return the path of the decompressed file, and True if it is
-        read in place, or if the cache's folder had it, decompressed or packed."""
+        """Fetch, verify and decompress a file as needed. Return its raw path, and True if it was there in any form."""
         self._drop_strange_links(file)
         for path in (self._in_place(file.raw), self._own(file.raw)):
             if path and self._usable(path, file.raw):
@@ -250,8 +221,8 @@ class Downloads:
         return own, False
 
     def _usable(self, path: Path, stored: StoredFile) -> bool:
-        """Return True if the file at `path` exists, and its size and hash are right. Raise ShardCorruptError for a
-        damaged file that is the only copy; remove any other damaged file."""
+        """Return True for a file of right size and hash. Remove a damaged one, or raise ShardCorruptError if it is the
+        only copy."""
         found = file_stat(str(path))
         if found is None:
             return False
@@ -270,8 +241,7 @@ class Downloads:
         return True
 
     def _is_only_copy(self, path: Path, stored: StoredFile) -> bool:
-        """Return True for a file that must never be removed: one in a remote that is a local folder, or one in a cache
-        folder without a remote."""
+        """Return True for a file never to remove: in a remote on this machine, or in a folder without a remote."""
         return self._remote is None or path == self._in_place(stored)
 
     def _verify(self, source: Path | bytes, stored: StoredFile, name: str) -> None:
@@ -313,9 +283,8 @@ class Downloads:
         self._download(packed, got, until, inflate)
 
     def _download(self, stored: StoredFile, temporary: Path, until: float, use: Callable[[str], None]) -> None:
-        """Download a file to the path `temporary`, then call `use`, which verifies the file and renames or decompresses
-        it. If the file is damaged, download it again, up to ATTEMPTS times in all. `use` gets the file's address, for
-        errors."""
+        """Download a file, then call `use` (with the address, for errors), which verifies and renames or decompresses
+        it. If it is damaged, download it again, up to ATTEMPTS times in all."""
         if self._remote is None:
             raise ShardUnavailableError(
                 f"{self._own(stored)} is missing, and there is no remote to fetch it from. Copy the file there, or "
@@ -344,7 +313,7 @@ class Downloads:
                 raise unwritable(error, str(self._folder), stored.size, source) from error
 
     def _inflate(self, shard: Shard, file: ShardFile, path: Path, temporary: Path) -> None:
-        """Decompress the file at `path` into the cache's folder. Verify the compressed and the decompressed bytes."""
+        """Decompress a file into the cache's folder. Verify its packed and its raw bytes."""
         assert file.packed is not None
         data = read_plain(path, file.packed.size)
         source = (

@@ -1,23 +1,18 @@
-"""Eviction from a cache's folder: the bytes in use, and the shards to remove when the cache needs space.
+"""Eviction from a cache's folder, by one process at a time, under a lock. To *count* is to read the version files
+(shard_versions.py) of all shards; to *claim* bytes is to write them into the shard's version file before they are
+fetched.
 
-One process at a time counts and evicts, under a lock. To *count* is to read the version files of all shards
-(shard_versions.py): their times, and the contents of those that changed. To *claim* bytes is to write them into the
-shard's version file, before they are fetched.
+A count of 10,000 shards takes 50 ms. So the lock's file keeps an upper bound of the bytes in use, and a claim counts
+only if the bound leaves too little space:
 
-A count of 10,000 shards takes 50 ms. So an upper bound of the bytes in use is kept in the file of the lock, and a claim
-counts only if the bound leaves too little space for the shard:
-
-- A claim raises the bound before it is written, and only a count lowers the bound. So a killed process may leave the
-  bound too high, but never too low.
+- A claim raises the bound before it is written, and only a count lowers it: a killed process may leave it too high.
 - Each process counts at its first claim, because the bound may be out of date after a power failure.
-- In a large cache each eviction frees more bytes than are needed, so that the next claims need no count.
+- In a large cache an eviction frees more than is needed, so that the next claims need no count.
 
-The least recently used shard is evicted first. Raw files that can be decompressed again from a packed file in the cache
-are evicted before files that would have to be fetched again. A shard is never evicted while a process holds its lock. A
-shard with files that the user put into the folder is evicted only if the remote has these files. A prefetch never
-evicts a shard that a process has prefetched and not used yet.
-
-Shards are also evicted when the disk or the user's quota is full, in a cache with or without a limit.
+The least recently used shard goes first, and raw files whose packed form is in the cache before files that would have
+to be fetched. A shard is kept while a process holds its lock, or if the user put files of it there that the remote
+lacks; a prefetch also spares shards that were prefetched and not used yet. With or without a limit, shards are evicted
+when the disk or the user's quota is full.
 """
 
 from __future__ import annotations
@@ -38,7 +33,7 @@ from penstock.runtime.files.plain_files import read_plain
 __all__ = ["Eviction", "disk_bytes", "free_bytes", "same_disk"]
 
 LARGE_CACHE = 1000
-"""Number of shards from which a cache counts as large: reading all its version files takes longer than 5 ms."""
+"""Number of shards from which a cache counts as large: to read their version files takes longer than 5 ms."""
 SURPLUS = 0.01
 """Fraction of a large cache's limit that an eviction frees beyond what is needed."""
 _BOUND_TEXT = re.compile(rb"at most (\d{1,20}) bytes\n")
@@ -50,40 +45,24 @@ class _Entry(NamedTuple):
 
 
 class Eviction:
-    """Eviction from one cache's folder, by one process. The version files (each holds the record of one shard) are kept
-    in memory. A version file is read again only after it has changed."""
+    """Eviction from one folder, by one process. Version files stay in memory, and are read again if they changed."""
 
     def __init__(self, state: CacheState, limit: int | None, fetchable: Callable[[str, int], bool]) -> None:
-        """Start without having read the folder.
-
-        Args:
-            limit: largest number of bytes in the folder; None: no limit, and `claim` is never called.
-            fetchable: `fetchable(name, size)` returns True if the remote has that file, so that it can be fetched
-                again.
-        """
+        """`limit` None: `claim` is never called. `fetchable(name, size)`: whether the remote has that file."""
         self._state = state
         self._limit = limit
         self._fetchable = fetchable
         self._entries: dict[str, _Entry] = {}
         self._has_counted = False
         self._unevictable: set[str] = set()
-        """Keys of shards that cannot be evicted: the remote lacks a file that the user put into the folder, or a file
-        cannot be removed. They are remembered, so that a later claim does not ask the remote again."""
+        """Keys of shards that the remote lacks (so as not to ask again), or whose files cannot be removed."""
 
     def claim(
         self, counting: FileLock, key: str, lock: FileLock, version: ShardVersion, *, demand: bool, exceed: bool = False
     ) -> bool:
-        """Claim space for a shard: evict other shards if it does not fit, then write its record `version`. Return True
-        if the space was claimed, False if there is not enough.
-
-        Args:
-            counting: the eviction lock, held by the caller.
-            key: the shard's key.
-            lock: the shard's lock, held by the caller.
-            version: record of the shard, with its size.
-            demand: True if a reader waits for the shard, so that prefetched shards may be evicted.
-            exceed: True to claim the bytes even if there is not enough space.
-        """
+        """Evict what is in the way of a shard, then write its record. Return False if there is not enough space, unless
+        `exceed`. The caller holds `counting` (the eviction lock) and `lock`. `demand`: a reader waits, so prefetched
+        shards may be evicted."""
         assert self._limit is not None
         bound = _decoded_bound(counting.read()) if self._has_counted else None
         if bound is None or bound + version.size > self._limit:
@@ -96,8 +75,8 @@ class Eviction:
         return True
 
     def free(self, size: int, *, demand: bool) -> int:
-        """Evict shards because the disk is full, until `size` bytes are freed or nothing is left to evict. Return the
-        number of freed bytes. The caller holds the eviction lock. `demand`: as in `claim`."""
+        """Evict shards from a full disk until `size` bytes are freed or none is left; return the freed bytes. The
+        caller holds the eviction lock. `demand`: as in `claim`."""
         self._read()
         missing = size
         for whole in (False, True):
@@ -105,9 +84,7 @@ class Eviction:
         return size - (self._shrink(missing, whole=True, sparing=False) if demand else missing)
 
     def _excess_after_eviction(self, key: str, size: int, *, demand: bool) -> int:
-        """Count the bytes in use without the shard `key`, and evict other shards until `size` more bytes fit. Return
-        the number of bytes by which the limit would still be exceeded; 0 or less if they fit. `demand`: as in
-        `claim`."""
+        """Evict shards but `key` until `size` more bytes fit. Return the bytes that exceed the limit, or <= 0."""
         assert self._limit is not None
         self._read()
         self._entries.pop(key, None)
@@ -135,12 +112,8 @@ class Eviction:
                     self._entries[file.name] = entry
 
     def _shrink(self, excess: int, *, whole: bool, sparing: bool) -> int:
-        """Evict shards, the least recently used first, until `excess` bytes are freed or nothing is left to evict.
-        Return `excess` less the number of freed bytes; 0 or less if enough were freed.
-
-        whole: True to evict all files of a shard; False to evict only decompressed files whose compressed form stays.
-        sparing: True to keep shards that a process, also this one, has prefetched and not used yet.
-        """
+        """Evict shards until `excess` bytes are freed or none is left; return what remains of `excess`. `whole`: False:
+        only raw files whose packed form stays; `sparing`: keep shards that any process prefetched and has not used."""
         if excess <= 0:
             return excess
         for key, entry in sorted(self._entries.items(), key=lambda item: item[1].time_ns):
@@ -218,13 +191,11 @@ def _decoded_bound(text: bytes) -> int | None:
 
 
 def disk_bytes(folder: str) -> int:
-    """Return the size of a folder's disk, in bytes."""
     disk = os.statvfs(folder)
     return disk.f_blocks * disk.f_frsize
 
 
 def free_bytes(folder: str) -> int:
-    """Return the number of bytes that are free on a folder's disk."""
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize
 

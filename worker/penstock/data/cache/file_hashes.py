@@ -23,25 +23,22 @@ HASHES: dict[str, Callable[[], Any]] = {
     },
     **{name: getattr(xxhash, name) for name in sorted(xxhash.algorithms_available)},
 }
-"""Name of a hash algorithm -> function that makes a hash object, as in hashlib."""
 
 _FAST = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32", "sha1", "blake2b", "sha256", "md5", "sha512")
-"""Names of hash algorithms, from the fastest to the slowest on current processors. Algorithms that are not listed count
-as slower than all of these."""
+"""From the fastest to the slowest on current processors. Others count as slower."""
 
 PIECE = 1 << 20
-"""Number of bytes of a file that are read into memory at a time."""
+"""Bytes of a file that are read into memory at a time."""
 
 
 def fastest_of(algorithms: Iterable[str]) -> str:
-    """Return the name of the fastest of several hash algorithms; "" if none of the names is known."""
+    """Return the fastest of several algorithms; "" if none is known."""
     known = [name for name in algorithms if name in HASHES]
     return min(known, key=lambda name: (_FAST.index(name) if name in _FAST else len(_FAST), name), default="")
 
 
 def digest_of(source: Path | bytes | bytearray | memoryview, algorithm: str) -> str:
-    """Return the hexadecimal digest of bytes or of a file's content. Raises InvalidArgumentError for an unknown
-    algorithm."""
+    """Return the hexadecimal digest of bytes or a file. Raises InvalidArgumentError for an unknown algorithm."""
     make = HASHES.get(algorithm)
     if make is None:
         raise InvalidArgumentError(f"the hash algorithm must be one of {', '.join(sorted(HASHES))}, got {algorithm!r}")

@@ -1,11 +1,8 @@
-"""Locks between the processes of a host: flock on small files.
+"""Locks between the processes of a host: flock on small files, which the kernel releases when a process ends.
 
-The kernel releases the locks of a process that ends, so a killed process blocks no other process. The holder of a lock
-may write a line of text into its file. The holder of an exclusive lock may remove the file. Another process may have
-opened the file before, and wait for the lock: it detects that the file was removed, and opens or makes the file anew.
-
-A lock belongs to the open file, which a forked child shares with its parent. If the child unlocked the file, the parent
-would lose its lock. So the child closes its copies of all lock files at once, and unlocks none.
+The holder may write a line into the file; of an exclusive lock, also remove it. Others that wait for the removed file
+detect this and open or make it anew. A lock belongs to the open file, which a forked child shares: if the child
+unlocked it, the parent would lose its lock. So the child only closes its copies of all lock files at once.
 """
 
 from __future__ import annotations
@@ -23,11 +20,10 @@ from penstock.runtime.files.inner_paths import parent_of, unlink_below
 __all__ = ["LONGEST_TEXT", "FileLock", "take"]
 
 LONGEST_TEXT = 1 << 20
-"""Largest number of bytes that are read from a lock file."""
+"""Most bytes that are read from a lock file."""
 
 _opening = threading.RLock()
-"""Lock of `_opened`, the list of open lock files. It is held while a file is opened or released, and during a fork. So
-a forked child has a complete list of the files to close."""
+"""Held while a file is opened or released, and during a fork, so that a child has a complete list of files to close."""
 _opened: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
 
@@ -52,40 +48,35 @@ class FileLock:
         self._pid = os.getpid()
 
     def read(self) -> bytes:
-        """Return the content of the lock file."""
         return self._held().read(LONGEST_TEXT, 0)
 
     def write(self, text: bytes) -> None:
-        """Replace the text of the lock file by one line. A reader finds the old text or the whole line; after the line
-        it may for a moment find the rest of a longer old text."""
+        """Replace the text by one line. A reader finds the old text or the whole line, maybe with old text after it."""
         descriptor = self._held()
         os.pwrite(descriptor.fileno(), text, 0)
         os.ftruncate(descriptor.fileno(), len(text))
         self.touch()
 
     def touch(self, time_ns: int | None = None) -> None:
-        """Set the lock file's modification time to `time_ns`, in ns since the epoch; None: to the current time. The
-        time is set explicitly because the kernel's own file times are coarse: two writes may get the same time."""
+        """Set the modification time; None: now. The kernel's own file times are coarse: two writes may get the same."""
         now = time.time_ns() if time_ns is None else time_ns
         number = self._held().fileno()
         if number >= 0:  # garbage collection of the lock's owner may have closed the file before
             os.utime(number, ns=(now, now))
 
     def share(self, group: int) -> None:
-        """Let the members of the Unix group `group` write the lock file. Do nothing if the file belongs to another
-        user."""
+        """Let a Unix group write the lock file, unless it belongs to another user."""
         number = self._held().fileno()
         with contextlib.suppress(PermissionError):  # the file belongs to another member of the group
             os.fchown(number, -1, group)
             os.fchmod(number, 0o664)
 
     def remove(self) -> None:
-        """Remove the lock file, but keep the lock until `release`. Only the holder of an exclusive lock may call
-        this."""
+        """Remove the file, but keep the lock until `release`. Only the holder of an exclusive lock may call this."""
         unlink_below(self.root, self.name)
 
     def release(self) -> None:
-        """Release the lock; any thread may do so. Do nothing if it is released already, or in a forked child."""
+        """Release the lock, from any thread. Do nothing if it is released already, or in a forked child."""
         if self._pid != os.getpid():
             return
         with _opening:
@@ -102,13 +93,8 @@ class FileLock:
 
 
 def take(root: str, name: str, *, shared: bool, create: bool = True) -> FileLock | None:
-    """Try once to acquire a lock, and return it; None if it is held, by another process or
-    by another FileLock of this one, in a way that excludes this one.
-    The lock's file is `name` below the folder `root`; links in that path are refused.
-
-    shared: True for a lock that several processes can hold together. create: True to make the file if it is missing,
-    False to raise FileNotFoundError.
-    """
+    """Try once to acquire the lock of the file `name` below `root`, whose path may have no links. Return None if
+    another FileLock, of any process, excludes it. `create` False: a missing file raises FileNotFoundError."""
     flags = os.O_RDWR | (os.O_CREAT if create else 0)
     while True:
         with parent_of(root, name) as (folder, last), _opening:

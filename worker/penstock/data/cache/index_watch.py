@@ -1,13 +1,11 @@
-"""Checks that a dataset's index has not changed since the dataset was opened, on disk or at the remote.
+"""Checks that a dataset's index has not changed since the dataset was opened: a job would get old rows first and new
+ones later.
 
-If a dataset is overwritten while a job reads it, the job gets old rows first and new rows later. For files that are
-verified, the hashes in the index detect this. In three other cases the index itself is watched, because writing a
-dataset removes or replaces its index: files are read in place, files have no hashes, or another job fills the cache's
-folder again.
+Hashes in the index detect this for files that are verified. The index itself, which writing a dataset removes or
+replaces, is watched if files are read in place, have no hashes, or another job fills the cache's folder again.
 
-A fetched file without a hash is taken to belong to the cached index as long as the version (ETag or time) of the
-remote's index stays the same. Comparing the contents of the indexes is not enough: without hashes, two datasets of
-equal sizes have equal indexes.
+A fetched file without a hash is taken to belong to the cached index while the ETag or time of the remote's index stays
+the same. To compare indexes is not enough: without hashes, two datasets of equal sizes have equal ones.
 """
 
 from __future__ import annotations
@@ -36,36 +34,33 @@ __all__ = ["IndexWatch", "RemoteIndex", "check_index", "digest_of", "is_index_of
 VERSION_TIMEOUT_S = 10.0
 """Seconds to wait for the remote's answer about its index's version."""
 LARGEST_PAGE = 4 << 20
-"""Largest size, in bytes, of a fetched index that is parsed completely to see that it is not a login page."""
+"""Size of a fetched index up to which it is parsed completely, to see that it is not a login page."""
 
 
 @dataclass
 class IndexWatch:
-    """Watch over the index file of an open dataset, to see whether it has changed since the dataset was opened."""
+    """Watch over the index file of an open dataset."""
 
     path: Path
     digest: str
-    """Digest of the index's content when the dataset was opened."""
+    """Digest of the index when the dataset was opened."""
     hashed: bool
-    """True if the index has a hash of each file, so that equal indexes mean equal data."""
+    """The index has a hash of each file, so equal indexes mean equal data."""
     in_place: bool
-    """True if the shards are read in place. The removal of the index is then an error. False if the index is a copy in
-    a cache, which may be removed at any time."""
+    """Shards are read in place, so the index must stay; a copy in a cache may be removed at any time."""
     seen: tuple[int, int, int] | None
-    """Size, modification time in ns and inode of the index file when its content was last found unchanged; None if the
-    file was missing."""
+    """Size, modification time in ns and inode of the index when last found unchanged; None if it was missing."""
     older_ns: int | None = None
-    """Modification time in ns that the index had before it was rewritten with equal content; None if it was not
-    rewritten, or if it has hashes. A shard file that is newer than this time counts as rewritten, too."""
+    """Modification time in ns before the index was rewritten with equal content and without hashes; None otherwise.
+    Shard files that are newer count as rewritten, too."""
 
     @staticmethod
     def of(path: Path, index: Descriptor, digest: str, *, hashed: bool, in_place: bool) -> IndexWatch:
         return IndexWatch(path, digest, hashed, in_place, _version_of(os.fstat(index.fileno())))
 
     def check(self, shard: Sequence[Path]) -> None:
-        """Raise DatasetError if the dataset was written again since it was opened, or if the index of files that are
-        read in place was removed. The content of the index is read only if the file's size, time or inode has changed.
-        `shard`: paths of the shard files that were just opened."""
+        """Raise DatasetError if the dataset was written again, or the index of files read in place removed. The index
+        is read only if its size, time or inode has changed. `shard`: files that were just opened."""
         seen = _file_version(self.path)
         if seen is None:
             if self.in_place:
@@ -111,26 +106,22 @@ class RemoteIndex:
 
     remote: RemoteFolder
     folder: Path
-    """Folder of the cache that has a copy of the index."""
     record: str
-    """Path, relative to `folder`, of the file that records for all processes of the host which version of the index was
-    fetched (ETag or time). The file is named like the index."""
+    """Path below `folder` of the host's record which version (ETag or time) of the index was fetched."""
 
     @property
     def name(self) -> str:
-        """Name of the index file at the remote."""
         return self.record.rpartition("/")[2]
 
     def record_version(self) -> None:
-        """Record the version (ETag or time) of the index that the remote has now. This is called before the index is
-        fetched, so that `check` detects if the index is replaced during the fetch."""
+        """Record the index's version. Called before the fetch, so that `check` detects a replacement during it."""
         version = (self._version() or "").encode()
         with parent_of(self.folder, self.record) as (folder, name):
             write_whole(Path(f"/proc/self/fd/{folder}", name), version)
 
     def check(self) -> None:
-        """Raise DatasetError if the remote's index was replaced or removed since it was fetched. Do nothing if the
-        remote reports no versions, or does not answer: `check` is called again after the next download."""
+        """Raise DatasetError if the index was replaced or removed since it was fetched. Without an answer do nothing:
+        `check` is called again after the next download."""
         try:
             before = read_plain(self.folder / self.record, LONGEST_TEXT).decode(errors="replace")
         except FileNotFoundError:
@@ -144,8 +135,7 @@ class RemoteIndex:
             )
 
     def _became_first_version(self) -> bool:
-        """Return True if the remote's index has changed only because a writer appended shards to a dataset that had no
-        versions before. The cached copy is then still valid, as the index of version 1 (dataset_versions.py)."""
+        """Return True if a writer only appended to a dataset without versions: the copy is then that of version 1."""
         try:
             cached = digest_of(Descriptor(self.folder / self.name))
             notes = first_notes(
@@ -156,8 +146,7 @@ class RemoteIndex:
         return notes.get(PRECEDED_NOTE) == cached
 
     def _version(self) -> str | None:
-        """Return the version (ETag or time) of the remote's index; "" if there is no index, None if the remote does not
-        say."""
+        """Return the index's ETag or time; "" without an index, None if the remote does not say."""
         try:
             return self.remote.version(self.name, deadline_s=VERSION_TIMEOUT_S)
         except FileNotFoundError:
@@ -169,9 +158,8 @@ class RemoteIndex:
 
 
 def check_index(file: Descriptor, source: str) -> None:
-    """Raise DatasetError if a fetched file is not an index but, for example, the page of a login or proxy. Such a page
-    must not be cached. Of a file larger than any page, only the first and last bytes are checked. `source`: address of
-    the file, for errors."""
+    """Raise DatasetError for a fetched file that is no index, such as a login's page, which must not be cached. Of a
+    file larger than any page, only the ends are checked. `source`: for errors."""
     size = os.fstat(file.fileno()).st_size
     if size > LARGEST_PAGE:
         is_index = file.read(256, 0).lstrip()[:1] == b"{" and file.read(256, size - 256).rstrip()[-1:] == b"}"
@@ -190,15 +178,14 @@ def check_index(file: Descriptor, source: str) -> None:
 
 
 def is_index_of(path: Path, folder: str) -> bool:
-    """Return True if the file at `path` is an index that was written for the files in another folder, `folder`, because
-    `path` is in the folder that was the argument `out` of `index_folder`. Return False if `folder` is ""."""
+    """Return True if the index at `path` was written for files in `folder`, by the argument `out` of `index_folder`."""
     with contextlib.suppress(OSError):
         return bool(folder) and file_notes(Descriptor(path)).get(SOURCE_NOTE) == folder
     return False
 
 
 def digest_of(file: Descriptor) -> str:
-    """Return the digest of a file's content. The file may be larger than the memory."""
+    """Return the digest of a file, which may be larger than the memory."""
     digest, at = xxhash.xxh3_128(), 0
     while piece := file.read(1 << 20, at):
         digest.update(piece)

@@ -1,11 +1,6 @@
-"""Open shards of a dataset, which all threads share. The least recently used shards are closed when too many are open.
-
-The second-chance algorithm chooses the shard to close: the oldest one that was not used since the algorithm last
-considered it. A look-up happens for each sample; it only sets a flag and takes no lock.
-
-To close a shard here means to drop this module's reference to it. A thread that reads the shard has its own reference,
-so the file is closed after that thread has finished.
-"""
+"""Open shards of a dataset, which all threads share. The second-chance algorithm chooses which to close when too many
+are open: the oldest that was not used since it was last considered. So the look-up for each sample only sets a flag,
+without a lock. To close is to drop a reference: a thread that still reads the shard has its own."""
 
 from __future__ import annotations
 
@@ -26,11 +21,10 @@ from penstock.proto.errors import DatasetError, ShardCorruptError
 __all__ = ["MIN_OPEN", "OpenShards", "PartTables"]
 
 MIN_OPEN = 64
-"""Smallest number of shards that may be open before shards are closed, if the limit of file descriptors allows this
-number. A dataset raises it to the number of shards that it needs soon."""
+"""Number of shards that may always be open, if the limit of file descriptors allows. A dataset raises it as needed."""
 
 MOST_TABLES = 64
-"""Largest number of tables of one dataset that stay in memory."""
+"""Most tables of one dataset that stay in memory."""
 
 
 class _Open:
@@ -41,8 +35,7 @@ class _Open:
 
 
 class OpenShards:
-    """Open shards of a dataset, by the numbers of their opened pieces (opened_units.py). Any thread may call its
-    methods. A forked child starts with none."""
+    """Open shards by the numbers of opened pieces (opened_units.py). A forked child starts with none."""
 
     def __init__(self) -> None:
         self.most = MIN_OPEN
@@ -59,8 +52,7 @@ class OpenShards:
         return len(self._open)
 
     def get(self, number: int, opened: Callable[[int], tuple[HeldShard, ShardReader]]) -> ShardReader:
-        """Return the reader of a shard; open the shard with `opened`, given its number, if it is not open. Other
-        threads can look up shards meanwhile."""
+        """Return a shard's reader; open it with `opened` if needed, while other threads can look up shards."""
         found = self._open.get(number)
         if found is None:
             found = self._add(number, _Open(*opened(number)))
@@ -68,7 +60,7 @@ class OpenShards:
         return found.reader
 
     def peek(self, number: int) -> ShardReader | None:
-        """Return the reader of a shard if it is open; None otherwise. The call does not count as a use of the shard."""
+        """Return a shard's reader if it is open. This does not count as a use."""
         found = self._open.get(number)
         return found.reader if found else None
 
@@ -88,7 +80,7 @@ class OpenShards:
         return found
 
     def keep(self, numbers: Container[int]) -> None:
-        """Close all shards except those of these numbers, so that the cache may evict the closed ones."""
+        """Close all other shards, so that the cache may evict them."""
         with self._lock:
             dropped = [self._open.pop(number) for number in tuple(self._open) if number not in numbers]
         for shard in dropped:
@@ -117,8 +109,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class PartTables:
-    """Tables (footers, headers or offsets) of a dataset's files whose parts are fetched one by one. Any thread may call
-    its methods. A pickled copy starts empty."""
+    """Tables of the files whose parts are fetched one by one, for any thread. A pickled copy starts empty."""
 
     def __init__(self) -> None:
         # There is no lock, which a forked child would inherit: two threads that fetch the same table do no harm.
@@ -128,11 +119,8 @@ class PartTables:
         return PartTables, ()
 
     def of(self, stream: int, cache: ShardCache, file: Shard, source: str) -> Any:
-        """Return the table of a file: its footer, header or offsets, which say where its parts lie.
-
-        stream: number of the dataset's stream. source: address of the file, for errors. Raises as `ShardCache.hold`
-        does, and ShardCorruptError if the table cannot be read or does not match the index.
-        """
+        """Return the file's footer, header or offsets, which say where its parts lie. `source`: for errors. Raises as
+        `ShardCache.hold`, and ShardCorruptError for a table that cannot be read or does not match the index."""
         key = stream, file.name
         table = self._known.get(key)
         if table is None:

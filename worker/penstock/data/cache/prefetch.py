@@ -1,12 +1,11 @@
 """Prefetch of shards by threads, in the order in which they will be needed.
 
-A shard that is being prefetched, or was prefetched and not used yet, has a *mark*: a lock that the prefetching process
-holds. A marked shard is not evicted to prefetch another one. It may be evicted if a reader waits for space. A failed
-prefetch raises no error: the reader that needs the shard fetches it again, and gets the error then.
+Each prefetched shard has a *mark* until it is used, a lock of the prefetching process: only a reader that waits for
+space may evict it, not another prefetch. A failed prefetch raises no error: the reader fetches the shard again, and
+gets it then.
 
-The boxes (data-parallel ranks) of a host share a budget of bytes evenly, so they must be counted. Each process that
-prefetches within such a budget holds the lock of a file whose name begins with the process's box. The boxes in the
-names of all locked files are counted. A killed process does not count, because the kernel has released its lock.
+The boxes of a host share a budget of bytes evenly. They are counted by the locked files whose names begin with a box,
+one for each process that prefetches; the kernel releases those of killed processes.
 """
 
 from __future__ import annotations
@@ -28,11 +27,9 @@ from penstock.proto.errors import PenstockError
 __all__ = ["FetchStats", "HostReaders", "Prefetcher", "host_process_id"]
 
 EVICTION_PAUSE_S = 0.25
-"""Seconds between two attempts to prefetch when the cache is full. The cache is polled, because other processes do not
-report when they release a shard."""
+"""Seconds between attempts while the cache is full: other processes do not report when they release a shard."""
 MARK_S = 10.0
-"""Seconds to wait for the lock that marks a shard as prefetched, or a process as prefetching. Another process may hold
-the lock for a moment, to remove its file."""
+"""Seconds to wait for the lock of a mark or a process, which another may hold for a moment to remove its file."""
 
 
 @dataclass(frozen=True)
@@ -40,33 +37,29 @@ class FetchStats:
     """Counts of what one process has fetched of a dataset since it opened the dataset."""
 
     fetched_shards: int = 0
-    """Number of shards that were fetched, or that were in the folder and had to be verified or decompressed. A row
-    group, span or footer that is fetched alone counts as one."""
+    """Shards fetched, or found and verified or decompressed. A row group, span or footer fetched alone is one."""
     fetched_bytes: int = 0
-    """Number of bytes that the shards of `fetched_shards` take in the cache's folder."""
+    """Bytes that the shards of `fetched_shards` take in the cache's folder."""
     ahead_shards: int = 0
-    """Number of shards that were prefetched and not used yet. One that was evicted meanwhile still counts."""
+    """Shards that were prefetched and not used yet, also if evicted meanwhile."""
     ahead_bytes: int = 0
-    """Number of bytes of the shards of `ahead_shards`, decompressed."""
+    """Bytes of the shards of `ahead_shards`, decompressed."""
     waited_s: float = 0.0
-    """Seconds that reads of samples waited until a shard was fetched: by the read itself, by a prefetch that had not
-    ended, or by another process. If the value grows after the first batches, prefetch farther ahead, or use a faster
-    remote."""
+    """Seconds that reads of samples waited for shards, whoever fetched them. If it grows after the first batches,
+    prefetch farther ahead, or use a faster remote."""
 
     def __add__(self, other: FetchStats) -> FetchStats:
         return FetchStats(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
 
 def host_process_id(process: int | None = None) -> str:
-    """Return an identifier of a process that is unique on this host. A process ID alone is not unique if containers
-    share a cache: each container counts from 1. `process`: process ID; None: the calling process."""
+    """Return a process's identifier on this host, also if containers, which each count from 1, share a cache."""
     return f"{os.stat('/proc/self/ns/pid').st_ino}-{process or os.getpid()}"
 
 
 class HostReaders:
-    """Registration of this process among the processes of the host that prefetch into one cache's folder within a
-    budget. Processes that need the same shards are a group, such as the workers of one box (data-parallel rank). Any
-    thread may call the methods. A forked child must make an object of its own."""
+    """Registration of this process among those of the host that prefetch into one folder within a budget. A group are
+    processes that need the same shards, such as the workers of one box. A forked child must make its own."""
 
     _numbers = itertools.count()
 
@@ -74,11 +67,11 @@ class HostReaders:
         self._state = state
         self._lock = threading.RLock()  # reentrant: garbage collection of a dataset closes this
         self._own: FileLock | None = None
-        """Lock by which other processes see that this process prefetches; None while it does not."""
+        """Shows other processes that this one prefetches."""
 
     def groups(self, group: str) -> int:
-        """Register this process as one of the group called `group`. Return the number of groups that have a living
-        process. Return 1 if the cache's folder cannot be used; the next fetch raises the error."""
+        """Register this process in a group; return the number of groups with a living process. Return 1 if the folder
+        cannot be used: the next fetch raises the error."""
         with self._lock, contextlib.suppress(PenstockError, OSError):
             self._state.prepare()
             if self._own is None or not os.path.basename(self._own.name).startswith(f"{group}."):
@@ -94,7 +87,6 @@ class HostReaders:
         return 1
 
     def close(self) -> None:
-        """Stop counting this process as one that prefetches."""
         with self._lock:
             self._leave()
 
@@ -116,44 +108,33 @@ class HostReaders:
 
 
 class Prefetcher:
-    """Threads of one process that prefetch shards. The threads start when the first list of shards is given."""
+    """Threads of one process that prefetch shards. They start with the first list."""
 
     def __init__(
         self, state: CacheState, threads: int, fetch: Callable[[Shard, str, Callable[[], None]], bool]
     ) -> None:
-        """Store the settings, without starting a thread.
-
-        Args:
-            state: locks of the cache's folder.
-            threads: largest number of threads.
-            fetch: `fetch(shard, key, decided)` fetches a shard and returns True, or returns False if the cache has no
-                space for it. It calls `decided` as soon as it has claimed space, or if it must wait for another
-                process. Only then does another thread begin with the next shard, so shards get space in the list's
-                order.
-        """
+        """`fetch(shard, key, decided)` returns False if there is no space. It calls `decided` once it has claimed space
+        or must wait for another process; only then does another thread begin, so shards get space in order."""
         self._state = state
         self.readers = HostReaders(state)
         self._threads = threads
         self._fetch_shard = fetch
         self._changed = threading.Condition()
         self._wanted: dict[str, int] = {}
-        """Key -> size in bytes, for the shards of the current list that this process has not used yet."""
+        """Key -> bytes, for the shards of the list that this process has not used yet."""
         self._queue: deque[tuple[str, Shard]] = deque()
         """(key, shard) of each shard of the list that no thread has taken yet."""
         self._moving: set[str] = set()
-        """Keys of the shards that threads are fetching."""
         self._deciding = ""
-        """Key of the shard that a thread took from the list and for which space is neither claimed nor refused yet; ""
-        if there is none. No thread takes another shard meanwhile."""
+        """Key of the shard for which a thread still claims space, and others wait; "" for none."""
         self._marks: dict[str, FileLock] = {}
-        """Marks (locks) of this process on prefetched shards, by key."""
+        """Marks of this process on prefetched shards, by key."""
         self._full_until = 0.0
         """Monotonic time until which the cache is assumed to be full."""
         self._workers: list[threading.Thread] = []
 
     def want(self, shards: Sequence[tuple[str, Shard]], but: Collection[str]) -> None:
-        """Replace the list of shards to prefetch, given as (key, shard). `but`: keys of shards that are in use, which
-        are left out."""
+        """Replace the list of (key, shard) to prefetch; leave out the keys in `but`, which are in use."""
         with self._changed:
             self._wanted = {key: shard.size for key, shard in shards if key not in but}
             dropped = [self._marks.pop(key) for key in tuple(self._marks) if key not in self._wanted]
@@ -168,7 +149,7 @@ class Prefetcher:
             _drop(lock)
 
     def used(self, key: str) -> None:
-        """Remove the mark (a lock) of a prefetched shard, because this process uses the shard now."""
+        """Remove the mark of a shard, because this process uses it now."""
         with self._changed:
             self._wanted.pop(key, None)
             lock = self._marks.pop(key, None)
@@ -176,7 +157,7 @@ class Prefetcher:
             _drop(lock)
 
     def ahead(self) -> tuple[int, int]:
-        """Return the number of shards that were prefetched and not used yet, and their size in bytes."""
+        """Return the number of shards that were prefetched and not used yet, and their bytes."""
         with self._changed:
             sizes = [self._wanted.get(key, 0) for key in self._marks]
         return len(sizes), sum(sizes)
@@ -224,8 +205,7 @@ class Prefetcher:
             self._decided(key)
 
     def _pause_s(self) -> float | None:
-        """Return the seconds until a thread may take the next shard from the list; None if it must wait for an event
-        instead."""
+        """Return the seconds until a thread may take the next shard; None if it must wait for an event."""
         if not self._queue or self._deciding:
             return None
         return max(0.0, self._full_until - time.monotonic())

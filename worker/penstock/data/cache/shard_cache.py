@@ -1,8 +1,8 @@
 """A folder with a dataset's shards, filled on demand and shared by all processes of the host.
 
-Everything that processes must agree on is a file in the folder and a flock on it (see `cache_state`). All readers of a
-shard share a lock, so it is not evicted. The process that fetches the shard holds a second, exclusive lock, so it is
-not fetched twice. A killed process loses its locks: so the files that it leaves are recognized, and removed.
+What processes must agree on is a file there and a flock on it (cache_state.py). Readers of a shard share a lock, so it
+is not evicted; its fetcher holds a second, exclusive one, so it is not fetched twice. A killed process loses its locks,
+which shows the files that it left.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from penstock.proto.errors import InvalidArgumentError, PenstockError, ShardUnav
 __all__ = ["HeldShard", "ShardCache"]
 
 FULL_TRIES = 4
-"""Number of attempts to fetch a shard while the disk is full."""
+"""Attempts to fetch a shard while the disk is full."""
 FULL_WAIT_S = 5.0
 """Seconds that a reader waits for other processes to release a shard when the disk is full."""
 DISK = (errno.ENOSPC,)
-"""Error numbers of the system that say that the disk itself is full, and not a quota."""
+"""Errors that say that the disk itself is full, and not a quota."""
 FREE_MORE = 1 << 16
-"""Number of bytes freed on a full disk beyond those needed: for lock files, and for sizes rounded up to disk blocks."""
+"""Bytes freed on a full disk beyond those needed: for lock files, and for sizes rounded up to disk blocks."""
 YIELD_S = 5.0
 """Seconds that a reader waits for prefetches to end, in any process, before it exceeds the cache's limit."""
 LOOK_S = 0.1
-"""Seconds that a reader waits for locks if the cache is at its limit and all shards are locked, so that none can be
-evicted. Then it exceeds the limit, unless prefetches run (YIELD_S). On a full disk: pause between attempts to evict."""
+"""Seconds that a reader waits if none of the shards in a cache at its limit can be evicted. Then it exceeds the limit,
+unless prefetches run (YIELD_S). On a full disk: pause between attempts to evict."""
 CONFIRM_S = 10.0
 """Seconds to wait for the remote's answer whether it still has a file, before the cache's copy is evicted."""
 
@@ -62,14 +62,13 @@ _log = logging.getLogger(__name__)
 
 
 class HeldShard:
-    """Shard that stays in the cache until `release` is called. Any thread may call `release`, more than once. In a
-    forked child the object holds no shard."""
+    """Shard that stays in the cache until the first `release`, from any thread. A forked child holds none."""
 
     __slots__ = ("_cache", "_key", "_pid", "paths")
 
     def __init__(self, cache: ShardCache, key: str, paths: tuple[Path, ...]) -> None:
         self.paths = paths
-        """Paths of the decompressed files, in the order of the shard's files."""
+        """Raw files, in the shard's order."""
         self._cache: ShardCache | None = cache
         self._key = key
         self._pid = os.getpid()
@@ -89,7 +88,7 @@ class HeldShard:
 
 
 class _InUse:
-    """Lock and paths of a shard that this process uses, and the number of HeldShard objects (`count`) that hold it."""
+    """Lock and paths of a shard that this process uses, for `count` HeldShards."""
 
     def __init__(self, lock: FileLock, paths: tuple[Path, ...]) -> None:
         self.lock = lock
@@ -98,8 +97,7 @@ class _InUse:
 
 
 class ShardCache:
-    """Cache folder of a dataset. Any thread may call its methods. A forked child starts with no shards in use and no
-    threads. The object can be pickled to send it to a spawned process."""
+    """Cache folder of a dataset, for any thread. A forked child starts without shards in use and threads."""
 
     def __init__(
         self,
@@ -118,20 +116,16 @@ class ShardCache:
         """Store the settings, without touching the folder.
 
         Args:
-            remote: folder that the files are fetched from; None: `folder` is the dataset itself, and nothing in it is
-                ever removed.
-            limit: largest number of bytes in the folder, for all processes of the host together; None: unlimited.
-            validate: None: verify fetched files, and files in `folder` that no process has verified yet, if the index
-                has hashes of them. Name of a hash algorithm: verify all files by this hash, also those used in place;
-                the index must have the hash. False: verify nothing.
-            keep_packed: True to keep compressed files beside their decompressed form; eviction removes the
-                decompressed form first. False to keep only the decompressed form.
+            remote: None: `folder` is the dataset itself, and nothing in it is ever removed.
+            limit: bytes in the folder, for all processes of the host together; None: unlimited.
+            validate: None: verify files that no process has verified yet, if the index has hashes of them. A hash
+                algorithm that the index must have: verify all files by it, also those used in place. False: verify
+                nothing.
+            keep_packed: True to keep packed files beside the raw ones, which are then evicted first.
             timeout_s: seconds until a call of `hold`, `index` or `newest_notes` gives up.
-            threads: largest number of threads that prefetch.
             on_pressure: called when a shard would exceed the limit, or the disk is full. It should release shards that
                 are not needed now.
-            group: ID of the Unix group whose members share the folder; None: this user alone.
-            index: name of the index file.
+            group: Unix group whose members share the folder; None: this user alone.
         """
         if limit is not None and limit <= 0:
             raise InvalidArgumentError(f"cache_limit must be above 0 bytes, got {limit}")
@@ -147,8 +141,7 @@ class ShardCache:
         self.remote = remote
         self.on_pressure = on_pressure
         self.neighbours: Sequence[ShardCache] = ()
-        """Caches of the same dataset's other streams. If the disk of this cache is full, those of them that are on the
-        same disk evict shards, too."""
+        """Caches of the other streams. Those on the same disk evict shards, too, when it is full."""
         self._limit = limit if remote else None
         self._validate = validate
         self._keep_packed = keep_packed
@@ -195,35 +188,29 @@ class ShardCache:
 
     @property
     def index_path(self) -> Path:
-        """Path of the index file that `index` reads."""
         return Path(self.folder if self._indexed_here else self._in_place or self.folder, self._index_name)
 
     @property
     def _indexed_here(self) -> bool:
-        """True if files are read where they lie, but their index is in the cache's folder, because it was the argument
-        `out` of `index_folder`."""
+        """True if files are read in place with an index in the cache's folder, the argument `out` of `index_folder`."""
         if self._is_indexed_here is None:
             self._is_indexed_here = is_index_of(self.folder / self._index_name, self._in_place)
         return self._is_indexed_here
 
     @property
     def in_place(self) -> bool:
-        """True if files are read where they lie, without a copy in the cache."""
         return bool(self._in_place)
 
     def fetches_ranges(self, hashed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return, for each shard, True if parts of its file may be fetched instead of the whole file. False for files
-        that are read in place, and for those that are verified by a hash of the whole file.
-
-        hashed: for each shard, whether the index has a hash of its decompressed file; shape (shards,), as the result.
-        """
+        """Return, for each shard, whether parts of its file may be fetched alone: not if read in place, or verified by
+        a hash of the whole. `hashed`: whether the index has a hash of its raw file. Shapes (shards,)."""
         if self._in_place or self.remote is None or self._validate:
             return np.zeros(len(hashed), bool)
         return np.ones(len(hashed), bool) if self._validate is False else ~hashed
 
     def index(self) -> Descriptor:
-        """Return the open index file. If the folder has none, one process of the host fetches it. Raises
-        ShardUnavailableError, or DatasetError for a file that is not an index."""
+        """Return the open index file, fetched by one process of the host if the folder has none. Raises
+        ShardUnavailableError, or DatasetError for a file that is no index."""
         if self._in_place:
             try:
                 return Descriptor(self.index_path)
@@ -255,8 +242,7 @@ class ShardCache:
                     give_name(temporary("raw"), self.folder, name)
 
     def newest_notes(self) -> dict[str, Any]:
-        """Return the notes (entries for Penstock alone) of the index that the remote has now. That index may be newer
-        than the cache's copy. Raises ShardUnavailableError."""
+        """Return the notes of the remote's present index, maybe newer than the copy. Raises ShardUnavailableError."""
         if self._in_place or self.remote is None:
             return file_notes(self.index())
         remote, until = self.remote, time.monotonic() + self.timeout_s
@@ -265,17 +251,16 @@ class ShardCache:
     # One shard
 
     def name_of(self, path: Path, shard: Shard) -> str:
-        """Return text for errors that names a shard's file at `path`: the path, and the address that it came from."""
+        """Return text for errors with a file's path, and the address that it came from."""
         if self.remote is None or (self.remote.local and path.is_relative_to(self.remote.local)):
             return str(path)
         return f"{self.remote.url_of(shard.name)} ({path}: remove it to have it fetched again)"
 
     def hold(self, shard: Shard) -> HeldShard:
-        """Return the shard with its files decompressed and verified; wait until they are fetched if needed. The files
-        stay in the cache until the shard is released.
+        """Return the shard with raw, verified files, which stay until its release; wait until they are fetched.
 
-        Raises ShardUnavailableError (timeout, missing, or disk full), ShardCorruptError, or DatasetError: the index has
-        no hash of the algorithm that `validate` names, the dataset was written again, or the folder may not be used.
+        Raises ShardUnavailableError (timeout, missing, or disk full), ShardCorruptError, or DatasetError: the index
+        lacks the hash that `validate` names, the dataset was written again, or the folder may not be used.
         """
         in_place = self._found_in_place(shard)
         if in_place:
@@ -315,8 +300,8 @@ class ShardCache:
         return lock, paths
 
     def _found_in_place(self, shard: Shard) -> tuple[Path, ...] | None:
-        """Return the paths of a shard's files if they can be read in place, which needs no lock. Return None if a file
-        is missing or has a wrong size, if files must be verified first, or if the cache reads no files in place."""
+        """Return a shard's files if they can be read in place, without a lock; None if one is missing, has a wrong size
+        or must be verified, or for other caches."""
         if not self._in_place or self._validate:
             return None
         paths = []
@@ -354,11 +339,8 @@ class ShardCache:
     def _fill(
         self, shard: Shard, key: str, lock: FileLock, until: float, decided: Callable[[], None] | None = None
     ) -> tuple[Path, ...] | None:
-        """Fetch the shard's files, or wait for the process that fetches them; return the paths of the decompressed
-        files.
-
-        decided: as in `Prefetcher`; None if a reader waits for the shard. A prefetch without space returns None.
-        """
+        """Fetch the shard's files, or wait for their fetcher; return the raw ones. `decided`: as in `Prefetcher`, None
+        for a waiting reader. A prefetch without space returns None."""
         with self._state.fetching(key, until, shard.name, decided) as temporary:
             paths = self._ready(shard, lock)
             if paths:
@@ -401,8 +383,8 @@ class ShardCache:
     # Space
 
     def _with_space(self, shard: Shard, until: float, work: Callable[[], T], *, demand: bool) -> T:
-        """Return the result of `work()`, which stores a shard. If the disk is full, evict shards that no process uses,
-        and call `work` again. Do so up to FULL_TRIES times in all, because other processes may use the freed space."""
+        """Return `work()`, which stores a shard. If the disk is full, evict unused shards and call it again, up to
+        FULL_TRIES times in all, because other processes may use the freed space."""
         tries = 1
         while True:
             try:
@@ -436,8 +418,7 @@ class ShardCache:
         return self.remote.url_of(shard.name) if self.remote else str(self.folder / shard.name)
 
     def _free(self, size: int, until: float, *, demand: bool) -> int:
-        """Evict shards because the disk is full: from this cache, and from its neighbours on the same disk. Return the
-        number of freed bytes. size: number of bytes that are needed. demand: True if a reader waits for a shard."""
+        """Evict shards of this cache and its neighbours on the same full disk; return the freed bytes."""
         size += FREE_MORE
         freed = 0
         near = [cache for cache in (self, *self.neighbours) if cache is self or same_disk(cache._root, self._root)]
@@ -531,11 +512,8 @@ class ShardCache:
     # Prefetch
 
     def fetch_ahead(self, shards: Sequence[Shard]) -> None:
-        """Prefetch these shards in this order, in threads. The list replaces the list of the previous call.
-
-        A prefetched shard stays until this process has used it, until a later list omits it, or until a waiting reader
-        needs its space. If a prefetch fails, `hold` fetches the shard again.
-        """
+        """Prefetch these shards in this order, in threads, in place of the previous list. Each stays until this process
+        has used it, a later list omits it, or a waiting reader needs its space."""
         self._state.check_open("")
         with self._lock:
             held = set(self._held)
@@ -545,8 +523,7 @@ class ShardCache:
         )
 
     def reading_groups(self, group: str) -> int:
-        """Register this process in a group of processes that need the same shards. Return the number of such groups on
-        this host that prefetch into the folder, see `HostReaders.groups`."""
+        """Register this process in a group; return the number of groups, see `HostReaders.groups`."""
         return 1 if self.in_place else self._prefetcher.readers.groups(group)
 
     def _prefetch_one(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
@@ -569,7 +546,7 @@ class ShardCache:
     # End
 
     def close(self) -> None:
-        """Release all shards, cancel transfers, and end the threads. This takes at most about a second."""
+        """Release all shards, cancel transfers, and end the threads, within about a second."""
         self._state.closing.set()
         if self.remote:
             self.remote.close()

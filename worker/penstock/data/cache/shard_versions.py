@@ -1,10 +1,6 @@
-"""Version of a shard on disk: a record of the shard's complete files in a cache.
-
-A version lists the files with their sizes and times, the hash that verified them, and which of them may be evicted. A
-process that finds the files unchanged does not verify them again. The version is written when all files are complete;
-while the shard is fetched, a version without files claims the space. Its file, .penstock/shards/KEY, is also the lock
-that the shard's readers share (cache_state.py).
-"""
+"""Version of a shard on disk: a record of its complete files in a cache, so that a process that finds them unchanged
+does not verify them again. While the shard is fetched, a version without files claims the space. Its file,
+.penstock/shards/KEY, is also the lock that the shard's readers share (cache_state.py)."""
 
 from __future__ import annotations
 
@@ -20,18 +16,17 @@ from penstock.data.formats.shards import Shard
 __all__ = ["ShardVersion", "file_stat", "key_of", "origin_of"]
 
 _LONGEST_NAME = 200
-"""Largest length of a key in characters. Filesystems allow 255; temporary files append to the key."""
+"""Longest key in characters. Filesystems allow 255; temporary files append to the key."""
 
 
 def key_of(name: str) -> str:
-    """Return a shard's key: a file name without "!", made from the shard's name. train/a.mds has the key
-    train%2Fa.mds; a long name has the key that is its hash."""
+    """Return a shard's key, a file name without "!": train%2Fa.mds for train/a.mds, a hash for a long name."""
     key = quote(name, safe="")
     return key if len(key) <= _LONGEST_NAME else hashlib.sha256(name.encode()).hexdigest()
 
 
 def file_stat(path: str) -> tuple[int, int] | None:
-    """Return a file's size in bytes and its modification time in ns; None if the file does not exist."""
+    """Return a file's size in bytes and its modification time in ns; None if it does not exist."""
     try:
         found = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -40,9 +35,8 @@ def file_stat(path: str) -> tuple[int, int] | None:
 
 
 def origin_of(shard: Shard, remote: Path | None) -> str:
-    """Return a digest of a shard's files as the index lists them: names, sizes and hashes. If the remote is a local
-    folder, the digest includes the files' sizes and times there. A changed digest shows that other data were written to
-    the same address."""
+    """Return a digest of a shard's files as the index lists them, and for a remote on this machine of their sizes and
+    times. A changed digest shows that other data were written to the same address."""
     digest = hashlib.sha256()
     for file in shard.files:
         for stored in (file.raw, file.packed):
@@ -54,33 +48,30 @@ def origin_of(shard: Shard, remote: Path | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShardVersion:
-    """Record of one shard's complete files in a cache. Paths are relative to the cache's folder, or absolute for files
-    that are read in place."""
+    """Record of one shard's complete files. Paths are relative to the cache's folder, or absolute if read in place."""
 
     raw: tuple[tuple[str, int, int], ...] = ()
-    """(path, size in bytes, modification time in ns) of each decompressed file; empty while the shard is being fetched,
-    and after only these files were evicted."""
+    """(path, bytes, modification time in ns) of each raw file; empty while being fetched, or once evicted."""
     packed: tuple[tuple[str, int], ...] = ()
-    """(path, size in bytes) of each compressed file that the cache keeps beside the decompressed one."""
+    """(path, bytes) of each packed file that the cache keeps."""
     evictable: tuple[tuple[str, int], ...] = ()
-    """(path, size in bytes) of each decompressed file that may be evicted."""
+    """(path, bytes) of each raw file that may be evicted."""
     size: int = 0
-    """Number of bytes that count against the cache's limit: the largest space that the shard may take on disk now."""
+    """Bytes that count against the cache's limit: the most that the shard may take on disk now."""
     hash: str = ""
-    """Hash algorithm that verified the files; "" for none."""
+    """Algorithm that verified the files; "" for none."""
     found: tuple[tuple[str, int], ...] = ()
-    """(name, size in bytes) of each file of the dataset that was in the folder before the cache fetched anything, in
-    its packed form if it has one. The shard is evicted only if the remote has these files, too."""
+    """(name, bytes) of each file that was there before the cache fetched anything, packed if it has such a form. The
+    shard is evicted only if the remote has these files, too."""
     origin: str = ""
-    """Digest of the shard's files as the index lists them, see `origin_of`; empty while the shard is being fetched."""
+    """See `origin_of`; empty while the shard is being fetched."""
 
     def encoded(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode() + b"\n"
 
     @staticmethod
     def decoded(text: bytes) -> ShardVersion | None:
-        """Return the record in a version file's text; None for any other text, including a half-written record, and for
-        paths that lead out of the folder."""
+        """Return the record in a text; None for other text, a half-written record, and paths out of the folder."""
         try:
             values = json.loads(text.partition(b"\n")[0])  # further lines are the rest of an older, longer text
             version = ShardVersion(
@@ -100,8 +91,7 @@ class ShardVersion:
         return None if any(path.is_absolute() or ".." in path.parts for path in removable) else version
 
     def holds(self, shard: Shard, folder: str) -> tuple[Path, ...] | None:
-        """Return the paths of the shard's decompressed files; None if a file is missing, or if its size or time differs
-        from this record."""
+        """Return the shard's raw files; None if one is missing, or its size or time differs from this record."""
         if len(self.raw) != len(shard.files):
             return None
         paths = []

@@ -1,12 +1,10 @@
 """Conversion of a dataset of any format that Penstock reads to MDS or Parquet.
 
-The source is divided into parts of some 32 to 96 MiB, which several processes copy in parallel,
-each into a folder of its own (convert_part.py). A part is finished or it is not there, so a run that was killed is
-simply started again, and skips the parts that are finished. The index of the result is written when all parts are.
+Several processes copy parts of some 32 to 96 MiB, each into a folder of its own (convert_part.py). A part is finished
+or not there, so a killed run is started again and skips those that are. The index is written last.
 
-Samples keep their numbers. Unless keep_order=False, the index notes how the source's shards divided the samples
-(indexes/order_layout.py). Then the result is shuffled in the source's order, and a state that a job saved with the
-source can be resumed on the result.
+Samples keep their numbers. Unless keep_order=False, the index notes how the source's shards divided them
+(indexes/order_layout.py): then the order is the source's, and states saved with the source can be resumed.
 """
 
 from __future__ import annotations
@@ -57,11 +55,11 @@ from penstock.runtime.telemetry.progress import FILES_S, Progress
 __all__ = ["Converted", "convert_dataset"]
 
 SAMPLED_SHARDS, SAMPLED_ROWS = 8, 64
-"""Largest number of shards, and of rows in each of them, that are read to choose the types of columns."""
+"""Shards, and rows in each of them, that are read at most to choose the types of columns."""
 PROCESS_BYTES = 128 << 20
-"""Number of bytes of data for which a process is started: with fewer, starting it takes longer than it saves."""
+"""Bytes for which a process is started: with fewer, starting it takes longer than it saves."""
 THREADS = 16
-"""Number of small files that are read at the same time."""
+"""Small files that are read at the same time."""
 PROGRAM = "penstock.data.converting.convert_part"
 PARQUET_GROUP = 16 << 20
 """Default size of the values in a row group of Parquet, in bytes."""
@@ -78,12 +76,10 @@ class Converted:
     """Shards of the result, as its index lists them."""
     samples: int
     digest: str
-    """Digest of all rows as a reader of the result gets them, made from the digests of the parts: hexadecimal text.
-    Results in MDS and in Parquet have the same digest, unless values of a column were changed for one of them, such as
-    times to text, or MDS was copied to MDS as it is stored."""
+    """Digest of all rows as a reader gets them, in hexadecimal. It is the same for MDS and Parquet, unless a column was
+    changed for one of them, such as times to text, or MDS was copied to MDS as it is stored."""
     parts: int
-    """Number of parts into which the conversion was divided. This call converted `made` of them; an earlier call had
-    finished the others."""
+    """Number of parts. This call converted `made` of them; an earlier one had finished the others."""
     made: int
     columns: Mapping[str, str]
     """Type of each column: the encoding of MDS, or Arrow's type."""
@@ -117,16 +113,15 @@ def convert_dataset(
         dest: folder of the result, local or a URL; empty, or with parts of the same conversion.
         to: "mds" or "parquet".
         columns: names of the columns to convert; None: all.
-        types: types of some columns, instead of those that are chosen from samples: MDS encodings, or Arrow's types by
-            name; "json" stores JSON.
-        compression: compression of the files: for MDS as in MDSWriter, for Parquet as in pyarrow; "default": none for
-            MDS, zstd for Parquet.
+        types: types of some columns, instead of those chosen from samples: MDS encodings, or Arrow's types by name;
+            "json" stores JSON.
+        compression: for MDS as in MDSWriter, for Parquet as in pyarrow; "default": none for MDS, zstd for Parquet.
         hashes: hash algorithms of MDS files, as in MDSWriter; None: xxh64.
-        size_limit: largest size of an MDS shard in bytes (64 MiB), or of the values in a row group of Parquet (16 MiB).
-        keep_order: True: the result has the order of the source, so states that were saved with the source can be
-            resumed on the result. False: the result's own shards decide its order.
+        size_limit: bytes of an MDS shard (64 MiB), or of the values in a row group of Parquet (16 MiB).
+        keep_order: True: keep the source's order, so that states saved with the source can be resumed on the result.
+            False: the result's own shards decide its order.
         verify: True: read each part back, and compare its rows with those that were written.
-        processes: number of processes; None: one for each processor, but no more than one for each 128 MiB of data.
+        processes: number of processes; None: one for each processor, but at most one for each 128 MiB of data.
         source_options, dest_options: keyword arguments for fsspec's filesystems.
         timeout_s: seconds for each file of a remote.
 
@@ -212,8 +207,7 @@ def _choose(
     types: Mapping[str, str],
     name: str,
 ) -> tuple[list[TargetColumn], str, bool]:
-    """Return the columns of the result, the Parquet schema in hexadecimal ("" for MDS), and True if values are copied
-    as they are stored."""
+    """Return the columns, the Parquet schema in hexadecimal ("" for MDS), and whether values are copied as stored."""
     if not any(shard.samples for shard in shards):
         raise DatasetError(
             f"{name}: the index must list at least one sample, got none. Give the folder of another dataset"
@@ -282,8 +276,7 @@ def _sampled(cache: ShardCache, shards: Sequence[Shard]) -> list[dict[str, Any]]
 
 
 def _finished(plan: ConversionPlan, remote: RemoteFolder) -> dict[int, bytes]:
-    """Return the index of each finished part, by the part's number, and remove what killed runs began. Raise
-    DatasetError if the folder holds anything but this conversion."""
+    """Return each finished part's index, and remove what killed runs began. Raise DatasetError for other contents."""
     names = remote.names(deadline_s=plan.timeout_s)
     others = [name for name in names if not (name == INDEX or _PART.fullmatch(name) or name.startswith(UNFINISHED))]
     if others:

@@ -1,8 +1,7 @@
-"""Conversion of one part of a dataset , and the program of a process that shares the parts of a
-conversion with others (see job_processes.py).
+"""Conversion of one part of a dataset, and the program of the processes that share the parts (job_processes.py).
 
-A part is a folder with its own index. It gets its name when it is complete, after its rows were read back and compared.
-At a remote, where nothing can be renamed, its index is written last. So a part that has its index is finished.
+A part is a folder with its own index. It gets its name when complete, and read back and compared; at a remote, where
+nothing can be renamed, its index is written last. So a part with an index is finished.
 """
 
 from __future__ import annotations
@@ -39,43 +38,37 @@ UNFINISHED = ".converting-"
 """Beginning of the names of folders in which parts are written."""
 PARQUET_FILE = "shard.00000.parquet"
 ROWS = 256
-"""Number of rows that are read at a time."""
 FETCHES = 16
-"""Number of shards that are fetched at the same time, for a part that consists of several small shards of a remote
-source."""
+"""Shards that are fetched at the same time, for a part of several small shards of a remote source."""
 
 Row = Mapping[str, Any]
 PART_BYTES = 64 << 20
-"""Size in bytes above which a shard is divided. A part ends with the shard or piece with which it has half of this. So
-most shards are one part, and small ones are joined: each part costs about ten file operations and waits for the disk
-three times. A conversion that is killed loses the part that each process works on."""
+"""Bytes above which a shard is divided; a part ends once it has half of this. So most shards are one part, and small
+ones are joined: each costs about ten file operations and three waits for the disk. A killed run loses those in work."""
 SHARD_BYTES = 16 << 10
-"""Number of bytes that count for a shard besides its size, because opening one takes at least about 0.5 ms."""
+"""Bytes that count for a shard besides its size, because opening one takes at least about 0.5 ms."""
 
 Piece = tuple[int, int, int]
-"""Samples of one shard: (number of the shard, its first sample, the sample after the last one)."""
+"""(number of the shard, its first sample, the sample after the last one)."""
 
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """Plan of the conversion of one dataset."""
-
     source: str
     dest: str
     to: str
     """Format of the result: "mds" or "parquet"."""
     columns: Sequence[TargetColumn]
     schema: str
-    """Serialized Arrow schema of the columns, in hexadecimal, if the result is Parquet; "" for MDS."""
+    """Serialized Arrow schema of the columns, in hexadecimal; "" for MDS."""
     encoded: bool
-    """True if the values of MDS columns are copied as they are stored, without decoding."""
+    """Values of MDS columns are copied as they are stored, without decoding."""
     settings: Mapping[str, Any]
-    """Settings of the result's files, such as their compression, as keyword arguments of their writer."""
+    """Keyword arguments of the writer of the result's files."""
     parts: Sequence[Sequence[Piece]]
     """Pieces of shards of which each part consists."""
     key: str
-    """Digest of everything that decides the result's content. A part that an earlier run finished under the same key is
-    kept."""
+    """Digest of all that decides the result's content. Parts that were finished under the same key are kept."""
     verify: bool
     timeout_s: float
     cache: str
@@ -90,19 +83,16 @@ class ConversionPlan:
 
     @staticmethod
     def decoded(text: bytes) -> ConversionPlan:
-        """Return the plan from the text that `encoded_text` returned."""
         fields = json.loads(text)
         return ConversionPlan(**{**fields, "columns": [TargetColumn(**each) for each in fields["columns"]]})
 
 
 def part_folder(number: int) -> str:
-    """Return the name of a part's folder in the result's folder."""
     return f"part-{number:06}"
 
 
 def parts_of(shards: Sequence[Shard]) -> list[list[Piece]]:
-    """Return the parts of a dataset. Small shards are joined; a large shard is divided between its blocks, or between
-    any samples if it has no blocks."""
+    """Join small shards; divide a large one between its blocks, or between any samples if it has none."""
     parts: list[list[Piece]] = []
     size = PART_BYTES
     for number, shard in enumerate(shards):
@@ -127,8 +117,7 @@ def _even_pieces(shard: Shard) -> list[int]:
 
 @contextlib.contextmanager
 def converting(plan: bytes) -> Iterator[Callable[[int], dict[str, Any]]]:
-    """Yield a function that converts the part with a given number, and returns this number and the part's index.
-    `plan`: encoded ConversionPlan."""
+    """Yield a function that converts the part with a given number, and returns this number and the part's index."""
     converter = PartConverter(ConversionPlan.decoded(plan))
     try:
         yield lambda number: {"part": number, "index": converter.convert(number).decode()}
@@ -137,8 +126,6 @@ def converting(plan: bytes) -> Iterator[Callable[[int], dict[str, Any]]]:
 
 
 class PartConverter:
-    """Converter of parts of a plan, in this process."""
-
     def __init__(self, plan: ConversionPlan) -> None:
         self.plan = plan
         self._dest = RemoteFolder(plan.dest, plan.dest_options)
@@ -153,8 +140,7 @@ class PartConverter:
         """Samples of the source that are converted now, for errors."""
 
     def convert(self, number: int) -> bytes:
-        """Convert the part with this number, and return its index. Raises DatasetError, which names the samples and the
-        cause, and any error of the source's files."""
+        """Convert a part and return its index. Raises DatasetError, with samples and cause, or errors of the source."""
         name, local = part_folder(number), self._dest.local
         try:
             if local is not None:
@@ -206,8 +192,7 @@ class PartConverter:
             self._where = whole
 
     def _fetch(self, shards: Sequence[Shard]) -> None:
-        """Fetch the shards of a remote source, several at a time: they are small, so most of the time is spent on
-        waiting for the remote's answer."""
+        """Fetch several small shards at a time, because most time goes by waiting for the remote's answer."""
         if self._is_remote and len(shards) > 1:
             with ThreadPoolExecutor(FETCHES) as threads:
                 list(threads.map(lambda shard: self._source.hold(shard).release(), shards))
@@ -235,7 +220,6 @@ class PartConverter:
 
 
 def read_rows(cache: ShardCache, shard: Shard, samples: range, options: ReadOptions) -> Iterator[dict[str, Any]]:
-    """Yield some samples of a shard in their order."""
     with cache.hold(shard) as held, contextlib.closing(open_shard(shard, held.paths, options)) as reader:
         for begin in range(0, len(samples), ROWS):
             yield from rows_of(reader, samples[begin : begin + ROWS])

@@ -1,10 +1,9 @@
-"""Digest of rows that depends only on their values, and not on the format that the rows were read from.
+"""Digest of rows that depends on their values, and not on the format that they were read from.
 
-Readers of different formats return the same value in different types: a list of numbers as an array or a list, a number
-as Python's or numpy's. Here these count as equal: an array, a list and a tuple of the same values, numbers of different
-widths (int8 and int64), numpy's scalars and Python's, and decimals such as 1.0 and 1.00. In arrays and lists of
-integers, numbers from 2^63 on also equal the negative ones with the same 64 bits. All else differs: an integer from a
-float, None from an empty value, text from bytes, and a column from one with another name.
+Readers of formats return a value in different types. Here these are equal: arrays, lists and tuples of the same values;
+numbers of different widths; numpy's scalars and Python's; decimals such as 1.0 and 1.00; in arrays and lists of
+integers numbers from 2^63 on and the negative ones with the same 64 bits. All else differs: an integer from a float,
+None from an empty value, text from bytes, and columns of different names.
 """
 
 from __future__ import annotations
@@ -29,16 +28,12 @@ _TIMES = (datetime.datetime, datetime.date, datetime.time)
 
 
 class RowDigest:
-    """Digest of rows that are added one after the other."""
-
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
         self.rows = 0
-        """Number of rows that were added so far."""
 
     def add(self, row: Mapping[str, Any]) -> int:
-        """Add a row to the digest, and return the number of bytes that stand for it, which is about its size. The order
-        of its columns does not matter. Raise DatasetError, which names the column, for a value of an unknown type."""
+        """Add a row, in any order of columns; return about its bytes. Raises DatasetError for an unknown type."""
         parts = []
         for name in sorted(row):
             try:
@@ -56,8 +51,7 @@ class RowDigest:
 
 
 def value_bytes(value: Any) -> bytes:
-    """Return bytes that stand for a value: the same bytes for values that count as equal (see the head of this module),
-    other bytes for different values. Raise TypeError for a value of an unknown type."""
+    """Return the same bytes for values that count as equal, others for others. Raise TypeError for an unknown type."""
     if value is None:
         return b"0"
     if isinstance(value, np.generic):

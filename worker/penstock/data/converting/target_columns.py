@@ -1,9 +1,8 @@
 """Choice of how each column of a dataset is stored in another format, from some of its samples.
 
-A column keeps its values where the target format has a type for them, so that readers of the result and of the source
-get the same values. Otherwise values become text: in MDS, JSON for dicts, lists and columns with missing values, and
-ISO 8601 for times. A value that its column's type cannot hold is an error that names the value, and is never changed
-silently: unless the user turns that off, the rows are read back and compared.
+A column keeps its values where the target has a type for them. Otherwise they become text: in MDS, JSON for dicts,
+lists and columns with missing values, ISO 8601 for times. A value that its type cannot hold is an error, and never
+changed silently: unless the user turns that off, rows are read back and compared.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ INT64 = range(-(1 << 63), 1 << 63)
 
 @dataclass(frozen=True)
 class TargetColumn:
-    """Column of the converted dataset: its name, its type, and the change that its values need."""
+    """Name, type, and change of values of a column of the result."""
 
     name: str
     type: str
-    """Encoding of the column (MDS), or Arrow's name of its type (Parquet)."""
+    """Encoding (MDS), or Arrow's name of the type (Parquet)."""
     change: str = ""
-    """Name of the function in CHANGES that turns a value of the source into the value to store; "" for no change."""
+    """Name in CHANGES of the function from a source's value to the stored one; "" for no change."""
 
 
 def _json_text(value: Any) -> Any:
@@ -100,12 +99,11 @@ CHANGES: Mapping[str, Callable[[Any], Any]] = {
     "only": _only,
     "file": _file,
 }
-"""Functions by name. Each turns a value of the source into the value that a reader of the result gets."""
+"""Functions from a value of the source to the value that a reader of the result gets."""
 
 
 def stored_row(row: Mapping[str, Any], columns: Sequence[TargetColumn], number: int) -> dict[str, Any]:
-    """Return a row with the values that a reader of the result gets. Raise DatasetError, which names the column and the
-    sample, for a value that cannot be stored. `number`: number of the row's sample in its shard, from 0."""
+    """Return a row as a reader of the result gets it. Raise DatasetError for a value that cannot be stored."""
     made = {}
     for column in columns:
         name = column.name
@@ -143,14 +141,8 @@ def _missing(sample: str, name: str, row: Mapping[str, Any]) -> DatasetError:
 def mds_columns(
     samples: Sequence[Mapping[str, Any]], names: Sequence[str], given: Mapping[str, str]
 ) -> list[TargetColumn]:
-    """Return the columns of the converted dataset if it is MDS. A column's encoding is the given one, or one that fits
-    the values in `samples`. Raises DatasetError, InvalidArgumentError.
-
-    Args:
-        samples: some rows of the source.
-        names: names of the columns.
-        given: column -> encoding, for those that the user chose, or that the source itself gives.
-    """
+    """Return the columns of MDS with the encodings in `given` (of the user or the source), else such as fit `samples`.
+    Raises DatasetError, InvalidArgumentError."""
     return [_mds_column(name, _values(samples, name), given.get(name)) for name in names]
 
 
@@ -187,9 +179,8 @@ def _mds_column(name: str, values: Sequence[Any], given: str | None) -> TargetCo
 
 
 def _unwrapped(values: Sequence[Any]) -> tuple[str, Sequence[Any]]:
-    """Return (name in CHANGES, changed values) if the values contain bytes in a wrapper: "only" if each value is a list
-    of one bytes object, as in a feature of TensorFlow; "file" if each is a dict with the bytes of a file, as in an
-    image of Hugging Face. Otherwise return ("", values)."""
+    """Return (name in CHANGES, changed values) for bytes in a wrapper: "only" for lists of one bytes object, as in
+    TensorFlow's features; "file" for dicts with the bytes of a file, as in Hugging Face's images; else ("", values)."""
     for change in ("only", "file"):
         with contextlib.suppress(ValueError):
             made = [CHANGES[change](value) for value in values]
@@ -248,14 +239,8 @@ def parquet_columns(
     given: Mapping[str, str],
     declared: Mapping[str, Any],
 ) -> tuple[list[TargetColumn], Any]:
-    """Return the columns of the converted dataset if it is Parquet, and their pyarrow schema. A column's type is the
-    one that the user chose, the source's own, or one that fits the values in `samples`.
-
-    Args:
-        samples, names: as in `mds_columns`.
-        given: column -> type that the user chose: "json", or pyarrow's name such as "int32".
-        declared: column -> pyarrow's type in the source; empty if the source declares none.
-    """
+    """Return the columns of Parquet and their pyarrow schema. Types: `given` by the user ("json", or pyarrow's name
+    such as "int32"), `declared` by the source, or such as fit `samples`."""
     arrow = importlib.import_module("pyarrow")
     columns, fields = [], []
     for name in names:
@@ -319,8 +304,7 @@ def _arrow_type(arrow: Any, kinds: set[type], present: Sequence[Any]) -> Any:
 
 
 def _unchanged(arrow: Any, kind: Any, values: Sequence[Any]) -> bool:
-    """Return True if the values come back unchanged from an Arrow array of this type. Times of numpy are not tried:
-    True if all values are such times or None."""
+    """Return True if an Arrow array of this type returns the values unchanged, or all are numpy's times or None."""
     times = (np.datetime64, np.timedelta64)
     if any(isinstance(value, times) for value in values):  # pyarrow needs pandas to return nanoseconds
         return all(value is None or isinstance(value, times) for value in values)
@@ -332,6 +316,5 @@ def _unchanged(arrow: Any, kind: Any, values: Sequence[Any]) -> bool:
 
 
 def arrow_value(value: Any) -> Any:
-    """Return a value in a form that pyarrow accepts: an array of two or more dimensions becomes nested lists, and an
-    array of shape () becomes a number."""
+    """Return what pyarrow accepts: arrays of 2 or more dimensions as nested lists, of shape () as a number."""
     return value.tolist() if isinstance(value, np.ndarray) and value.ndim != 1 else value

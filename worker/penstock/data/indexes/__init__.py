@@ -1,2 +1,1 @@
-"""Indexes of datasets in the form of columns (arrays with a number for each shard), made once for all processes of a
-host."""
+"""Indexes of datasets as columns (arrays with a number for each shard), made once for all processes of a host."""

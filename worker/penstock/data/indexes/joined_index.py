@@ -1,5 +1,4 @@
-"""Indexes that are made from other indexes: the index of the next version of a dataset that grows, and one index for
-datasets in several folders. Entries are copied as text."""
+"""Indexes made from others, whose entries are copied as text: a dataset's next version, and several folders as one."""
 
 from __future__ import annotations
 
@@ -34,8 +33,6 @@ LISTED = 10_000
 
 
 class GivenIndex:
-    """Existing index from which a new one is made."""
-
     def __init__(self, remote: RemoteFolder, name: str, timeout_s: float) -> None:
         """Read the index `name` in a remote folder. Raises ShardUnavailableError."""
         self._where = remote.url_of(name)
@@ -52,7 +49,6 @@ class GivenIndex:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Notes of the index: its entries for Penstock alone, see `index_notes`."""
         return index_notes(self.data)
 
     @property
@@ -83,10 +79,9 @@ class JoinedIndex:
         self.add(entry_text(shard))
 
     def written(self, notes: Mapping[str, Any] | None = None) -> bytes:
-        """Return the index of the entries that were added so far."""
         return index_begin(notes) + b", ".join(self._entries) + INDEX_END
 
     def shards(self) -> Sequence[Shard]:
-        """Return the shards that were added so far: a list, or for many a sequence that makes each when it is used."""
+        """Return the shards so far: a list, or for many a sequence that makes each when it is used."""
         table = ShardTable.of(self.written(), "the index")
         return table[:] if len(table) < LISTED else table

@@ -1,10 +1,6 @@
-"""Opening of a dataset's index. The columns of a huge index (shard_table.py) are computed by one process of the host,
-and stored in a file that all processes map into memory.
-
-The file is in the cache's state folder. For a dataset that is read in place, it is in the user's cache folder, such as
-~/.cache. Its name is the digest of the index, so it belongs to that index alone. A damaged file is made again. A
-process that cannot write to the folder computes the columns for itself.
-"""
+"""Opening of a dataset's index. One process of the host computes the columns of a huge one (shard_table.py) and stores
+them in a file that all map, in the cache's state folder, or, if read in place, in the user's cache folder. Its name is
+the index's digest. A damaged file is made again; a process that cannot write there computes the columns itself."""
 
 from __future__ import annotations
 
@@ -32,29 +28,24 @@ from penstock.runtime.files.plain_files import is_ours
 __all__ = ["HUGE_INDEX", "LARGE_INDEX", "ColumnsPlace", "open_index"]
 
 LARGE_INDEX = 4 << 20
-"""Size of an index, in bytes, from which its text does not stay in memory: about 10,000 shards."""
+"""Bytes of an index from which its text does not stay in memory: about 10,000 shards."""
 HUGE_INDEX = 16 << 20
-"""Size of an index, in bytes, from which its columns are stored: about 40,000 shards. To read them takes each process
-half a second; to load the stored columns, 5 ms."""
+"""Bytes of an index (40,000 shards) from which columns are stored: to load takes 5 ms, to read half a second."""
 LONGEST_PAUSE_S = 0.1
-"""Longest pause between two attempts to acquire a lock, in seconds."""
 
 
 @dataclass(frozen=True)
 class ColumnsPlace:
-    """Folder in which the file of an index's columns is kept."""
-
     root: Path
     folder: str
     """Path of the folder, relative to `root`."""
     group: int | None
-    """ID of the Unix group whose members share the folder; None: this user alone."""
+    """Unix group whose members share the folder; None: this user alone."""
     timeout_s: float
     """Seconds to wait while another process makes the file."""
 
     @staticmethod
     def of(cache: ShardCache) -> ColumnsPlace:
-        """Return the folder for the columns of a dataset's index, given the dataset's cache."""
         if not cache.in_place:
             return ColumnsPlace(cache.folder, STATE, cache.group, cache.timeout_s)
         try:
@@ -65,16 +56,8 @@ class ColumnsPlace:
 
 
 def open_index(path: Path, index: Descriptor, where: str, place: ColumnsPlace) -> tuple[ShardTable, str]:
-    """Return the table of an index's shards, and the index's digest.
-
-    Args:
-        path: path of the index. A copy of a large table that is pickled to another process opens this path again.
-        index: the open index.
-        where: address of the index, for errors.
-        place: folder for the file of columns, which a huge index gets.
-
-    Raises DatasetError if the file is not an index.
-    """
+    """Return the table of an index, and its digest. A copy of a large table that is pickled to another process opens
+    `path` again. `where`: for errors. Raises DatasetError for a file that is no index."""
     size = os.fstat(index.fileno()).st_size
     if size < LARGE_INDEX:
         data = index.read_all()
@@ -108,8 +91,8 @@ def _reopened(path: Path, where: str, place: ColumnsPlace, digest: str) -> Shard
 
 
 def _preceded(path: Path, digest: str) -> Descriptor | None:
-    """Return the index of version 1, at `path`, if it was made from the index with this digest; None otherwise. When a
-    writer appends to a dataset without versions, the old index becomes that of version 1 (dataset_versions.py)."""
+    """Return the index of version 1, at `path`, if it was made from the index with this digest, as when a writer
+    appends to a dataset without versions (dataset_versions.py)."""
     try:
         first = Descriptor(path)
     except FileNotFoundError:
@@ -118,8 +101,6 @@ def _preceded(path: Path, digest: str) -> Descriptor | None:
 
 
 class _StoredColumns:
-    """File with the columns of one index."""
-
     def __init__(self, place: ColumnsPlace, digest: str) -> None:
         self._place, self._name = place, f"{place.folder}/{digest}.npy"
 
@@ -136,7 +117,7 @@ class _StoredColumns:
         return None
 
     def make(self, made: Callable[[], ShardTable], index: Descriptor, where: str) -> ShardTable:
-        """Return `made()`, and store its columns; or load the columns that another process has stored meanwhile."""
+        """Return `made()`, and store its columns; or load those that another process has stored meanwhile."""
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
                 os.makedirs(self._place.root, exist_ok=True)

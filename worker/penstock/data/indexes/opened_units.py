@@ -1,9 +1,8 @@
-"""Numbers of a dataset's units, and of the opened pieces: what is opened to read the units.
+"""Numbers of a dataset's units, and of what is opened to read them.
 
-A *unit* is a part of a file that is read as a whole, such as a row group of Parquet, or a file that is not divided. To
-read a unit, either its whole file is opened, or the unit alone if it is fetched without the rest of the file. What is
-opened is called an *opened piece*. Units, files and opened pieces are each counted from 0 through all streams of the
-dataset: if stream 0 has 3 files, the first file of stream 1 has the number 3.
+A *unit* is a part of a file that is read as a whole, such as a row group of Parquet, or an undivided file. An *opened
+piece* is a whole file, or a unit that is fetched and opened alone. Units, files and opened pieces are each counted from
+0 through all streams: if stream 0 has 3 files, the first file of stream 1 has the number 3.
 """
 
 from __future__ import annotations
@@ -21,25 +20,16 @@ __all__ = ["Units"]
 
 
 class Units:
-    """Numbers of a dataset's units (row groups or whole files), files, and opened pieces, over all streams. An opened
-    piece is a whole file, or a unit that is opened alone. If no file is divided, the three numbers are equal, and
-    nothing is stored for each shard."""
+    """Numbers of units, files and opened pieces. If no file is divided, they are equal, and not stored."""
 
     def __init__(self, tables: Sequence[ShardTable], by_unit: Sequence[npt.NDArray[np.bool_]]) -> None:
-        """Number the units of all streams.
-
-        Args:
-            tables: shards of each stream.
-            by_unit: an array for each stream: for each of the stream's files, True if its units are fetched alone;
-                shape (files,). If any is True, all files of the stream are divided into the parts that can be fetched
-                alone (ShardTable.parts).
-        """
+        """`by_unit`: for each stream, whether each file's units are fetched alone; shape (files,). If any is True, all
+        files of the stream are divided into the parts that can be fetched alone (ShardTable.parts)."""
         self._tables = tables
         self.finer = [table.parts is not None and bool(own.any()) for table, own in zip(tables, by_unit, strict=True)]
-        """For each stream, True if its files are divided more finely here than for its order (order_layout.py): into
-        all parts that can be fetched alone."""
+        """For each stream, True if its files are divided more finely than for its order (order_layout.py)."""
         self._firsts = np.cumsum([0, *(len(table) for table in tables)])
-        """Number of each stream's first file, and at the end the number of all files; shape (streams + 1,)."""
+        """Number of each stream's first file, then of all files; shape (streams + 1,)."""
         self.sizes: Ints = joined([sizes for sizes, _ in map(self._division, range(len(tables)))])
         self._file_of: Ints | None = None
         counts = [counts for _, counts in map(self._division, range(len(tables)))]
@@ -50,32 +40,30 @@ class Units:
             self._set_blocks(np.concatenate(filled), np.concatenate([np.zeros(0, bool), *by_unit]))
             opened = np.bincount(self._opened_of, self.sizes, len(self._first_units)).astype(np.int64)
             self.bounds: Ints = np.concatenate([np.zeros(1, np.int64), np.cumsum(opened)])
-            """Number of the first sample of each opened piece (whole file, or unit that is opened alone), and at the
-            end the number of samples; shape (opened pieces + 1,)."""
+            """First sample of each opened piece, then the number of samples; shape (opened pieces + 1,)."""
         elif len(tables) == 1:
             self.bounds = tables[0].starts
         else:
             self.bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)])
 
     def _division(self, stream: int) -> tuple[Ints, Ints | None]:
-        """Return (number of samples in each unit, number of units in each file), two arrays for stream number `stream`.
-        The second array is None if no file of the stream is divided into units."""
+        """Return (samples in each unit, units in each file) of a stream; the latter None if no file is divided."""
         table = self._tables[stream]
         return table.parts if self.finer[stream] and table.parts is not None else (table.sizes, table.counts)
 
     def _set_blocks(self, counts: Ints, by_unit: npt.NDArray[np.bool_]) -> None:
         self._file_of = np.repeat(np.arange(len(counts)), counts)
-        """Number of the file that each unit lies in."""
+        """File of each unit."""
         self._opened_of: Ints = np.cumsum(_begins(self._file_of) | by_unit[self._file_of]) - 1
-        """Number of the opened piece (whole file, or unit that is opened alone) for each unit."""
+        """Opened piece of each unit."""
         self._unit_bounds: Ints = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)])
         self._first_units = np.flatnonzero(_begins(self._opened_of))
-        """Number of the first unit of each opened piece (whole file, or unit that is opened alone)."""
+        """First unit of each opened piece."""
         self._alone = by_unit[self._file_of[self._first_units]]
         """True for each opened piece that is a single unit and not the whole file."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickling, without the arrays that the copy can take from its own tables."""
+        """Leave out the arrays that the copy can take from its own tables."""
         given = dict(self.__dict__)
         if len(self._tables) == 1:
             del given["sizes"]
@@ -97,22 +85,19 @@ class Units:
 
     @property
     def unit_bounds(self) -> Ints:
-        """Number of the first sample of each unit, and at the end the number of samples; shape (units + 1,)."""
+        """First sample of each unit, then the number of samples; shape (units + 1,)."""
         return self.bounds if self._file_of is None else self._unit_bounds
 
     def opened_of(self, units: Ints) -> Ints:
-        """Return, for each of these units, the number of the opened piece that contains it: its whole file, or the unit
-        if it is opened alone. Opened pieces are counted from 0 through all streams."""
+        """Return the opened piece of each of these units."""
         return units if self._file_of is None else self._opened_of[units]
 
     def first_unit(self, opened: int) -> int:
-        """Return the number of the first unit in opened piece number `opened`. A unit is a part of a file that is read
-        as a whole, such as a row group; an opened piece is a whole file, or a unit that is opened alone."""
+        """Return the first unit of an opened piece."""
         return opened if self._file_of is None else int(self._first_units[opened])
 
     def file(self, opened: int) -> tuple[int, int, int | None]:
-        """Return (stream, file, unit) of opened piece number `opened`: the number of its stream, the number of its file
-        within the stream, and the number of its unit within the file. `unit` is None if the whole file is opened."""
+        """Return (stream, file within it, unit within the file or None for the whole file) of an opened piece."""
         unit = self.first_unit(opened)
         file, block = unit, None
         if self._file_of is not None:
@@ -123,7 +108,7 @@ class Units:
 
 
 def joined(arrays: Sequence[Ints]) -> Ints:
-    """Return the arrays as one array, without a copy if only one is given."""
+    """Return the arrays as one, without a copy if there is only one."""
     return arrays[0] if len(arrays) == 1 else np.concatenate([np.zeros(0, np.int64), *arrays])
 
 

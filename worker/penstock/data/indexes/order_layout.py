@@ -1,9 +1,9 @@
-"""Division of a dataset's samples that decides their order: into *units*, which are read as a whole (row groups, or
-whole shards), and the files in which the units lie.
+"""Division of a dataset's samples that decides their order: *units* that are read as a whole (row groups, or whole
+shards), and the files in which they lie.
 
-Usually a dataset is divided as its own shards are. The exception is a dataset that was converted from another one, with
-the same samples under the same numbers. A note in its index describes how the original is divided. Its order and
-fingerprint are then those of the original, so states and restore keys are valid for both datasets.
+A dataset is divided as its own shards are, unless it was converted from another one, with the same samples under the
+same numbers. Then a note in its index describes the original's division, and order, fingerprint, states and restore
+keys are those of the original.
 """
 
 from __future__ import annotations
@@ -26,41 +26,38 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class OrderLayout:
-    """Division of a dataset's samples into units (parts that are read as a whole), which decides the samples' order.
-    The units are listed in ascending order of their samples' numbers."""
+    """Units in ascending order of their samples' numbers, which decide the samples' order."""
 
     fingerprint: str
-    """Digest of the data. It changes with the data, and does not depend on where they are stored."""
+    """Digest of the data, wherever they are stored."""
     units: Ints
-    """Number of samples in each unit, which is a row group, or a shard without row groups; shape (units,)."""
+    """Number of samples in each row group, or shard without row groups; shape (units,)."""
     counts: Ints | None
     """Number of units in each file; shape (files,). None if each file is one unit."""
     blocks: bool
-    """True if a file has blocks (such as row groups) that are decoded as a whole."""
+    """A file has blocks (such as row groups) that are decoded as a whole."""
     decoded: tuple[int, int]
     """(bytes of all decoded blocks whose size is known, number of samples in these blocks)."""
     own: bool = True
-    """True if the units are those of the dataset's own shards, False if a note in the index gave them."""
+    """The units are those of the dataset's own shards; False: of a note in the index."""
 
     @property
     def files(self) -> Ints:
-        """Number of the file that each unit lies in, ascending from 0; shape (units,)."""
+        """File of each unit, ascending from 0; shape (units,)."""
         if self.counts is None:
             return np.arange(len(self.units))
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
     @staticmethod
     def of(table: ShardTable) -> OrderLayout:
-        """Return the layout of a dataset whose own shards decide the order. `table`: these shards."""
+        """Return the layout of a dataset whose own shards decide the order."""
         facts = table.facts
         decoded = facts.decoded_bytes, facts.decoded_samples
         return OrderLayout(table.fingerprint, table.sizes, table.counts, facts.blocks, decoded)
 
     @staticmethod
     def noted(notes: Mapping[str, Any], table: ShardTable, name: str) -> OrderLayout:
-        """Return the layout that the notes of the dataset's index describe; without such a note, the layout of the
-        dataset's own shards. Raise DatasetError for a note that does not fit the shards. `name`: name of the dataset,
-        for errors."""
+        """Return the layout in an index's notes, else of its shards. Raise DatasetError for one that does not fit."""
         note = notes.get("order")
         if note is None:
             return OrderLayout.of(table)
@@ -82,8 +79,7 @@ class OrderLayout:
             ) from None
 
     def note(self) -> dict[str, Any]:
-        """Return this layout as JSON values, for the index of a dataset that is converted from this one. `noted` makes
-        the layout from them."""
+        """Return JSON values for a converted dataset's index, from which `noted` makes the layout."""
         counts = np.ones(len(self.units), np.int64) if self.counts is None else self.counts
         return {
             "fingerprint": self.fingerprint,
@@ -95,8 +91,8 @@ class OrderLayout:
 
 
 def joined_files(layouts: Sequence[OrderLayout]) -> list[Ints] | None:
-    """Return an array for each stream: for each unit, the number of the file in which it lies. Files are counted from 0
-    through all streams. Return None if no file has blocks, because each unit is then a file."""
+    """Return the file of each unit, an array for each stream, with files counted through all streams. Return None if no
+    file has blocks, because each unit is then a file."""
     if not any(each.blocks for each in layouts):
         return None
     found, begin = [], 0
@@ -107,12 +103,11 @@ def joined_files(layouts: Sequence[OrderLayout]) -> list[Ints] | None:
 
 
 def mean_sample_bytes(layouts: Sequence[OrderLayout]) -> float:
-    """Return the mean number of bytes that a sample takes in a decoded block of any stream; 0 if it is unknown."""
+    """Return the mean bytes of a sample in a decoded block of any stream; 0 if unknown."""
     return sum(each.decoded[0] for each in layouts) / max(1, sum(each.decoded[1] for each in layouts))
 
 
 def joint_fingerprint(layouts: Sequence[OrderLayout]) -> str:
-    """Return one fingerprint for the data of all streams of a dataset."""
     if len(layouts) == 1:
         return layouts[0].fingerprint
     return xxhash.xxh3_128("".join(f"{each.fingerprint}\n" for each in layouts).encode()).hexdigest()

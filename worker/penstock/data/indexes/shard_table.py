@@ -1,9 +1,9 @@
-"""Table of an index's shards: facts about all of them as columns (arrays with a number for each shard or unit), and the
-shards themselves, each made when it is used. A million Shard objects would take gigabytes.
+"""Table of an index's shards: columns (arrays with a number for each shard or unit), and the shards themselves, each
+made when it is used, because a million Shard objects would take gigabytes.
 
-msgspec parses the entries of index.json into structs with the fields that the columns need. An entry with any other
-field, or with a wrong one, is read by `index.shard_of`, which names what is wrong. The columns keep where each entry
-lies in the index, and a digest of it. So the names of files are never taken from stored columns.
+msgspec parses the fields that the columns need. An entry with any other field, or a wrong one, is read by
+`index.shard_of`, which names what is wrong. The columns keep where each entry lies in the index and its digest, so
+names of files are never taken from stored columns.
 
 A *unit* decides the order and is read as a whole: a block of a file (such as a row group), or a shard without blocks. A
 *part* can be fetched without the rest of its file: a block, or else a *span* of samples (see Shard.spans).
@@ -48,13 +48,12 @@ __all__ = ["ShardTable"]
 RELEASE = 3
 """Version of the stored columns. Increase it when they change; those of other versions are made again."""
 RANGES, HASHED = 1, 2
-"""Flags of a shard. RANGES: its parts are worth fetching one by one. HASHED: the index has a hash of one of its files
-in decompressed form."""
+"""Flags of a shard. RANGES: its parts are worth fetching one by one. HASHED: a raw file of it has a hash."""
 KEPT = 10_000
-"""Largest number of shards that are kept as objects; when it is reached, all are dropped."""
+"""Shards that are kept as objects; when this is reached, all are dropped."""
 
 AT_ONCE = 10_000
-"""Number of entries that are parsed at a time."""
+"""Entries that are parsed at a time."""
 
 _COLUMNS = ("sizes", "starts", "begins", "lengths", "checks", "flags", "counts", "part_sizes", "part_counts")
 _HEAD = len(_COLUMNS) + 1
@@ -130,7 +129,7 @@ def _entry_of(shard: Shard) -> _Entry:
 
 
 _is_usual_name = re.compile(r"(?:[\w-][\w.=-]{0,99}/){0,20}(?!index)[\w-][\w.=-]{0,99}", re.ASCII).fullmatch
-"""Function that is true for most names that `check_name` accepts, and for no other."""
+"""True for most names that `check_name` accepts, and for no other."""
 _usual_entry = msgspec.json.Decoder(_Entry).decode
 
 
@@ -141,49 +140,44 @@ class Facts:
     shards: int = 0
     units: int = 0
     hashed: bool = True
-    """True if the index has a hash of each file, in its decompressed or compressed form."""
+    """The index has a hash of each file, in its raw or packed form."""
     blocks: bool = False
-    """True if any shard has blocks (such as row groups)."""
     spans: bool = False
-    """True if any shard has spans (consecutive samples that can be fetched alone)."""
     splits: bool = False
-    """True if any shard names the splits, such as "train", that its samples belong to; see
-    formats/records/energon_folder.py."""
+    """A shard names the splits, such as "train", of its samples; see formats/records/energon_folder.py."""
     formats: tuple[str, ...] = ()
     decoded_bytes: int = 0
     decoded_samples: int = 0
-    """`decoded_bytes` and `decoded_samples`: bytes and number of samples of all shards whose decoded size is known."""
+    """Bytes (`decoded_bytes`) and samples of all shards whose decoded size is known."""
 
 
 class ShardTable(Sequence[Shard]):
-    """Sequence of an index's shards, in its order, with columns: arrays of facts about all of the shards."""
+    """Sequence of an index's shards, with columns: arrays of facts about all of them."""
 
     def __init__(
         self, text: bytes | Descriptor, where: str, facts: Facts, fingerprint: str, columns: Mapping[str, Ints]
     ) -> None:
-        """Keep what `of` or `loaded` made. `text`: the index, or its open file; `where`: its address, for errors."""
+        """Keep what `of` or `loaded` made. `text`: the index, or its open file; `where`: for errors."""
         self._text, self._where, self._columns = text, where, columns
         self.facts = facts
         self.fingerprint = fingerprint
-        """Digest of what the index says of the data: formats, samples, and names, sizes and hashes of files."""
+        """Digest of formats, samples, and names, sizes and hashes of files."""
         self.sizes = columns["sizes"]
-        """Number of samples in each unit, which is a block or a shard without blocks; shape (units,)."""
+        """Number of samples in each unit; shape (units,)."""
         self.starts = columns["starts"]
-        """Number of the first sample of each unit, and at the end the number of all samples; shape (units + 1,)."""
+        """First sample of each unit, then the number of all samples; shape (units + 1,)."""
         self.counts: Ints | None = columns["counts"] if facts.blocks else None
         """Number of units in each shard; shape (shards,). None if each shard is one unit."""
         self.parts: tuple[Ints, Ints] | None = (columns["part_sizes"], columns["part_counts"]) if facts.spans else None
-        """(number of samples in each part that can be fetched alone, number of parts in each shard), two arrays; None
-        if the parts are the same as the units."""
+        """(samples in each part that can be fetched alone, parts in each shard); None if the parts are the units."""
         self.has_ranges: npt.NDArray[np.bool_] = (columns["flags"] & RANGES).astype(bool)
         """True for each shard whose parts are worth fetching one by one; shape (shards,)."""
         self.hashed: npt.NDArray[np.bool_] = (columns["flags"] & HASHED).astype(bool)
-        """True for each shard if the index has a hash of one of its decompressed files; shape (shards,)."""
+        """True for each shard if the index has a hash of one of its raw files; shape (shards,)."""
         self._known: dict[str, Mapping[str, Any]] = {}
         self._kept: dict[int, Shard] = {}
         self.reopen: tuple[Callable[..., ShardTable], tuple[object, ...]] | None = None
-        """Function, and its arguments, that makes the table again in a process to which it is pickled; None for a small
-        index, whose text is pickled."""
+        """Function and arguments that make the table where it is unpickled; None: pickle the (small) text."""
 
     def __reduce__(self) -> tuple[Callable[..., ShardTable], tuple[object, ...]]:
         own = (self._text, self._where, self.facts, self.fingerprint, self._columns)
@@ -191,13 +185,8 @@ class ShardTable(Sequence[Shard]):
 
     @staticmethod
     def of(data: bytes, where: str, text: Descriptor | None = None) -> ShardTable:
-        """Return the table of an index. Raise DatasetError, which names the shard and the field, if it is invalid.
-
-        Args:
-            data: bytes of the index.
-            where: its address, for errors.
-            text: open file of the index, to read entries from instead of keeping `data`.
-        """
+        """Return an index's table. Raise DatasetError with shard and field if it is invalid. `text`: open file to read
+        entries from, instead of keeping `data`; `where`: for errors."""
         entries, columns = entries_of(data, where), _Columns(where)
         begin = _begin_of(entries[0], data) if entries else 0
         for first in range(0, len(entries), AT_ONCE):
@@ -256,8 +245,7 @@ class ShardTable(Sequence[Shard]):
 
     @staticmethod
     def loaded(saved: Ints, text: Descriptor, where: str) -> ShardTable:
-        """Return the table whose columns were saved. Raises ValueError, TypeError or LookupError unless they are whole
-        and of this release."""
+        """Return the table of saved columns. Raises ValueError, TypeError or LookupError for others."""
         if saved.dtype != np.int64 or saved.ndim != 1 or _check(saved[:-1]) != saved[-1]:
             raise ValueError("the stored columns are damaged")
         about, *columns, _ = np.split(saved[_HEAD:], np.cumsum(saved[:_HEAD]))
@@ -276,8 +264,6 @@ def _read(number: int, text: msgspec.Raw, where: str, files: dict[str, StoredFil
 
 
 class _Columns:
-    """Columns of an index while its entries are added."""
-
     def __init__(self, where: str) -> None:
         self.facts = Facts()
         self.lines: list[str] = []
@@ -367,7 +353,7 @@ class _Columns:
         facts.decoded_samples += sum(entry.samples for entry in sized)
 
     def owners_of_equal_names(self) -> list[int]:
-        """Return the numbers of the shards that have a file whose name is listed more than once."""
+        """Return the shards that have a file whose name is listed more than once."""
         _, numbers, counts = np.unique(self._array("names"), return_inverse=True, return_counts=True)
         owners: list[int] = np.unique(self._array("owners")[counts[numbers] > 1]).tolist()
         return owners
@@ -376,7 +362,6 @@ class _Columns:
         return np.concatenate(self._columns[name])
 
     def arrays(self) -> dict[str, Ints]:
-        """Return the columns of the table."""
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._array("sizes"))])
         self._keep(starts=starts, begins=self.begins)
         return {name: self._array(name) for name in _COLUMNS}

@@ -1,9 +1,8 @@
 """Deadlines for calls to those fsspec filesystems that have no event loop (SFTP, FTP, archives, chained URLs).
 
-A call to such a filesystem may block forever. So each call runs in a thread of its own, which the caller may abandon;
-the thread ends when the call does. Few of these filesystems may be used by two threads at a time: FTP has one
-connection, an archive has one position. So each call gets a filesystem object that no other call uses. After a call
-that failed or hangs, its object is not used again.
+A call may block forever, so each runs in a thread of its own, which the caller may abandon. Few of these filesystems
+may be used by two threads at a time (FTP has one connection, an archive one position), so running calls share no
+filesystem object, and one whose call failed or hangs is not used again.
 """
 
 from __future__ import annotations
@@ -20,19 +19,16 @@ __all__ = ["PlainFilesystems"]
 
 
 class PlainFilesystems:
-    """Filesystem objects of one remote folder in one process. Each running call uses an object that no other call
-    uses."""
+    """Filesystem objects of one remote folder in one process, one for each running call."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._url, self._options = url, options
         self._lock = threading.RLock()  # reentrant, like the remote's lock
         self._free: list[tuple[Any, str]] = []
         self._calls: set[Future[Any]] = set()
-        """Calls of the filesystem that are running."""
 
     def begin(self, work: Callable[[Any, str], Any]) -> Future[Any]:
-        """Start a call of `work(filesystem, path)` in a thread, and return a future for its result. `path` is that of
-        the remote folder in the filesystem. Cancelling the future abandons the call."""
+        """Start `work(filesystem, path of the remote folder)` in a thread. Cancelling the future abandons the call."""
         future: Future[Any] = Future()
         with self._lock:
             self._calls.add(future)

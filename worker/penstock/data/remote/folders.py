@@ -1,14 +1,12 @@
 """Access to a dataset's folder on this machine, a web server, an object store, or anything else that fsspec reaches.
 
-A temporary failure is retried until the deadline, with growing pauses; a permanent one is raised at once. Every
-transfer has a deadline. A download by HTTP or an object store's client has a minimum rate, too: a server that sends a
-byte now and then counts as stalled.
+A temporary failure is retried until the deadline, with growing pauses; a permanent one is raised at once. A download by
+HTTP or an object store's client has a minimum rate, too: a server that sends a byte now and then counts as stalled.
 
 fsspec's shared event loop does not survive a fork, and closes its connections at any time. So each RemoteFolder of an
-asynchronous filesystem has an event loop of its own, in a thread that the first transfer starts and `close` ends. A
-forked child starts a loop of its own. The child never touches the inherited loop, whose sockets belong to the parent.
-The inherited loop is not freed in the child: the frame of the loop's thread still refers to it, although the thread
-does not run there.
+asynchronous filesystem has an event loop in a thread of its own, which the first transfer starts and `close` ends. A
+forked child starts its own, and never touches the inherited loop, whose sockets belong to the parent. That loop is not
+freed: the frame of its thread still refers to it, although the thread does not run there.
 """
 
 from __future__ import annotations
@@ -66,29 +64,26 @@ from penstock.runtime.files.plain_files import open_plain
 __all__ = ["LARGEST_READ", "RemoteFolder", "joined"]
 
 LARGEST_READ = 1 << 30
-"""Largest size in bytes of a file that is read into memory as a whole."""
+"""Bytes of the largest file that is read into memory as a whole."""
 RANGE_BYTES = 16 << 20
-"""Largest number of bytes that one request of `download_range` asks for."""
+"""Most bytes that one request of `download_range` asks for."""
 PAST_END = 416
-"""HTTP status of the answer to a request for a part that begins after the file's end."""
+"""HTTP status for a part that begins after the file's end."""
 QUIET_TRIES = 5
-"""Number of failed attempts in a row, within about two seconds, after which a warning is logged, or a host that no
-attempt has reached counts as mistyped."""
+"""Failures in a row, in about 2 s, after which a warning is logged, or a host never reached counts as mistyped."""
 MIN_PROGRESS_BYTES = 1 << 16
-"""Number of bytes of an HTTP download that must arrive in each period of `stall_s` seconds. If fewer arrive, the
-attempt is cancelled, and a new attempt continues the transfer."""
+"""Bytes of an HTTP download that must arrive every `stall_s` seconds, or else a new attempt continues it."""
 _SERVERS = ("endpoint_url", "endpoint", "host", "port", "account_name")
-"""Names of options of fsspec's filesystems that say which server a URL belongs to."""
+"""Options of fsspec's filesystems that say which server a URL belongs to."""
 _BY_RANGES: dict[str, dict[str, Any]] = {"hf": {"cache_type": "none"}}
-"""Protocol -> options of `cat_file`, for filesystems without an event loop of which several parts of a file can be
-requested at the same time. The options keep `cat_file` from reading more than was asked for."""
+"""Protocols without an event loop of which parts of a file can be requested at the same time -> options that keep
+`cat_file` from reading more than was asked for."""
 _log = logging.getLogger(__name__)
 _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3"}
 
 
 def joined(url: str, name: str) -> str:
-    """Return the address of the file `name` in the folder with the address `url`. In http URLs the name is quoted, and
-    a query stays at the end."""
+    """Return a file's address. In http URLs the name is quoted, and a query stays at the end."""
     if not url.startswith(("http://", "https://")):
         return f"{url.rstrip('/')}/{name}"
     parts = urlsplit(url)
@@ -112,8 +107,7 @@ class _Request:
 
 
 class RemoteFolder:
-    """Folder on any filesystem, local or remote. Any thread may call its methods. Each process opens the filesystem at
-    its first transfer."""
+    """Folder on any filesystem, for any thread. Each process opens the filesystem at its first transfer."""
 
     def __init__(
         self,
@@ -123,15 +117,8 @@ class RemoteFolder:
         tries: int | None = None,
         stall_s: float = 30.0,
     ) -> None:
-        """Store the settings, without connecting.
-
-        Args:
-            url: address of the folder, or its path.
-            storage_options: keyword arguments for fsspec's filesystem.
-            tries: number of failures in a row, without a new byte, after which a transfer fails; None: retry until the
-                deadline.
-            stall_s: seconds without progress after which an attempt is cancelled.
-        """
+        """Store the settings, without connecting. `tries`: failures in a row, without a new byte, after which a
+        transfer fails; None: until the deadline. `stall_s`: without progress until an attempt is cancelled."""
         if (tries is not None and tries < 1) or stall_s <= 0:
             raise InvalidArgumentError(f"tries must be at least 1 and stall_s above 0, got {tries} and {stall_s}")
         self._url = os.fspath(url)
@@ -173,7 +160,7 @@ class RemoteFolder:
         self._reached = False
         """True once a file was fetched from the remote."""
         self._root: str | None = None
-        """Path of the folder in a filesystem that has no event loop; None until such a filesystem was opened."""
+        """Path in a filesystem without an event loop; None until one was opened."""
         self._closed = threading.Event()
         self._moving: set[concurrent.futures.Future[Any]] = set()
 
@@ -195,20 +182,17 @@ class RemoteFolder:
 
     @property
     def identity(self) -> str:
-        """Text that identifies the remote: its URL without credentials, and its server, because two servers may have
-        buckets of the same name."""
+        """URL without credentials, and the server, because two servers may have buckets of the same name."""
         options = {**self._options, **self._options.get("client_kwargs", {})}
         server = [scrubbed(str(options[name])) for name in _SERVERS if options.get(name)]
         return " ".join([self.url, *(["at", *server] if server else [])])
 
     def url_of(self, name: str) -> str:
-        """Return a file's address, for messages."""
         return str(self.local / name) if self.local else scrubbed(joined(self._url, name))
 
     def read(self, name: str, *, deadline_s: float, first: int | None = None) -> bytes:
-        """Return the content of a small file, or only its first `first` bytes. Raise ShardUnavailableError; its cause
-        is a FileNotFoundError if the remote says that it has no such file. Raise ShardCorruptError for more than
-        LARGEST_READ bytes of a remote file."""
+        """Return a small file, or its first `first` bytes. Raise ShardUnavailableError, with FileNotFoundError as the
+        cause for a missing file; ShardCorruptError for more than LARGEST_READ bytes of a remote file."""
         if self.local:
             return read_file(self.local / name, LARGEST_READ, first)
         if first is not None:
@@ -218,13 +202,12 @@ class RemoteFolder:
         return buffer.getvalue()
 
     def copy(self, name: str, to: Path, *, deadline_s: float) -> None:
-        """Download a file of unknown size to the path `to`. Raises ShardUnavailableError."""
+        """Download a file of unknown size. Raises ShardUnavailableError."""
         with open(to, "wb", buffering=0, opener=open_plain) as file:
             file.truncate(self._fetch(name, file, None, deadline_s))
 
     def download(self, name: str, to: Path, *, expected_size: int, deadline_s: float) -> None:
-        """Download a file of any size to the path `to`. Raises ShardUnavailableError, also if the disk is full, and
-        ShardCorruptError if the size is not `expected_size`."""
+        """Download a file. Raises ShardUnavailableError (also: full disk), ShardCorruptError for another size."""
         with open(to, "wb", buffering=0, opener=open_plain) as file:
             self._fetch(name, file, expected_size, deadline_s)
             file.truncate(expected_size)
@@ -258,9 +241,8 @@ class RemoteFolder:
         return found
 
     def read_range(self, name: str, begin: int, end: int, *, deadline_s: float) -> bytes:
-        """Return the bytes of a file from offset `begin` to before `end`. Raise ShardUnavailableError,
-        ShardCorruptError if the file ends before, or DatasetError if the server sends more bytes than it was asked
-        for."""
+        """Return the bytes from `begin` to before `end`. Raise ShardUnavailableError, ShardCorruptError if the file
+        ends before, DatasetError if the server sends more than it was asked for."""
         data = self._part(name, begin, end, deadline_s)
         if len(data) < end - begin:
             raise ShardCorruptError(
@@ -288,8 +270,7 @@ class RemoteFolder:
         return data
 
     def download_range(self, name: str, to: Path, *, begin: int, size: int, deadline_s: float) -> None:
-        """Download `size` bytes of a file, from offset `begin` on, to the path `to`. Raise what `read_range` raises,
-        and ShardUnavailableError if the disk is full."""
+        """Download `size` bytes from `begin` on. Raises as `read_range`, and ShardUnavailableError for a full disk."""
         until = time.monotonic() + deadline_s
         with open(to, "wb", opener=open_plain) as file:
             for at in range(begin, begin + size, RANGE_BYTES):
@@ -297,8 +278,8 @@ class RemoteFolder:
                 file.write(self.read_range(name, at, end, deadline_s=until - time.monotonic()))
 
     def version(self, name: str, *, deadline_s: float) -> str | None:
-        """Return a text that changes whenever the file is written (from the remote's ETag or time); None if the remote
-        reports neither. Raises FileNotFoundError, or any other error of the remote."""
+        """Return the ETag or time, which changes with the file; None if the remote reports neither. Raises
+        FileNotFoundError, or any other error of the remote."""
         until = time.monotonic() + deadline_s
         path = self._path_of(name, until)
         if self._is_http:
@@ -309,15 +290,13 @@ class RemoteFolder:
     # ---- writing
 
     def names(self, *, deadline_s: float) -> list[str]:
-        """Return the names of the files and folders directly in the folder; none if it does not exist. Raises
-        ShardUnavailableError, for a local folder OSError."""
+        """Return the names in the folder; none without a folder. Raises ShardUnavailableError, locally OSError."""
         if self.local:
             return [path.name for path in self.local.iterdir()] if self.local.is_dir() else []
         return self._listed("ls", deadline_s, detail=False)
 
     def find(self, *, deadline_s: float) -> list[str]:
-        """Return the paths of all files in the folder and its subfolders, relative to the folder; none if it does not
-        exist. Raises ShardUnavailableError, for a local folder OSError."""
+        """Return relative paths of all files; none without a folder. Raises ShardUnavailableError, locally OSError."""
         if self.local:
             return files_below(self.local)
         return sorted(self._listed("find", deadline_s))
@@ -336,8 +315,8 @@ class RemoteFolder:
         return names
 
     def upload(self, name: str, source: Path, *, deadline_s: float) -> None:
-        """Upload a local file: completely or not at all to a folder or an object store; other filesystems may keep a
-        part of it after a failure. Raises ShardUnavailableError."""
+        """Upload a file: completely or not at all to a folder or an object store; others may keep a part of it after a
+        failure. Raises ShardUnavailableError."""
         if self.local:
             copy_file(source, self.local / name)
             return
@@ -373,9 +352,8 @@ class RemoteFolder:
         self._retry(work, name, deadline_s, "removed")
 
     def _retry(self, work: Callable[[float], Any], name: str, deadline_s: float, done: str) -> Any:
-        """Call `work` until it succeeds, and return its result. Raise ShardUnavailableError if it fails permanently or
-        `tries` times, or if the deadline passes. `work` gets the deadline as monotonic time in seconds. `done`: what is
-        done to the file, for errors, such as "read"."""
+        """Call `work` (with the monotonic deadline) until it succeeds. Raise ShardUnavailableError if it fails
+        permanently or `tries` times, or at the deadline. `done`: for errors, such as "read"."""
         until = time.monotonic() + deadline_s
         failures = 0
         while True:
@@ -506,8 +484,7 @@ class RemoteFolder:
         return self._begin(until, method, *args, **kwargs).result()
 
     def _begin(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> _Request:
-        """Begin a call of a method of the filesystem; if the filesystem is asynchronous, of its coroutine `_METHOD`.
-        `stall_s`: seconds without progress after which the coroutine is cancelled; None: as given to `__init__`."""
+        """Begin a call of a method or its coroutine `_METHOD`, which is cancelled after `stall_s` without progress."""
         if not self._asynchronous:
             if method == "cat_file":
                 kwargs |= _BY_RANGES.get(self._protocol, {})
@@ -533,8 +510,7 @@ class RemoteFolder:
     def _wait(
         self, future: concurrent.futures.Future[Any], until: float, stall_s: float, target: DownloadTarget | None
     ) -> Any:
-        """Wait for a future while its transfer makes progress, and return its result. Without progress, cancel the
-        future and raise TransferBroken. `target`: counter of the bytes that have arrived."""
+        """Return the result. Without progress, which `target` counts, cancel the future and raise TransferBroken."""
         try:
             with self._lock:
                 if self._closed.is_set():

@@ -1,4 +1,4 @@
-"""Reading and writing of a dataset's files on this machine. Failures raise the same errors as for a remote folder."""
+"""Reading and writing of files on this machine. Failures raise the same errors as for a remote folder."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from penstock.runtime.files.plain_files import open_plain, read_plain
 __all__ = ["copy_file", "files_below", "read_file", "write_file"]
 
 PIECE = 16 << 20
-"""Number of bytes of a file that are copied at a time."""
+"""Bytes of a file that are copied at a time."""
 
 
 def read_file(path: Path, limit: int, first: int | None) -> bytes:
-    """Return the content of a file of at most `limit` bytes, or only its first `first` bytes. Raises
-    ShardUnavailableError, also for a larger file."""
+    """Return a file, or its first `first` bytes. Raises ShardUnavailableError, also for more than `limit` bytes."""
     try:
         if first is None:
             return read_plain(path, limit)
@@ -30,7 +29,7 @@ def read_file(path: Path, limit: int, first: int | None) -> bytes:
 
 
 def write_file(path: Path, data: bytes | Iterator[bytes]) -> None:
-    """Write a file, either completely or not at all. Raises ShardUnavailableError."""
+    """Write a file completely or not at all. Raises ShardUnavailableError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, data)
@@ -41,12 +40,11 @@ def write_file(path: Path, data: bytes | Iterator[bytes]) -> None:
 
 
 def copy_file(source: Path, path: Path) -> None:
-    """Copy a file of any size, either completely or not at all. Raises ShardUnavailableError, or OSError for a source
-    that cannot be read."""
+    """Copy a file completely or not at all. Raises ShardUnavailableError, or OSError for an unreadable source."""
     with open(source, "rb", buffering=0, opener=open_plain) as file:
         write_file(path, iter(lambda: file.read(PIECE), b""))
 
 
 def files_below(folder: Path) -> list[str]:
-    """Return the paths of all files in a folder and its subfolders, relative to the folder, sorted."""
+    """Return the relative paths of all files in a folder and its subfolders, sorted."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

@@ -1,9 +1,5 @@
-"""Local copies of the files in which Energon describes the splits, such as "train", of a remote folder that it has
-prepared. The copies lie in the cache of the remote folder.
-
-From the copies a process knows the splits without a request to the remote. They also show whether the cached index is
-older than the description of the splits.
-"""
+"""Copies, in the cache, of the files in which Energon describes the splits, such as "train", of a remote folder. With
+them a process knows the splits without a request, and whether the cached index is older than their description."""
 
 from __future__ import annotations
 
@@ -18,12 +14,12 @@ from penstock.runtime.files.atomic_files import write_whole
 __all__ = ["fetch_meta"]
 
 MARK = b"split_parts"
-"""Text that each file of splits contains. A page that a web server sends for a missing file does not contain it."""
+"""Text in each file of splits, and not in a page that a web server sends for a missing file."""
 
 
 def fetch_meta(remote: RemoteFolder, folder: Path, *, deadline_s: float) -> bool:
-    """Copy the files that Energon keeps in the subfolder META of a remote folder into a local folder. Return False if
-    Energon has not prepared the remote folder. Raise ShardUnavailableError if the remote does not answer."""
+    """Copy the files in a remote folder's subfolder META. Return False if Energon has not prepared it; raise
+    ShardUnavailableError without an answer."""
     found: dict[str, bytes] = {}
     for name in META_FILES:
         with contextlib.suppress(_Missing):

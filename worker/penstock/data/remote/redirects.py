@@ -1,10 +1,6 @@
-"""Limits on the addresses to which a server of shards may redirect its readers.
-
-Data hubs answer a request with a redirect to another host, and such redirects are followed. But a server, or an
-attacker who controls it, could make a worker request addresses that only this network can reach: a cloud's metadata
-service, which hands out credentials, or a database's port. So a redirect to another host is refused if it leads to a
-nearer address than the server's own (see `is_nearer`).
-"""
+"""Limits on redirects. Data hubs redirect to other hosts, which is followed. But a server, or an attacker who controls
+it, could make a worker request addresses that only this network can reach: a cloud's metadata service, which hands out
+credentials, or a database. So a redirect to another host is refused if that is nearer than the server's own."""
 
 from __future__ import annotations
 
@@ -22,8 +18,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_nearer(target: Address, source: Address) -> bool:
-    """Return True if the address `target` is nearer to this machine than `source`. Addresses of this machine and its
-    link are nearer than those of a private network, which are nearer than those of the Internet."""
+    """Return True if `target` is nearer: this machine and its link, then a private network, then the Internet."""
     return _reach(target) < _reach(source)
 
 
@@ -35,8 +30,7 @@ def _reach(address: Address) -> int:
 
 
 def watch_redirects(fs: Any) -> None:
-    """Make a filesystem of fsspec refuse redirects to addresses that are nearer than the server's own (`is_nearer`).
-    Call this before the filesystem has a session."""
+    """Make a filesystem of fsspec refuse redirects to nearer addresses. Call this before it has a session."""
     import aiohttp  # imported here, because aiohttp is installed only with an extra
 
     watch = aiohttp.TraceConfig()

@@ -1,5 +1,4 @@
-"""Event loop of a remote folder, which runs in a thread of its own, with the filesystem and its connections. Calls of
-the filesystem's methods run in this loop."""
+"""Event loop of a remote folder in a thread of its own, in which the filesystem's methods run."""
 
 from __future__ import annotations
 
@@ -20,8 +19,6 @@ __all__ = ["RemoteLoop"]
 
 
 class RemoteLoop:
-    """Event loop in a thread of its own, with the filesystem that uses it."""
-
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
@@ -32,7 +29,7 @@ class RemoteLoop:
         self._thread = threading.Thread(target=self._run, name="penstock-remote", daemon=True)
         self._thread.start()
         self.opening = self.call(self._open(url, options))
-        """Future whose result is (filesystem, path of the folder in it)."""
+        """Future of (filesystem, path of the folder in it)."""
 
     def _run(self) -> None:
         self.loop.run_forever()
@@ -86,8 +83,8 @@ class RemoteLoop:
 
 
 async def _close_client(fs: Any) -> None:
-    """Close the client of a filesystem that has a client instead of a session (Azure). When the filesystem is freed,
-    its finalizers would close the client in the loop, which has ended by then; so the finalizers are removed."""
+    """Close the client of a filesystem that has one instead of a session (Azure). Its finalizers are removed: they
+    would close the client in the loop, which has ended when the filesystem is freed."""
     client = getattr(fs, "service_client", None)
     if client is None:
         return

@@ -1,10 +1,9 @@
 """One attempt to fetch a file's bytes through fsspec, and classification of what made an attempt fail.
 
-HTTP is read as one stream, and each response is checked before its body. A broken stream is continued at the first
-missing byte if the server's *validator* (ETag or Last-Modified) shows that the file is unchanged. Any other storage
-that fsspec reaches (object stores, memory, SFTP) is read in pieces, several at a time where the filesystem has an event
-loop. S3 says with each piece which version of the file it is from. Elsewhere the file's `info` is compared before and
-after. A file that changed meanwhile is read again from its beginning.
+HTTP is read as one stream. A broken one is continued if the server's *validator* (ETag or Last-Modified) shows that the
+file is unchanged. Other storage (object stores, memory, SFTP) is read in pieces, several at a time where there is an
+event loop. S3 says with each piece which version it is from; elsewhere the file's `info` is compared before and after.
+A file that changed meanwhile is read again from its beginning.
 """
 
 from __future__ import annotations
@@ -54,12 +53,10 @@ __all__ = [
 ]
 
 PIECE = 4 << 20
-"""Number of bytes that one request to an object store asks for: large enough that latency hardly matters, and small
-enough that a slow connection does not count as stalled."""
+"""Bytes of a request: so many that latency hardly matters, so few that a slow connection is not taken as stalled."""
 PARALLEL, LARGE_PIECE = 4, 8 << 20
-"""Number and size in bytes of pieces of a file that are requested at the same time, as long as nothing fails. A request
-to an object store has a latency of tens of milliseconds and a limited rate, so four requests at a time bring 32 MiB in
-little more time than one request takes for 8 MiB. boto3's pieces have the same size."""
+"""Number and bytes of pieces that are requested at the same time while nothing fails. Latency is tens of ms and the
+rate of a request limited, so 4 bring 32 MiB in little more time than 1 brings 8. boto3's pieces are as large."""
 CLOSED = "the dataset was closed"
 """Reason, in errors, of calls that end because the RemoteFolder was closed."""
 LARGEST_COPY = 1 << 44
@@ -67,12 +64,12 @@ LARGEST_COPY = 1 << 44
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 MOST_DOUBLINGS = 30
-"""Largest number of times that the pause is doubled: enough for LONGEST_PAUSE_S, and a float holds the result."""
+"""Most doublings of the pause: enough for LONGEST_PAUSE_S, and a float holds the result."""
 LAST_PAUSE_S = 0.2
-"""Smallest number of seconds until the deadline with which a new attempt begins."""
+"""Least seconds until the deadline with which a new attempt begins."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PASSING = frozenset((408, 425, 429))
-"""HTTP statuses below 500 that mean a temporary error, after which the request is tried again."""
+"""HTTP statuses below 500 of temporary errors."""
 _ABSENT = (404, 410)
 """HTTP statuses for a file that does not exist."""
 _PERMANENT = (
@@ -100,8 +97,8 @@ _AGES = (
     "etag",
     "blob_id",
 )
-"""Names of the fields in which remotes report when a file was last written, or its version; the best first. ETag and
-blob_id come last, because they may be digests of the content and not change when the same content is written again."""
+"""Fields in which remotes report a file's time or version, the best first. ETag and blob_id come last, because they may
+be digests, which stay the same when the same content is written again."""
 _ADDRESS = re.compile(r"(\w+://)(?:[^/\s?#]*@)?([^\s?#'\"<>]*)(?:[?#][^\s'\"<>]*)?")
 
 
@@ -119,15 +116,11 @@ def scrubbed(text: str) -> str:
 
 
 class DownloadTarget(io.RawIOBase):
-    """File to which one attempt of a download writes, from offset `at` on, up to `limit` bytes in all.
-
-    Over HTTP the event loop's thread writes to it, else the thread that downloads. Another thread may call `abandon`;
-    nothing more is written afterwards.
-    """
+    """File to which one attempt of a download writes, from offset `at` up to `limit` bytes in all. Over HTTP the event
+    loop's thread writes to it, else the downloading one. After `abandon` nothing more is written."""
 
     def __init__(self, file: io.FileIO | io.BytesIO, at: int, limit: int, source: str, *, is_known: bool) -> None:
-        """Begin at offset `at`. `is_known`: True if `limit` is the file's size according to the index, False if it is
-        only the largest size that is accepted. `source`: address of the file, for errors."""
+        """`is_known`: `limit` is the size in the index, and not only the largest that is accepted."""
         super().__init__()
         self._file = file
         self._limit, self._is_known = limit, is_known
@@ -173,8 +166,7 @@ class DownloadTarget(io.RawIOBase):
 
 
 def unwritable(error: OSError, path: str, needed: int, source: str) -> ShardUnavailableError:
-    """Return the error to raise when the local disk refuses to store bytes at `path`. `needed`: size of the whole file
-    in bytes; `source`: address of the file."""
+    """Return the error for a local disk that refuses bytes at `path`. `needed`: size of the whole file in bytes."""
     name = os.path.realpath(path)  # the path may be a descriptor's number
     text = f"{source} could not be written to {name}: {error if error.filename else error.strerror}"
     if error.errno in (*_FULL, errno.EFBIG):
@@ -189,8 +181,7 @@ def unwritable(error: OSError, path: str, needed: int, source: str) -> ShardUnav
 
 
 def is_full(error: BaseException, kinds: Collection[int] = _FULL) -> bool:
-    """Return True if `error`, or its cause, says that the local disk or a quota on it has no space left. `kinds`: the
-    error numbers of the system that count."""
+    """Return True if `error`, or its cause, says (by an errno in `kinds`) that the disk or a quota on it is full."""
     return any(isinstance(each, OSError) and each.errno in kinds for each in (error, error.__cause__))
 
 
@@ -199,20 +190,19 @@ class DownloadProgress:
     """State of a file's download after an attempt, from which the next attempt continues."""
 
     expected: int | None
-    """Size of the file in bytes, according to the index; None if it is unknown."""
+    """Bytes of the file, according to the index; None if unknown."""
     at: int = 0
-    """Number of bytes written so far."""
+    """Bytes written so far."""
     validator: str = ""
-    """Text that changes with the file's content. Over HTTP: the ETag, or Last-Modified if there is no ETag; "" if the
-    ETag is weak, or if there is neither. On S3: the ETag."""
+    """Changes with the content: ETag, or over HTTP else Last-Modified; "" for a weak ETag, or without either."""
     info: Any = None
-    """Result of fsspec's `info` for the file; None before it was requested, and for a file that is read over HTTP."""
+    """Result of fsspec's `info`; None before it was requested, and over HTTP."""
     parallel: int = 1
-    """Number of pieces that are requested at the same time, for a file that is not read over HTTP."""
+    """Number of pieces that are requested at the same time, except over HTTP."""
 
     @property
     def is_small(self) -> bool:
-        """True if a single request can fetch the whole file."""
+        """A single request can fetch the whole file."""
         return self.expected is not None and self.expected <= PIECE and not self.at
 
     def begin_again(self) -> None:
@@ -227,9 +217,8 @@ class DownloadProgress:
 
 
 async def over_http(fs: Any, url: str, target: DownloadTarget, progress: DownloadProgress, source: str) -> None:
-    """Read a file over HTTP as one stream into `target`. Continue after the bytes that `target` has if the server's
-    validator (ETag or Last-Modified) shows that the file is unchanged; otherwise begin again. `source`: address for
-    errors."""
+    """Read a file over HTTP as one stream. Continue after the bytes in `target` if the validator shows that the file is
+    unchanged; otherwise begin again. `source`: for errors."""
     import aiohttp  # imported here, because it comes with an extra
 
     headers = {**fs.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
@@ -259,8 +248,7 @@ async def over_http(fs: Any, url: str, target: DownloadTarget, progress: Downloa
 
 
 async def http_headers(fs: Any, url: str) -> Any:
-    """Return a server's headers for a file, without its content. Raise FileNotFoundError if the server has no such
-    file."""
+    """Return a server's headers for a file. Raise FileNotFoundError if it has no such file."""
     session = await fs.set_session()
     async with session.head(fs.encode_url(url), allow_redirects=True, **fs.kwargs) as response:
         if response.status in (404, 410):
@@ -270,14 +258,12 @@ async def http_headers(fs: Any, url: str) -> Any:
 
 
 def age_of(info: Any) -> str | None:
-    """Return a text that changes whenever a file is written: its time or version. `info`: what the filesystem's method
-    `info` returned for the file, or a server's headers. Return None if it contains neither."""
+    """Return a file's time or version, which changes with each write, from its `info` or headers; or None."""
     return next((f"{name}: {info[name]}" for name in _AGES if info.get(name)), None)
 
 
 def _validator(headers: Any) -> str:
-    """Return the validator in a response's headers, a text that changes with any byte of the file: a strong ETag, or
-    Last-Modified if there is no ETag; "" if the ETag is weak, or if there is neither."""
+    """Return a strong ETag, or Last-Modified without an ETag, which change with any byte; "" for others."""
     tag = str(headers.get("ETag", ""))
     if tag:
         return "" if tag.startswith("W/") else tag
@@ -290,13 +276,13 @@ class _Piece:
 
     data: bytes
     size: int
-    """Size of the whole file in bytes."""
+    """Bytes of the whole file."""
     etag: str
-    """ETag of the file that the bytes are from, which changes with the file's content."""
+    """ETag of the whole file that the bytes are from."""
 
 
 async def s3_piece(fs: Any, path: str, start: int, end: int) -> _Piece:
-    """Read the bytes of a file on S3 from offset `start` to before `end`; fewer if the file ends before."""
+    """Read a file's bytes from `start` to before `end`; fewer if it ends before."""
     bucket, key, version = fs.split_path(path)
     options = {"VersionId": version} if version else {}
     try:
@@ -322,8 +308,7 @@ def _status(error: Any) -> int:
 def by_s3_pieces(
     begin: Callable[[int, int], Request], target: DownloadTarget, progress: DownloadProgress, source: str
 ) -> None:
-    """Read a file of a known size from S3 into `target`, `progress.parallel` pieces at a time. `begin(start, end)`
-    begins a call of `s3_piece`; `source`: address for errors."""
+    """Read a file of a known size from S3, several pieces at a time. `begin` begins a call of `s3_piece`."""
     assert progress.expected is not None
 
     def checked(piece: _Piece) -> bytes:
@@ -342,8 +327,7 @@ class Request(Protocol):
     """Running call of a filesystem's method."""
 
     def result(self) -> Any:
-        """Wait until the call ends, or its deadline, and return its result. Raise the error of the call, or
-        TransferBroken."""
+        """Wait until the call ends, or its deadline; return its result or raise its error, or TransferBroken."""
 
     def cancel(self) -> object:
         """Cancel the call, because its result is not needed any more."""
@@ -352,8 +336,7 @@ class Request(Protocol):
 def by_pieces(
     begin: Callable[..., Request], path: str, target: DownloadTarget, progress: DownloadProgress, source: str
 ) -> None:
-    """Read a file into `target` in pieces, `progress.parallel` at a time. `begin(method, ...)` begins a call of a
-    method of the filesystem; `source`: address for errors."""
+    """Read a file in pieces, several at a time. `begin(method, ...)` begins a call of the filesystem's method."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         return begin(*arguments, **options).result()
@@ -385,11 +368,10 @@ def _copy_pieces(
     target: DownloadTarget,
     progress: DownloadProgress,
 ) -> None:
-    """Copy the bytes of a file from offset `target.at` to `size` into `target`, piece by piece. `begin(start, end)`
-    requests a piece; `bytes_of`: function from a request's result to its bytes.
+    """Copy a file from `target.at` to `size`, by requests of `begin(start, end)`.
 
-    After an error, further attempts request one smaller piece at a time: several pieces would share the rate of a slow
-    connection, so that each counts as stalled, and some servers refuse parallel requests.
+    After an error, further attempts request one smaller piece at a time: several would share a slow connection's rate,
+    so that each counts as stalled, and some servers refuse parallel requests.
     """
     requests: deque[tuple[int, Request]] = deque()
     requested = target.at
@@ -417,20 +399,19 @@ def _copy_pieces(
 
 @dataclass(frozen=True)
 class FailureKind:
-    """Failed attempt: the reason, and whether another attempt may succeed (`final` is False)."""
+    """Reason of a failed attempt, and whether another one may succeed (`final` is False)."""
 
     reason: str
     final: bool
     again_after_s: float = 0.0
-    """Seconds to wait before the next attempt, as the server asks; 0 if the server does not say."""
+    """Seconds to wait before the next attempt, as the server asks; 0 if it does not say."""
     no_such_host: bool = False
-    """True if DNS says that the host's name does not exist. It also says so while the network is down."""
+    """DNS says that the host does not exist. It also says so while the network is down."""
     absent: bool = False
-    """True if the server reports that the file does not exist."""
+    """The server reports that the file does not exist."""
 
 
 def judge(error: Exception) -> FailureKind:
-    """Return what is known about the failure of an attempt: its reason, whether it is final, and when to try again."""
     status = getattr(error, "status", None)
     if isinstance(status, int) and status >= 400:  # aiohttp's error, without importing aiohttp here
         reason = f"HTTP {status} {getattr(error, 'message', '')}".rstrip()
@@ -449,7 +430,7 @@ def judge(error: Exception) -> FailureKind:
 
 
 def _no_such_host(error: BaseException) -> bool:
-    """Return True if the host's name does not exist in DNS. An unreachable DNS server is another error (EAI_AGAIN)."""
+    """Return True if the name does not exist in DNS. An unreachable DNS server is another error (EAI_AGAIN)."""
     cause: Any = getattr(error, "os_error", error)  # aiohttp's errors have the system's error in `os_error`
     return isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME
 
@@ -465,18 +446,12 @@ def _retry_after(headers: Any) -> float:
 
 
 def pause_before_retry(failures: int, left: float, failure_kind: FailureKind) -> float:
-    """Return the seconds to wait before the next attempt of a transfer.
-
-    Args:
-        failures: number of failed attempts in a row.
-        left: seconds until the deadline.
-        failure_kind: what is known about the last failure.
-    """
+    """Return the seconds to wait after `failures` in a row, with `left` seconds until the deadline."""
     growth = 2.0 ** min(failures - 1, MOST_DOUBLINGS)
     pause: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * growth) * random.uniform(0.5, 1.0)
     return max(min(pause, left / 2), failure_kind.again_after_s)
 
 
 def tries_text(count: int) -> str:
-    """Return a number of attempts as text for an error: "1 try" or "3 tries"."""
+    """Return "1 try", "3 tries" and so on, for errors."""
     return "1 try" if count == 1 else f"{count} tries"

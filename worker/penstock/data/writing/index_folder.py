@@ -27,7 +27,6 @@ __all__ = ["index_folder"]
 
 PARQUET = "parquet"
 PACKED = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz", ".lzma", ".lz4", ".zip", ".br", ".snappy", ".z")
-"""File name extensions of compressed files."""
 
 
 def index_folder(
@@ -49,30 +48,26 @@ def index_folder(
         dataset = StreamingDataset("s3://bucket/prepared", "/data/cache", split="train")
 
     Many local files are indexed in several processes, with progress on standard error from the third second on. A call
-    continues one that was killed, and does not read files again that have not changed since they were indexed (size,
-    times and inode; of a remote file size and ETag or time). The hidden file .penstock-indexed beside the index lists
-    them: remove it to have all files read. Hidden files and folders, and those whose names begin with `_` and have no
-    `=`, are left out.
+    continues one that was killed, and skips files that have not changed (size, times and inode; of a remote file size
+    and ETag or time). The hidden file .penstock-indexed beside the index lists them: remove it to have all read. Hidden
+    files and folders, and those whose names begin with `_` and have no `=`, are left out.
 
-    Little is read of some files in a remote folder: of Parquet files only the footers, of archives that Megatron
-    Energon prepared only the offsets that it has stored beside them, of Megatron-core's token files only the .idx
-    files. Other files are read once, as a whole, four at a time, and take their size on the disk (TMPDIR) for that
-    time; with `out`, a later call does not read them again.
+    Of remote Parquet files only the footers are read, of archives that Megatron Energon prepared only the offsets
+    beside them, of Megatron-core's token files only the .idx files. Others are read once, as a whole, four at a time,
+    and take their size on the disk (TMPDIR) meanwhile; with `out`, a later call does not read them again.
 
     Args:
-        folder: folder with files of one format: Parquet (.parquet), Arrow IPC (.arrow), JSON lines (.jsonl, .ndjson),
-            CSV and TSV with a header (.csv, .tsv), tar archives of WebDataset (.tar), TFRecord (.tfrecord and the
-            like), ArrayRecord (.array_record and the like), Megatron-core's token files (.bin beside .idx), or a
-            Dataset or DatasetDict of Hugging Face datasets that `save_to_disk` wrote. A DatasetDict gets an index in
-            the folder of each split. A folder that Megatron Energon prepared keeps its splits and fields. Beside each
-            JSON lines, CSV, tar or TFRecord file a file .penstock-index is written. A remote folder is any URL that
-            fsspec opens.
+        folder: folder, or any URL that fsspec opens, with files of one format: Parquet (.parquet), Arrow IPC (.arrow),
+            JSON lines (.jsonl, .ndjson), CSV and TSV with a header (.csv, .tsv), tar archives of WebDataset (.tar),
+            TFRecord (.tfrecord and the like), ArrayRecord (.array_record and the like), Megatron-core's token files
+            (.bin beside .idx), or a Dataset or DatasetDict of Hugging Face datasets that `save_to_disk` wrote. A
+            DatasetDict gets an index in each split's folder. A folder that Megatron Energon prepared keeps its splits
+            and fields. Beside each JSON lines, CSV, tar or TFRecord file a file .penstock-index is written.
         format: "parquet", "arrow", "json_lines", "csv_rows", "webdataset", "tfrecord", "array_record" or "megatron";
-            None: the format of the files in the folder. "-example" or "-bytes" after "tfrecord" or "array_record" gives
-            the kind of the records; without it, records are read as examples (tf.train.Example) if the first record of
-            each file is one.
-        out: local folder that the index and the files .penstock-index are written to; None: the dataset's folder. Use
-            it for a folder that you cannot write to, and give it as `local` of the StreamingDataset.
+            None: that of the files. "-example" or "-bytes" after "tfrecord" or "array_record" gives the kind of the
+            records; without it, they are examples (tf.train.Example) if the first one of each file is.
+        out: local folder for the index and the files .penstock-index; None: the dataset's folder. Use it for a folder
+            that you cannot write to, and give it as `local` of the StreamingDataset.
         storage_options: keyword arguments for fsspec's filesystem.
         ranges: True: readers of a remote folder fetch only the parts of large files that they need. False: they fetch
             whole files. The order of samples is the same.
@@ -186,8 +181,7 @@ def _joined(root: Path, where: str, format: str, shards: list[Shard], ranges: bo
 
 
 def _refuse_written(out: Path) -> None:
-    """Raise DatasetError if folder `out` has an index that a Writer wrote, for shards of a format that index_folder
-    cannot index: the new index would replace it."""
+    """Refuse to replace an index that a Writer wrote, for shards of a format that index_folder cannot index."""
     path = out / INDEX
     if not path.exists():
         return

@@ -23,10 +23,9 @@ from penstock.runtime.files.atomic_files import write_whole
 __all__ = ["data_files", "index_parquet", "is_hidden", "is_pattern"]
 
 REMOTE_THREADS = 16
-"""Number of remote files whose footers are read at the same time."""
+"""Remote files whose footers are read at the same time."""
 TABLE_FORMATS = re.compile(r"(^|/)(_delta_log/|\.hoodie/|metadata/[^/]*\.metadata\.json$)")
-"""Pattern of paths that mark a table of Delta Lake, Hudi or Iceberg. Such a table has a log of its own, which says
-which Parquet files are valid."""
+"""Paths of a table of Delta Lake, Hudi or Iceberg, whose own log says which Parquet files are valid."""
 _WILD = re.compile(r"[*?\[]")
 
 
@@ -38,8 +37,8 @@ def index_parquet(
     ranges: bool = True,
     timeout_s: float = 600.0,
 ) -> list[Shard]:
-    """Write an index of all Parquet files in a folder and its subfolders, in the order of their paths. StreamingDataset
-    can then read them. Only the files' footers are read.
+    """Write an index of all Parquet files in a folder and its subfolders, in the order of their paths, for
+    StreamingDataset. Only the files' footers are read.
 
     Hidden files and folders are left out, and those whose name begins with `_` and has no `=`: jobs of Spark and others
     write to `_temporary` and `_tmp`, and their logs lie in such folders.
@@ -48,14 +47,14 @@ def index_parquet(
         folder: local path, or any URL that fsspec opens. A path with wildcards (`*`, `**`, `?`, `[...]`) is a pattern
             of the files; the dataset's folder is then the part before the first wildcard.
         storage_options: keyword arguments for fsspec's filesystem.
-        out: local folder that the index is written to; None: the dataset's folder. Use it for a folder that you cannot
-            write to, and give it as `local` of the StreamingDataset.
+        out: local folder for the index; None: the dataset's folder. Use it for a folder that you cannot write to, and
+            give it as `local` of the StreamingDataset.
         ranges: True: readers of a remote folder fetch only the row groups that they need, if the server allows it.
             False: they fetch whole files. The order of samples is the same.
         timeout_s: seconds for each request to a remote folder.
 
-    Returns the shards: a file each, with its row groups as blocks. Raises DatasetError; ShardCorruptError, which names
-    the file; ShardUnavailableError; InvalidArgumentError.
+    Returns the shards: a file each, with its row groups as blocks. Raises DatasetError, ShardCorruptError,
+    ShardUnavailableError, InvalidArgumentError.
     """
     truth("ranges", ranges)
     root, pattern = _split(os.fspath(folder))
@@ -112,26 +111,23 @@ def _write_local(shards: list[Shard], folder: Path, notes: Mapping[str, Any]) ->
 
 
 def data_files(names: Iterable[str], pattern: str = "") -> list[str]:
-    """Return the names that match a pattern and are not hidden, sorted. `names`: paths relative to the dataset's
-    folder; `pattern`: pattern with wildcards; "" for all *.parquet."""
+    """Return the relative paths that match `pattern` ("" for all *.parquet) and are not hidden, sorted."""
     matches = re.compile(_expression(pattern)).fullmatch if pattern else lambda name: name.lower().endswith(".parquet")
     return sorted(name for name in names if matches(name) and not is_hidden(name))
 
 
 def is_hidden(name: str) -> bool:
-    """Return True if a part of the path begins with `.`, or begins with `_` and has no `=`. `name`: path relative to
-    the dataset's folder."""
+    """Return True if a part of the relative path begins with `.`, or with `_` and has no `=`."""
     return any(step[0] == "." or (step[0] == "_" and "=" not in step) for step in name.split("/"))
 
 
 def is_pattern(folder: str) -> bool:
-    """Return True if a folder's address has wildcards, so that it is a pattern of files."""
     return bool(_split(folder)[1])
 
 
 def _split(folder: str) -> tuple[str, str]:
-    """Return a folder and a pattern: the path before its first part with a wildcard, and the rest. Without a wildcard
-    the pattern is "". In an http address, `?` is no wildcard, because it begins the query."""
+    """Return the path before its first part with a wildcard, and the rest ("" without one). In an http address, `?` is
+    no wildcard, because it begins the query."""
     scheme, mark, path = folder.rpartition("://")
     wild = re.compile(r"[*\[]") if scheme.startswith("http") else _WILD
     steps = path.split("/")

@@ -1,8 +1,5 @@
-"""Indexing of a remote folder that Megatron Energon prepared, without a local copy of the archives.
-
-`energon prepare` stores beside each archive the offset of each sample in it (NAME.tar.idx: 8 bytes each, then the end
-of the last one). So an archive of any size costs three small requests, and none of its samples is read.
-"""
+"""Indexing of a remote folder that Megatron Energon prepared. `energon prepare` stores beside each archive the offset
+of each sample (NAME.tar.idx: 8 bytes each, then the end of the last), so any archive costs three small requests."""
 
 from __future__ import annotations
 
@@ -32,17 +29,17 @@ from penstock.runtime.telemetry.progress import FILES_S, Progress
 __all__ = ["index_prepared", "warn_of_loader"]
 
 THREADS = 16
-"""Number of archives that are indexed at the same time."""
+"""Archives that are indexed at the same time."""
 OFFSETS_ENDING = ".idx"
 BLOCK = 512
-"""Size in bytes of a header in a tar archive, and of a block of zeros at its end."""
+"""Bytes of a header in a tar archive, and of a block of zeros at its end."""
 
 
 def index_prepared(
     remote: RemoteFolder, out: str | os.PathLike[str] | None, *, ranges: bool, timeout_s: float
 ) -> list[Shard] | None:
-    """Write the index of a remote folder that Energon prepared, and return its shards; None if Energon has not prepared
-    it. Arguments as in `index_folder`. Raises DatasetError, ShardCorruptError, ShardUnavailableError."""
+    """Index a remote folder as `index_folder` does; return None if Energon has not prepared it. Raises DatasetError,
+    ShardCorruptError, ShardUnavailableError."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch if out is None else out)
         if not fetch_meta(remote, folder, deadline_s=timeout_s):
@@ -63,8 +60,7 @@ def index_prepared(
 
 
 def warn_of_loader(notes: Mapping[str, Any], where: str) -> None:
-    """Warn if a folder that Energon prepared names a function that loads samples, because Penstock does not call it.
-    `notes`: notes of the folder's index."""
+    """Warn if a folder that Energon prepared names a function that loads samples: Penstock does not call it."""
     loader = notes.get(NOTE, {}).get("sample_loader")
     if loader:
         warnings.warn(

@@ -1,9 +1,6 @@
-"""Indexing of the files in a remote folder.
-
-A local folder stands for the remote one: it has an empty file for each remote file, so the code that finds a folder's
-files and their format works on it. While a file is indexed, the local one has its content. Each remote file is read
-once, as a whole; of Megatron-core's token files only the .idx file is read.
-"""
+"""Indexing of the files in a remote folder, for which a local one stands: with an empty file for each remote one, so
+that the code that finds files and their format works, and the content while a file is indexed. Each remote file is read
+once, as a whole; of Megatron-core's token files only the .idx file."""
 
 from __future__ import annotations
 
@@ -27,22 +24,19 @@ from penstock.proto.errors import PenstockError
 __all__ = ["StandIn"]
 
 FETCHES = 4
-"""Number of files that are fetched and indexed at the same time. Each takes its size on the disk meanwhile."""
+"""Files that are fetched and indexed at the same time. Each takes its size on the disk meanwhile."""
 REQUESTS = 16
-"""Number of requests for files' sizes, or uploads of files of offsets, at the same time."""
+"""Requests for files' sizes, or uploads of files of offsets, at the same time."""
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """Local folder `root` that stands for a remote one: it has an empty file for each remote file."""
-
     remote: RemoteFolder
     root: Path
     timeout_s: float
 
     def fill(self) -> None:
-        """Make an empty local file for each remote file. Fetch the small files that describe a dataset which Hugging
-        Face datasets saved. Raises ShardUnavailableError."""
+        """Make the empty files; fetch those that describe a saved Hugging Face dataset (ShardUnavailableError)."""
         names = [name for name in self.remote.find(deadline_s=self.timeout_s) if not is_hidden(name)]
         folders = {parent.as_posix() for name in names for parent in PurePosixPath(name).parents}
         for name in names:
@@ -55,8 +49,7 @@ class StandIn:
                 path.write_bytes(self.remote.read(name, deadline_s=self.timeout_s))
 
     def index_files(self, files: Sequence[tuple[str, Path]], format: str, out: Path) -> list[Shard]:
-        """Return the shards of files, in their order. Arguments as in `indexing.index_files`. Raises
-        ShardUnavailableError, DatasetError, and what `index_file` raises."""
+        """Index as `indexing.index_files`. Raises ShardUnavailableError, DatasetError, and as `index_file`."""
         names = [name for name, _ in files]
         with ThreadPoolExecutor(REQUESTS) as threads:
             keys = dict(zip(names, threads.map(self._key, names), strict=True))
@@ -96,8 +89,7 @@ class StandIn:
             return index_one(INDEXABLE[format].index_file, path, name, out)
 
     def upload(self, shards: Sequence[Shard], out: Path) -> None:
-        """Upload the shards' files of offsets, so that they lie beside the data files. `out`: local folder with the
-        files of offsets. Raises ShardUnavailableError."""
+        """Upload the shards' files of offsets from `out` beside the data files. Raises ShardUnavailableError."""
         names = [file.raw.name for shard in shards for file in shard.files if file.raw.name.endswith(ENDING)]
         with ThreadPoolExecutor(REQUESTS) as threads:
             list(threads.map(lambda name: self.remote.upload(name, out / name, deadline_s=self.timeout_s), names))

@@ -1,5 +1,4 @@
-"""Table of the formats that index_folder supports: how their files are found in a folder, and how each file is
-indexed."""
+"""Table of the formats that index_folder supports: how their files are found in a folder, and how each is indexed."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ from penstock.proto.errors import DatasetError
 __all__ = ["INDEXABLE", "IndexFile", "IndexableFormat"]
 
 Find = Callable[[Path, Sequence[Path]], list[Path]]
-"""Function from (folder, files in it and its subfolders) to the format's files, in the order of their samples."""
+"""Function from (folder, all files below it) to the format's files, in the order of their samples."""
 IndexFile = Callable[[Path, str, Path], Shard]
-"""Function from (path of a file, its path in the dataset's folder, folder of the index) to the file's shard. A file of
-offsets, if the format needs one, is written into the folder of the index. Raises DatasetError."""
+"""Function from (path of a file, its path in the dataset's folder, folder of the index and of a file of offsets, if
+any) to the file's shard. Raises DatasetError."""
 
 
 def _unchanged(root: Path, shards: list[Shard]) -> list[Shard]:
@@ -36,13 +35,10 @@ def _unchanged(root: Path, shards: list[Shard]) -> list[Shard]:
 
 @dataclass(frozen=True, slots=True)
 class IndexableFormat:
-    """Format of files that another library wrote, with the functions that find and index them."""
-
     find: Find
     index_file: IndexFile
     join: Callable[[Path, list[Shard]], list[Shard]] = _unchanged
-    """Function from (folder, shards of its files) to the same shards, checked and completed as those of one dataset.
-    Raises DatasetError."""
+    """Checks and completes shards of the files in a folder as those of one dataset. Raises DatasetError."""
 
 
 def _without_offsets(index_file: Callable[[Path, str], Shard]) -> IndexFile:
@@ -119,5 +115,4 @@ INDEXABLE: Mapping[str, IndexableFormat] = {
     "array_record-bytes": replace(_ARRAY_RECORD, join=_as("bytes")),
     "array_record-example": replace(_ARRAY_RECORD, join=_as("example")),
 }
-"""Formats by name. A name with "-" also gives the kind of the records, and is never found from a folder's files: it
-must be the argument `format` of index_folder."""
+"""A name with "-" also gives the kind of the records; it must be given, and is never found from a folder's files."""

@@ -1,8 +1,5 @@
-"""Indexing of files, in several processes if it takes long, with progress.
-
-The entries of indexed files stay in a hidden file beside the index. So a call continues one that was killed, and a call
-for a folder that has grown reads only the files that are new or were changed.
-"""
+"""Indexing of files, in several processes if it takes long, with progress. Entries stay in a hidden file beside the
+index, so a call continues one that was killed, and reads only new and changed files of a folder that has grown."""
 
 from __future__ import annotations
 
@@ -27,33 +24,24 @@ from penstock.runtime.telemetry.progress import FILES_S, Progress
 __all__ = ["STAMPS", "Key", "continued", "index_files", "index_one"]
 
 STAMPS = ".penstock-indexed"
-"""Name of the file with the entries of the files that were indexed, each with the identity of the file's content."""
+"""File with the entries of indexed files, each with the identity of the file's content."""
 STAMPS_VERSION = 1
-"""Version of the entries in STAMPS. Increase it when a change of the code gives the same file another entry in the
-index. Entries of older versions are ignored, so all files are read again."""
+"""Increase it when a change of the code gives the same file another entry in the index: entries of older versions are
+ignored, so all files are read again."""
 PROGRAM = "penstock.data.writing.indexing"
 MEASURE_S = 0.5
-"""Seconds for which this process indexes files before it estimates the time for the remaining files."""
+"""Seconds for which this process indexes files before it estimates the rest."""
 WORTH_S = 2.0
-"""Estimated seconds for the remaining files from which other processes are started. Each process takes 0.3 s of
-processor time until it begins."""
+"""Estimated seconds for the rest from which processes are started. Each takes 0.3 s of processor time to begin."""
 
 Key = tuple[Any, ...]
-"""Identity of a file's content: its name, its size in bytes, then numbers or texts that change with the content."""
+"""Identity of a file's content: its name, bytes, and numbers or texts that change with the content."""
 
 
 def index_files(root: Path, files: Sequence[tuple[str, Path]], format: str, out: Path) -> list[Shard]:
-    """Return the shards of files, in their order.
-
-    Args:
-        root: the dataset's folder.
-        files: for each file, (path relative to `root`, path).
-        format: name of the files' format, a key of INDEXABLE.
-        out: folder of the index.
-
-    Files that an earlier call indexed, and that have not changed since, are not read again. Raises DatasetError, and
-    what `index_file` raises.
-    """
+    """Return the shards of `files`, (path relative to the dataset's folder `root`, path) each. `format`: key of
+    INDEXABLE; `out`: folder of the index. Files that have not changed since an earlier call are not read again. Raises
+    DatasetError, and as `index_file`."""
     names = [name for name, _ in files]
     keys = {name: _key(root, name) for name in names}
     return continued(str(root), keys, format, out, lambda left: _shards(root, left, format, out))
@@ -66,15 +54,8 @@ def continued(
     out: Path,
     index: Callable[[Sequence[str]], Generator[tuple[str, Shard], None, None]],
 ) -> list[Shard]:
-    """Return the shards of the files with these names, in their order. Those that an earlier call indexed come from
-    STAMPS.
-
-    Args:
-        where: address of the dataset's folder, for messages.
-        keys: identity of each file's content, by name.
-        format, out: as in `index_files`.
-        index: function that indexes files, and yields the name and the shard of each. Raises as `index_files` does.
-    """
+    """Return the shards of the files in `keys` (name -> identity of the content), from STAMPS if an earlier call
+    indexed them, else from `index`. `where`: address of the folder, for messages. Raises as `index_files`."""
     done = {name: entry for name, entry in _finished(out, format).items() if entry[0] == keys.get(name)}
     left, stamps = [name for name in keys if name not in done], out / STAMPS
     progress = Progress(FILES_S)
@@ -97,8 +78,7 @@ def continued(
 
 
 def _shards(root: Path, names: Sequence[str], format: str, out: Path) -> Generator[tuple[str, Shard], None, None]:
-    """Index files, and yield the name and the shard of each. This process indexes the first files. If the remaining
-    files would take more than WORTH_S, several processes share them."""
+    """Yield the name and shard of each file. Several processes share what would take more than WORTH_S."""
     index_file, began = INDEXABLE[format].index_file, time.monotonic()
     for count, name in enumerate(names, 1):
         yield name, index_one(index_file, root / name, name, out)
@@ -152,8 +132,8 @@ def _append(log: IO[bytes], key: Key, shard: Shard) -> None:
 
 
 def _finished(out: Path, format: str) -> dict[str, tuple[Key, Shard]]:
-    """Return the files that an earlier run indexed, as name -> (identity of the content, shard), from STAMPS. A line
-    that is incomplete, because the run was killed, is left out, and so is a file whose file of offsets is missing."""
+    """Return what STAMPS has: name -> (identity, shard), without the incomplete line of a killed run, and without files
+    whose file of offsets is missing."""
     found = {}
     try:
         text = (out / STAMPS).read_bytes()
@@ -179,7 +159,7 @@ def _finished(out: Path, format: str) -> dict[str, tuple[Key, Shard]]:
 
 @contextlib.contextmanager
 def index_jobs(plan: bytes) -> Iterator[Callable[[int], dict[str, Any]]]:
-    """Yield a function that indexes the file with a given number. `plan`: JSON text that `index_files` made."""
+    """Yield a function that indexes the file with a given number. `plan`: JSON text of `index_files`."""
     task = json.loads(plan)
     root, out, names = Path(task["root"]), Path(task["out"]), task["names"]
     index_file = INDEXABLE[task["format"]].index_file

@@ -34,18 +34,17 @@ def merge_index(
 
         merge_index("s3://bucket/data")  # from data/part-0/index.json, data/part-1/index.json, ...
 
-    An index in `folder` itself is replaced. An index in a subfolder of a folder with an index is left out, because the
-    upper index may list its shards already.
+    An index in `folder` itself is replaced. One below another indexed folder is left out, because the upper index may
+    list its shards already.
 
     Args:
         folder: a local folder or a URL; (local folder, URL) reads from the URL and writes to both.
-        parts: paths or URLs of the folders below `folder` whose indexes are merged, in this order; None: all folders
-            that have an index. Give `parts` for an object store with millions of shards, because otherwise all files
-            are listed.
+        parts: paths or URLs of the folders to merge, in this order; None: all that have an index. Give `parts` for an
+            object store with millions of shards, because otherwise all files are listed.
         storage_options: keyword arguments for fsspec's filesystem.
         timeout_s: seconds for each file.
-        append: True: publish a new version of the dataset in `folder`: the shards of its newest version, then those
-            shards of the parts that this version does not have.
+        append: True: publish a new version of the dataset in `folder`: the shards of its newest version, then those of
+            the parts that it does not have.
 
     Raises DatasetError if there is no index, or one cannot be read; ShardUnavailableError.
     """
@@ -93,8 +92,7 @@ def _all_below(remote: RemoteFolder, timeout_s: float) -> list[str]:
 
 
 def _below(folder: str, part: str) -> str:
-    """Return the path of a dataset's folder, relative to `folder`. `part`: path or URL of the dataset's folder, or of
-    its index. Raise InvalidArgumentError if `part` is not below `folder`."""
+    """Return a dataset's path below `folder`; `part` may be its index. Raise InvalidArgumentError for others."""
     inside = part.removesuffix(INDEX).rstrip("/").removeprefix(folder.rstrip("/"))
     if inside == part.rstrip("/") or not inside.startswith("/") or not inside.strip("/"):
         raise InvalidArgumentError(f"parts must name folders below {folder!r}, got {part!r}. Leave out other folders")

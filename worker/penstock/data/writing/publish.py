@@ -1,7 +1,7 @@
-"""Publishing of a dataset's next version, which has the shards of the newest version and those that were appended.
+"""Publishing of a dataset's next version: the shards of the newest version and those that were appended.
 
-The version's own index is written first, then index.json, which makes the version visible. Jobs that read an older
-version are not disturbed, because its index and its shards stay. Publishing the same shards again changes nothing.
+The version's own index is written first, then index.json, which makes it visible. Jobs that read an older version keep
+its index and shards. Publishing the same shards again changes nothing.
 """
 
 from __future__ import annotations
@@ -27,25 +27,20 @@ from penstock.proto.errors import DatasetError
 __all__ = ["check_columns", "check_no_versions", "newest_index", "publish"]
 
 LOCK = ".penstock-publishing"
-"""Name of the file in a local dataset's folder that is locked while a version is published."""
+"""File in a local dataset's folder that is locked while a version is published."""
 LOOK_S = 0.01
-"""Seconds between two attempts to acquire the lock of a dataset's folder."""
+"""Seconds between two attempts to acquire this lock."""
 _COLUMNS = ("column_names", "column_encodings", "columns")
 
 
 def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -> tuple[int, Sequence[Shard]]:
-    """Publish the next version of a dataset. Return the number and all shards of the version that is then the newest.
-    Shards in `added` that the newest version has already are left out; if none is left, no version is published, except
-    version 1 of a folder that has no versions.
+    """Publish a version with the complete files `added`; return the number and all shards of the version that is then
+    the newest. Shards that it has already are left out; if none is left, only a folder without versions gets one,
+    version 1.
 
-    Several writers on one machine, or on one file system with locks, may publish at the same time; each makes a
-    version. On an object store, two simultaneous writers may lose the shards of one of them, so let only one process
-    publish there.
-
-    Args:
-        remote: the dataset's folder. It may be empty; a dataset without versions becomes version 1.
-        added: shards to append, whose files are already complete in the folder.
-        timeout_s: seconds for each file, and to wait for another writer.
+    Writers on one machine, or on one file system with locks, may publish at the same time, and wait `timeout_s` for
+    each other. On an object store, two simultaneous writers may lose the shards of one, so let only one process publish
+    there.
 
     Raises DatasetError if the columns are not those of the dataset, ShardUnavailableError.
     """
@@ -86,8 +81,7 @@ def newest_index(remote: RemoteFolder, *, timeout_s: float) -> GivenIndex | None
 
 
 def check_no_versions(names: Sequence[str], url: str) -> None:
-    """Raise DatasetError if a dataset that is to be replaced has versions, because jobs may be reading an older one.
-    `names`: names of the files in the dataset's folder; `url`: address of the folder, for errors."""
+    """Refuse to replace a dataset that has versions, because jobs may be reading an older one."""
     if any(map(_is_version_index, names)):
         raise DatasetError(
             f"{url} must not have versions when it is replaced, because jobs may be reading them. Publish the next "
@@ -101,8 +95,7 @@ def _is_version_index(name: str) -> bool:
 
 
 def check_columns(url: str, old: Shard | None, new: Iterable[Shard]) -> None:
-    """Raise DatasetError unless new shards have the same columns as the shards of the dataset, because a batch has rows
-    of both. `url`: address of the dataset, for errors; `old`: any of its shards; None: it has none."""
+    """Raise DatasetError unless new shards have the columns of the old one, because a batch has rows of both."""
     for shard in new if old else ():
         for name in _COLUMNS:
             before, now = old and old.settings.get(name), shard.settings.get(name)

@@ -1,5 +1,4 @@
-"""Writers of datasets whose shards are text files. Their base class is in writing/writers.py; formats/text_shards.py
-reads the format."""
+"""Writers of datasets whose shards are text files, which formats/text_shards.py reads."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 __all__ = ["CSVWriter", "JSONWriter", "TSVWriter", "XSVWriter"]
 
 REMEDY = "Correct the value, or write the dataset with JSONWriter, which stores any text"
-"""Remedy in errors about a value that a file of separated values (CSV, TSV) cannot hold."""
+"""Remedy for a value that a file of separated values (CSV, TSV) cannot hold."""
 
 
 class _TextWriter(Writer):

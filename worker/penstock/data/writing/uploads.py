@@ -1,8 +1,5 @@
-"""Upload of a dataset's files to a remote: each shard when it is written, and the index after all shards.
-
-A folder without an index is not a dataset. So when a dataset is replaced, its index is removed first. Files that an
-error or a killed process leaves there are never read as if they were complete.
-"""
+"""Upload of a dataset's files: each shard when it is written, and the index last. A folder without an index is not a
+dataset, so it is removed first when one is replaced, and what an error or a killed process leaves is never read."""
 
 from __future__ import annotations
 
@@ -25,8 +22,7 @@ _SCHEME_LOST_A_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def local_folder(name: str, value: Any) -> Path:
-    """Return a local folder as a path. Raise InvalidArgumentError for a URL, given as a str or a Path, because pathlib
-    makes the name of a folder "s3:" of it. `name`: name of the argument, for errors."""
+    """Return a path. Raise InvalidArgumentError for a URL, also as a Path: pathlib makes a folder "s3:" of it."""
     path = Path(value).expanduser()
     if _SCHEME_LOST_A_SLASH.match(str(path)):
         raise InvalidArgumentError(
@@ -41,8 +37,7 @@ def local_folder(name: str, value: Any) -> Path:
 
 
 def writable_remote(url: str, storage_options: Any = None) -> RemoteFolder:
-    """Return the remote folder with this address. Raise DatasetError for a web server, to which files cannot be
-    written."""
+    """Return the folder at this address. Raise DatasetError for a web server, to which files cannot be written."""
     if url.startswith(("http://", "https://")):
         raise DatasetError(
             f"{url} must be a folder or an object store, got a web server, which accepts no files. Write to "
@@ -57,15 +52,7 @@ class Uploads:
     def __init__(
         self, remote: RemoteFolder, *, keep_local: bool, threads: int, timeout_s: float, progress: bool = False
     ) -> None:
-        """Start the threads.
-
-        Args:
-            remote: folder to which files are uploaded.
-            keep_local: False to remove each local file after its upload.
-            threads: number of files that are uploaded at the same time.
-            timeout_s: seconds for each file.
-            progress: True to print on standard error what was uploaded.
-        """
+        """Start the threads. `keep_local` False: remove local files after upload; `timeout_s`: for each file."""
         self._remote, self._keep_local, self._timeout_s = remote, keep_local, timeout_s
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="penstock-upload")
         self._free = threading.Semaphore(2 * threads)
@@ -74,9 +61,8 @@ class Uploads:
         self._files = self._bytes = 0
 
     def clear(self, is_shard: Callable[[str], Any], *, exist_ok: bool) -> None:
-        """Remove the dataset in the remote folder, if it has one. Raise DatasetError if the dataset has versions, and
-        without `exist_ok` if the folder has any files. `is_shard`: function that returns a true value for the name of a
-        shard's file."""
+        """Remove the dataset in the remote folder. Raise DatasetError if it has versions, and without `exist_ok` if
+        there are any files. `is_shard`: whether a name is that of a shard's file."""
         names = self._remote.names(deadline_s=self._timeout_s)
         if names and not exist_ok:
             raise DatasetError(
@@ -117,7 +103,6 @@ class Uploads:
         return f"{self._remote.url}: uploaded {self._files} files, {self._bytes} bytes"
 
     def wait(self) -> None:
-        """Wait until all uploads have ended. Raise ShardUnavailableError if one has failed."""
         for future in self._sent:
             future.result()
 

@@ -1,13 +1,10 @@
 """Writers of datasets in the formats of mosaicml-streaming. Its version 0.13.0 reads them.
 
-Shards are written to the disk as they fill up. The index is written last, and only if there was no error. A folder
-without an index is not a dataset, so an interrupted write is never read as if it were complete.
+Shards are written, and uploaded to a remote (writing/uploads.py), as they fill up; the index is written last, and only
+without an error. A folder without an index is not a dataset, so an interrupted write is never read as if complete.
 
-For the same samples and settings the files are those of mosaicml-streaming's own writer, byte for byte, with two
-exceptions. gzip files contain no time. And if the first sample is larger than the limit, mosaicml-streaming writes an
-empty shard before it, and this writer does not.
-
-For a dataset at a remote, shards are uploaded as they fill up, and the index after all shards (writing/uploads.py).
+The files are those of mosaicml-streaming's own writer, byte for byte, but gzip files contain no time, and
+mosaicml-streaming writes an empty shard before a first sample that is larger than the limit.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ from penstock.runtime.files.plain_files import open_plain
 __all__ = ["MDSWriter", "Out", "Writer", "WriterSettings"]
 
 SIZE_LIMIT = 64 << 20
-"""Default of `size_limit`: largest size of a shard before compression, in bytes."""
+"""Default of `size_limit`, in bytes."""
 _SHARD_FILE = re.compile(r"shard\.\d{5,}\..*")
 
 
@@ -52,13 +49,11 @@ class WriterSettings(TypedDict, total=False):
     """Keyword arguments that all writers take."""
 
     compression: str | None
-    """Compression of the shards: "zstd", "gz:6" and so on; None: shards are not compressed."""
+    """Compression of shards: "zstd", "gz:6" and so on; None: none."""
     hashes: Collection[str]
-    """Names of hash algorithms (penstock.data.cache.file_hashes). The index gets the digests of each file, before and
-    after compression."""
+    """Hash algorithms (penstock.data.cache.file_hashes) of each file, before and after compression."""
     size_limit: int | str | None
-    """Largest size of a shard before compression, in bytes or as a text such as "64mb"; None puts all samples into one
-    shard."""
+    """Bytes of a shard before compression, or a text such as "64mb"; None puts all samples into one shard."""
     exist_ok: bool
     """True to replace a dataset that exists in the folder."""
     append: bool
@@ -76,13 +71,12 @@ class WriterSettings(TypedDict, total=False):
 
 
 Out = str | os.PathLike[str] | tuple[str | os.PathLike[str], str]
-"""Destination of a writer: a local folder; a URL that fsspec opens; or (local folder, URL). With the last, files are
-written to the local folder, uploaded, and removed unless keep_local is True."""
+"""Local folder; URL that fsspec opens; or (local folder, URL): files are uploaded, and removed unless keep_local."""
 
 
 class Writer(ABC):
-    """Base class of writers. A writer is a context manager that writes samples into shards. At the end of its `with`
-    block, unless there was an error, it writes the index."""
+    """Base class of writers: context managers that write samples into shards, and the index at the end of the `with`
+    block, unless there was an error."""
 
     format: str
 
@@ -106,9 +100,9 @@ class Writer(ABC):
         for name, value in flags.items():
             truth(name, value)
         self.out, remote = _destination(out, storage_options)
-        """Local folder of the files. With a remote, files are uploaded from this folder."""
+        """Local folder of the files, from which they are uploaded to a remote."""
         self._whole: RemoteFolder | None = None
-        """Folder of the dataset to which the samples are appended, with append=True; None otherwise."""
+        """Folder of the dataset to which the samples are appended; None without append=True."""
         self._below, self._timeout_s = "", timeout_s
         self._before: frozenset[str] = frozenset()
         if append:
@@ -131,10 +125,9 @@ class Writer(ABC):
         for algorithm in self.hashes:
             digest_of(b"", algorithm)
         self.version: int | None = None
-        """Number of the version that `close` has published, with append=True; None otherwise."""
+        """Version that `close` has published, with append=True; None otherwise."""
         self.remedy_of: Callable[[str], str] = lambda name: f"Correct the value, or give {name!r} another encoding"
-        """Function from a column's name to the remedy in the error about a value that the column's encoding cannot
-        store."""
+        """Remedy for a value that the encoding of the column with this name cannot store."""
         self._shards: list[Shard] = []
         self._published: Sequence[Shard] | None = None
         self._samples: list[bytes] = []
@@ -169,9 +162,8 @@ class Writer(ABC):
                 raise
 
     def write(self, sample: Mapping[str, Any]) -> None:
-        """Add a sample. For a sample that cannot be stored, raise DatasetError, which names the sample by its number,
-        counted from 0 over the samples of this writer; the writer then goes on without it. Raise ShardUnavailableError
-        if an upload has failed, OSError if a file cannot be written."""
+        """Add a sample. Raise DatasetError for one that cannot be stored, with its number, from 0 in this writer, and
+        go on without it; ShardUnavailableError for a failed upload, OSError if a file cannot be written."""
         if self._ended:
             raise DatasetError(f"{self.name}: write needs an open writer, but this one was closed. Make a new writer")
         data = self._encode(sample)
@@ -190,8 +182,8 @@ class Writer(ABC):
         self._written += 1
 
     def close(self) -> Sequence[Shard]:
-        """Write the remaining samples and the index, and return the shards of the index; with append=True, all shards
-        of the published version. The end of the `with` block does the same."""
+        """Write the remaining samples and the index, as the end of the `with` block does; return the shards of the
+        index, with append=True all of the published version."""
         if not self._ended:
             self.flush()
             if self._whole is not None:
@@ -226,8 +218,7 @@ class Writer(ABC):
         self._clean_up()
 
     def _may_be_listed(self, whole: RemoteFolder) -> bool:
-        """Return True if an index of the dataset may already list the shards that were appended. A `publish` that
-        failed may have written the version's index, or both indexes, before it failed."""
+        """Return True if an index may list the appended shards: a failed `publish` may have written some."""
         if whole.local is None:
             return False
         try:
@@ -264,8 +255,7 @@ class Writer(ABC):
 
     @abstractmethod
     def _encode_column(self, name: str, value: Any) -> Any:
-        """Return the value of a column in the form that `_joined` needs, usually as bytes. Raise any exception for a
-        value that cannot be stored."""
+        """Return a value as `_joined` needs it, usually as bytes. Raise any exception if it cannot be stored."""
 
     @abstractmethod
     def _joined(self, values: dict[str, Any]) -> bytes:
@@ -273,8 +263,8 @@ class Writer(ABC):
 
     @abstractmethod
     def _files(self, offsets: np.ndarray[Any, Any], body: bytes) -> list[bytes]:
-        """Return the contents of the files of a shard, before compression. `body`: the bytes of its samples one after
-        the other; `offsets`: offset in `body` of each sample, and of the end; shape (samples + 1,)."""
+        """Return the files of a shard, before compression. `body`: bytes of its samples; `offsets`: of each sample in
+        it, and of the end; shape (samples + 1,)."""
 
     def _encode(self, sample: Mapping[str, Any]) -> bytes:
         values = {}
@@ -342,8 +332,7 @@ class Writer(ABC):
         return StoredFile(name, len(data), {algorithm: digest_of(data, algorithm) for algorithm in self.hashes})
 
     def _check_appendable(self, whole: RemoteFolder) -> None:
-        """Raise DatasetError, before anything is written, if samples of these columns cannot be appended to the dataset
-        `whole`."""
+        """Raise DatasetError if samples of these columns cannot be appended to `whole`, before anything is written."""
         given = newest_index(whole, timeout_s=self._timeout_s)
         first = None
         for _, shard in given.entries() if given else ():
