@@ -4,8 +4,8 @@ An operator ends a run whose job hangs (`penstock run close`); the next call of 
 SupersededError with the reason. The run itself remains, and the next launch opens it again.
 
 Only a box can notice a broken route to a worker, because a lane goes directly to the worker's host. A slot whose worker
-its box reports as unreachable moves. A report moves only the box's own slots and counts for UNREACHABLE_MAX workers at a
-time: a box that can reach no worker at all must not move its slots through the whole fleet.
+its box reports as unreachable moves. A report moves only the box's own slots and counts for UNREACHABLE_MAX workers at
+a time: a box that can reach no worker at all must not move its slots through the whole fleet.
 """
 
 from __future__ import annotations
@@ -350,9 +350,8 @@ class Attempts:
         return reply
 
     def end(self, attempt: Attempt, state: AttemptState, why: str) -> None:
-        """End the attempt; its calls are refused with the reason `why`. `release_ended` takes its slots from their workers
-        later, because a run may have 16,384 boxes and other calls would wait meanwhile.
-        """
+        """End the attempt; its calls are refused with the reason `why`. `release_ended` takes its slots from their
+        workers later, because a run may have 16,384 boxes and other calls would wait meanwhile."""
         cluster = self._cluster
         run = cluster.runs[attempt.run]
         attempt.state, attempt.why = state, why

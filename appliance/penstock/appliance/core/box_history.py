@@ -1,7 +1,7 @@
 """History of a box's stream, from which `penstock replay` recreates a delivered batch, as batches are not stored.
 
-It needs the request that opened the box, abandoned epochs, skipped batches and any restart point: from the cluster state
-of a running coordinator, which is newer than its files; from the journal for attempts that are over or a stopped
+It needs the request that opened the box, abandoned epochs, skipped batches and any restart point: from the cluster
+state of a running coordinator, which is newer than its files; from the journal for attempts that are over or a stopped
 coordinator. Its files are only read, under the lock of the state directory, so that no coordinator starts meanwhile.
 """
 

@@ -1,8 +1,8 @@
 """Demand: the number of workers that the open runs need, computed from measurements.
 
 A loop that makes r steps per second and waits for a share w of the time would make r / (1 - w) without waits. A slot
-whose batches take b seconds of work gives 1 / b batches per second. So a box needs r / (1 - w) * b slots, and some more.
-Waiting for a processor is not work, because additional slots would only wait more. A slot that takes c seconds of
+whose batches take b seconds of work gives 1 / b batches per second. So a box needs r / (1 - w) * b slots, and some
+more. Waiting for a processor is not work, because additional slots would only wait more. A slot that takes c seconds of
 processor time for b of work keeps c / b cores busy, so n cores run n * b / c slots at full speed.
 
 A run's number of workers is fixed while it is open, so the advice is for its next start,

@@ -297,10 +297,11 @@ class Box:
             self.waits.report(now, by_slot_s, [slot.gauge.queued for slot in self.slots], begun=begun)
 
     def position_before(self, step: int) -> Position | None:
-        """Return the newest known position from which the record of `step` (Penstock's part of a saved state) can be computed.
+        """Return the newest known position from which the record of `step` (Penstock's part of a saved state) can be
+        computed.
 
-        Where an epoch ends, two positions belong to the step: its record is the end, so the start of the next epoch, which the
-        box may have reported, is not returned.
+        Where an epoch ends, two positions belong to the step: its record is the end, so the start of the next epoch,
+        which the box may have reported, is not returned.
         """
         fits = [at for at in self._known() if at.step < step or (at.step == step and not self.is_fresh(at))]
         return max(fits, key=lambda position: position.step, default=None)

@@ -1,14 +1,15 @@
 """Placement: the choice of the worker for a waiting slot, as a pure function, with heaps that make the choice fast.
 
-Among workers that may run the slot's input_fn (penstock.proto.state.allowed_modules; one that did not report its allowed
-modules checks them itself), the order is: one where the slot was not lost repeatedly (a single loss does not count: a
-runner killed by hand or for lack of memory should restart on the same host); one on the box's own host, where a batch
-costs one memcpy; the smallest share of capacity in use; the first by name. A slot does not move only because a better
-worker has registered: a move costs a replay.
+Among workers that may run the slot's input_fn (penstock.proto.state.allowed_modules; one that did not report its
+allowed modules checks them itself), the order is: one where the slot was not lost repeatedly (a single loss does not
+count: a runner killed by hand or for lack of memory should restart on the same host); one on the box's own host, where
+a batch costs one memcpy; the smallest share of capacity in use; the first by name. A slot does not move only because a
+better worker has registered: a move costs a replay.
 
-Comparing all workers for each slot would take minutes for a job of 10,000 slots. So heaps, a few for each set of allowed
-prefixes, keep the workers of a host and of all hosts by (load, name). Code that changes a worker adds a new entry for
-it; stale entries are skipped. Workers that lost the slot repeatedly are compared only if no other has free capacity.
+Comparing all workers for each slot would take minutes for a job of 10,000 slots. So heaps, a few for each set of
+allowed prefixes, keep the workers of a host and of all hosts by (load, name). Code that changes a worker adds a new
+entry for it; stale entries are skipped. Workers that lost the slot repeatedly are compared only if no other has free
+capacity.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measurements of slots and boxes: how far runners are ahead, and which slots loops wait for; never in the journal.
 
-The loop takes the slots in turn and waits for each, if only for a microsecond, so the slot of one moment proves nothing.
-A gauge keeps a box's total waits for each slot, with a decay by half every HALF_S seconds.
+The loop takes the slots in turn and waits for each, if only for a microsecond, so the slot of one moment proves
+nothing. A gauge keeps a box's total waits for each slot, with a decay by half every HALF_S seconds.
 """
 
 from __future__ import annotations

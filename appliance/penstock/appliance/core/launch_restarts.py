@@ -1,13 +1,13 @@
 """Restart of all slots of a run from a state within its launch, for loaders with four methods.
 
-Such a loader starts only from an aggregated state, so a slot that moves replays from where its launch began. If that takes
-longer than ALONE_S, all slots start anew from the newest saved state instead, as in cstorch: all, because
+Such a loader starts only from an aggregated state, so a slot that moves replays from where its launch began. If that
+takes longer than ALONE_S, all slots start anew from the newest saved state instead, as in cstorch: all, because
 get_worker_state() counts from the state of the start, and counts of different states must never be aggregated together.
 
 Box 0's training process sends the states that it has saved. A state is used if slot 0 of each box is next, because then
 each slot keeps its worker number. The newest one waits in memory; the openings of the boxes, and so the journal, say
-where the slots start now. If the loader makes other batches than were delivered, its methods are not exact, and all slots
-go back to where the launch began. These functions decide; ClusterState restarts the slots.
+where the slots start now. If the loader makes other batches than were delivered, its methods are not exact, and all
+slots go back to where the launch began. These functions decide; ClusterState restarts the slots.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lease policy: the heartbeat interval, the length of leases, and each slot's quota of durable snapshots.
 
-In a small fleet a death is noticed within seconds. In a large one the number of calls per second stays constant, and the
-interval and the lease grow: 10,000 workers at 2,000 heartbeats a second have an interval of 5 s and a lease of 15 s.
-While the coordinator's own timer is late, it asks for fewer calls; otherwise it would take live workers for dead.
+In a small fleet a death is noticed within seconds. In a large one the number of calls per second stays constant, and
+the interval and the lease grow: 10,000 workers at 2,000 heartbeats a second have an interval of 5 s and a lease of 15
+s. While the coordinator's own timer is late, it asks for fewer calls; otherwise it would take live workers for dead.
 
 A peer reports with each call the lease that it was promised, and gets the longer of that and the present one. So the
 promise also holds after restarts and lost replies. Long polls that were answered together would stay synchronised, so
