@@ -122,7 +122,7 @@ def _beginning(boxes: Sequence[BoxFacts]) -> str:
 
 
 def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
-    """Return a bottleneck if slot `top` has no ready runner, or one that has not caught up. `waits`: begins its text."""
+    """Return a bottleneck if slot `top` has no ready runner, or one still behind. `waits`: begins its text."""
     if top.phase == "READY" and not top.behind:
         return None
     blame = _share(top.wait_share, box)

@@ -124,7 +124,7 @@ def _header(key: SlotKey, total: int, epoch: int, size: int, epoch_start: bool) 
 
 @contextmanager
 def _reading(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection]:
-    """Open a coordinator's database read-only; `in_use`: a running coordinator may have it open. Raises JournalError."""
+    """Open a coordinator's database read-only; `in_use`: a coordinator may have it open. Raises JournalError."""
     try:
         with read_only(path, in_use=in_use) as db:
             (found,) = db.execute("PRAGMA user_version").fetchone()

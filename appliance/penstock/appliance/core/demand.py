@@ -67,7 +67,7 @@ def cores(workers: Iterable[Worker]) -> int:
 
 
 def daemons(attempts: Iterable[Attempt], workers: Iterable[Worker]) -> int:
-    """Return the daemons that all open runs need, each of the median capacity of those that take slots, else one slot."""
+    """Return the daemons that all open runs need, each of the median capacity of those that take slots, or 1."""
     slots = 0
     for attempt in attempts:
         slots += len(_live(attempt)) * max(attempt.num_workers, advise(attempt, 0).needed)

@@ -84,5 +84,5 @@ class BoxWaits:
         return min(1.0, self._seconds[slot] / self.span_s) if self.span_s else 0.0
 
     def late(self, slot: int) -> float:
-        """Return the share, from 0 to 1, of the waiting for this slot while its batches were ready, but arrived late."""
+        """Return the share, from 0 to 1, of the waiting for this slot while its batches were ready but late."""
         return self._late[slot] / self._seconds[slot] if self.span_s and self._seconds[slot] else 0.0

@@ -211,7 +211,7 @@ class Migrations:
         self._cluster.bump_worker(worker)
 
     def _give_up(self, slot: Slot, note: str, now: float) -> None:
-        """Cancel the migration: its target did not get ready. Balance leaves the slot alone for LEFT_ALONE_S seconds."""
+        """Cancel the migration: its target did not get ready. Balance leaves the slot for LEFT_ALONE_S seconds."""
         if slot.target is not None:
             slot.unfit[slot.target.worker] = slot.target.session
         self._placement.cancel_migration(slot)

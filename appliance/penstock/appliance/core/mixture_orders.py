@@ -3,7 +3,7 @@
     tried      a worker makes the loader with the change, and returns the change's place in the order of samples and
                the weights of all sources (mixture_trial.py)
     fenced     the boxes wait before the step (a fence); each answers which step it has taken last
-    made       no box has taken the step: the change is in the journal, each slot gets a new generation, and its runner is
+    made       no box has taken the step: the change is in the journal; each slot gets a new generation whose runner is
                recovered as after a loss
 
 One reply tells a box that the fence is gone and which generations its slots have. So every batch from the step on comes

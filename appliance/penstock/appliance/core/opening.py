@@ -38,7 +38,7 @@ SLOTS_OPEN_MAX = 65_536
 BOX_SLOTS_MAX = 256
 """Most slots of a box: opening it or sending its view takes 20 us per slot, in which heartbeats wait."""
 OPENING_MAX = 256 << 10
-"""Largest request in bytes: kept in memory and the journal. Larger arguments are uploaded as a blob, in
+"""Largest request in bytes: kept in memory and the journal. Larger arguments become a blob, in
 `Limits.budget`."""
 
 

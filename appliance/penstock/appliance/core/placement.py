@@ -146,7 +146,7 @@ class Placement:
             self.restart_all(attempt, f"{slot} would replay for {slot.worked_s:.0f} s alone ({note})")
 
     def _give_up(self, box: Box, slot: Slot) -> None:
-        """Fail a slot that lost its runner too often, or skip the batch that killed it each time, if the run says so."""
+        """Fail a slot that lost its runner too often, or skip the batch that killed it each time, if the run says."""
         position = quarantine.common_position(slot.losses)
         if position is None or not box.opening.loader.options.skip_poison:
             error = quarantine.loss_error(box, slot, position, LOSS_WINDOW_S)
@@ -195,7 +195,7 @@ class Placement:
             self._cluster.bump_box(attempt, box)
 
     def fail(self, slot: Slot, error: records_pb2.ErrorDetail) -> None:
-        """Mark the slot as failed for good. It stays on its worker, whose ring still has the batches before the error."""
+        """Mark the slot as failed for good. It stays on its worker, whose ring has the batches before the error."""
         attempt, box = self._cluster.box_of(slot)
         self.cancel_migration(slot)
         # shortened, because every view of the slot contains it

@@ -66,7 +66,7 @@ def name_of(box: Box, slot: Slot, place: records_pb2.Skip) -> str:
 
 
 def loss_error(box: Box, slot: Slot, place: records_pb2.Skip | None, window_s: float) -> WorkerLostError:
-    """Return the error of a slot that lost its runner too often. `place`: position of the poison batch, if it is one."""
+    """Return the error of a slot that lost its runner too often. `place`: position of the poison batch, or None."""
     losses = slot.losses
     each = "; ".join(dict.fromkeys(loss.note for loss in losses))
     if place is None:

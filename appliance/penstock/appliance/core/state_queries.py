@@ -80,7 +80,7 @@ class StateQueries:
         return self._ask(query, now + request.deadline_s)
 
     def begin_aggregation(self, request: pb.FetchStateRequest, box: int, now: float) -> StateQuery:
-        """Start or join a query in which a worker of the box aggregates states that the caller has uploaded as a blob."""
+        """Start or join a query in which a worker of the box aggregates states that the caller uploaded as a blob."""
         attempt = self._cluster.attempt(request.run, request.attempt)
         serial = self._cluster.next_version()
         wanted = Aggregation(attempt.run, attempt.number, request.step, serial, box=box, blob=request.aggregate_blob)

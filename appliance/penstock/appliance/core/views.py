@@ -166,7 +166,7 @@ def fill_heartbeat(
 
 
 def _taken(cluster: ClusterState, worker: Worker, reports: Iterable[pb.SlotReport]) -> Iterator[pb.TakenSlot]:
-    """Yield the reported slots that the worker lost, or runs under an old generation, and whose runners it must stop."""
+    """Yield the reported slots that the worker lost, or runs under an old generation: it must stop their runners."""
     for report in reports:
         key = SlotKey(report.run, report.attempt, report.box, report.slot)
         if key in worker.slots:

@@ -73,7 +73,7 @@ _INSERT = {
 
 
 def make_private(path: Path) -> None:
-    """Create a state directory if it is missing. Raises OSError, and JournalError for one that others own or can read."""
+    """Create a state directory if it is missing. Raises OSError; JournalError if others own or can read it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)

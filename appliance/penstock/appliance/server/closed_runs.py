@@ -57,7 +57,7 @@ class ClosedRuns:
         return one if one is not None and self._is_fresh(one) else None
 
     def find(self, request: pb.FetchStateRequest) -> ClosedRun | None:
-        """Return the kept state of the run and attempt, if any. Raises StateUnavailableError if it is of another step."""
+        """Return the kept state of the run and attempt, if any. Raises StateUnavailableError for another step."""
         one = self.get(request.run)
         if one is None or request.attempt not in (0, one.attempt):
             return None

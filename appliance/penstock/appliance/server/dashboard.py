@@ -422,7 +422,7 @@ class RunSeries:
             self._tracks[attempt.run].shares.add(wall_s, attempt.boxes.values())
 
     def newest_shares(self) -> dict[str, dict[str, Any]]:
-        """Return the newest shares by run: `names` of sources, `unit` (tokens or samples) and `point`. For any thread."""
+        """Return the newest shares by run: `names` of sources, `unit` (tokens or samples), `point`. For any thread."""
         found = {}
         for run, track in list(self._tracks.items()):
             shares, points = track.shares, list(track.shares.seconds)[-1:]

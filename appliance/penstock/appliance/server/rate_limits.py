@@ -52,7 +52,7 @@ class RateLimiter:
         self._peers: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def admit(self, peer: str, what: str) -> None:
-        """Take a token for one call of IP address `peer`. Raises OverloadedError, with `retry_after_s`, above a rate."""
+        """Take a token for one call of IP address `peer`. Raises OverloadedError with `retry_after_s` above a rate."""
         now = self._clock()
         bucket = self._peers.pop(peer, None) or TokenBucket(PEER_PER_S, PEER_BURST, now)
         self._peers[peer] = bucket
