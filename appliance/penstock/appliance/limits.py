@@ -20,11 +20,9 @@ class Limits:
     """Silence after which a worker counts as dead. The daemon runs no user code and reports three times per lease,
     which grows with the fleet (leases.py)."""
     client_lease_s: float = 10.0
-    """Lease of a training process: longer, because user code may hold the GIL for seconds (a compile, a large pickle).
-    """
+    """Lease of a training process: longer, as user code may hold the GIL for seconds (a compile, a pickle)."""
     balance_after_s: float = 30.0
-    """Time that a slot stays before balance may move it, so that measured waits are of its present worker; 0 = never.
-    """
+    """Time until balance may move a slot, so that measured waits are of its present worker; 0 = never."""
     budget: int = 4 * GIB
     """Most bytes of snapshots and blobs on disk."""
 

@@ -1,5 +1,4 @@
-"""Simulated coordinator for tests, without processes, sockets or real time, in which only the test acts and advances
-the time."""
+"""Simulated coordinator for tests, without processes, sockets or real time; only the test advances the time."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def limited(**limits: float) -> Iterator[None]:
 
 
 class FakeCluster:
-    """Coordinator with the real state machine, a clock that only the test advances, and the topics that a real one
-    would wake."""
+    """Coordinator with the real state machine, a clock that the test advances, and the topics that would wake calls."""
 
     def __init__(self, limits: Limits | None = None, directory: StateDir | None = None) -> None:
         self.now = 1000.0

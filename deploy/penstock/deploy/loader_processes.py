@@ -37,8 +37,7 @@ class Task:
 
 
 class LoaderForkServer:
-    """Fork server of a command. All waits have deadlines. User code prints to standard error. `module`: the children's
-    program."""
+    """Fork server of a command; all waits have deadlines. User code prints to stderr. `module`: children's program."""
 
     def __init__(self, module: str) -> None:
         started = start_fork_server(sandboxed=False)

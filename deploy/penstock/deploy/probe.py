@@ -21,8 +21,7 @@ from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockE
 __all__ = ["main"]
 
 ANSWER_S = 4.0
-"""Longest wait for an answer in a readiness probe, in seconds: below its timeout of 5 s, so that the error is printed.
-"""
+"""Longest wait for an answer in a readiness probe, in seconds, below its timeout of 5 s, to print the error."""
 ALIVE_S = 15.0
 """Longest wait in a liveness probe, in seconds, with a timeout of 20 s: a busy daemon must not be killed."""
 LIVE_S = 120.0

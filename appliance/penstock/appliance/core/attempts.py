@@ -432,8 +432,7 @@ class Attempts:
         self._free_discarded(now)
 
     def _vacate(self, attempt: Attempt, box: Box, presence: BoxPresence, note: str) -> int:
-        """Take the box's slots from their workers, because its client is lost or has closed it. Return the cost in
-        slots."""
+        """Take the box's slots from their workers: its client is lost or has closed it. Return the cost in slots."""
         cluster = self._cluster
         attempt.set_presence(box, presence)
         kind = "box lost" if presence is BoxPresence.GONE else "box closed"

@@ -149,8 +149,7 @@ def _acute_bottleneck(cluster: ClusterState, box: Box) -> list[Bottleneck]:
 
 
 def _elsewhere(cluster: ClusterState, placement: Placement, slot: Slot, slow: set[str]) -> Worker | None:
-    """Return a worker for the straggler, on another machine if possible, not one of `slow`, its own, or one out of
-    reach."""
+    """Return a worker for the straggler, on another machine if possible, not its own, of `slow`, or out of reach."""
     _, box = cluster.box_of(slot)
     owner = cluster.workers.get(slot.worker)
     here = {worker.name for worker in cluster.workers.values() if owner and worker.host_id == owner.host_id}
@@ -194,8 +193,7 @@ def _load_moves(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
 
 
 def _slow_for(attempt: Attempt) -> set[str]:
-    """Return the workers from which stragglers were moved, without slots moved MAX_STRAGGLER_MOVES times: their data
-    is slow."""
+    """Return workers that stragglers left, without slots moved MAX_STRAGGLER_MOVES times: their data is slow."""
     slots = (slot for box in attempt.boxes.values() for slot in box.slots)
     return {name for slot in slots if len(slot.was_slow_at) < MAX_STRAGGLER_MOVES for name in slot.was_slow_at}
 

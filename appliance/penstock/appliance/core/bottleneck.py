@@ -102,8 +102,7 @@ def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
 
 
 def _unplaced(box: BoxFacts) -> Bottleneck | None:
-    """Return a bottleneck if a slot has no worker and waits are measured for less than LEAST_S: the first batch is
-    missing."""
+    """Return a bottleneck if a slot has no worker and waits are measured for less than LEAST_S: no first batch."""
     slot = next((slot for slot in box.slots if slot.phase == "WAITING"), None)
     if slot is None or box.span_s >= LEAST_S:
         return None
@@ -152,8 +151,7 @@ def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
 
 
 def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
-    """Return a bottleneck if the loop waits mainly for one slot or worker while the others have batches ready and are
-    faster."""
+    """Return a bottleneck if the loop waits mainly for one slot or worker, which is slower than the others."""
     by_worker = Counter[str]()
     for slot in box.slots:
         by_worker[slot.worker] += slot.wait_share  # type: ignore[assignment]
@@ -181,8 +179,7 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
 
 
 def _slower(group: Sequence[SlotFacts], others: Sequence[SlotFacts]) -> bool:
-    """Return whether a batch takes `group` STRAGGLER_FACTOR times as long as `others`; True if not known: then ready
-    batches decide."""
+    """Return whether `group` is STRAGGLER_FACTOR times as slow; True if not known: then ready batches decide."""
     own, usual = ([slot.batch_s for slot in slots if slot.batch_s > 0] for slots in (group, others))
     return not own or not usual or max(own) >= STRAGGLER_FACTOR * median(usual)
 

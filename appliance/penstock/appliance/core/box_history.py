@@ -148,8 +148,7 @@ def _rows(db: sqlite3.Connection, table: str, **where: str | int) -> list[Any]:
 
 
 def past(journal: Path, run: str, box: int, *, in_use: bool = True) -> list[pb.History]:
-    """Return the box's histories in all attempts that are over, oldest first. `in_use`: a coordinator may have it
-    open."""
+    """Return the box's histories in all attempts that are over, oldest first. `in_use`: see `_reading`."""
     with _reading(journal, in_use=in_use) as db:
         return [pb.History.FromString(row["history"]) for row in _rows(db, "tracks", run=run, box=box) if row["over"]]
 

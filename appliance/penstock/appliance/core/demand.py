@@ -55,8 +55,7 @@ def advise(attempt: Attempt, cores: int) -> WorkerAdvice:
 
 
 def cores(workers: Iterable[Worker]) -> int:
-    """Return the cores of all machines whose workers take slots, each machine once; 0 if a worker did not report its
-    cores."""
+    """Return the cores of all machines whose workers take slots, each once; 0 if a worker reported none."""
     found: dict[str, int] = {}
     for worker in workers:
         if worker.registered and not worker.draining:

@@ -136,8 +136,8 @@ class Slot:
     """Python stack of the runner while `doing` is set, else of the one that was lost last; "" if not known, after a
     planned move, or after a stall that has ended."""
     outgrown: int = 0
-    """Generation replaced last for using too much memory before its second batch, else 0. If the next does so too, the
-    slot fails."""
+    """Generation replaced last for too much memory before its second batch, else 0. If the next does so too, the slot
+    fails."""
     spares_memory: bool = False
     """True once a runner used too much memory: the next ones replay as little as possible."""
     skips: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -156,8 +156,7 @@ class Slot:
         return {name for name, session in self.unfit.items() if name in workers and workers[name].session == session}
 
     def is_outdated(self, generation: int, total: int) -> bool:
-        """Return whether a change of the mixture makes the snapshot invalid: taken after it, by a runner that did not
-        know it."""
+        """Return whether a change of the mixture makes the snapshot invalid: a later batch, without knowing it."""
         return any(generation < first and total > last for first, last in self.remade)
 
     def is_migrating_to(self, worker: str, generation: int) -> bool:

@@ -42,8 +42,7 @@ class SlotGauge:
         self._at = now
 
     def restart(self, now: float) -> None:
-        """Record that the slot lost its runner; `now` is 0 if its recovery is no event: migrated, or box lost or
-        closed."""
+        """Record a loss of the runner; `now` is 0 if its recovery is no event: migrated, or box lost or closed."""
         self.queued, self.mean_queued, self._at, self.lost_at, self.behind = 0, 0.0, 0.0, now, True
 
 

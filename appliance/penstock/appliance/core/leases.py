@@ -62,8 +62,7 @@ class LeasePolicy:
         return max(self.lease_s, min(known_s, longest_s))
 
     def left(self, now: float, name: str) -> float:
-        """Return the seconds, above 0, until the peer's long poll is answered without news, spread over the interval
-        by its name."""
+        """Return the seconds, above 0, until the peer's poll is answered without news, spread by its name."""
         digest = blake2b(name.encode(), digest_size=4).digest()
         moment = int.from_bytes(digest) / (1 << 32) * self.heartbeat_s
         return self.heartbeat_s - (now - moment) % self.heartbeat_s

@@ -69,8 +69,7 @@ class Migrations:
                 self._tell(slot.worker)
 
     def migrated(self, slot: Slot, delivered: int, now: float) -> None:
-        """Continue the migration: the snapshot for the target is durable. `delivered`: batches that the loop has
-        taken."""
+        """Continue the migration: the snapshot for the target is durable. `delivered`: what the loop has taken."""
         target = slot.target
         if target is None or not target.ready_at:
             return
@@ -144,8 +143,7 @@ class Migrations:
         return saves or box.opening.loader.options.replay_without_state
 
     def _elsewhere(self, slot: Slot, worker: Worker, now: float) -> Worker | None:
-        """Return a worker for a slot of a draining one; one that failed as its target, or is out of reach, is the last
-        choice."""
+        """Return a worker for a slot of a draining one; the last choice is one that failed it or is out of reach."""
         _, box = self._cluster.box_of(slot)
         far = box.unreachable_since(now - UNREACHABLE_S)
         barred = [{worker.name} | slot.unfit_at(self._cluster.workers) | far]

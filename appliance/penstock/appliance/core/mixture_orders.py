@@ -78,8 +78,7 @@ class MixtureOrders:
         return None if made is None else pb.ChangeMixtureReply(run=run.name, change=made)
 
     def trials(self, request: pb.ChangeMixtureRequest) -> list[MixtureTrial]:
-        """Return the queries for the trials: one, or one for each worker if sources are added. Raises if the change
-        cannot be made."""
+        """Return one query for a trial, or one per worker if sources are added. Raises for an impossible change."""
         run = self._run(request.run)
         attempt = self._attempt(run)
         self._check_step(attempt, request.from_step)
@@ -108,8 +107,7 @@ class MixtureOrders:
     def proposed(
         self, request: pb.ChangeMixtureRequest, trials: Sequence[MixtureTrial], plans: Sequence[pb.MixturePlan]
     ) -> Proposal:
-        """Return the order with its trials' results. Raises if it cannot be carried out any more, or if the trials
-        differ."""
+        """Return the order with its trials' results. Raises if it is no longer possible, or the trials differ."""
         trial, plan = trials[0], plans[0]
         for other, found in zip(trials, plans, strict=True):
             if found != plan:
@@ -147,8 +145,7 @@ class MixtureOrders:
 
     @staticmethod
     def patience(proposal: Proposal) -> float:
-        """Return the longest wait in seconds: FENCE_S, or half of the shortest `timeout_s`, after which a waiting loop
-        fails."""
+        """Return the longest wait in s: FENCE_S, or half of the shortest `timeout_s`, after which a loop fails."""
         deadlines = [box.opening.loader.options.timeout_s for box in proposal.attempt.boxes.values()]
         return min([FENCE_S, *(deadline / 2 for deadline in deadlines if deadline > 0)])
 
@@ -159,8 +156,7 @@ class MixtureOrders:
             self._cluster.bump_box(attempt, box)
 
     def undecided(self, proposal: Proposal) -> str:
-        """Return what the order waits for, as text; "" if the change can be made now. Raises if it cannot be made any
-        more."""
+        """Return what the order waits for, as text; "" if it can be made now. Raises if it no longer can."""
         attempt, change = proposal.attempt, proposal.change
         if proposal.run.current is not attempt:
             raise SupersededError(
@@ -214,8 +210,7 @@ class MixtureOrders:
     # ---- checks
 
     def _run(self, name: str) -> Run:
-        """Return the run JOB/N, or the job's only one. Raises UnknownRunError for none, InvalidArgumentError for
-        several."""
+        """Return the run JOB/N, or the job's only one. Raises UnknownRunError, InvalidArgumentError for several."""
         found = self._cluster.runs_named(name)
         if len(found) > 1:
             names = ", ".join(run.name for run in found[:8])

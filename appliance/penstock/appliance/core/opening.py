@@ -38,8 +38,7 @@ SLOTS_OPEN_MAX = 65_536
 BOX_SLOTS_MAX = 256
 """Most slots of a box: opening it or sending its view takes 20 us per slot, in which heartbeats wait."""
 OPENING_MAX = 256 << 10
-"""Largest request in bytes: kept in memory and the journal. Larger arguments become a blob, in
-`Limits.budget`."""
+"""Largest request in bytes, kept in memory and the journal. Larger arguments become a blob (`Limits.budget`)."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,7 @@ def run_name(request: pb.OpenRunRequest) -> str:
 
 
 def validate(request: pb.OpenRunRequest) -> Position:
-    """Check the request without the cluster state and return the box's start. Raises InvalidArgumentError,
-    BoxOutOfRangeError."""
+    """Check the request by itself and return the box's start. Raises InvalidArgumentError, BoxOutOfRangeError."""
     if not request.job or not request.loader.input_fn:
         raise InvalidArgumentError(
             f"job and input_fn must not be empty, got job={request.job!r}, input_fn={request.loader.input_fn!r}: pass "
@@ -231,8 +229,7 @@ def _taken(attempt: Attempt, held: Box, now: float, remedy: str) -> BoxTakenErro
 
 
 def _join(attempt: Attempt, request: pb.OpenRunRequest) -> JoinAttempt:
-    """Decide to join, if the box agrees with the others. Raises TopologyError, InvalidArgumentError,
-    StateMismatchError."""
+    """Join, if the box agrees with the others. Raises TopologyError, InvalidArgumentError, StateMismatchError."""
     where = f"box {request.box} of run {attempt.run} (attempt {attempt.number})"
     asked = topology(request.num_boxes, request.num_workers_per_box)
     if asked != attempt.topology:

@@ -40,8 +40,7 @@ class Placement:
         """Values of input_fn for which this round found no free capacity."""
 
     def find_worker(self, slot: Slot, *barred: Set[str]) -> Worker | None:
-        """Return the best worker; sets of `barred` names are tried in turn until one leaves a worker with free
-        capacity."""
+        """Return the best worker; sets of `barred` names are tried in turn until one leaves free capacity."""
         opening = self._cluster.box_of(slot)[1].opening
         for names in barred:
             worker = self._cluster.free_capacity.choose(slot, opening.host_id, opening.loader.input_fn, names)
@@ -50,8 +49,7 @@ class Placement:
         return None
 
     def place_waiting(self) -> None:
-        """Give waiting slots to workers in the order of waiting, SLOTS_AT_ONCE in a call: 16,384 would delay other
-        calls."""
+        """Give waiting slots to workers in order, SLOTS_AT_ONCE in a call: 16,384 would delay other calls."""
         begun = False  # whether this call has begun a round
         for _ in range(SLOTS_AT_ONCE):
             if self._cluster.free_capacity.is_full:
@@ -87,8 +85,7 @@ class Placement:
             self._cluster.bump_box(attempt, box)
 
     def take(self, slot: Slot) -> str:
-        """Take the slot from its worker and return its name. The caller must raise the worker's version, to answer its
-        poll."""
+        """Take the slot from its worker and return its name. The caller must raise the worker's version."""
         name = slot.worker
         worker = self._cluster.workers.get(name)
         if worker is not None:

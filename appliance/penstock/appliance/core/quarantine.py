@@ -21,14 +21,12 @@ _MOST_STEPS = 100_000
 
 
 def is_valid_position(making: records_pb2.Skip) -> bool:
-    """Return whether this can be a batch's position: user code can overwrite it, and the journal does not take every
-    number."""
+    """Return whether this can be a position: user code can overwrite it, and the journal does not take all numbers."""
     return max(making.epoch, making.total, making.count) <= MOST
 
 
 def relevant_losses(losses: Sequence[SlotLoss], latest: SlotLoss, horizon: float) -> list[SlotLoss]:
-    """Return the losses that count with the latest: no batch delivered in between, and newer than `horizon` or at the
-    same batch."""
+    """Return the losses that count with the latest: no batch since, and after `horizon` or at the same batch."""
     return [
         loss
         for loss in losses

@@ -139,8 +139,7 @@ def check_counts(**values: int) -> None:
 
 
 def check_number(what: str, number: int, most: int) -> None:
-    """Raise InvalidArgumentError above `most` elements, because handling each takes time. `what`: their name, in the
-    plural."""
+    """Raise InvalidArgumentError above `most`, because handling each takes time. `what`: name in the plural."""
     if number > most:
         raise InvalidArgumentError(f"the number of {what} must be at most {most}, got {number}{_REMEDY}")
 

@@ -116,8 +116,7 @@ class StateMachine:
         return self.slot_of_generation(key, generation)
 
     def slot_of_generation(self, key: SlotKey, generation: int) -> Slot:
-        """Return the slot, if `generation` is its present one and it has a worker. Raises UnknownRunError,
-        SupersededError."""
+        """Return the slot, if it has a worker and this generation. Raises UnknownRunError, SupersededError."""
         attempt = self.cluster.attempt(key.run, key.attempt)
         slot = self.cluster.slot(key)
         if slot is None:
@@ -214,8 +213,7 @@ class StateMachine:
                     self.cluster.bump_box(attempt, box)
 
     def _fail_disallowed_slots(self, now: float) -> None:
-        """Fail slots that never ran and that no registered worker may run, once all workers had a lease's time to
-        register."""
+        """Fail slots that never ran and that no worker may run, once all had a lease's time to register."""
         cluster, waiting = self.cluster, self.placement.waiting
         if now < self._found_by or not waiting:
             return

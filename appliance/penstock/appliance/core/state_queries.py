@@ -121,8 +121,7 @@ class StateQueries:
             self._release(query)
 
     def end(self, query: StateQuery, sent: int = 0) -> None:
-        """Remove a caller that got the states of the first `sent` boxes; with the last one the open requests are
-        withdrawn."""
+        """Remove a caller that got the first `sent` boxes; with the last one, open requests are withdrawn."""
         query.callers -= 1
         for box in range(sent):
             if box in query.sent:
@@ -145,8 +144,7 @@ class StateQueries:
         return request in self._by_request
 
     def admit(self, request: str, size: int, now: float) -> float | None:
-        """Return None if an answer of `size` bytes can be taken, or is not needed; else the seconds until its query's
-        deadline."""
+        """Return None if an answer can be taken or is not needed; else the seconds until its query's deadline."""
         query = self._by_request.get(request)
         if query is None or request in query.coming:
             return None

@@ -64,8 +64,7 @@ class SlotStateRequest:
     """Answers so far that reported an end of an epoch instead: gives the repeated request a new id."""
     serial: int
     abandoned: tuple[tuple[int, int], ...] = field(default=(), compare=False, kw_only=True)
-    """Epochs that the loop abandoned before the slot ended them, as (epoch, the slot's total then), all from
-    `abandoned_from` on."""
+    """Epochs abandoned before the slot ended them, as (epoch, the slot's total then), all from `abandoned_from` on."""
     abandoned_from: int = field(default=0, compare=False, kw_only=True)
     labels: dict[int, int] = field(default_factory=dict, compare=False, kw_only=True)
     """Labels of epochs (proto/state/epoch_labels.py)."""
@@ -125,14 +124,12 @@ class _Answer:
 
 @dataclass
 class BoxState:
-    """States of a box's slots at a step, by slot, and its position. A state is a WorkerRecord and the bytes of the
-    loader's state."""
+    """States of a box's slots at a step, and its position. A state is a WorkerRecord and the loader's bytes."""
 
     records: list[tuple[pb.WorkerRecord, bytes]]
     position: records_pb2.BoxPosition | None = None
     final: int | None = None
-    """Last step of a box whose epoch had ended before the requested step; the states are those after it, valid until
-    its next step."""
+    """Last step of a box whose epoch had ended before; the states are those after it, valid until its next step."""
 
     @property
     def size(self) -> int:
@@ -157,8 +154,7 @@ class GatheredState:
     records: list[tuple[pb.WorkerRecord, bytes]]
     positions: dict[int, records_pb2.BoxPosition]
     finals: dict[int, int]
-    """Box -> its last step, if its epoch had ended before the requested step; the result is valid until it takes
-    another."""
+    """Box -> its last step, if its epoch had ended before; the result is valid until it takes another."""
 
 
 @dataclass(eq=False)
@@ -169,8 +165,7 @@ class StateQuery:
     attempt: int
     step: int
     serial: int = 0
-    """Serial number, unique also across restarts; part of each request's id, so that a repeated query sends new ones.
-    """
+    """Serial number, unique also across restarts; in each request's id, so that a repeated query sends new ones."""
     num_boxes: int = 1
     at_once: int = 1 << 30
     """Most slots with an open request at a time."""
@@ -206,8 +201,7 @@ class StateQuery:
     _answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
     _rounds: dict[tuple[int, int], int] = field(default_factory=dict)
     _denied: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
-    """(box, slot) -> refused position, the ends and the abandoned epochs known then: no new request until one changes.
-    """
+    """(box, slot) -> refused position, known ends and abandoned epochs: no new request until one changes."""
     _starts: dict[int, Position] = field(default_factory=dict)
     """Box -> newest position after which digests were requested, also if later reports have replaced it."""
     _missing: dict[int, list[str]] = field(default_factory=dict)

@@ -84,8 +84,7 @@ def watch_reply(
 def assignment(
     cluster: ClusterState, attempt: Attempt, box: Box, slot: Slot, worker: Worker, start: records_pb2.BoxPosition
 ) -> records_pb2.WorkerAssignment:
-    """Return the assignment to run the slot, or to prepare it as migration target. `start`: one message that all slots
-    share."""
+    """Return the assignment to run the slot or prepare it as target. `start`: one message that all slots share."""
     target = slot.target if slot.worker != worker.name else None
     generation = slot.generation if target is None else target.generation
     return records_pb2.WorkerAssignment(

@@ -112,8 +112,7 @@ class Workers:
         )
 
     def _restore_slots(self, worker: Worker) -> None:
-        """Take what exceeds the capacity of a worker that is back, and tell the boxes its addresses, which may have
-        changed."""
+        """Take what exceeds the capacity of a worker that is back, and tell boxes its addresses, perhaps new."""
         for key in sorted(worker.slots)[worker.capacity :]:
             slot = self._cluster.slot(key)
             if slot is not None and slot.worker == worker.name:
@@ -242,8 +241,7 @@ class Workers:
         return False
 
     def _note_rate(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
-        """Record the runner's speed and lead over the loop; while it starts, its stage and its place in the start
-        queue."""
+        """Record the runner's speed and lead over the loop; while it starts, its stage and place in the queue."""
         slot.batches_per_s, slot.batch_s = report.batches_per_s, report.batch_s
         slot.worked_s = max(slot.worked_s, report.worked_s)  # a runner may die in its replay
         slot.batch_cpu_s, slot.batch_delay_s = report.batch_cpu_s, report.batch_delay_s

@@ -58,8 +58,7 @@ def check_schema(path: Path | None, found: int) -> None:
 
 
 def open_database(path: Path | None, script: str) -> sqlite3.Connection:
-    """Open or create a database (None: in memory); `script` makes its tables. Raises JournalError if it cannot be
-    used."""
+    """Open or create a database (None: in memory); `script` makes its tables. Raises JournalError."""
     name = path or ":memory:"
     try:
         # check_same_thread: snapshot_store.py is used from one thread at a time, which is not the one that opened it.

@@ -194,8 +194,7 @@ class SnapshotIndex:
             self._snapshots[key.run, key.attempt][key].remove(old)
 
     def discard(self, key: SlotKey, kept: DurableSnapshot) -> None:
-        """Drop a snapshot that was written too late, and one of the same position in the index, which it has replaced
-        on disk."""
+        """Drop a snapshot written too late, and the one of the same position that it has replaced on disk."""
         for old in [one for one in self._of(key) if (one.total, one.epoch) == (kept.total, kept.epoch)]:
             self.used -= old.size
             self._snapshots[key.run, key.attempt][key].remove(old)

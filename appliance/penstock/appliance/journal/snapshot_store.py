@@ -57,8 +57,7 @@ class ClosedRun:
 
 
 class Store:
-    """Database with snapshots, blobs and last states of ended runs (None: in memory). Every method raises
-    JournalError."""
+    """Database with snapshots, blobs and last states of ended runs (None: in memory). Raises JournalError."""
 
     def __init__(self, directory: StateDir | None) -> None:
         self._path = directory.path / "snapshots.db" if directory else None
@@ -177,8 +176,7 @@ class Store:
 # ---- writing
 
 COMMIT_BYTES = 8 << 20
-"""Largest commit of several snapshots in bytes: a tenth of a second at 80 MB/s, in which reads wait. A larger snapshot
-is alone."""
+"""Largest commit of several snapshots in bytes: at 80 MB/s, reads wait a tenth of a second."""
 
 _Result = TypeVar("_Result")
 
@@ -188,8 +186,7 @@ SMALL_SHARE = 8
 
 
 class InflowBudget:
-    """Memory budget of values in transfer, half for small ones, so that they never wait for a large one with a slow
-    sender."""
+    """Memory budget of values in transfer, half for small ones, which so never wait for a slow large one."""
 
     def __init__(self, limit: int) -> None:
         self._small_size = limit // SMALL_SHARE

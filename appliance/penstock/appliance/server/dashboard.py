@@ -40,8 +40,7 @@ log = logging.getLogger("penstock.appliance")
 FRESH_S = 0.5
 """Largest age of a page that is sent again, in seconds."""
 LOOP_S = 10.0
-"""Longest wait of a route for the event loop in seconds, reached only on an overloaded machine; then an error is
-shown."""
+"""Longest wait of a route for the event loop in seconds; on an overloaded machine an error is then shown."""
 SAMPLE_S = 1.0
 """Seconds between two samples of the runs' speed."""
 JSON = "application/json"
@@ -67,8 +66,7 @@ class DashboardPages:
         }
 
     def on_loop(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run a coroutine on the event loop, from a thread of the web server. Raises TimeoutError if it is too busy or
-        has ended."""
+        """Run a coroutine on the event loop, from another thread. Raises TimeoutError if it is too busy or over."""
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as error:
@@ -285,8 +283,7 @@ BOXES_AT_ONCE = 64
 """Boxes read before a sample pauses, so that other tasks run."""
 
 Point = tuple[float, float, float, float]
-"""Seconds since the Unix epoch; mean steps/s of the boxes; largest share of waiting of a box, 0 to 1; batches/s of all
-slots."""
+"""Unix seconds; mean steps/s of the boxes; largest share of waiting of a box, 0 to 1; batches/s of all slots."""
 COLUMNS = ("at", "steps_per_s", "waited_share", "batches_per_s")
 
 
@@ -299,8 +296,7 @@ REST = "others"
 
 @dataclass
 class ShareSeries:
-    """Delivered and wanted shares of a run's data sources over time, of tokens if any source's weight counts them,
-    else of samples."""
+    """Delivered and wanted shares of data sources over time, of tokens if a source's weight counts them, else samples."""
 
     names: list[str] = field(default_factory=list)
     """Sources in the newest point, with REST last if there are more than SOURCES; older points may have fewer."""
@@ -405,8 +401,7 @@ class RunSeries:
             self._tracks.popitem(last=False)
 
     def sample(self, attempts: Iterable[Attempt], wall_s: float) -> Iterator[None]:
-        """Add a point to each run's series, in steps of BOXES_AT_ONCE boxes, between which the event loop serves other
-        tasks."""
+        """Add a point to each series, in steps of BOXES_AT_ONCE boxes, between which other tasks run."""
         looked = 0
         for attempt in attempts:
             steps_per_s = waited = batches_per_s = 0.0

@@ -1,5 +1,4 @@
-"""Recent state queries: checkpoints of jobs, whose ranks all request the same step and count as one entry, and
-operators' fetches."""
+"""Recent state queries: operators' fetches, and checkpoints of jobs, whose ranks' requests count as one."""
 
 from __future__ import annotations
 

@@ -245,8 +245,7 @@ def _stop_by_signal(
 
 
 def announcer(ready_fd: int | None) -> Callable[[str], None]:
-    """Return the `ready` of `serve`, which writes the address to descriptor `ready_fd` and closes it; None: standard
-    output."""
+    """Return the `ready` of `serve`, which writes the address to descriptor `ready_fd`; None: standard output."""
 
     def ready(address: str) -> None:
         line = f"{address}\n".encode()

@@ -62,8 +62,7 @@ READS_MAX = 128 << 20
 JSON_MAX = 8 << 20
 """Largest state of a slot that is sent as JSON, in bytes: some 50 ms, in which heartbeats wait."""
 WATCHES_MAX = 4
-"""Most long polls held for one box or worker; the oldest is then answered: a peer that calls again has lost its
-connection."""
+"""Most long polls held for one box or worker; the oldest is then answered, whose connection is lost."""
 QUERIES_OF_TOKEN_MAX = 1024
 """Most open state queries of one credential token, over all runs."""
 REPORT_S = 2.0
@@ -93,8 +92,7 @@ class TopicSignals:
 
     @contextlib.contextmanager
     def on(self, topic: Topic, most: int | None = None) -> Iterator[TopicWaiter]:
-        """Return a context in which a call waits for a topic. `most`: calls that may wait; one more ends the oldest's
-        wait (`over`)."""
+        """Return a context in which a call waits for a topic; one more than `most` ends the oldest's wait (`over`)."""
         event = TopicWaiter()
         events = self._waiting.setdefault(topic, {})
         if most is not None and len(events) >= most:
@@ -229,8 +227,7 @@ class Service(CoordinatorServicer):
         self._journal.close()
 
     async def _hold(self, topic: Topic, hold_s: float, seen: float, version: Callable[[], float]) -> None:
-        """Hold a long poll until `version()`, called at each change of the topic, differs from `seen`, for at most
-        `hold_s` seconds."""
+        """Hold a long poll for `hold_s`, or until `version()`, called when the topic changes, differs from `seen`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + hold_s
         if hold_s <= 0 or version() != seen:
@@ -268,8 +265,7 @@ class Service(CoordinatorServicer):
         return pb.CloseRunReply()
 
     async def FetchState(self, request: pb.FetchStateRequest, context: _Context) -> AsyncIterator[Any]:
-        """Yield the requested state in parts, box after box; serialised messages of several parts if the caller
-        `packs`."""
+        """Yield the requested state in parts, box after box; in messages of several if the caller `packs`."""
         loop = asyncio.get_running_loop()
         until, sent, restarts = loop.time() + request.deadline_s, 0, None
         query: StateQuery | None = None
@@ -360,8 +356,7 @@ class Service(CoordinatorServicer):
         return states
 
     async def _complete(self, query: StateQuery, number: int, until: float, deadline_s: float) -> BoxState:
-        """Return the states of box `number` once all slots have answered. Raises the query's error, DeadlineError at
-        `until`."""
+        """Return the states of box `number` once complete. Raises the query's error, DeadlineError at `until`."""
         with self._signals.on(query.topic(number)) as event:
             while number not in query.boxes and query.failure is None:
                 event.clear()

@@ -56,8 +56,7 @@ def parts(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
 
 
 def in_json(state: BoxState, limit: int) -> BoxState:
-    """Return the states as JSON. Raises InvalidArgumentError for a slot's state of more than `limit` bytes in binary
-    form."""
+    """Return the states as JSON. Raises InvalidArgumentError for a slot's state above `limit` bytes in binary form."""
     records = []
     for record, data in state.records:
         if len(data) > limit:
@@ -73,8 +72,7 @@ def in_json(state: BoxState, limit: int) -> BoxState:
 
 
 def packed(states: Iterable[BoxState]) -> Iterator[bytes]:
-    """Yield serialised messages: states up to half of CHUNK bytes share one (StatePart.parts), a larger one has its
-    own."""
+    """Yield serialised messages: states up to half of CHUNK bytes share one (StatePart.parts)."""
     pack: list[bytes] = []
     size = 0
     for part in _serialised(states):

@@ -1,4 +1,4 @@
-"""Shell completion of names. A person waits, so the coordinator has one second; after any failure there are no names."""
+"""Shell completion of names. A person waits: the coordinator has one second, and a failure means no names."""
 
 from __future__ import annotations
 

@@ -141,6 +141,5 @@ def subcommands(cls: type[Group] = Group, **settings: Any) -> App:
 
 
 def quiet_grpc() -> None:
-    """Stop gRPC from writing to standard error: Penstock's errors report the same. Not for workers: runners would
-    inherit it."""
+    """Stop gRPC from writing to standard error: our errors say the same. Not for workers: runners would inherit it."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -1,4 +1,4 @@
-"""Counts of a run's samples and tokens, by source and by key (such as a language), for `penstock state` and `replay`."""
+"""Counts of a run's samples and tokens, by source and key (such as a language), for `penstock state` and `replay`."""
 
 from __future__ import annotations
 

@@ -40,8 +40,7 @@ LARGEST_BOX = 2**32 - 1
 LARGEST_SEED = 2**64 - 1
 
 Flags = dict[str, Any]
-"""Parameter for all flags of a settings class, `Annotated[Flags, WorkerSettings]`: setting -> value, None if not
-given."""
+"""Parameter for all flags of settings, `Annotated[Flags, WorkerSettings]`: setting -> value, None if not given."""
 
 
 def option(section: type[Section], field: str) -> Any:

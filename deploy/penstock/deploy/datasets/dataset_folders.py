@@ -126,8 +126,8 @@ def _counts(folder: str | Path, shards: Sequence[Shard]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    """Return a value's type: "int", "ndarray of float32, shape (3, 4)", "image, mode RGB, 640 x 480 pixels", "list of
-    5 (str)"."""
+    """Return a type: "int", "ndarray of float32, shape (3, 4)", "image, mode RGB, 640 x 480 pixels", "list of 5
+    (str)"."""
     name = type(value).__name__
     if hasattr(value, "dtype") and getattr(value, "shape", ()) != ():
         return f"{name} of {value.dtype}, shape {tuple(value.shape)}"

@@ -28,8 +28,7 @@ def is_path(target: str) -> bool:
 
 
 def show_checkpoints(path: Path, as_json: bool) -> int:
-    """Check a checkpoint, or all in this folder, and print the findings. Raises CheckpointNotFoundError,
-    CheckpointCorruptError."""
+    """Check a checkpoint, or all in a folder, and print. Raises CheckpointNotFoundError, CheckpointCorruptError."""
     verified = [_verify(one) for one in _at(path)]
     aside = [one.name for one in leftovers(path)]
     if as_json:

@@ -1,5 +1,4 @@
-"""Checks of `penstock doctor cluster`, beyond `penstock status`: do the clocks agree, can every worker's lanes be
-reached?"""
+"""Checks of `penstock doctor cluster`, beyond `penstock status`: do clocks agree, can lanes be reached?"""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ def check_skew(ahead_s: float, took_s: float) -> Finding:
 
 
 def check_worker(worker: WorkerView, error: str, here: bool) -> Finding:
-    """Return the finding about a live worker. `error`: why its lanes are out of reach, or ""; `here`: lanes need no
-    network."""
+    """Return the finding about a live worker. `error`: why its lanes are out of reach; `here`: they need no network."""
     check = f"worker {worker.worker}"
     found = f"lanes at {worker.tcp_address or 'no address'}"
     if error == NO_ANSWER:

@@ -1,8 +1,8 @@
 """Checks of `penstock doctor` on a loader: whether, and how, it can be saved and resumed exactly.
 
 1. First stream: batches without an interruption, with a snapshot after each.
-2. Single restores in fresh processes: early, in the middle, late, at the end of the first epoch, at the start of the first
-   two. The batches that follow are compared with the first stream's.
+2. Single restores in fresh processes, early to late, at the end of the first epoch and at the start of the first two:
+   the batches that follow are compared with the first stream's.
 3. Chains of restores: a state of the restored loader is restored in the next process, and once more.
 4. Launches, with all four state methods: the states of all workers are aggregated, deaggregated in fresh processes, and
    saved again. If load_state_dict accepts only results of deaggregate_state_dict, they and a new start replace 2 and 3.
@@ -39,8 +39,7 @@ __all__ = [
 ]
 
 STATE, METHODS, REPLAY = "state", "methods", "replay"
-"""Ways to save a loader: its own state; aggregate_state_dict and deaggregate_state_dict; replay from an epoch's
-beginning."""
+"""Ways to save a loader: its own state; aggregate_state_dict and deaggregate_state_dict; replay of the epoch."""
 COMPARED = 8
 """Most events (batches and ends of epochs) compared after a restore, before the next state is taken."""
 _WHERE = {
@@ -77,8 +76,7 @@ class LoaderRequest:
     """Longest time of each child process, in seconds."""
 
     def fields(self, slot: int) -> dict[str, Any]:
-        """Return the fields of every task (loader_trials.py), with the loader as worker `slot`. Raises
-        InvalidArgumentError."""
+        """Return the fields of every task (loader_trials.py), as worker `slot`. Raises InvalidArgumentError."""
         module, _, name = self.input_fn.partition(":")
         if not module or not name:
             raise InvalidArgumentError(
@@ -278,8 +276,7 @@ class _Examination:
     # ---- launches, by the loader's own aggregate and deaggregate
 
     def _launches(self, loaders: list[ExaminedLoader]) -> None:
-        """Check launches in the first epoch, and further ones from the states saved then, if own states cannot be
-        loaded."""
+        """Check launches in the first epoch, and chains of them if own states cannot be loaded."""
         for name in ("early", "mid"):
             if not all(_within_first_epoch(examined, name) for examined in loaders):
                 continue

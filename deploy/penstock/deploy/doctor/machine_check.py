@@ -24,8 +24,7 @@ from penstock.runtime.telemetry.units import size
 __all__ = ["check_files", "check_kernel", "check_machine", "check_memory", "check_sandbox"]
 
 RUNNER_BYTES = 512 << 20
-"""Memory of a runner in bytes: with torch 170 MiB resident, 60 of them private; the rest for its ring, code and data.
-"""
+"""Memory of a runner in bytes: with torch 170 MiB resident, 60 of them private; the rest for ring and data."""
 RUNNER_FILES = 24
 """File descriptors per runner: 10 with a lane over TCP; the rest for growing rings and senders at the same time."""
 DAEMON_FILES = 128

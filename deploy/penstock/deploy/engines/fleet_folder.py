@@ -115,8 +115,7 @@ class FleetFolder:
         return self._read(self._plan, FleetPlan.model_validate)
 
     def save(self, fleet: Fleet) -> None:
-        """Write the record, and announce the coordinator to this user's commands once its address is known. Raises
-        CommandError."""
+        """Write the record, and announce the coordinator once its address is known. Raises CommandError."""
         _write(self._record, json.dumps(asdict(fleet), indent=2))
         if fleet.coordinator:
             supervisor = fleet.about["supervisor"] if fleet.engine == "local" else None
@@ -159,8 +158,7 @@ class FleetFolder:
 
     @property
     def address(self) -> str:
-        """Last address of the coordinator, or "". With port 0, a restarted one tries it first, because training jobs
-        know it."""
+        """Last address of the coordinator, or ""; with port 0, the first to try, because training jobs know it."""
         try:
             return self._address.read_text().strip()
         except OSError:

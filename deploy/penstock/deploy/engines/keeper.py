@@ -1,10 +1,9 @@
 """Keeper of one daemon: runs `penstock coordinator` or `penstock worker` as a child and starts it again if it dies.
 
-The daemon watches this process by a pidfd (`--parent-pid`) and ends with it; a parent-death signal would be sent when
-the
-*thread* that started the child ends. It has a session of its own, so that Ctrl-C reaches only the supervisor, which ends
-its daemons in the right order. The pause before a new start doubles each time. A daemon is given up if it dies several
-times soon after its start, cannot run with its settings, or dies before it was first ready, when the user still reads.
+The daemon watches this process by a pidfd (`--parent-pid`) and ends with it; a parent-death signal would come when the
+*thread* that started the child ends. It has a session of its own, so that Ctrl-C reaches only the supervisor, which
+ends its daemons in the right order. The pause before a new start doubles each time. A daemon is given up if it dies
+several times soon after its start, cannot run with its settings, or dies before it was first ready.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ __all__ = ["COORDINATOR_GRACE_S", "LONGEST_PAUSE_S", "WORKER_GRACE_S", "FleetKee
 _log = logging.getLogger("penstock.deploy.engines")
 
 PERMANENT_ERRORS = frozenset({2, 3, 12, 15, 16})
-"""Exit codes after which another start would fail too: usage, TLS, token, version, unsafe address
-(console/exit_codes.py)."""
+"""Exit codes after which a restart would fail too: usage, TLS, token, version, unsafe address (exit_codes.py)."""
 MAX_FAILED_STARTS = 5
 """Starts in a row that end within STEADY_S after which a daemon is given up, with pauses of 7.5 s in all; one that was
 never ready, after its first."""
@@ -76,8 +74,7 @@ class FleetKeeper:
         self._child: Spawned | None = None
 
     async def run(self) -> None:
-        """Run until `stop`, or, without `restart_always`, until an end without an error. Raises CommandError when
-        given up."""
+        """Run until `stop`, or an end without an error unless `restart_always`. Raises CommandError when given up."""
         quick, pause = 0, PAUSE_S
         while True:
             began = time.monotonic()

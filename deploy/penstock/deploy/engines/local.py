@@ -1,5 +1,4 @@
-"""Local engine, detached: a supervisor in a process of its own, which outlives this one. All data is in the fleet's
-folder."""
+"""Local engine, detached: a supervisor process that outlives this one, with all data in the fleet's folder."""
 
 from __future__ import annotations
 

@@ -33,8 +33,7 @@ HEAD = "node:__internal_head__"
 NODE_SHARE = 0.001
 """Amount of a node's resource that binds an actor to it, small, so that others can still use it."""
 GIVE_UP_S = 5.0
-"""Seconds for an actor to end its daemon after a failed start; short, as an actor that was never placed does not
-answer."""
+"""Seconds for an actor to end its daemon after a failed start; short, as one never placed does not answer."""
 STOP_S = 40.0
 """Seconds for an actor to end its daemon, more than the daemon's grace."""
 

@@ -282,8 +282,7 @@ def _daemon(name: str, kept: FleetKeeper) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the supervisor and return its exit status. Standard output says that the fleet is ready, or standard error
-    why not."""
+    """Run the supervisor and return its exit status. Standard output says that the fleet is ready."""
     parser = argparse.ArgumentParser(prog="python -m penstock.deploy.engines.supervisor")
     parser.add_argument("folder", type=Path)
     parser.add_argument("plan", type=FleetPlan.model_validate_json)

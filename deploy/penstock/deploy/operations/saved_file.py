@@ -36,8 +36,7 @@ class FoundState:
 
 
 class SavedFile:
-    """File with saved states. Raises InvalidArgumentError if unreadable, StateCorruptError, StateMismatchError if it
-    has none."""
+    """File with saved states. Raises InvalidArgumentError, StateCorruptError, StateMismatchError if it has none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,5 +1,4 @@
-"""`penstock state`: the position of each box, and each worker's DataLoaderCheckpoint. Nothing is executed or
-unpickled."""
+"""`penstock state`: the position of each box, and each worker's DataLoaderCheckpoint; nothing is unpickled."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["KnownPosition", "ReplayPlan", "attempt_of", "plan"]
 
 FURTHER = 1000
-"""Most steps that are replayed beyond the batch, to a recorded stream digest; as many as before it, if those are more.
-"""
+"""Most steps replayed beyond the batch to a recorded stream digest, or as many as before it, if more."""
 
 
 @dataclass(frozen=True)

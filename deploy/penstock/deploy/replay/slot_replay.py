@@ -118,8 +118,7 @@ class _SlotReplay:
         self._done(ended=not reached)
 
     def leave(self, epoch: int, total: int) -> None:
-        """Abandon `epoch` after batch `total`, as the loop did; if the loader has reached its end, restore and replay
-        first."""
+        """Abandon `epoch` after batch `total`; if the loader has reached its end, restore and replay first."""
         source = self._source
         if source.position.epoch > epoch:
             assert self._point is not None
