@@ -207,7 +207,7 @@ class Attempts:
         self._cluster.bump_box(attempt, box)
 
     def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
-        """Record a box's report and return the reply at once; the service waits for a change before."""
+        """Record a box's report and return the reply at once: it is the service that waits for a change."""
         self.report_box(request)
         return self.box_view(request)
 

@@ -32,7 +32,7 @@ STRAGGLER_FACTOR = 1.5
 class SlotFacts:
     slot: int
     worker: str
-    """"" = no worker."""
+    """Empty: no worker."""
     phase: str
     """Name of the slot's SlotPhase: WAITING, STARTING, READY or FAILED."""
     wait_share: float

@@ -551,7 +551,7 @@ class Worker:
     allow: tuple[str, ...] = ()
     """Prefixes of the modules that the worker may run; empty = not reported."""
     release: str = ""
-    """"" = not known."""
+    """Empty: not known."""
     cores: int = 0
     """0 = not known."""
     slots: AssignedSlots = field(default_factory=AssignedSlots)

@@ -34,7 +34,7 @@ def _lost_at(slot: Slot, worker: str) -> int:
 
 
 def why_not_allowed(input_fn: str, workers: Iterable[Worker]) -> str:
-    """Return why no worker may run the input_fn ("module:function"), with the remedy; "" if one may or none is there."""
+    """Return why no worker may run the input_fn ("module:function"), with the remedy; "" if one may, or none exists."""
     module = module_of(input_fn)
     present = [worker for worker in workers if worker.registered and not worker.draining]
     if not present or any(worker.may_run(module) for worker in present):

@@ -7,7 +7,7 @@ get_worker_state() counts from the state of the start, and counts of different s
 Box 0's training process sends the states that it has saved. A state is used if slot 0 of each box is next, because then
 each slot keeps its worker number. The newest one waits in memory; the openings of the boxes, and so the journal, say
 where the slots start now. If the loader makes other batches than were delivered, its methods are not exact, and all
-slots go back to where the launch began. These functions decide; ClusterState restarts the slots.
+slots go back to where the launch began. These functions decide; Placement restarts the slots.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""State of a run at a step, collected from all its slots. This module plans the requests; edge/service.py waits.
+"""State of a run at a step, collected from all its slots. This module plans the requests; server/service.py waits.
 
 A box's record can be computed from an earlier position and the ends of its slots' epochs
 (penstock.proto.state.position), of which the coordinator knows not all. So a query computes each slot's position from

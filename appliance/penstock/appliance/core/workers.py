@@ -129,7 +129,7 @@ class Workers:
         return worker if worker is not None and worker.session == session and worker.registered else None
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
-        """Record a worker's report and return the reply at once; the service waits for a change before."""
+        """Record a worker's report and return the reply at once: it is the service that waits for a change."""
         self.report_worker(request)
         reply = pb.HeartbeatReply()
         for _ in self.worker_view_steps(request, reply):

@@ -296,7 +296,7 @@ REST = "others"
 
 @dataclass
 class ShareSeries:
-    """Delivered and wanted shares of data sources over time, of tokens if a source's weight counts them, else samples."""
+    """Delivered and wanted shares of data sources over time, of tokens if any weight counts them, else samples."""
 
     names: list[str] = field(default_factory=list)
     """Sources in the newest point, with REST last if there are more than SOURCES; older points may have fewer."""

@@ -43,7 +43,7 @@ log = logging.getLogger("penstock.appliance")
 STOP_GRACE_S = 1.0
 """Longest time for calls under way when the coordinator stops, in seconds."""
 ON_DEMAND = "127.0.0.1:0"
-"""Address of a dashboard on demand; most of embedded coordinators would never be looked at."""
+"""Address of a dashboard on demand; most dashboards of embedded coordinators are never looked at."""
 COLLECT_EVERY_S = 60.0
 """Shortest time between two full collections of garbage, in seconds."""
 COLLECT_SHARE = 0.005
@@ -197,8 +197,7 @@ def _paced(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
     """Let only the event loop start full collections of garbage, at most one every COLLECT_EVERY_S seconds.
 
     Long polls are held for seconds, so their objects count as old, and by default every few seconds a full collection
-    of 0.4 s (4,000 workers) kept out heartbeats, a seventh of the coordinator's time. Reference counting frees nearly
-    all.
+    of 0.4 s (4,000 workers) kept out heartbeats, a seventh of the coordinator's time. Only reference cycles need one.
     """
     before = gc.get_threshold()
     gc.set_threshold(before[0], before[1], 1 << 30)

@@ -39,8 +39,8 @@ STOP_S = 40.0
 
 
 def worker_options(plan: FleetPlan) -> dict[str, Any]:
-    """Return Ray's options for a worker: a core for each slot, spread over the nodes with the plan's `near`, a
-    resource (`NAME`) or label (`KEY=VALUE`)."""
+    """Return Ray's options for a worker: a core for each slot, spread over nodes; with the plan's `near`, only over
+    those with this resource (`NAME`) or label (`KEY=VALUE`)."""
     key, equals, value = plan.near.partition("=")
     where: dict[str, Any] = {}
     if equals:

@@ -30,7 +30,8 @@ class _DefaultsByTarget(Group):
 
 
 def _has_target(args: list[str]) -> bool:
-    """Return whether the first argument is no option, or the last is a MODULE:NAME or a path and no option's value."""
+    """True if the first argument is not an option, or if the last one is a MODULE:NAME or an existing path and not the
+    value of an option."""
     if not args:
         return False
     before = args[-2] if len(args) > 1 else ""
