@@ -1,7 +1,5 @@
-"""Write the lock files beside this one: `make lock`. They list the files that pip may install, by hash.
-
-torch is in none of them: each machine chooses its build, for processors or for accelerators.
-"""
+"""Write the lock files beside this one (`make lock`): what pip may install, by hash. torch is in none: each machine
+chooses its build."""
 
 from __future__ import annotations
 
@@ -18,13 +16,12 @@ LOCKS = {
     "worker-plain": ("3.12", (), ("torch",)),
     "worker": ("3.12", ("compression", "http", "metrics", "s3", "streaming"), ("torch",)),
 }
-"""By the name of a lock file: version of Python, extras, and packages that are left out. All but the first are for the
-images (../docker/Dockerfile)."""
+"""By lock file: Python, extras, packages left out. All but the first are for the images (../docker/Dockerfile)."""
 HEADER = "# {name}: what pip may install on Python {python} and Linux, by hash. Written by `make lock`; not by hand.\n"
 
 
 def relock(uv: str, name: str) -> None:
-    """Write one lock file with the newest versions that pyproject.toml admits. `uv`: path of the program uv."""
+    """Write one lock file with the newest versions that pyproject.toml admits. `uv`: path of the program."""
     python, extras, without = LOCKS[name]
     project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *(d for extra in extras for d in project["optional-dependencies"][extra])]

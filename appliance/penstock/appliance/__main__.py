@@ -1,10 +1,8 @@
-"""Program `python -m penstock.appliance`: starts a coordinator without the command line `penstock`, for programs that
-run a coordinator themselves.
+"""Program `python -m penstock.appliance`: a coordinator without the command line `penstock`.
 
-The module imports little (no torch, no Typer), so that the coordinator is ready within half a second. It reads the
-token from PENSTOCK_TOKEN, or from the file that PENSTOCK_TOKEN_FILE names. The token is never an argument, because
-every user of the machine can read the arguments of a process. If the start fails, the process writes one line to
-standard error and ends with exit status 2, or with 16 if it was told to listen beyond this machine without TLS.
+It imports little (no torch, no Typer), to be ready within half a second. The token comes from PENSTOCK_TOKEN or the
+file PENSTOCK_TOKEN_FILE, never from an argument, which every user can read. A failed start writes one line to standard
+error; its exit status is 2, or 16 if it was told to listen beyond this machine without TLS.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ from penstock.runtime.process.titles import name_process
 from penstock.runtime.telemetry.logs import log_lines
 
 UNSAFE_BIND = 16
-"""Exit status if the process was told to listen beyond this machine without TLS. The command line has the same value
-in penstock.deploy.console.exit_codes."""
+"""Exit status for listening beyond this machine without TLS; the same as in penstock.deploy.console.exit_codes."""
 
 
 def main() -> int:

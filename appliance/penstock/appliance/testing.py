@@ -1,5 +1,4 @@
-"""Simulated coordinator for tests, without processes, sockets or real time: its workers and boxes do what the test
-tells them, and only the test advances the time."""
+"""Simulated coordinator for tests, without processes, sockets or real time; only the test advances the time."""
 
 from __future__ import annotations
 
@@ -37,22 +36,20 @@ def limited(**limits: float) -> Iterator[None]:
 
 
 class FakeCluster:
-    """Coordinator without network and threads, for tests. It has the real state machine, a clock that only the test
-    advances, and a list of the topics whose waiting calls a real coordinator would have woken."""
+    """Coordinator with the real state machine, a clock that the test advances, and the topics that would wake calls."""
 
     def __init__(self, limits: Limits | None = None, directory: StateDir | None = None) -> None:
         self.now = 1000.0
         self.wall = 0.0
-        """Time in seconds since the Unix epoch. Only the test advances it."""
+        """Seconds since the Unix epoch, advanced by the test."""
         self.limits = limits or Limits()
         self.topics: list[Topic] = []
         self.directory = directory
         self.host = "host-c"
-        """Name of the coordinator's host."""
         self.boot(directory)
 
     def boot(self, directory: StateDir | None) -> None:
-        """Start a new coordinator process on the state directory; None: a state in memory."""
+        """Start a new coordinator process on the state directory; None: in memory."""
         self.journal = Journal(directory)
         weakref.finalize(self, self.journal.close)  # since Python 3.13 an unclosed database is a warning
         self.snapshot_index = SnapshotIndex(self.limits.budget)
@@ -68,8 +65,7 @@ class FakeCluster:
         )
 
     def restart(self, *workers: FakeWorker) -> None:
-        """Restart the coordinator on its state directory. Register these workers again, and report that their runners
-        are ready."""
+        """Restart the coordinator on its state directory, and register these workers with ready runners."""
         self.journal.close()
         self.boot(self.directory)
         for worker in workers:
@@ -77,8 +73,7 @@ class FakeCluster:
             worker.ready()
 
     def run_for(self, seconds: float, alive: Iterable[FakeWorker | FakeBox] = ()) -> None:
-        """Advance the time by `seconds`, in steps of a quarter of a second. Every worker and box in `alive` reports in
-        each step."""
+        """Advance the time by quarters of a second, in each of which all `alive` report."""
         alive = list(alive)
         for _ in range(round(seconds * 4)):
             self.now += 0.25
@@ -97,8 +92,8 @@ class FakeCluster:
         return worker
 
     def open(self, box: int = 0, **fields: object) -> FakeBox:
-        """Open run "job/0" with 2 workers per box, and return the box. `fields`: fields of the request. Two further
-        names set options of the loader: `retention` (retention_steps; default 100), `skip_poison` (default False)."""
+        """Open run "job/0" with 2 workers per box. `fields`: of the request, or loader options `retention` (100),
+        `skip_poison` (False)."""
         retention = fields.pop("retention", 100)
         skip_poison = bool(fields.pop("skip_poison", False))
         request = pb.OpenRunRequest(job="job", box=box, num_boxes=1, num_workers_per_box=2, host_id="host-a")
@@ -112,7 +107,7 @@ class FakeCluster:
 
 @dataclass
 class FakeWorker:
-    """Worker daemon without processes, which registers with a FakeCluster and reports what the test says."""
+    """Worker daemon without processes, which reports what the test says."""
 
     world: FakeCluster
     name: str
@@ -121,7 +116,7 @@ class FakeWorker:
     capacity: int
     cores: int = 0
     answered: set[str] = field(default_factory=set)
-    """Ids of the requests for states that the worker has answered, because it answers each request once."""
+    """Ids of the requests that the worker has answered, each once."""
 
     def register(self) -> None:
         request = pb.RegisterWorkerRequest(worker=self.name, session=self.session, host_id=self.host)
@@ -137,7 +132,6 @@ class FakeWorker:
         self.heartbeat()
 
     def of(self, slot: int, box: int = 0) -> records_pb2.WorkerAssignment:
-        """Return the worker's assignment for a slot of a box."""
         (found,) = (a for a in self.heartbeat().assignments if (a.box, a.slot) == (box, slot))
         return found
 
@@ -159,7 +153,7 @@ class FakeWorker:
 
 @dataclass
 class FakeBox:
-    """Training process that has opened one box of a run on a FakeCluster."""
+    """Training process that has opened one box of a run."""
 
     world: FakeCluster
     request: pb.OpenRunRequest
@@ -187,7 +181,7 @@ class FakeBox:
         self.watch()
 
     def deliver(self, steps: int) -> None:
-        """Deliver `steps` more batches to the training loop, and report the new position."""
+        """Deliver `steps` more batches to the loop, and report the position."""
         if self.position is None:
             self.position = start_of(self.request)
         for _ in range(steps):
@@ -210,7 +204,7 @@ class FakeBox:
         self.world.state_machine.attempts.close_run(request)
 
     def refused(self) -> PenstockError:
-        """Return the error that a WatchRun call of the box raises. Raises AssertionError if the call is answered."""
+        """Return the error of a WatchRun call of the box; AssertionError if it is answered."""
         try:
             self.watch()
         except PenstockError as error:

@@ -1,5 +1,5 @@
-"""Command `penstock`. `python -m penstock.deploy` is the same command, for programs that start daemons with their own
-interpreter. The imports take about half a second; Ctrl-C in this time ends the command with exit code 130."""
+"""Command `penstock`, also as `python -m penstock.deploy`, for programs that start daemons with their own interpreter.
+Ctrl-C during the imports (half a second) ends it with exit code 130."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command `penstock`: the entry point of the package."""
     try:
         try:
             from penstock.runtime.process import linux_only  # noqa: F401

@@ -1,9 +1,6 @@
-"""Child processes in which `penstock doctor` and `penstock replay` run loaders as workers do: forked from a fork server
-(worker/runner/fork_server.py), which has imported torch, has seen no user code, and has the hash seed of runners.
-
-Each child has a socket of its own to the command, for tasks and answers. Its program is the function `run_child` of a
-module. The fork server ends when the command ends, and its children with it.
-"""
+"""Child processes in which `penstock doctor` and `replay` run loaders as workers do: forked from a server
+(worker/runner/fork_server.py) with torch, no user code, and the hash seed of runners. A child's program is
+`run_child` of a module, with a socket for tasks and answers. The server and its children end with the command."""
 
 from __future__ import annotations
 
@@ -26,15 +23,13 @@ __all__ = ["LoaderForkServer", "LoaderProcess", "Task", "take_task", "wait_for_m
 
 _STDERR = 2
 ABORT_S = 2.0
-"""Longest time in seconds that a child may take to print its stack and end."""
+"""Longest time in seconds until a child has printed its stack and ended."""
 EXIT_S = 2.0
-"""Longest time in seconds that a child may take to end after its socket was closed."""
+"""Longest time in seconds until a child ends after its socket was closed."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Task that a command sends to a child process."""
-
     kind: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     payload: bytes = b""
@@ -42,10 +37,7 @@ class Task:
 
 
 class LoaderForkServer:
-    """Fork server of a command. All calls that wait for an answer have deadlines. User code prints to standard error.
-
-    module: name of the module with the children's program.
-    """
+    """Fork server of a command; all waits have deadlines. User code prints to stderr. `module`: children's program."""
 
     def __init__(self, module: str) -> None:
         started = start_fork_server(sandboxed=False)
@@ -92,16 +84,14 @@ class LoaderForkServer:
             raise
 
     def status(self, number: int, until: float) -> int | None:
-        """Return the exit status of a child that has ended, negative if a signal ended it; None if it is not known by
-        the time `until`."""
+        """Return a child's exit status, negative for a signal; None if it is not known by the time `until`."""
         with contextlib.suppress(DeadlineError):
             while number not in self._statuses:
                 self._receive("exited", until)
         return self._statuses.get(number)
 
     def _receive(self, kind: str, until: float) -> ControlMessage:
-        """Return the fork server's next message of this kind. Raise WorkerLostError if it has died, DeadlineError if it
-        sends none by the time `until`."""
+        """Return the server's next message of this kind. Raise WorkerLostError if it died, DeadlineError at `until`."""
         try:
             while True:
                 while (message := self._channel.receive(wait=False)) is None:
@@ -119,8 +109,7 @@ class LoaderForkServer:
 
 
 class LoaderProcess:
-    """One child of a fork server. A pidfd reports its end, not the end of its socket, which descendants of the
-    child may keep open."""
+    """Child of a fork server. A pidfd reports its end: its socket may be kept open by descendants."""
 
     def __init__(self, parent: LoaderForkServer, channel: ControlChannel, number: int, process: Process) -> None:
         self.channel, self.process = channel, process
@@ -139,15 +128,14 @@ class LoaderProcess:
         self.channel.close()
 
     def ask(self, task: Task) -> None:
-        """Send a task to the child. If the child has died, the next `poll` or `receive` raises the error."""
+        """Send a task. If the child has died, the next `poll` or `receive` raises the error."""
         with contextlib.suppress(LaneLostError):
             self.channel.send(task.kind, task.payload, parts=len(task.parts), **task.fields)
             for part in task.parts:
                 self.channel.send("part", part)
 
     def poll(self) -> ControlMessage | None:
-        """Return the child's next message; None if no message has arrived. Raises LaneLostError if the child has
-        ended."""
+        """Return the next message, if one has arrived. Raises LaneLostError if the child has ended."""
         ended = self.process.ended  # read first: messages sent before the end can still be read
         message = self.channel.receive(wait=False)
         if message is None and ended:
@@ -155,34 +143,31 @@ class LoaderProcess:
         return message
 
     def receive(self, until: float) -> ControlMessage | None:
-        """Wait for the child's next message and return it; None if no message arrives before the time `until`
-        (monotonic clock, in seconds). Raises LaneLostError if the child has ended."""
+        """Return the next message, None at `until` (monotonic seconds). Raises LaneLostError if the child has ended."""
         while (message := self.poll()) is None:
             if not wait_for_messages([self], until):
                 return None
         return message
 
     def exit_description(self) -> str:
-        """Return a text that says how the child ended. Call it after the child's last message was received."""
+        """Say how the child ended, after its last message was received."""
         if not self.process.wait(EXIT_S):
             return "closed its descriptors"
         return describe_exit(self._parent.status(self._number, time.monotonic() + EXIT_S))
 
     def show_stack(self) -> None:
-        """Send the child a signal that prints the stack of each of its threads (by faulthandler) and ends it."""
+        """Send a signal that prints the stacks of the child's threads (faulthandler) and ends it."""
         self.process.send(signal.SIGABRT)
         self.process.wait(ABORT_S)
 
 
 def wait_for_messages(children: Iterable[LoaderProcess], until: float) -> list[LoaderProcess]:
-    """Wait until at least one child has sent a message or ended, and return those children. Return an empty list at the
-    time `until` (monotonic clock, in seconds)."""
+    """Return the children that have sent a message or ended, once there is one; none at `until` (monotonic seconds)."""
     by_fd = {fd: child for child in children for fd in (child.channel.fileno(), child.process.fileno())}
     return list(dict.fromkeys(by_fd[fd] for fd in wait_for_any(by_fd, until - time.monotonic())))
 
 
 def take_task(channel: ControlChannel) -> Task:
-    """Wait in a child process for the command's next task and return it."""
     message = cast(ControlMessage, channel.receive())
     parts = [cast(ControlMessage, channel.receive()).payload for _ in range(message.fields.pop("parts"))]
     return Task(message.kind, message.fields, message.payload, parts)

@@ -21,21 +21,17 @@ from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockE
 __all__ = ["main"]
 
 ANSWER_S = 4.0
-"""Longest time in seconds to wait for a coordinator's answer in a readiness probe. It is below the timeout of 5 s of
-this probe in the manifests, so that the error is still printed."""
+"""Longest wait for an answer in a readiness probe, in seconds, below its timeout of 5 s, to print the error."""
 ALIVE_S = 15.0
-"""Longest time in seconds to wait for an answer in a liveness probe. The probe's timeout in the manifests is 20 s,
-because a busy daemon must not be killed."""
+"""Longest wait in a liveness probe, in seconds, with a timeout of 20 s: a busy daemon must not be killed."""
 LIVE_S = 120.0
-"""Seconds since a worker's last heartbeat call ended, above which the worker counts as hung. A call takes at most 15 s:
-in the largest fleet the coordinator answers after 5 s, and the deadline is 10 s later. The limit is several times that,
-for an overloaded machine."""
+"""Seconds since the last heartbeat call above which a worker hangs: several times a call's 15 s (in the largest fleet
+5 s, and 10 s to the deadline), for an overloaded machine."""
 READY_S = 30.0
 _ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check whether a container's daemon is live or ready, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m penstock.deploy.probe", description="Check whether this daemon is live or ready."
     )

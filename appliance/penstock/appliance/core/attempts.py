@@ -1,15 +1,11 @@
-"""Attempts: handles the calls of training jobs, which open runs, report progress and close their boxes, and ends the
-attempts that are over. opening.py decides what a request opens.
+"""Attempts: calls of training jobs, which open runs, report progress and close boxes, and the end of attempts.
 
-A job closes its boxes one by one. An operator ends a run whose job is dead or hangs (`penstock run close`), so as not
-to wait until the coordinator ends it. The coordinator cannot tell a hanging job from a live one: the next call of a job
-that still lives gets SupersededError with the reason. The run itself remains, and the next launch opens it again.
+An operator ends a run whose job hangs (`penstock run close`); the next call of a job that still lives gets
+SupersededError with the reason. The run itself remains, and the next launch opens it again.
 
-A box also reports workers that it cannot reach, although both can reach the coordinator. A lane goes from the training
-host directly to the worker's host, so only the box can notice a broken route or a firewall between the two. Such a slot
-moves to a worker that the box can reach, if one has free capacity. A report moves only the slots of its own box, and
-counts for only UNREACHABLE_MAX workers at a time: a box that can reach no worker at all must not move its slots through
-the whole fleet, with a runner started in vain each time.
+Only a box can notice a broken route to a worker, because a lane goes directly to the worker's host. A slot whose worker
+its box reports as unreachable moves. A report moves only the box's own slots and counts for UNREACHABLE_MAX workers at
+a time: a box that can reach no worker at all must not move its slots through the whole fleet.
 """
 
 from __future__ import annotations
@@ -48,21 +44,18 @@ from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 PAST_ATTEMPTS = 16
-"""Number of earlier attempts of a run that are remembered by number, key and clients, so that their late calls are
-refused."""
+"""Number of a run's earlier attempts that are remembered, so that their late calls are refused."""
 LINGER_S = 60.0
-"""Seconds that a closed box keeps its workers while other boxes of the run are open. A rank that saves after its last
-step needs the states of the boxes that closed before it."""
+"""Seconds that a closed box keeps its workers for other boxes: a rank that saves last needs the states of all boxes."""
 ABANDONED_S = 3600.0
-"""Seconds after which an attempt without a live box is closed and its snapshots are dropped. Until then its boxes may
-come back."""
+"""Seconds after which an attempt without a live box is closed. Until then its boxes may come back."""
 ABANDONED_MAX = 1 << 19
 """Largest number of epochs that a box may abandon by `break` in one attempt."""
 UNREACHABLE_MAX = 8
 UNREACHABLE_PER_S = 60.0
-"""The reports of one box can mark at most UNREACHABLE_MAX workers as unreachable within UNREACHABLE_PER_S seconds."""
+"""One box can mark at most UNREACHABLE_MAX workers as unreachable within this many seconds."""
 BOX_COST = 4
-"""Fixed time for releasing a box, in multiples of the time for one slot: added to the box's number of slots."""
+"""Fixed cost of releasing a box, in slots; added to its number of slots."""
 FREE_AFTER_S = 5.0
 """Fewest seconds from an attempt's end until its boxes' memory is freed, when the journal has written them."""
 _MAX_REASON = 300
@@ -86,13 +79,10 @@ class Attempts:
         self._cluster, self._placement, self._promised = cluster, placement, promised
         self._clock, self._wall, self._fresh_seed, self._settle = clock, wall, fresh_seed, settle
         self._ended: deque[tuple[Attempt, list[Box]]] = deque()
-        """Attempts that are over, each with the boxes whose slots are still to be taken from their workers. The last
-        box of a list is handled first."""
+        """Attempts that are over, with the boxes whose slots are still to be released, last one first."""
         self._discarded: deque[Box] = deque()
-        """Boxes of attempts that are over, whose memory `free_discarded` frees in pieces."""
         self._free_at = 0.0
-        """Monotonic time from which `_discarded` may be freed; inf from the end of an attempt until the next tick, when
-        `free_discarded` sets the time."""
+        """Monotonic time from which `_discarded` may be freed; inf between the end of an attempt and the next tick."""
 
     # -------------------------------------------------------------------------------------------------------- opening
 
@@ -154,7 +144,7 @@ class Attempts:
         return run.current
 
     def _note_use(self, run: Run) -> None:
-        """From now on the run has a position to lose, so that no launch may begin it anew on another topology."""
+        """Record that the run has a position to lose, so that no launch may begin it anew on another topology."""
         if run.unused:
             run.unused = False
             self._cluster.journal.drop("unused", run=run.name)
@@ -200,14 +190,13 @@ class Attempts:
         return attempt, box
 
     def _renew(self, attempt: Attempt, box: Box, now: float, known_s: float = 0.0) -> None:
-        """Renew the box's lease, to at least `known_s` seconds: the lease that the client knows (up to a limit)."""
+        """Renew the box's lease, to at least the `known_s` seconds that the client knows (up to a limit)."""
         if box.presence is BoxPresence.GONE:
             self._revive(attempt, box)
         box.lease_until = now + self._cluster.box_lease_policy().promised(known_s, LEASE_MAX_S)
         box.reported_at = now
 
     def _revive(self, attempt: Attempt, box: Box) -> None:
-        """Mark the box's client as live again, because it has reported after its lease had ended."""
         attempt.set_presence(box, BoxPresence.LIVE)
         text = f"the training job of box {box.number} reported again"
         self._cluster.events.add("box back", text, run=attempt.run, attempt=attempt.number, box=box.number)
@@ -218,7 +207,7 @@ class Attempts:
         self._cluster.bump_box(attempt, box)
 
     def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
-        """Record a box's report and return the reply at once. (The service waits for a change before it replies.)"""
+        """Record a box's report and return the reply at once: it is the service that waits for a change."""
         self.report_box(request)
         return self.box_view(request)
 
@@ -242,8 +231,7 @@ class Attempts:
         return self._find_box(request.run, request.attempt, request.box, request.client_id)[1].version
 
     def ask(self, run_name: str, number: int) -> Box | None:
-        """Let a box report its present position: answer its client's long poll, because the client reports with each
-        new poll. Return the box; None if the run is not open or the box has no live client."""
+        """Answer the long poll of the box's client, which then reports its position. None: no live client."""
         run = self._cluster.runs.get(run_name)
         box = run.current.boxes.get(number) if run is not None and run.current is not None else None
         if run is None or run.current is None or box is None or box.presence is not BoxPresence.LIVE:
@@ -322,8 +310,7 @@ class Attempts:
     # ----------------------------------------------------------------------------------------------------------- ends
 
     def close_run(self, request: pb.CloseRunRequest) -> None:
-        """Close the box for its client. A call for a box that is superseded or closed has no effect, because that box
-        is released already."""
+        """Close the box for its client; no effect if it is superseded or closed, and so released already."""
         cluster = self._cluster
         try:
             attempt, box = self._find_box(request.run, request.attempt, request.box, request.client_id)
@@ -350,8 +337,7 @@ class Attempts:
         self._settle()
 
     def end_run(self, request: pb.EndRunRequest) -> pb.EndRunReply:
-        """End the open attempt of a run (JOB/N), or those of all runs of a job (JOB), for an operator. Attempts that
-        are over stay as they are. Raises UnknownRunError, InvalidArgumentError."""
+        """End the open attempt of a run (JOB/N) or those of a job. Raises UnknownRunError, InvalidArgumentError."""
         check_name("run", request.run)
         reply = pb.EndRunReply()
         for run in self._cluster.runs_named(request.run):
@@ -364,9 +350,8 @@ class Attempts:
         return reply
 
     def end(self, attempt: Attempt, state: AttemptState, why: str) -> None:
-        """End the attempt. From now on its calls are refused with the reason `why`. Its slots stay on their workers
-        until `release_ended` takes them; after a restart of the coordinator they are on no worker. No box is visited,
-        because a run may have 16,384 boxes and other calls would wait meanwhile."""
+        """End the attempt; its calls are refused with the reason `why`. `release_ended` takes its slots from their
+        workers later, because a run may have 16,384 boxes and other calls would wait meanwhile."""
         cluster = self._cluster
         run = cluster.runs[attempt.run]
         attempt.state, attempt.why = state, why
@@ -398,8 +383,8 @@ class Attempts:
         cluster.snapshot_index.drop_attempt(attempt.run, attempt.number)
 
     def release_ended(self) -> bool:
-        """Take slots of ended attempts from their workers, about SLOTS_AT_ONCE in one call, and wake calls of their
-        boxes. Return whether all are taken. Until then no slot is placed: the capacity is not free yet."""
+        """Take slots of ended attempts from their workers, some SLOTS_AT_ONCE in a call; return whether all are taken.
+        Until then no slot is placed."""
         cluster = self._cluster
         left: set[str] = set()
         taken = 0
@@ -424,8 +409,8 @@ class Attempts:
     # ------------------------------------------------------------------------------------------------ periodic checks
 
     def tick(self, now: float, patience_s: float) -> None:
-        """Vacate the boxes whose leases ended more than `patience_s` seconds ago, and end attempts without a live box.
-        After SLOTS_AT_ONCE slots the method stops, and the next call continues."""
+        """Vacate boxes whose leases ended over `patience_s` ago, and end attempts without a live box; about
+        SLOTS_AT_ONCE slots in a call."""
         vacated = live_boxes = 0
         for attempt in self._cluster.open_attempts():
             for box in attempt.boxes.values():
@@ -447,8 +432,7 @@ class Attempts:
         self._free_discarded(now)
 
     def _vacate(self, attempt: Attempt, box: Box, presence: BoxPresence, note: str) -> int:
-        """Take all slots of the box from their workers, because its client is lost or has closed it. Return the cost in
-        slots. `note`: reason."""
+        """Take the box's slots from their workers: its client is lost or has closed it. Return the cost in slots."""
         cluster = self._cluster
         attempt.set_presence(box, presence)
         kind = "box lost" if presence is BoxPresence.GONE else "box closed"
@@ -462,9 +446,8 @@ class Attempts:
         return BOX_COST + len(box.slots)
 
     def _free_discarded(self, now: float) -> None:
-        """Free the memory of boxes of ended attempts, of about SLOTS_AT_ONCE slots in one call. Python would free an
-        attempt with all its boxes at once, some 10 us for each: 0.2 s for 16,384 boxes. So a list keeps the boxes until
-        FREE_AFTER_S seconds after an attempt ended, when the journal's thread has written them."""
+        """Free boxes of ended attempts, about SLOTS_AT_ONCE slots in one call: Python would free all 16,384 boxes at
+        once, in 0.2 s. The journal's thread has written them by then."""
         if self._free_at == math.inf:
             self._free_at = now + FREE_AFTER_S
         freed = 0

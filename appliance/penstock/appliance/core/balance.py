@@ -1,23 +1,18 @@
-"""Balance: decides from measurements which slots should move to another worker. A move costs the start of a runner and
-a short replay, so a slot moves for two reasons only.
+"""Balance: decides from measurements which slots should move to another worker.
 
-Stragglers. A loop takes its slots' batches in turn, so one slow slot holds it up; bottleneck.py finds such a slot. One
-that costs the loop a tenth of its time moves to a worker where it was not a straggler before, and where no slot of its
-run is one now, if possible on another machine: its load or network is the usual cause. The cause may also be the slot's
-own data. So the wait doubles with each move of the same straggler, and the number of its moves is limited.
+A move costs the start of a runner and a short replay, so a slot moves for two reasons only.
 
-Load. For example after workers have joined, slots move from the fullest worker to the emptiest, as long as the loads of
-the two, with the slot counted at both, differ by at least a quarter of a worker's capacity. A slot that runs on its
-box's own host stays there, because a batch costs only one memcpy there. A slot does not move to a worker that
-stragglers of the same run were moved away from.
+Stragglers (bottleneck.py). A slot that costs the loop a tenth of its time moves to a worker where it was no straggler
+before, if possible on another machine, whose load or network is the usual cause. The cause may also be the slot's own
+data, so the wait doubles with each move and the number of moves is limited.
 
-A slot stays if its loader would replay the whole epoch, or for longer than `replay_s` seconds, or if no snapshot holds
-its random state: the replay would hold up the loop for longer than the move gains.
+Load. Slots move from the fullest worker to the emptiest while their loads, with the slot counted at both, differ by a
+quarter of a worker's capacity. A slot on its box's own host stays, because a batch costs only one memcpy there. A slot
+never goes to a worker that stragglers of its run were moved away from.
 
-The check of thousands of slots takes tens of milliseconds, so it is done in slices. The cluster may change between two
-slices, so only the lists of boxes and workers that are still to be checked are kept.
-
-Pure: the cluster state is read, never changed.
+A slot stays if its loader would replay the whole epoch or more than `replay_s` seconds, or if no snapshot holds its
+random state. The check of thousands of slots takes tens of milliseconds, so it is done in slices, between which the
+cluster may change. Pure: the cluster state is read, never changed.
 """
 
 from __future__ import annotations
@@ -38,39 +33,29 @@ from penstock.proto.state.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 SLOTS_PER_MIGRATION = 100
-"""Number of slots in the fleet per migration that may be under way when balance starts another one: in a fleet of 1,000
-slots, balance lets at most 10 slots migrate at the same time, and in any fleet one. Drains have no such limit."""
+"""Slots in the fleet for each migration that balance may have under way (at least one). Drains have no such limit."""
 STRAGGLER_WAIT_SHARE = 0.10
-"""Smallest share of a training loop's time, from 0 to 1, for which the loop must wait for one slot, or for the slots of
-one worker, before balance moves a slot to another worker."""
+"""Smallest share of its time for which a loop must wait for a slot or worker before balance moves a slot."""
 MAX_STRAGGLER_MOVES = 3
-"""Largest number of moves of one straggler. A slot that is slow on every worker has slow data, and moving it does not
-help."""
+"""Largest number of moves of one straggler: a slot that is slow on every worker has slow data."""
 SLICES = 4
-"""Number of slots checked in one slice of the balance check, as a multiple of SLOTS_AT_ONCE, which limits how
-many slots are placed in one call. Checking a slot takes a quarter of the time of placing one."""
+"""Slots checked in one slice, as a multiple of SLOTS_AT_ONCE: a check takes a quarter of the time of a placement."""
 MIN_LOAD_DIFFERENCE = 0.25
-"""Smallest difference between the load of the fuller worker before a move and that of the emptier one after it that is
-worth the move, as a share of a worker's capacity."""
+"""Smallest difference of loads worth a move, as a share of capacity: fuller worker before, emptier one after it."""
 
 
 @dataclass(frozen=True)
 class SlotMove:
-    """Decision to move a slot to another worker."""
-
     slot: Slot
     worker: Worker
-    """Worker to which the slot moves."""
     why: str
-    """Reason, as text for people."""
     for_straggler: bool = False
-    """True if the slot moves because it is a straggler, False if it moves to balance the load."""
+    """True if the slot moves because it is a straggler, False to balance the load."""
 
 
 def find_moves(cluster: ClusterState, placement: Placement, now: float, budget: int) -> Iterator[SlotMove | None]:
-    """Yield at most `budget` moves, and None at the end of each slice, where the caller can let other tasks run. The
-    caller must make each move before it takes the next one. Each slot is in at most one of the moves. No worker takes a
-    slot if an earlier move gave it one or took one from it."""
+    """Yield at most `budget` moves, and None at the end of each slice, where other tasks may run. The caller makes
+    each move before it takes the next. No worker takes a slot if an earlier move gave it one or took one from it."""
     slots: set[SlotKey] = set()
     taken: set[str] = set()
     for move in chain(_straggler_moves(cluster, placement, now), _load_moves(cluster, now)) if budget > 0 else ():
@@ -85,16 +70,14 @@ def find_moves(cluster: ClusterState, placement: Placement, now: float, budget: 
 
 
 class _Slice:
-    """Counter of the slots, boxes and workers checked in the present slice. When it reaches its limit, the caller ends
-    the slice and lets other calls run, because checking a large fleet in one go would delay them."""
+    """Counter of what the present slice has checked; at its limit other calls run."""
 
     def __init__(self) -> None:
         self._limit = SLICES * SLOTS_AT_ONCE
         self._checked = 0
 
     def ends(self, checked: int) -> bool:
-        """Add `checked` to the number of slots, boxes and workers checked. Return whether the slice ends here; then the
-        count starts again from 0."""
+        """Count `checked` more slots, boxes and workers; return whether the slice ends here."""
         self._checked += checked
         if self._checked < self._limit:
             return False
@@ -103,8 +86,7 @@ class _Slice:
 
 
 def _is_movable(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -> bool:
-    """Return whether the slot may be moved: it has run normally on its worker for `times` times
-    `balance_after_s` seconds, and moving it is cheap."""
+    """Return whether the slot has run normally for `times` * `balance_after_s` seconds, and moving it is cheap."""
     return (
         slot.phase == pb.READY
         and slot.target is None
@@ -116,9 +98,8 @@ def _is_movable(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -
 
 
 def _is_cheap(box: Box, slot: Slot) -> bool:
-    """Return whether moving the slot costs little, because its loader resumes from a snapshot. Another one would replay
-    the whole epoch on the new worker, or the whole launch if it has four methods, which costs more than the move gains,
-    unless a runner of four methods has worked for a short time only."""
+    """Return whether the slot's loader resumes from a snapshot: a replay of the epoch, or of the launch with four
+    methods, costs more than a move gains, unless the runner has worked for a short time only."""
     capabilities = slot.capabilities
     return (
         capabilities is not None
@@ -160,8 +141,7 @@ def _straggler_moves(cluster: ClusterState, placement: Placement, now: float) ->
 
 
 def _acute_bottleneck(cluster: ClusterState, box: Box) -> list[Bottleneck]:
-    """Return the box's bottleneck, in a list of one, if the loop waits for a slow slot, or for the slots of one slow
-    worker, for at least STRAGGLER_WAIT_SHARE of its time, so that a slot should move; else an empty list."""
+    """Return the box's bottleneck if its loop waits for a slot or worker at least STRAGGLER_WAIT_SHARE of its time."""
     finding = find([facts(cluster, box)])
     if finding is None or finding.kind not in ("straggler", "network") or finding.slot is None:
         return []
@@ -169,10 +149,7 @@ def _acute_bottleneck(cluster: ClusterState, box: Box) -> list[Bottleneck]:
 
 
 def _elsewhere(cluster: ClusterState, placement: Placement, slot: Slot, slow: set[str]) -> Worker | None:
-    """Return a worker that can take the straggler `slot`, on another machine if possible; None if no worker can.
-    `slow`: names of workers that must not get the slot, because a straggler runs there, or because the slot was
-    slow there or could not be taken over. The slot's present worker and the workers that its box cannot reach are
-    excluded too."""
+    """Return a worker for the straggler, on another machine if possible, not its own, of `slow`, or out of reach."""
     _, box = cluster.box_of(slot)
     owner = cluster.workers.get(slot.worker)
     here = {worker.name for worker in cluster.workers.values() if owner and worker.host_id == owner.host_id}
@@ -216,8 +193,7 @@ def _load_moves(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
 
 
 def _slow_for(attempt: Attempt) -> set[str]:
-    """Return the names of the workers from which stragglers of this attempt were moved away. A slot that was moved
-    MAX_STRAGGLER_MOVES times does not count, because it was slow on each of these workers: its data is slow."""
+    """Return workers that stragglers left, without slots moved MAX_STRAGGLER_MOVES times: their data is slow."""
     slots = (slot for box in attempt.boxes.values() for slot in box.slots)
     return {name for slot in slots if len(slot.was_slow_at) < MAX_STRAGGLER_MOVES for name in slot.was_slow_at}
 

@@ -1,18 +1,13 @@
 """Bottleneck of a run: the training loop, one worker, too few workers, or the network between loop and workers.
 
-If a loop seldom waits, the loop itself is the bottleneck, and faster input would not help. If it waits, its waits alone
-could suggest the wrong slot: the loop takes the slots in turn, so if all are equally slow, it waits for one slot, and
-the others make their batches meanwhile. So two measurements decide: the number of batches that the other slots have
-ready, and the time that each slot takes for a batch. A slot is the bottleneck if it causes at least half of the
-waiting, if at least half of the other slots have batches ready meanwhile, and if it takes at least 1.5 times as long
-for a batch as they usually do. Ready batches alone prove nothing, because over time any small difference in speed fills
-a ring. If most other slots have no batches ready, or if all take equally long, there are too few slots, or input_fn is
-too slow. If the slot that the loop waits for is on another host and has batches ready itself, the batches are made in
-time and arrive late: the bottleneck is the network.
+A loop that seldom waits is the bottleneck itself. Waits alone could suggest the wrong slot, because the loop takes the
+slots in turn: if all are equally slow, it waits for one, and the others make their batches meanwhile. So a slot is the
+bottleneck only if it causes at least half of the waiting, at least half of the other slots have batches ready
+meanwhile, and it takes at least 1.5 times as long for a batch (ready batches alone prove nothing: over time any small
+difference fills a ring). Otherwise there are too few slots, or input_fn is too slow. If the slot is on another host and
+has batches ready itself, they arrive late: the bottleneck is the network.
 
-Collectives usually keep the boxes of a run in step, so the run is as fast as the box that waits most.
-
-Pure functions over plain values.
+Collectives keep the boxes in step, so the run is as fast as the box that waits most. Pure functions over plain values.
 """
 
 from __future__ import annotations
@@ -26,22 +21,18 @@ from penstock.appliance.core.gauges import AHEAD
 from penstock.runtime.telemetry.units import INPUT_BOUND, percent
 
 LEAST_S = 3.0
-"""Shortest time over which waits must be measured before a bottleneck is reported, in seconds."""
+"""Shortest time in seconds over which waits are measured before a bottleneck is reported."""
 MIN_BLAME = 0.5
-"""Smallest share, from 0 to 1, of a box's waiting that a slot or worker must cause to be called a straggler; also the
-smallest share of the waiting for a slot that must happen while its batches are ready, for the network to be called the
-bottleneck."""
+"""Smallest share of a box's waiting that a straggler causes, or that happens while batches are ready (network)."""
 STRAGGLER_FACTOR = 1.5
 """Smallest ratio of a straggler's time per batch to that of the other slots."""
 
 
 @dataclass(frozen=True)
 class SlotFacts:
-    """Measurements of a slot, from which `find` decides."""
-
     slot: int
     worker: str
-    """Name of the slot's worker; "" = no worker."""
+    """Empty: no worker."""
     phase: str
     """Name of the slot's SlotPhase: WAITING, STARTING, READY or FAILED."""
     wait_share: float
@@ -49,20 +40,18 @@ class SlotFacts:
     mean_queued: float
     """Mean number of batches that are ready."""
     late: float = 0.0
-    """Share of the waiting for this slot that happened while the slot had batches ready, which then arrived late."""
+    """Share of the waiting for this slot while it had batches ready, which then arrived late."""
     remote: bool = False
     """True if the slot's batches are sent over a network."""
     restarts: int = 0
     behind: bool = False
-    """True if the slot's runner is a replacement that is still starting or replaying."""
+    """True if the slot's runner is a replacement that still starts or replays."""
     batch_s: float = 0.0
     """Seconds of work per batch; 0 = not known."""
 
 
 @dataclass(frozen=True)
 class BoxFacts:
-    """Measurements of a box, from which `find` decides."""
-
     box: int
     span_s: float
     """Seconds over which all shares of the box and its slots were measured."""
@@ -72,13 +61,10 @@ class BoxFacts:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """Answer to the question what limits the speed of a run."""
-
     kind: str
-    """Kind of limit. starting: first batches are being made, or too little is measured. loop: the training loop itself.
-    straggler: one slow slot or worker. network: batches arrive late. workers: too few slots, or a slow input_fn.
-    unplaced: no worker has free capacity for a slot. recovering: a slot's new runner is starting or replaying, or the
-    slot has failed."""
+    """starting (first batches are made, or too little is measured), loop, straggler (one slot or worker), network
+    (batches arrive late), workers (too few slots, or a slow input_fn), unplaced (no free capacity), recovering (a
+    slot's new runner starts or replays, or the slot has failed)."""
     text: str
     wait_share: float = 0.0
     box: int | None = None
@@ -93,11 +79,8 @@ class Bottleneck:
 
 
 def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
-    """Return the run's bottleneck; None if `boxes` is empty.
-
-    `boxes`: boxes whose loops are running. `busy_cores`: number of cores of the workers' machines if the run's slots
-    keep all cores busy; else 0.
-    """
+    """Return the run's bottleneck from the boxes whose loops run; None if there are none. `busy_cores`: cores of the
+    workers' machines if the slots keep all busy; else 0."""
     boxes = list(boxes)
     stuck = next((found for box in boxes if (found := _unplaced(box)) is not None), None)
     if stuck is not None or not boxes:
@@ -119,8 +102,7 @@ def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
 
 
 def _unplaced(box: BoxFacts) -> Bottleneck | None:
-    """Return a bottleneck if a slot of the box has no worker, and the waits of the box have been measured for less than
-    LEAST_S seconds, usually because its loop still lacks its first batch; else None."""
+    """Return a bottleneck if a slot has no worker and waits are measured for less than LEAST_S: no first batch."""
     slot = next((slot for slot in box.slots if slot.phase == "WAITING"), None)
     if slot is None or box.span_s >= LEAST_S:
         return None
@@ -139,8 +121,7 @@ def _beginning(boxes: Sequence[BoxFacts]) -> str:
 
 
 def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
-    """Return a bottleneck if slot `top`, for which the loop waits most, has no ready runner, or a new runner that has
-    not caught up with the loop; else None. `waits`: beginning of the bottleneck's text."""
+    """Return a bottleneck if slot `top` has no ready runner, or one still behind. `waits`: begins its text."""
     if top.phase == "READY" and not top.behind:
         return None
     blame = _share(top.wait_share, box)
@@ -170,8 +151,7 @@ def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
 
 
 def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
-    """Return a bottleneck if the loop waits mainly for one slot, or for the slots of one worker, while at least half of
-    the other slots have batches ready, and if this slot or worker is slower than the others; else None."""
+    """Return a bottleneck if the loop waits mainly for one slot or worker, which is slower than the others."""
     by_worker = Counter[str]()
     for slot in box.slots:
         by_worker[slot.worker] += slot.wait_share  # type: ignore[assignment]
@@ -199,8 +179,7 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
 
 
 def _slower(group: Sequence[SlotFacts], others: Sequence[SlotFacts]) -> bool:
-    """Return whether the slots of `group` take at least STRAGGLER_FACTOR times as long for a batch as `others`. If
-    these times are not known, return True: then the numbers of ready batches decide alone."""
+    """Return whether `group` is STRAGGLER_FACTOR times as slow; True if not known: then ready batches decide."""
     own, usual = ([slot.batch_s for slot in slots if slot.batch_s > 0] for slots in (group, others))
     return not own or not usual or max(own) >= STRAGGLER_FACTOR * median(usual)
 

@@ -1,12 +1,8 @@
-"""History of a box's stream, from which `penstock replay` recreates a delivered batch.
+"""History of a box's stream, from which `penstock replay` recreates a delivered batch, as batches are not stored.
 
-Batches are not stored. A batch can be recreated from the request that opened the box, the epochs that the loop
-abandoned, the skipped batches, and any restart point. A running coordinator has these in its cluster state. For
-attempts that are over, and for a stopped coordinator, they are in the journal.
-
-Reading the files of a stopped coordinator does not change them. The reader holds the lock of the state directory, so
-that no coordinator starts on the files meanwhile. The state of a running coordinator is newer than its files, so ask
-the coordinator for its state instead.
+It needs the request that opened the box, abandoned epochs, skipped batches and any restart point: from the cluster
+state of a running coordinator, which is newer than its files; from the journal for attempts that are over or a stopped
+coordinator. Its files are only read, under the lock of the state directory, so that no coordinator starts meanwhile.
 """
 
 from __future__ import annotations
@@ -35,29 +31,26 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["BoxHistory", "StoppedCoordinator", "history_of", "past", "with_snapshots"]
 
 KNOWN = 8
-"""Approximate number of a box's positions that the journal keeps for `penstock replay`. With 65,536 slots in the
-cluster, one position of every box takes 400 KB."""
+"""Approximate number of a box's positions that the journal keeps; with 65,536 slots, one of every box takes 400 KB."""
 
 
 @dataclass(frozen=True)
 class BoxHistory:
-    """History of one box in one attempt, copied from the cluster state. Another thread serialises the copy. Serialising
-    the histories of all boxes of a large attempt takes seconds, in which the event loop would receive no heartbeat."""
+    """History of one box in one attempt: a copy that another thread serialises, because a large attempt takes seconds,
+    in which the event loop would receive no heartbeat."""
 
     attempt: int
     seed: int
     opening: pb.OpenRunRequest
     start: Position
     settled: bool
-    """True if the box was live or closed in order, and `known` ends with its newest reported position. False if its
-    client was lost, if the attempt ended while it was live, or if the coordinator has restarted since and the box has
-    not reported again: the box may then have taken more steps, of which the coordinator knows nothing."""
+    """True if the box was live or closed in order, and `known` ends with its newest position; else it may have taken
+    more steps, of which the coordinator knows nothing."""
     known: Sequence[Position | records_pb2.BoxPosition]
-    """Known positions of the box, sorted by step."""
     abandoned: Mapping[int, int]
-    """Number of each abandoned epoch -> the last step that the loop took of the epoch."""
+    """Abandoned epoch -> the last step that the loop took of it."""
     slots: Sequence[tuple[Mapping[tuple[int, int], int], records_pb2.LoaderCapabilities | None]]
-    """For each slot, by number: its skipped batches, as (epoch, total) -> count, and the capabilities of its loader."""
+    """By slot: skipped batches, as (epoch, total) -> count, and the loader's capabilities."""
     mixture_changes: Sequence[records_pb2.MixtureChange] = ()
     snapshots: Mapping[SlotKey, Sequence[DurableSnapshot]] = field(default_factory=dict)
 
@@ -78,18 +71,17 @@ class BoxHistory:
         return history
 
     def thinned(self) -> BoxHistory:
-        """Return a copy for the journal, with the last known position and about KNOWN of the earlier ones."""
+        """Return a copy for the journal, with the last known position and about KNOWN earlier ones."""
         few = self.known[:-1][:: max(1, len(self.known) // KNOWN)]
         return replace(self, known=[*few, *self.known[-1:]])
 
     def serialised(self) -> bytes:
-        """Return the history as the bytes of a History message, for the journal. It has no snapshots, because these
-        have an index of their own."""
+        """Return the bytes of a History message, without snapshots, which have an index of their own."""
         return self.message().SerializeToString()
 
 
 def history_of(attempt: Attempt, box: Box) -> BoxHistory:
-    """Return the history of a box of an open attempt, from the cluster state, without its snapshots."""
+    """Return the history of a box of an open attempt, without its snapshots."""
     reports = box.presence is BoxPresence.LIVE and attempt.state is AttemptState.OPEN
     settled = (box.reported and (reports or box.presence is BoxPresence.CLOSED)) or box.settled
     slots = [(dict(slot.skips), slot.capabilities) for slot in box.slots]
@@ -100,8 +92,7 @@ def history_of(attempt: Attempt, box: Box) -> BoxHistory:
 
 
 def _known(box: Box) -> list[Position | records_pb2.BoxPosition]:
-    """Return the known positions of the box, sorted by step. They include the positions that were recorded before the
-    coordinator restarted."""
+    """Return the known positions sorted by step, with those recorded before a restart of the coordinator."""
     found: dict[int, Position | records_pb2.BoxPosition] = {at.step: at for at in box.earlier}
     found |= {at.step: at for at in box.history}
     if box.delivered.slots:
@@ -110,7 +101,7 @@ def _known(box: Box) -> list[Position | records_pb2.BoxPosition]:
 
 
 def with_snapshots(attempt: Attempt, box: Box, snapshot_index: SnapshotIndex) -> BoxHistory:
-    """Return the history of a box of an open attempt, with the box's durable snapshots."""
+    """Return the history of a box of an open attempt, with its durable snapshots."""
     snapshots = {slot.key: list(snapshot_index.snapshots(slot.key)) for slot in box.slots}
     return replace(history_of(attempt, box), snapshots=snapshots)
 
@@ -133,8 +124,7 @@ def _header(key: SlotKey, total: int, epoch: int, size: int, epoch_start: bool) 
 
 @contextmanager
 def _reading(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection]:
-    """Open a coordinator's database read-only. `in_use`: whether a running coordinator may have it open. Raises
-    JournalError for an unreadable database."""
+    """Open a coordinator's database read-only; `in_use`: a coordinator may have it open. Raises JournalError."""
     try:
         with read_only(path, in_use=in_use) as db:
             (found,) = db.execute("PRAGMA user_version").fetchone()
@@ -147,8 +137,7 @@ def _reading(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection
 
 
 def _rows(db: sqlite3.Connection, table: str, **where: str | int) -> list[Any]:
-    """Return the table's rows that have the column values `where`, sorted by key. If an older release wrote the
-    database, it may lack the table; then the list is empty."""
+    """Return the rows with these column values, sorted by key; none if an older release made no such table."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name=?", (table,)).fetchone():
         return []
     condition = " AND ".join(f"{column}=?" for column in where)
@@ -159,14 +148,13 @@ def _rows(db: sqlite3.Connection, table: str, **where: str | int) -> list[Any]:
 
 
 def past(journal: Path, run: str, box: int, *, in_use: bool = True) -> list[pb.History]:
-    """Return the box's histories in all attempts of the run that are over, oldest first. `journal`: path of the
-    journal's file; `in_use`: whether a running coordinator may have it open."""
+    """Return the box's histories in all attempts that are over, oldest first. `in_use`: see `_reading`."""
     with _reading(journal, in_use=in_use) as db:
         return [pb.History.FromString(row["history"]) for row in _rows(db, "tracks", run=run, box=box) if row["over"]]
 
 
 class StoppedCoordinator:
-    """State directory of a coordinator that is not running, opened for reading and locked until `close`."""
+    """State directory of a stopped coordinator, opened for reading and locked until `close`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -207,7 +195,7 @@ class StoppedCoordinator:
         os.close(self._lock)
 
     def histories(self, run: str, box: int) -> list[pb.History]:
-        """Return the box's histories in all attempts of the run, oldest first; empty for an unknown run or box."""
+        """Return the box's histories in all attempts of the run, oldest first."""
         found = past(self._journal, run, box, in_use=False)
         with _reading(self._journal) as db:
             for row in _rows(db, "boxes", run=run, box=box):
@@ -246,7 +234,6 @@ class StoppedCoordinator:
         return history
 
     def find_snapshot(self, header: pb.SnapshotHeader) -> bytes | None:
-        """Return the bytes of the snapshot that `header` describes; None if the directory does not hold it."""
         with _reading(self._store) as db:
             at = ("run", "attempt", "box", "slot", "total", "epoch")
             rows = _rows(db, "snapshots", **{name: getattr(header, name) for name in at})

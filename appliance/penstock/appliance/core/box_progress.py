@@ -1,6 +1,5 @@
-"""Progress that a box reports: its position, the ends of its slots' epochs, where it began epochs. The states of the
-last `retention_steps` steps may be requested. Snapshots that no such state needs are dropped as the position advances.
-"""
+"""Progress that a box reports: position, ends of its slots' epochs, where it began epochs. Snapshots that no state of
+the last `retention_steps` steps needs are dropped."""
 
 from __future__ import annotations
 
@@ -14,18 +13,15 @@ from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 HISTORY_ENTRIES = 64
-"""Approximate number of reported positions kept per box, spread over its last `retention_steps` steps. States at these
-steps are computed from them, and snapshots before the first one are dropped."""
+"""Approximate number of reported positions kept per box, from which states of the last `retention_steps` steps come."""
 ENDS_MAX = 1 << 20
-"""Largest number of ends of epochs kept for a box. An end that is older than the retained steps is dropped, so this
-limit matters only if `retention_steps` is unlimited."""
+"""Largest number of epochs' ends kept for a box; matters only if `retention_steps` is unlimited."""
 _COMPARED_EPOCHS = 64
-"""Number of newest epochs for which the coordinator knows which box has left it first, and what it is called."""
+"""Number of newest epochs for which the coordinator knows which box left it first, and its label."""
 
 
 def advance(snapshot_index: SnapshotIndex, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
-    """Record the position that the box reports, `request.delivered`, which must not be before the recorded one. Drop
-    the slots' snapshots that only states before the last `retention_steps` steps need."""
+    """Record the reported position, which must not be before the recorded one, and drop snapshots that are too old."""
     position = Position.received(request.delivered, InvalidArgumentError)
     steps, box.delivered = position.step - box.step, owned(request.delivered)
     _note_ends(attempt, box, position)
@@ -45,9 +41,8 @@ def advance(snapshot_index: SnapshotIndex, attempt: Attempt, box: Box, request: 
 
 
 def note_epoch_starts(attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> bool:
-    """Record the positions at which the box began epochs. After a restart of the coordinator, a client sends all of
-    these positions again, perhaps in several reports. Return whether this is the last of these reports. Raises
-    InvalidArgumentError for a position that is not the start of an epoch."""
+    """Record where the box began epochs; after a restart of the coordinator a client sends all again. Return whether
+    this is the last of these reports. Raises InvalidArgumentError for a position that is not the start of an epoch."""
     for message in request.epoch_starts:
         start = Position.received(owned(message), InvalidArgumentError)
         if not box.is_fresh(start) or start.step < box.start.step:

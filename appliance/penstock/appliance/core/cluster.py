@@ -1,5 +1,4 @@
-"""Cluster state: all runs and workers of a coordinator, with their versions, their rows in the journal and their
-leases. entities.py explains run, attempt, box and slot. attempts.py, workers.py and placement.py change them."""
+"""Cluster state: all runs and workers, with their versions, journal rows and leases (entities.py has the terms)."""
 
 from __future__ import annotations
 
@@ -42,24 +41,24 @@ class ClusterState:
         self.workers: dict[str, Worker] = {}
         self.free_capacity = FreeCapacity(self.workers)
         self.fleet, self.fleet_at = 0, 0.0
-        """Number of workers that the lease policy assumes, and the time when it was set: see `count_fleet`."""
+        """Workers that the lease policy assumes, and the time when this was set: `count_fleet`."""
         self.load_factor = 1.0
         """Divisor of the calls per second that peers may make; 1 = not overloaded: leases.updated_load_factor."""
         self.live_boxes = 0
         self.slots_held: Counter[str] = Counter()
-        """Digest of a credential token -> number of slots of the boxes that it opened, in open attempts."""
+        """Digest of a credential token -> slots of the boxes that it opened, in open attempts."""
         self.placed = 0
-        """Number of slots that workers hold. A slot with a migration target counts twice."""
+        """Number of slots that workers hold; one with a migration target counts twice."""
         self.touched: set[tuple[str, int, int]] = set()
         """Keys (run, attempt, box) of boxes that changed since the state queries were last planned."""
         self.tickets_expire = 0
-        """Time when tickets made from now on expire, in seconds since the Unix epoch: see credentials/tickets.py."""
+        """Expiry of tickets made from now on, in seconds since the Unix epoch (credentials/tickets.py)."""
         self._version = journal.boots << 32
 
     # ------------------------------------------------------------------------------------- versions, leases, tickets
 
     def next_version(self) -> int:
-        """Return a version number higher than every earlier one of any object, including those before a restart."""
+        """Return a version above every earlier one of any object, also from before a restart."""
         self._version += 1
         return self._version
 
@@ -77,9 +76,9 @@ class ClusterState:
         return leases.of_workers(max(self.fleet, len(self.workers)), self.load_factor, self.limits.worker_lease_s)
 
     def count_fleet(self, now: float) -> None:
-        """Set the number of workers from which the lease policy is computed. A larger fleet counts at once, a smaller
-        one only after leases.SHRINKS_AFTER_S. Otherwise an overloaded coordinator that lost workers would ask the
-        remaining ones for more frequent heartbeats, and lose them too."""
+        """Set the number of workers for the lease policy: a larger fleet at once, a smaller one after
+        leases.SHRINKS_AFTER_S. Otherwise an overloaded coordinator that lost workers would ask the others for more
+        heartbeats, and lose them too."""
         if len(self.workers) >= self.fleet or now - self.fleet_at > leases.SHRINKS_AFTER_S:
             self.fleet, self.fleet_at = len(self.workers), now
 
@@ -87,7 +86,6 @@ class ClusterState:
         return leases.of_boxes(self.live_boxes, self.load_factor, self.limits.client_lease_s)
 
     def snapshot_share(self) -> SnapshotShare:
-        """Return the quota of durable snapshots of one slot, for the present fleet."""
         calls_per_s = (
             len(self.workers) / self.worker_lease_policy().heartbeat_s
             + self.live_boxes / self.box_lease_policy().heartbeat_s
@@ -98,8 +96,8 @@ class ClusterState:
         self.touched.add((attempt.run, attempt.number, box.number))
 
     def lane_key(self, key: SlotKey, generation: int) -> bytes:
-        """Return the key by which a worker verifies the tickets of clients that open the slot's lane. The key is
-        derived from the journal's secret, so it is the same after a restart without being stored."""
+        """Return the key by which a worker verifies tickets for the slot's lane; derived from the journal's secret, so
+        it survives restarts."""
         return lane_key(self.journal.secret, *key, generation)
 
     def ticket(self, key: SlotKey, generation: int) -> str:
@@ -108,8 +106,7 @@ class ClusterState:
     # ----------------------------------------------------------------------------------------------------- finding
 
     def attempt(self, run_name: str, number: int) -> Attempt:
-        """Return the open attempt of the run, if its number is `number`. Raises UnknownRunError for an unknown run or
-        attempt, SupersededError if attempt `number` is over."""
+        """Return the open attempt. Raises UnknownRunError, or SupersededError if attempt `number` is over."""
         run = known_run(self.runs, run_name)
         if run.current is not None and run.current.number == number:
             return run.current
@@ -125,7 +122,7 @@ class ClusterState:
         )
 
     def runs_named(self, name: str) -> list[Run]:
-        """Return the run of this name (JOB/N), or all runs of the job of this name. Raises UnknownRunError."""
+        """Return the run JOB/N, or all runs of the job. Raises UnknownRunError."""
         if name in self.runs:
             return [self.runs[name]]
         runs = [run for run in self.runs.values() if run.name.rpartition("/")[0] == name]
@@ -209,7 +206,6 @@ class ClusterState:
         self.journal.put("tracks", history_row(attempt, box))
 
     def history(self, run_name: str, box_number: int) -> box_history.BoxHistory | None:
-        """Return the box's history in the run's open attempt; None if the run is not open or the box not in it."""
         run = self.runs.get(run_name)
         attempt = run.current if run is not None else None
         box = attempt.boxes.get(box_number) if attempt is not None else None

@@ -1,17 +1,14 @@
 """Demand: the number of workers that the open runs need, computed from measurements.
 
-What a loop takes: a loop that makes r steps per second and waits for a share w of the time would make r / (1 - w) steps
-per second if it never waited. What a slot gives: a slot whose batches take b seconds of work each makes 1 / b batches
-per second. So a box needs r / (1 - w) * b slots, and some more, because batches do not all take equally long. The time
-in which a runner waits for a processor does not count as work, because additional slots would only wait more.
+A loop that makes r steps per second and waits for a share w of the time would make r / (1 - w) without waits. A slot
+whose batches take b seconds of work gives 1 / b batches per second. So a box needs r / (1 - w) * b slots, and some
+more. Waiting for a processor is not work, because additional slots would only wait more. A slot that takes c seconds of
+processor time for b of work keeps c / b cores busy, so n cores run n * b / c slots at full speed.
 
-Cores: a slot that takes c seconds of processor time for b seconds of work keeps c / b cores busy. So n cores can run n
-* b / c slots at full speed, and more slots on the same machines do not raise the throughput.
-
-A run's number of workers is fixed while the run is open. So the advice for a run is the number of slots per box for its
-next start, `Appliance(num_workers_per_box=)`, on the present machines. The recommended number of worker daemons has
-enough capacity for all slots that the open runs have or need, whichever is more. Cores do not limit this number,
-because new machines bring their own. An autoscaler can use it: see penstock_workers_recommended in docs/metrics.md.
+A run's number of workers is fixed while it is open, so the advice is for its next start,
+`Appliance(num_workers_per_box=)`, on the present machines. The recommended number of daemons has capacity for all slots
+that open runs have or need; cores do not limit it, because new machines bring their own. An autoscaler can use it:
+penstock_workers_recommended in docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -26,14 +23,11 @@ from penstock.appliance.core.entities import Attempt, Box, BoxPresence, Slot, Wo
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 MAX_GROWTH = 4
-"""Largest ratio of the recommended number of slots to the present one: measurements of few slots do not predict the
-behaviour of many more."""
+"""Largest ratio of recommended to present slots: few slots do not predict the behaviour of many more."""
 HEADROOM = 1.25
-"""Factor by which the recommended number of slots exceeds the computed one, because batches do not all take equally
-long."""
+"""Factor on the computed number of slots, because batches do not all take equally long."""
 MAX_WAIT_SHARE = 0.98
-"""Largest share of waiting that the formula uses; a larger measured share counts as this one. By the formula, a loop
-that only waits would need infinitely many workers."""
+"""Largest share of waiting that the formula uses: a loop that only waits would need infinitely many workers."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +35,15 @@ class WorkerAdvice:
     """Advice for one run. All fields are 0 if too little is measured yet."""
 
     needed: int = 0
-    """Number of slots that each box would need if there were enough cores."""
+    """Slots that each box would need if there were enough cores."""
     workers_per_box: int = 0
-    """Recommended number of slots per box on the present machines."""
+    """Recommended slots per box on the present machines."""
     busy_cores: int = 0
-    """Number of cores of the workers' machines if the run's slots keep all of them busy; else 0."""
+    """Cores of the workers' machines if the run's slots keep all of them busy; else 0."""
 
 
 def advise(attempt: Attempt, cores: int) -> WorkerAdvice:
-    """Return the recommended number of slots of the attempt's boxes. `cores`: number of cores of all workers' machines;
-    0 = not known."""
+    """Return the advice for the attempt. `cores`: of all workers' machines; 0 = not known."""
     boxes = _live(attempt)
     slots = [slot for box in boxes for slot in box.slots if slot.phase == pb.READY and slot.batch_s > 0]
     needed = _needed(attempt, boxes, slots)
@@ -62,10 +55,7 @@ def advise(attempt: Attempt, cores: int) -> WorkerAdvice:
 
 
 def cores(workers: Iterable[Worker]) -> int:
-    """Return the number of cores of all machines whose workers take slots; 0 if a worker did not report its cores.
-
-    Daemons on the same machine share its cores, so each machine counts once.
-    """
+    """Return the cores of all machines whose workers take slots, each once; 0 if a worker reported none."""
     found: dict[str, int] = {}
     for worker in workers:
         if worker.registered and not worker.draining:
@@ -76,8 +66,7 @@ def cores(workers: Iterable[Worker]) -> int:
 
 
 def daemons(attempts: Iterable[Attempt], workers: Iterable[Worker]) -> int:
-    """Return the number of worker daemons that all open runs need, if each daemon has the median capacity of those that
-    are registered and do not drain, or one slot if there are none."""
+    """Return the daemons that all open runs need, each of the median capacity of those that take slots, or 1."""
     slots = 0
     for attempt in attempts:
         slots += len(_live(attempt)) * max(attempt.num_workers, advise(attempt, 0).needed)
@@ -105,5 +94,5 @@ def _carried(cores: int, slots: list[Slot]) -> float:
 
 
 def _work_s(slot: Slot) -> float:
-    """Return the seconds of work that the slot would need for a batch if it had a core of its own."""
+    """Return the seconds of work for a batch, if the slot had a core of its own."""
     return max(slot.batch_s - slot.batch_delay_s, min(slot.batch_cpu_s, slot.batch_s))

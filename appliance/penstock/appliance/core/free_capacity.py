@@ -1,20 +1,14 @@
 """Placement: the choice of the worker for a waiting slot, as a pure function, with heaps that make the choice fast.
 
-Only workers that may run the slot's input_fn qualify (penstock.proto.state.allowed_modules). A worker that did not
-report its allowed modules checks them itself. Among these workers the order of preference is: a worker where the slot
-was not lost repeatedly; a worker on the box's own host, where a batch costs one memcpy instead of a transfer; the
-worker with the smallest share of its capacity in use; the first by name, so that the choice does not depend on the
-order of registration. A single loss does not count against a worker: a runner that was killed by hand, or by the kernel
-for lack of memory, should restart on the same host.
+Among workers that may run the slot's input_fn (penstock.proto.state.allowed_modules; one that did not report its
+allowed modules checks them itself), the order is: one where the slot was not lost repeatedly (a single loss does not
+count: a runner killed by hand or for lack of memory should restart on the same host); one on the box's own host, where
+a batch costs one memcpy; the smallest share of capacity in use; the first by name. A slot does not move only because a
+better worker has registered: a move costs a replay.
 
-A slot does not move only because a better worker has registered: a move costs a replay, and the order of batches does
-not depend on where a slot runs.
-
-Comparing all workers for each slot would take minutes when a job of 10,000 slots starts. Among the workers that did not
-lose the slot repeatedly, the best one has the smallest (load, name) on the box's host, or else on any host. Heaps keep
-the workers in this order, with a few heaps for each set of allowed prefixes. So a choice costs the logarithm of the
-fleet's size. A heap entry is valid while it matches its worker. A stale entry is skipped, and code that changes a
-worker adds a new entry for it. Workers that lost the slot repeatedly are compared only if no other one has free
+Comparing all workers for each slot would take minutes for a job of 10,000 slots. So heaps, a few for each set of
+allowed prefixes, keep the workers of a host and of all hosts by (load, name). Code that changes a worker adds a new
+entry for it; stale entries are skipped. Workers that lost the slot repeatedly are compared only if no other has free
 capacity.
 """
 
@@ -31,7 +25,7 @@ _Entry = tuple[float, str]
 
 
 def cost(slot: Slot, host_id: str, worker: Worker) -> tuple[int, bool, float, str]:
-    """Return the sort key of a worker for the slot, whose box is on `host_id`. The best worker has the smallest key."""
+    """Return the sort key of a worker for the slot; the best has the smallest key."""
     return (max(0, _lost_at(slot, worker.name) - 1), worker.host_id != host_id, worker.load, worker.name)
 
 
@@ -40,8 +34,7 @@ def _lost_at(slot: Slot, worker: str) -> int:
 
 
 def why_not_allowed(input_fn: str, workers: Iterable[Worker]) -> str:
-    """Return why no worker may run the input_fn ("module:function"), with the remedy; "" if some worker may, or if
-    there is none. Only workers that are registered and do not drain count."""
+    """Return why no worker may run the input_fn ("module:function"), with the remedy; "" if one may, or none exists."""
     module = module_of(input_fn)
     present = [worker for worker in workers if worker.registered and not worker.draining]
     if not present or any(worker.may_run(module) for worker in present):
@@ -55,7 +48,7 @@ def why_not_allowed(input_fn: str, workers: Iterable[Worker]) -> str:
 
 
 class _Heaps:
-    """Heaps of the workers that allow the same set of modules. Each heap is in the order of load and name."""
+    """Heaps of the workers that allow the same modules, by load and name."""
 
     def __init__(self) -> None:
         self.everywhere: list[_Entry] = []
@@ -63,21 +56,16 @@ class _Heaps:
 
 
 class FreeCapacity:
-    """Index of the workers with free capacity.
-
-    Args:
-        workers: all workers of the fleet, by name. The index reads the dict and never changes it.
-    """
+    """Index of the workers with free capacity. It reads the dict `workers` (by name) and never changes it."""
 
     def __init__(self, workers: Mapping[str, Worker]) -> None:
         self._workers = workers
         self._heaps: dict[tuple[str, ...], _Heaps] = {}
         self._entries = 0
-        """Number of entries added since the heaps were last rebuilt. Above a limit, `offer` rebuilds the heaps to
-        remove stale entries."""
+        """Entries added since the last rebuild, which removes stale ones."""
 
     def offer(self, worker: Worker) -> None:
-        """Add an entry for the worker. Call this method whenever the worker has changed."""
+        """Add an entry for the worker; call it whenever the worker has changed."""
         if worker.free <= 0:
             return
         entry, heaps = (worker.load, worker.name), self._heaps.setdefault(worker.allow, _Heaps())
@@ -103,8 +91,7 @@ class FreeCapacity:
         return all(self._best(heaps.everywhere, allow, None, set()) is None for allow, heaps in self._heaps.items())
 
     def choose(self, slot: Slot, host_id: str, input_fn: str, barred: Set[str] = frozenset()) -> Worker | None:
-        """Return the best worker for `slot`, whose box is on `host_id`; None if no worker that may run `input_fn` has
-        free capacity. `barred`: names of workers that are excluded."""
+        """Return the best worker for `slot` that is not `barred`; None if no allowed one has free capacity."""
         module = module_of(input_fn)
         fitting = [(allow, heaps) for allow, heaps in self._heaps.items() if not allow or under(module, allow)]
         lost_at = {loss.worker for loss in slot.losses if _lost_at(slot, loss.worker) > 1}
@@ -121,8 +108,7 @@ class FreeCapacity:
     def _best(
         self, heap: list[_Entry], allow: tuple[str, ...], host_id: str | None, avoided: Set[str]
     ) -> Worker | None:
-        """Return the first worker of the heap that is not in `avoided`, None if no worker is left. Entries before it
-        that do not match their worker any more are removed."""
+        """Return the first worker of the heap that is not in `avoided`; stale entries before it are removed."""
         passed: list[_Entry] = []
         found = None
         while heap and found is None:

@@ -1,17 +1,13 @@
 """Restart of all slots of a run from a state within its launch, for loaders with four methods.
 
-Such a loader can be started only from an aggregated state, so a slot that moves replays from where its launch began.
-If that takes longer than ALONE_S, all slots of the run start anew from the newest saved state instead, as in cstorch.
-All of them, because get_worker_state() counts from the state from which the loader started: the counts of different
-states must never be aggregated together.
+Such a loader starts only from an aggregated state, so a slot that moves replays from where its launch began. If that
+takes longer than ALONE_S, all slots start anew from the newest saved state instead, as in cstorch: all, because
+get_worker_state() counts from the state of the start, and counts of different states must never be aggregated together.
 
-The training process of box 0 sends the states that it has saved, for all boxes (`note_offer`). A state is used if slot
-0 of each box is next, because then each slot keeps its worker number. The newest one waits in the memory of the
-coordinator, which gets it again after its restart. Where the slots start now is in the openings of the boxes, and so in
-the journal.
-
-If the loader makes other batches from that state than were delivered, its methods are not exact, and all slots go back
-to where the launch began. These functions decide; ClusterState restarts the slots.
+Box 0's training process sends the states that it has saved. A state is used if slot 0 of each box is next, because then
+each slot keeps its worker number. The newest one waits in memory; the openings of the boxes, and so the journal, say
+where the slots start now. If the loader makes other batches than were delivered, its methods are not exact, and all
+slots go back to where the launch began. These functions decide; Placement restarts the slots.
 """
 
 from __future__ import annotations
@@ -27,13 +23,13 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 ALONE_S = 30.0
-"""Seconds of a runner's work up to which a slot that moves replays alone, unless the job sets `replay_s`."""
+"""Seconds of work up to which a slot that moves replays alone, unless the job sets `replay_s`."""
 _INEXACT = ("ReplayMismatchError", "StateMismatchError")
 
 
 def note_offer(snapshot_index: SnapshotIndex, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
-    """Record a saved state that the training process of box 0 has uploaded, if the run's slots may restart from it.
-    Raises InvalidArgumentError for positions that are not of all boxes at one step."""
+    """Record a saved state that box 0 has uploaded, if the slots may restart from it. Raises InvalidArgumentError for
+    positions that are not of all boxes at one step."""
     if not request.restarts:
         return
     positions = [Position.received(owned(restart.start), InvalidArgumentError) for restart in request.restarts]
@@ -55,14 +51,14 @@ def note_offer(snapshot_index: SnapshotIndex, attempt: Attempt, box: Box, reques
 
 
 def alone_s(box: Box) -> float:
-    """Return the seconds of a runner's work up to which a slot of the box that moves replays alone."""
+    """Return the seconds of work up to which a slot of the box that moves replays alone."""
     options = box.opening.loader.options
     return options.replay_s if options.HasField("replay_s") else ALONE_S
 
 
 def is_due(attempt: Attempt, box: Box, slot: Slot) -> bool:
-    """Return whether all slots of the run restart if this one moves: its replay alone would take long, and all boxes
-    have passed a newer state, at which none of them abandoned an epoch."""
+    """Return whether all slots restart if this one moves: its replay would take long, and all boxes have passed a
+    newer state, at which none abandoned an epoch."""
     if not attempt.offered or slot.worked_s <= alone_s(box) or attempt.offered_step in attempt.abandoned_after:
         return False
     return all(
@@ -82,5 +78,5 @@ def fits_elsewhere(workers: Mapping[str, Worker], attempt: Attempt) -> bool:
 
 
 def is_refuted(box: Box, slot: Slot, error: records_pb2.ErrorDetail) -> bool:
-    """Return whether a runner failed because the loader does not continue exactly from the state of a restart."""
+    """Return whether a runner failed because the loader does not continue exactly from a restart's state."""
     return box.opening.HasField("restart") and (error.name in _INEXACT or slot.phase != pb.READY)

@@ -1,22 +1,17 @@
 """Planned migration of slots to another worker, without a loss and with hardly any delay for the loop.
 
-    started     the target worker prepares: its runner builds the loader and waits
+    started     the target's runner builds the loader and waits
     ready       the present worker makes a snapshot durable, so that the target has little to replay
-    durable     the target replays, to where the training loop was, or, if the loop waits for each batch, just behind it
+    durable     the target replays to where the loop was, or just behind it if the loop waits for each batch
     replayed    the loop takes the batches up to there, which it mostly has
-    completed   it has, or MIGRATION_S seconds have passed since `ready`: the slot belongs to the target, under
-                the generation that was reserved for the target
+    completed   it has, or MIGRATION_S have passed since `ready`: the target has the slot, under the reserved generation
 
-Until the last step the slot stays on its present worker and its batches are delivered. If the present worker is lost
-meanwhile, the target takes over at once. If the target is lost, or does not get ready in time, the slot stays on its
-present worker. A target that did not get ready is then chosen only as the last resort when a worker drains, and not for
-balance, until the target's process is started again.
+Until the last step the slot stays on its present worker. If that is lost, the target takes over at once. If the target
+is lost or late, the slot stays; such a target is then the last resort of a drain, and not used for balance, until its
+process is started again. A loader without state methods and without `replay=True` may be a queue, of which a second
+instance would take data: a drain moves its slots at once, and nothing else does.
 
-A loader without state methods and without `replay=True` may be a queue, of which a second instance would take data. Its
-slots are not prepared elsewhere: a drain takes them from their worker at once, and nothing else moves them.
-
-A slot migrates for one of three reasons: its worker drains; it is a straggler; or workers with more free capacity have
-joined (see balance.py). A slot's output does not depend on where it runs, so a migration never changes the stream.
+A slot migrates because its worker drains, it is a straggler, or emptier workers have joined (balance.py).
 """
 
 from __future__ import annotations
@@ -32,36 +27,31 @@ from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 TARGET_READY_S = 300.0
-"""Longest time for a migration target to become ready, in seconds. A target may have to import torch and read the index
-of a dataset. Meanwhile the slot runs on its present worker."""
+"""Longest time for a target to become ready, in seconds: it may have to import torch and read an index."""
 MIGRATION_S = 15.0
-"""Longest time in seconds for a ready migration target to replay to where the training loop is, and for the present
-worker to make the snapshot durable that this needs. After this time the slot migrates, and the loop waits for the
-rest."""
+"""Longest time in seconds from ready to the loop's position, with the snapshot for it. Then the slot migrates, and the
+loop waits for the rest."""
 LEFT_ALONE_S = 30.0
-"""Seconds after a failed migration in which balance does not move the slot again. A slot whose worker drains may go to
-another worker meanwhile, but not to one that failed to get ready for it or that its box cannot reach."""
+"""Seconds after a failed migration in which balance leaves the slot; a drain may move it, to a fit worker in reach."""
 BALANCE_EVERY_S = 5.0
-"""Seconds between two checks whether slots should move to other workers."""
 WAITING_SHARE = 0.2
-"""Share of the time for which a slot's runner works, above which the training loop counts as waiting for the slot.
-Below it, the loop moves on by at most a fifth of what a migration's target replays meanwhile."""
+"""Share of its time that a runner works above which the loop waits for it: below, the loop moves on by at most a fifth
+of what a target replays."""
 
 
 class Migrations:
-    """Planned migrations: decides which slots migrate, and follows each migration to its end."""
+    """Planned migrations: decides which slots migrate, and follows each to its end."""
 
     def __init__(self, cluster: ClusterState, placement: Placement) -> None:
         self._cluster, self._placement = cluster, placement
         self._balanced_at = 0.0
         self._moves: Iterator[balance.SlotMove | None] | None = None
-        """Iterator of the balance check that is under way, which yields the slots to move. Each tick continues it for
-        one slice. None: no check is under way."""
+        """Balance check under way, which yields the slots to move; each tick continues it for a slice."""
 
     # ---- reports of workers
 
     def target_reported(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
-        """Record what a slot's migration target reports about the runner that it prepares for the slot."""
+        """Record what the slot's migration target reports about its runner."""
         target = slot.target
         assert target is not None
         if report.phase == pb.FAILED:
@@ -79,8 +69,7 @@ class Migrations:
                 self._tell(slot.worker)
 
     def migrated(self, slot: Slot, delivered: int, now: float) -> None:
-        """Continue the slot's migration after a report of its present worker: the snapshot for the target is durable.
-        `delivered`: number of the slot's batches that the training loop has taken."""
+        """Continue the migration: the snapshot for the target is durable. `delivered`: what the loop has taken."""
         target = slot.target
         if target is None or not target.ready_at:
             return
@@ -100,7 +89,6 @@ class Migrations:
     # ---- periodic checks
 
     def tick(self, now: float) -> None:
-        """Check the migrations under way, the draining workers, and the balance of the fleet."""
         cluster, balance_after_s = self._cluster, self._cluster.limits.balance_after_s
         for slot in list(self._placement.migrating.values()):
             target = slot.target
@@ -129,8 +117,8 @@ class Migrations:
         self._moves = None
 
     def drain(self, worker: Worker, now: float) -> None:
-        """Start migrations of the worker's slots to other workers that have free capacity. A slot whose runner is not
-        ready moves at once, and so does one whose loader may have one instance only."""
+        """Start migrations of the worker's slots. One whose runner is not ready, or whose loader may have one instance
+        only, moves at once."""
         why = f"worker {worker.name} drains"
         for slot in self.owned(worker):
             if slot.worker != worker.name or slot.target is not None or slot.phase == pb.FAILED:
@@ -149,14 +137,13 @@ class Migrations:
                 slot.migrated = True  # a planned move, of which the training job need not be warned
 
     def _may_be_prepared(self, slot: Slot) -> bool:
-        """Return True if a second instance of the slot's loader may be made while the first one serves."""
+        """Return whether a second instance of the loader may be made while the first one serves."""
         _, box = self._cluster.box_of(slot)
         saves = slot.capabilities is None or slot.capabilities.state_methods > 0
         return saves or box.opening.loader.options.replay_without_state
 
     def _elsewhere(self, slot: Slot, worker: Worker, now: float) -> Worker | None:
-        """Return a worker that can take a slot of a draining worker; None if no worker can. A worker that failed to get
-        ready as the slot's target, or that the slot's box cannot reach, is the last choice."""
+        """Return a worker for a slot of a draining one; the last choice is one that failed it or is out of reach."""
         _, box = self._cluster.box_of(slot)
         far = box.unreachable_since(now - UNREACHABLE_S)
         barred = [{worker.name} | slot.unfit_at(self._cluster.workers) | far]
@@ -165,24 +152,18 @@ class Migrations:
         return self._placement.find_worker(slot, *barred)
 
     def owned(self, worker: Worker) -> list[Slot]:
-        """Return the slots that run on the worker, without the slots for which the worker is only the migration
-        target."""
+        """Return the slots that run on the worker, without those of which it is only the migration target."""
         slots = [self._cluster.slot(key) for key in sorted(worker.slots)]
         return [slot for slot in slots if slot is not None and slot.worker == worker.name]
 
     def stuck(self, worker: Worker, now: float) -> int:
-        """Return the number of slots that cannot leave a draining worker: failed slots, and slots for which no other
-        worker has free capacity."""
+        """Return the slots that cannot leave a draining worker: failed, or without free capacity elsewhere."""
         staying = [slot for slot in self.owned(worker) if slot.target is None]
         return sum(slot.phase == pb.FAILED or self._elsewhere(slot, worker, now) is None for slot in staying)
 
     def order(self, request: pb.DrainWorkerRequest, now: float) -> pb.DrainWorkerReply:
-        """Carry out an operator's request: drain a worker, end its drain, or only report its state. Raises
-        UnknownWorkerError.
-
-        After a restart the coordinator does not know whether a worker drains until the worker reports. Until then the
-        reply always says that the worker drains, and a request to end its drain is refused.
-        """
+        """Drain a worker, end its drain, or only report, for an operator. Raises UnknownWorkerError. After a restart,
+        until the worker reports, the reply says that it drains, and a request to end that is refused."""
         worker = self._cluster.workers.get(request.worker)
         if worker is None:
             names = sorted(self._cluster.workers)
@@ -212,8 +193,6 @@ class Migrations:
         )
 
     def set_draining(self, worker: Worker, draining: bool, now: float) -> None:
-        """Start or end the drain of a worker. While a worker drains, it gets no new slots, and its slots migrate to
-        other workers."""
         if draining == worker.draining:
             return
         worker.draining = draining
@@ -230,9 +209,7 @@ class Migrations:
         self._cluster.bump_worker(worker)
 
     def _give_up(self, slot: Slot, note: str, now: float) -> None:
-        """Cancel the slot's migration, because its target did not get ready. For LEFT_ALONE_S seconds balance
-        does not move the slot, and a drain moves it only to a worker that is not known to be unfit or unreachable.
-        `note`: what happened, for people."""
+        """Cancel the migration: its target did not get ready. Balance leaves the slot for LEFT_ALONE_S seconds."""
         if slot.target is not None:
             slot.unfit[slot.target.worker] = slot.target.session
         self._placement.cancel_migration(slot)

@@ -2,16 +2,13 @@
 
     tried      a worker makes the loader with the change, and returns the change's place in the order of samples and
                the weights of all sources (mixture_trial.py)
-    fenced     the boxes are told to wait before the step (a fence); each answers which step it has taken last
-    made       no box has taken the step: the change is in the journal, and each slot gets a new generation. Its runner
-               is recovered as after a loss, and knows the change from its assignment
+    fenced     the boxes wait before the step (a fence); each answers which step it has taken last
+    made       no box has taken the step: the change is in the journal; each slot gets a new generation whose runner is
+               recovered as after a loss
 
-One reply tells a box both that the fence is gone and which generations its slots have. So every batch from the step on
-comes from a runner that knows the change. Batches that were made ahead are made again.
-
-Until the change is made, the fence is the only thing that has changed, and the fence is not in the journal. So if the
-order is refused or withdrawn, or the coordinator ends, the boxes continue with the next reply. If the change is in the
-journal, every later coordinator has it. So a change is made on all boxes, or on none.
+One reply tells a box that the fence is gone and which generations its slots have. So every batch from the step on comes
+from a runner that knows the change; batches made ahead are made again. The fence is not in the journal: if the order is
+refused or the coordinator ends, the boxes continue. So a change is made on all boxes, or on none.
 """
 
 from __future__ import annotations
@@ -39,13 +36,12 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["MixtureOrders", "Proposal"]
 
 TEXTS_MAX = 256
-"""Largest number of texts in one order: names of sources, functions and weights, counted together."""
+"""Most texts in one order: names of sources, functions and weights together."""
 TEXT_MAX = 200
-"""Largest number of characters of a name, function or weight in an order."""
 FENCE_S = 20.0
-"""Longest time in seconds for which the boxes may wait before the step of a change."""
+"""Longest time in seconds for which the boxes may wait before the step."""
 CHANGES_SIZE = 64 << 10
-"""Largest number of bytes of all changes of a run's mixture. Each assignment of a slot contains them."""
+"""Largest number of bytes of a run's changes, which each assignment of a slot contains."""
 
 
 _ENDED = "ended while the change was decided: run `penstock mix` again"
@@ -53,13 +49,13 @@ _ENDED = "ended while the change was decided: run `penstock mix` again"
 
 @dataclass
 class Proposal:
-    """Order whose trials have succeeded. It is carried out unless something has changed meanwhile."""
+    """Order whose trials have succeeded; carried out unless something has changed meanwhile."""
 
     run: Run
     attempt: Attempt
     change: records_pb2.MixtureChange
     epoch: int
-    """Epoch that contains the step of the change, the same on all boxes."""
+    """Epoch that contains the step, the same on all boxes."""
     fence: str
     """Key of the fence, unique to this order."""
     shares: list[pb.MixtureShare] = field(default_factory=list)
@@ -68,7 +64,7 @@ class Proposal:
 
 
 class MixtureOrders:
-    """Orders for all runs of a coordinator. Each method handles one stage; `MixtureCalls` waits between them."""
+    """Orders for all runs. Each method handles one stage; `MixtureCalls` waits between them."""
 
     def __init__(self, cluster: ClusterState, placement: Placement, state_queries: StateQueries) -> None:
         self._cluster, self._placement, self._state_queries = cluster, placement, state_queries
@@ -82,8 +78,7 @@ class MixtureOrders:
         return None if made is None else pb.ChangeMixtureReply(run=run.name, change=made)
 
     def trials(self, request: pb.ChangeMixtureRequest) -> list[MixtureTrial]:
-        """Return the queries for the trials of a new order: one; or, if sources are added, one for each worker of the
-        run. Raises an error if the change cannot be made."""
+        """Return one query for a trial, or one per worker if sources are added. Raises for an impossible change."""
         run = self._run(request.run)
         attempt = self._attempt(run)
         self._check_step(attempt, request.from_step)
@@ -112,8 +107,7 @@ class MixtureOrders:
     def proposed(
         self, request: pb.ChangeMixtureRequest, trials: Sequence[MixtureTrial], plans: Sequence[pb.MixturePlan]
     ) -> Proposal:
-        """Return the order, with what its trials found. Raises an error if the order cannot be carried out any more, or
-        if the trials of several workers differ. `plans`: result of each trial."""
+        """Return the order with its trials' results. Raises if it is no longer possible, or the trials differ."""
         trial, plan = trials[0], plans[0]
         for other, found in zip(trials, plans, strict=True):
             if found != plan:
@@ -151,21 +145,18 @@ class MixtureOrders:
 
     @staticmethod
     def patience(proposal: Proposal) -> float:
-        """Return the longest time in seconds for which the boxes may wait before the step: FENCE_S, or half of the
-        shortest `timeout_s` of their training loops, whichever is less. A loop that waits for `timeout_s` fails."""
+        """Return the longest wait in s: FENCE_S, or half of the shortest `timeout_s`, after which a loop fails."""
         deadlines = [box.opening.loader.options.timeout_s for box in proposal.attempt.boxes.values()]
         return min([FENCE_S, *(deadline / 2 for deadline in deadlines if deadline > 0)])
 
     def fence(self, proposal: Proposal) -> None:
-        """Tell all boxes to wait before the step of the change."""
         attempt, change = proposal.attempt, proposal.change
         attempt.fence = pb.MixtureFence(key=proposal.fence, step=change.step)
         for box in attempt.boxes.values():
             self._cluster.bump_box(attempt, box)
 
     def undecided(self, proposal: Proposal) -> str:
-        """Return what the order still waits for, as text; "" if the change can be made now. Raises an error if it
-        cannot be made any more."""
+        """Return what the order waits for, as text; "" if it can be made now. Raises if it no longer can."""
         attempt, change = proposal.attempt, proposal.change
         if proposal.run.current is not attempt:
             raise SupersededError(
@@ -186,7 +177,7 @@ class MixtureOrders:
         return "a state of the run that is being saved" if self._state_queries.are_open(attempt.run) else ""
 
     def make(self, proposal: Proposal) -> None:
-        """Make the change: put it into the journal, and give all slots new runners."""
+        """Put the change into the journal, and give all slots new runners."""
         cluster, run, attempt, change = self._cluster, proposal.run, proposal.attempt, proposal.change
         row = {"run": run.name, "number": len(run.mixture_changes), "change": change.SerializeToString()}
         run.mixture_changes.append(change)
@@ -219,8 +210,7 @@ class MixtureOrders:
     # ---- checks
 
     def _run(self, name: str) -> Run:
-        """Return the run of this name (JOB/N), or the only run of the job of this name. Raises UnknownRunError for
-        none, InvalidArgumentError for several."""
+        """Return the run JOB/N, or the job's only one. Raises UnknownRunError, InvalidArgumentError for several."""
         found = self._cluster.runs_named(name)
         if len(found) > 1:
             names = ", ".join(run.name for run in found[:8])
@@ -230,9 +220,8 @@ class MixtureOrders:
         return found[0]
 
     def _attempt(self, run: Run, *, own: bool = False) -> Attempt:
-        """Return the run's open attempt. Raises an error unless all of its boxes are live, no slot has failed, and no
-        other change of the mixture is being decided. `own`: whether the attempt's fence belongs to the caller's order,
-        and so is no obstacle."""
+        """Return the open attempt. Raises unless all boxes are live, no slot has failed and no other change is being
+        decided; `own`: its fence is the caller's."""
         attempt = run.current
         if attempt is None:
             raise UnknownRunError(
@@ -266,8 +255,7 @@ class MixtureOrders:
 
 
 def _slot_of_each_worker(attempt: Attempt) -> list[tuple[int, int]]:
-    """Return for each worker the box and number of one of its slots. All slots without a worker count as one
-    worker's."""
+    """Return for each worker the box and number of one of its slots; slots without a worker count as one worker's."""
     found: dict[str, tuple[int, int]] = {}
     for box in attempt.boxes.values():
         for slot in box.slots:

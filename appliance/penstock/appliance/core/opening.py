@@ -1,15 +1,10 @@
-"""Decision about an OpenRun request: the request repeats an earlier one, or a box joins the open attempt (launch of the
-job), or the next attempt begins.
+"""Decision about an OpenRun request: it repeats an earlier one, a box joins the open attempt, or the next one begins.
 
-Each rule decides whether the sender belongs to the launch that holds the run, or to the next launch. An attempt key in
-the request decides this directly. Without a key, a request for a free box of an attempt in which all boxes are alive
-comes from the same launch, which is still starting. If a box of the attempt is lost or closed, the request comes from
-the next launch, because no process can rejoin a launch whose slots have moved to other workers. A request for a box
-that a live client holds is an error, because it may be a mistake. In a run with one box, however, such a request
-without a key opens the next attempt. So a job that is started again need not wait for the end of the lease of the dead
-launch.
-
-Pure functions: the cluster state is read, not changed.
+Does the sender belong to the launch that holds the run? An attempt key in the request says so. Without a key, a request
+for a free box while all boxes are alive comes from the same launch. If a box is lost or closed, it comes from the next
+launch, because no process can rejoin one whose slots have moved. A request for a box of a live client is an error,
+because it may be a mistake; but in a run with one box it opens the next attempt, so that a job that is started again
+need not wait for the dead launch's lease. Pure: the cluster state is read, not changed.
 """
 
 from __future__ import annotations
@@ -34,39 +29,33 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.units import topology
 
 RUNS_MAX = 100_000
-"""Largest number of runs in the journal, open or not. Each is kept for its seed and takes about 1 KB."""
+"""Most runs in the journal, open or not. Each is kept for its seed and takes about 1 KB."""
 SLOTS_MAX = 16_384
-"""Largest number of slots of a run (boxes times workers), and of all open runs of one credential token. The limit makes
-a mistyped number an error, and bounds the work at the end of an attempt, which takes up to 1 us per slot without a
-pause."""
+"""Most slots of a run, and of all open runs of one credential token: makes a mistyped number an error, and bounds the
+end of an attempt, which takes up to 1 us per slot without a pause."""
 SLOTS_OPEN_MAX = 65_536
-"""Largest number of slots of all open runs. Each slot takes some 5 KB."""
+"""Most slots of all open runs; each takes some 5 KB."""
 BOX_SLOTS_MAX = 256
-"""Largest number of slots of a box. Opening the box, or sending its view, takes 20 us per slot, in which heartbeats
-wait."""
+"""Most slots of a box: opening it or sending its view takes 20 us per slot, in which heartbeats wait."""
 OPENING_MAX = 256 << 10
-"""Largest request to open a run, in bytes. The request is kept in memory and in the journal. Larger arguments are
-uploaded before the request as a blob, and then count in `Limits.budget`."""
+"""Largest request in bytes, kept in memory and the journal. Larger arguments become a blob (`Limits.budget`)."""
 
 
 @dataclass(frozen=True)
 class RepeatedOpening:
-    """Decision that the request repeats an earlier one. The earlier one was carried out, but its reply did not reach
-    the client."""
+    """Decision that the request repeats an earlier one, whose reply did not reach the client."""
 
     box: Box
 
 
 @dataclass(frozen=True)
 class JoinAttempt:
-    """Decision to add the box to the open attempt."""
-
     attempt: Attempt
 
 
 @dataclass(frozen=True)
 class OpenAttempt:
-    """Decision to open the next attempt. The open attempt, if there is one, is superseded."""
+    """Decision to open the next attempt; an open one is superseded."""
 
 
 def run_name(request: pb.OpenRunRequest) -> str:
@@ -74,8 +63,7 @@ def run_name(request: pb.OpenRunRequest) -> str:
 
 
 def validate(request: pb.OpenRunRequest) -> Position:
-    """Check what can be checked of the request without the cluster state, except the limits in `check_limits`. Return
-    the position where the box starts. Raises InvalidArgumentError, BoxOutOfRangeError."""
+    """Check the request by itself and return the box's start. Raises InvalidArgumentError, BoxOutOfRangeError."""
     if not request.job or not request.loader.input_fn:
         raise InvalidArgumentError(
             f"job and input_fn must not be empty, got job={request.job!r}, input_fn={request.loader.input_fn!r}: pass "
@@ -118,8 +106,7 @@ def resumes(request: pb.OpenRunRequest) -> bool:
 
 
 def without_secret(request: pb.OpenRunRequest) -> tuple[str, pb.OpenRunRequest]:
-    """Return the digest of the client's secret, and a copy of the request without the secret (client_id), which is
-    never stored."""
+    """Return the digest of the client's secret, and a copy without the secret (client_id), which is never stored."""
     if not request.client_id:
         raise InvalidArgumentError("client_id must not be empty: set it to the client's secret, a random string")
     kept = pb.OpenRunRequest()
@@ -130,12 +117,9 @@ def without_secret(request: pb.OpenRunRequest) -> tuple[str, pb.OpenRunRequest]:
 
 
 def check_limits(request: pb.OpenRunRequest, run: Run | None, runs: int, snapshot_index: SnapshotIndex) -> None:
-    """Check a new request to open a run against the coordinator's limits. A request above a limit would delay every
-    other call. Raises OverloadedError for too many runs; InvalidArgumentError for a request that is too large or has
-    too many slots per box, and for a blob that the coordinator does not have. `runs`: number of known runs.
-
-    Requests that are in the journal are not checked again, because another release may have accepted them.
-    """
+    """Check a new request, not one in the journal, which another release may have accepted: above a limit it would
+    delay all other calls. Raises OverloadedError for too many runs; InvalidArgumentError for its size, its slots
+    per box, or an unknown blob."""
     if run is None and runs >= RUNS_MAX:
         raise OverloadedError(
             f"a coordinator must keep at most {RUNS_MAX} runs, got {runs} and one more: start the coordinator "
@@ -166,13 +150,8 @@ def check_limits(request: pb.OpenRunRequest, run: Run | None, runs: int, snapsho
 def check_capacity(
     request: pb.OpenRunRequest, credential: str, superseded: Attempt | None, slots_held: Counter[str]
 ) -> None:
-    """Raise OverloadedError if one more box would exceed a limit on the slots of open runs.
-
-    Args:
-        credential: digest of the caller's credential token.
-        superseded: attempt that ends before the box opens; None if none does.
-        slots_held: digest of a credential token -> number of slots of the boxes that it opened, in open attempts.
-    """
+    """Raise OverloadedError if one more box would exceed a limit on slots of open runs. `superseded`: attempt that
+    ends before; `slots_held`: digest of a token -> slots of the boxes that it opened."""
     count, held, all_held = request.num_workers_per_box, slots_held[credential], slots_held.total()
     if superseded is not None:
         all_held -= len(superseded.boxes) * superseded.num_workers
@@ -191,8 +170,8 @@ def check_capacity(
 def decide(
     run: Run | None, request: pb.OpenRunRequest, client: str, now: float
 ) -> RepeatedOpening | JoinAttempt | OpenAttempt:
-    """Decide what the request opens. `run`: the run, None if it is new; `client`: digest of the client's secret. Raises
-    BoxTakenError, SupersededError, TopologyError, StateMismatchError, InvalidArgumentError."""
+    """Decide what the request opens. Raises BoxTakenError, SupersededError, TopologyError, StateMismatchError,
+    InvalidArgumentError."""
     if run is None:
         return OpenAttempt()
     for past in run.past.values():
@@ -250,8 +229,7 @@ def _taken(attempt: Attempt, held: Box, now: float, remedy: str) -> BoxTakenErro
 
 
 def _join(attempt: Attempt, request: pb.OpenRunRequest) -> JoinAttempt:
-    """Return the decision to join, after checking that the box agrees with the attempt's other boxes. Raises
-    TopologyError, InvalidArgumentError, StateMismatchError."""
+    """Join, if the box agrees with the others. Raises TopologyError, InvalidArgumentError, StateMismatchError."""
     where = f"box {request.box} of run {attempt.run} (attempt {attempt.number})"
     asked = topology(request.num_boxes, request.num_workers_per_box)
     if asked != attempt.topology:
@@ -280,9 +258,8 @@ def _join(attempt: Attempt, request: pb.OpenRunRequest) -> JoinAttempt:
 
 
 def _next(run: Run, request: pb.OpenRunRequest) -> OpenAttempt:
-    """Return the decision to open the next attempt. Raises TopologyError if the run would start anew, without a state,
-    on another topology, because it would lose its position. A run that has delivered nothing yet has no position to
-    lose."""
+    """Decide to open the next attempt. Raises TopologyError if the run would start anew on another topology and so
+    lose its position, if it has delivered something."""
     before, asked = topology(run.num_boxes, run.num_workers), topology(request.num_boxes, request.num_workers_per_box)
     if before != asked and not resumes(request) and not run.unused:
         raise TopologyError(
@@ -293,8 +270,8 @@ def _next(run: Run, request: pb.OpenRunRequest) -> OpenAttempt:
 
 
 def seed_of(run: Run | None, request: pb.OpenRunRequest, fresh: Callable[[], int]) -> int:
-    """Return the seed of the next attempt: the requested one, else the run's present one, else a new one from `fresh`.
-    Raises InvalidArgumentError if a known run would start anew with another seed."""
+    """Return the requested seed, else the run's, else one from `fresh`. Raises InvalidArgumentError if a known run
+    would start anew with another seed."""
     if request.has_seed:
         if run is not None and request.seed != run.seed and not resumes(request):
             raise InvalidArgumentError(

@@ -1,7 +1,5 @@
-"""Placement of slots on workers: waiting slots are given out, slots are taken back when they move or are lost, and
-migration targets are set and withdrawn. Each operation changes the entities, their rows in the journal and the versions
-that long polls compare together.
-"""
+"""Placement of slots on workers. Each operation changes the entities, their rows in the journal and the versions that
+long polls compare together."""
 
 from __future__ import annotations
 
@@ -18,23 +16,18 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 SLOTS_AT_ONCE = 1024
-"""Number of slots that are placed, lost or failed without a pause, before other calls are served. Such a piece of work
-takes some 20 ms."""
+"""Slots that are placed, lost or failed before other calls are served: some 20 ms."""
 LOSSES = 3
 LOSS_WINDOW_S = 60.0
-"""Window in seconds in which a slot may lose its runner at most LOSSES times without a batch delivered in between. A
-reboot or a preempted node causes fewer losses; a poison batch causes more."""
+"""Seconds in which a slot may lose its runner at most LOSSES times without a batch delivered: a reboot or a preempted
+node causes fewer losses, a poison batch more."""
 UNREACHABLE_S = 600.0
-"""Seconds for which a box's slots are not placed on a worker that the box could not reach, as long as other workers
-have capacity."""
+"""Seconds for which a box's slots avoid a worker that it could not reach, as long as others have capacity."""
 UNREACHABLE_AGAIN_S = 10.0
-"""Seconds after which a worker that a box could not reach is tried again, if the box can reach no other worker: the
-network may have recovered."""
+"""Seconds after which such a worker is tried again, if the box reaches no other: the network may have recovered."""
 
 
 class Placement:
-    """Slots and the workers that have them."""
-
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
         self.migrating: dict[SlotKey, Slot] = {}
@@ -42,13 +35,12 @@ class Placement:
         self.waiting: dict[SlotKey, Slot] = {}
         """Slots that wait for a worker, in the order in which they began to wait."""
         self._to_place: deque[SlotKey] = deque()
-        """Slots still to try in this round of `place_waiting`. A round tries all `waiting` slots, in several calls."""
+        """Slots still to try in this round of `place_waiting`; a round tries all `waiting` ones, in several calls."""
         self._stuck: set[str] = set()
-        """Values of input_fn ("module:function") for which this round found no worker with free capacity."""
+        """Values of input_fn for which this round found no free capacity."""
 
     def find_worker(self, slot: Slot, *barred: Set[str]) -> Worker | None:
-        """Return the best worker for the slot. The sets of names that are `barred` are tried in turn, until one of them
-        leaves a worker with free capacity; None if none does."""
+        """Return the best worker; sets of `barred` names are tried in turn until one leaves free capacity."""
         opening = self._cluster.box_of(slot)[1].opening
         for names in barred:
             worker = self._cluster.free_capacity.choose(slot, opening.host_id, opening.loader.input_fn, names)
@@ -57,8 +49,7 @@ class Placement:
         return None
 
     def place_waiting(self) -> None:
-        """Give waiting slots to workers with free capacity, in the order in which they began to wait. One call tries
-        SLOTS_AT_ONCE of them, because placing 16,384 at once would delay other calls; the next continues."""
+        """Give waiting slots to workers in order, SLOTS_AT_ONCE in a call: 16,384 would delay other calls."""
         begun = False  # whether this call has begun a round
         for _ in range(SLOTS_AT_ONCE):
             if self._cluster.free_capacity.is_full:
@@ -94,8 +85,7 @@ class Placement:
             self._cluster.bump_box(attempt, box)
 
     def take(self, slot: Slot) -> str:
-        """Take the slot from its worker and return the worker's name. The caller must then raise the version of the
-        worker, so that the worker's long poll is answered."""
+        """Take the slot from its worker and return its name. The caller must raise the worker's version."""
         name = slot.worker
         worker = self._cluster.workers.get(name)
         if worker is not None:
@@ -105,7 +95,7 @@ class Placement:
         return name
 
     def _detach(self, slot: Slot) -> bool:
-        """Take the slot from its worker, and raise the worker's version. Return False if the slot has no worker."""
+        """Take the slot from its worker, and raise the worker's version; False if it has none."""
         if not slot.worker:
             return False
         worker = self._cluster.workers.get(self.take(slot))
@@ -117,11 +107,9 @@ class Placement:
         self, slot: Slot, note: str, loss_at: float | None, making: records_pb2.Skip | None = None, stack: str = ""
     ) -> None:
         """Take the slot from its worker. Unless it has failed, its generation rises, and it goes to its migration
-        target, if it has one, or else waits for a worker. A slot that is lost too often fails or skips a batch:
-        `_give_up`. `note`: reason. `loss_at`: monotonic time of the death if a runner, worker or client died; None for
-        a planned move, which is no loss. `making`: position of the batch that the runner was making when it died.
-        `stack`: its Python stack then, "" if not known; that of a stall, if it was stalled, is kept.
-        """
+        target or waits for a worker. A slot that is lost too often fails or skips a batch (`_give_up`). `loss_at`:
+        monotonic time of a death, None for a planned move; `making`: position of the batch that the runner was
+        making; `stack`: its Python stack then (that of a stall is kept)."""
         attempt, box = self._cluster.box_of(slot)
         loser = slot.worker
         self._detach(slot)
@@ -155,8 +143,7 @@ class Placement:
             self.restart_all(attempt, f"{slot} would replay for {slot.worked_s:.0f} s alone ({note})")
 
     def _give_up(self, box: Box, slot: Slot) -> None:
-        """Fail a slot that lost its runner too often. If the same batch killed the runner each time, and the run says
-        that such batches are skipped, skip the batch instead."""
+        """Fail a slot that lost its runner too often, or skip the batch that killed it each time, if the run says."""
         position = quarantine.common_position(slot.losses)
         if position is None or not box.opening.loader.options.skip_poison:
             error = quarantine.loss_error(box, slot, position, LOSS_WINDOW_S)
@@ -170,7 +157,7 @@ class Placement:
         self._cluster.add_slot_event("batch quarantined", slot.note, slot, "")
 
     def restart_all(self, attempt: Attempt, why: str) -> None:
-        """Let all slots of the run start anew from the newest saved state: see launch_restarts.py."""
+        """Let all slots of the run start anew from the newest saved state (launch_restarts.py)."""
         offered, attempt.offered = attempt.offered, []
         for number, box in attempt.boxes.items():
             box.opening.restart.CopyFrom(offered[number])
@@ -205,8 +192,7 @@ class Placement:
             self._cluster.bump_box(attempt, box)
 
     def fail(self, slot: Slot, error: records_pb2.ErrorDetail) -> None:
-        """Mark the slot as failed for good. A slot that has a worker stays there, because the batches made before the
-        error are still delivered from the worker's ring."""
+        """Mark the slot as failed for good. It stays on its worker, whose ring has the batches before the error."""
         attempt, box = self._cluster.box_of(slot)
         self.cancel_migration(slot)
         # shortened, because every view of the slot contains it
@@ -216,7 +202,7 @@ class Placement:
         self._cluster.bump_box(attempt, box)
 
     def vacate(self, slot: Slot, note: str) -> None:
-        """Take the slot from its worker, because its box is lost or closed and needs no other one. `note`: reason."""
+        """Take the slot from its worker, because its box is lost or closed and needs no other one."""
         self.waiting.pop(slot.key, None)
         self.cancel_migration(slot)
         if self._detach(slot):
@@ -229,7 +215,7 @@ class Placement:
         self._cluster.save_slot(slot)
 
     def drop_worker(self, worker: Worker, note: str, loss_at: float | None) -> None:
-        """Take all slots from the worker, as `move` does. A caller that lost the worker removes it from `workers`."""
+        """Take all slots from the worker, as `move` does. A caller that lost it removes it from `workers`."""
         for key in sorted(worker.slots):
             slot = self._cluster.slot(key)
             if slot is not None and slot.worker == worker.name:
@@ -239,7 +225,7 @@ class Placement:
         worker.slots.clear()
 
     def start_migration(self, slot: Slot, worker: Worker, why: str, now: float) -> None:
-        """Set a worker as the slot's migration target: see migration.py. `why`: reason, for people."""
+        """Set a worker as the slot's migration target (migration.py)."""
         attempt, box = self._cluster.box_of(slot)
         slot.reserved = slot.next_generation
         attempt.note_generation(slot.reserved)
@@ -252,7 +238,6 @@ class Placement:
         self._cluster.bump_box(attempt, box)
 
     def cancel_migration(self, slot: Slot) -> None:
-        """Remove the slot's migration target, if the slot has one. The slot stays on its present worker."""
         target, slot.target = slot.target, None
         if target is None:
             return
@@ -266,7 +251,6 @@ class Placement:
                 self._cluster.bump_worker(worker)
 
     def complete_migration(self, slot: Slot, note: str, now: float) -> None:
-        """Move the slot from its present worker to its migration target. `note`: reason, for people."""
         self._detach(slot)
         self._give_to_target(slot)
         slot.note, slot.doing, slot.moved_at, slot.migrated = note, "", now, True
@@ -277,7 +261,7 @@ class Placement:
         self._cluster.bump_box(*self._cluster.box_of(slot))
 
     def _give_to_target(self, slot: Slot) -> None:
-        """Give the slot to its migration target. The slot must have been taken from its worker before."""
+        """Give the slot, already taken from its worker, to its migration target."""
         target, slot.target = slot.target, None
         assert target is not None
         del self.migrating[slot.key]

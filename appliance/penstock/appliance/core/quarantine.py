@@ -1,11 +1,10 @@
 """Poison batches: pure functions that find the batch that kills its runner each time, record that it is skipped, and
-make the error of a slot that fails. `ClusterState.move` (core/cluster_state.py) counts the losses of a slot. Its method
-`_give_up` decides whether the slot fails or the batch is skipped.
+make the error of a slot that fails.
 
-A runner records the position of the batch that it is making. If the runner dies, its worker reports that position. A
-batch is quarantined when its slot has been lost too often without progress and every loss was at the batch's position.
-Then the slot fails with an error that names the batch; or, by the run's policy, the batch is skipped. Every later
-runner of the slot, and every replay, omits a skipped batch, and the next batch takes its number.
+A runner records the position of the batch that it is making; if it dies, its worker reports that. A batch is
+quarantined when its slot was lost too often without progress, each time at this position. Then the slot fails with an
+error that names it, or, by the run's policy, every later runner and replay omits it, and the next batch takes its
+number.
 """
 
 from __future__ import annotations
@@ -18,19 +17,16 @@ from penstock.proto.state.position import MOST, Position
 from penstock.proto.v1 import records_pb2
 
 _MOST_STEPS = 100_000
-"""Largest number of steps that `name_of` counts on from a box's last reported position to find a batch's step. A batch
-further ahead is named without its step."""
+"""Most steps that `name_of` counts on from a box's position; a batch further ahead is named without its step."""
 
 
 def is_valid_position(making: records_pb2.Skip) -> bool:
-    """Return whether `making` can be the position of a batch. A runner records this position in memory that user code
-    can overwrite, and not every number fits into the journal."""
+    """Return whether this can be a position: user code can overwrite it, and the journal does not take all numbers."""
     return max(making.epoch, making.total, making.count) <= MOST
 
 
 def relevant_losses(losses: Sequence[SlotLoss], latest: SlotLoss, horizon: float) -> list[SlotLoss]:
-    """Return those of the slot's earlier losses that count together with the latest one: no batch was delivered in
-    between, and the loss is newer than `horizon` (monotonic seconds) or happened at the same batch."""
+    """Return the losses that count with the latest: no batch since, and after `horizon` or at the same batch."""
     return [
         loss
         for loss in losses
@@ -40,14 +36,13 @@ def relevant_losses(losses: Sequence[SlotLoss], latest: SlotLoss, horizon: float
 
 
 def common_position(losses: Sequence[SlotLoss]) -> records_pb2.Skip | None:
-    """Return the position of the batch that the runner was making at every loss; None if the positions differ, or if
-    one is not known."""
+    """Return the position of the batch at every loss; None if they differ or one is not known."""
     making = losses[-1].making
     return making if making is not None and all(loss.making == making for loss in losses) else None
 
 
 def skip_batch(slot: Slot, position: records_pb2.Skip) -> None:
-    """Record that the slot skips one more batch at this position from now on, and forget the slot's losses."""
+    """Record that the slot skips one more batch at this position, and forget its losses."""
     key = (position.epoch, position.total)
     slot.skips[key] = position.count + 1
     slot.skipped[key] = slot.skipped.get(key, 0) + 1
@@ -55,7 +50,7 @@ def skip_batch(slot: Slot, position: records_pb2.Skip) -> None:
 
 
 def name_of(box: Box, slot: Slot, place: records_pb2.Skip) -> str:
-    """Return a name of the batch at position `place`, for messages, such as "batch 17 of box 0 slot 1 (step 34)"."""
+    """Return a name for messages, such as "batch 17 of box 0 slot 1 (step 34)"."""
     position = Position.from_proto(box.delivered) if box.delivered.slots else box.start.copy()
     number, number_of_slot = place.total + 1, slot.key.slot
     step = ""
@@ -69,8 +64,7 @@ def name_of(box: Box, slot: Slot, place: records_pb2.Skip) -> str:
 
 
 def loss_error(box: Box, slot: Slot, place: records_pb2.Skip | None, window_s: float) -> WorkerLostError:
-    """Return the error of a slot that fails because it lost its runner too often within `window_s` seconds. `place`:
-    position of the poison batch; None if the losses were at different batches."""
+    """Return the error of a slot that lost its runner too often. `place`: position of the poison batch, or None."""
     losses = slot.losses
     each = "; ".join(dict.fromkeys(loss.note for loss in losses))
     if place is None:

@@ -1,9 +1,5 @@
-"""Recent events, for the dashboard and the event log: a bounded list of faults and changes, which is lost when the
-process ends.
-
-An event that many slots have in common, such as the loss of a worker with a hundred slots, is one event with a count.
-No decision depends on this list: what must survive is in the journal.
-"""
+"""Recent events, for the dashboard and the event log: a bounded list, lost when the process ends, on which no decision
+depends. An event of many slots, such as the loss of a worker with a hundred, is one event with a count."""
 
 from __future__ import annotations
 
@@ -18,26 +14,21 @@ from penstock.runtime.telemetry.logs import about
 _log = logging.getLogger("penstock.appliance")
 
 MOST = 256
-"""Number of events that are kept."""
 TOGETHER_S = 5.0
-"""Seconds within which a repetition of an event raises the event's count, instead of adding an event."""
+"""Seconds within which a repetition raises an event's count."""
 _LOOK_BACK = 8
 _TEXT = 400
-"""Largest number of characters of an event's text or of a name in the event. Peers choose parts of both, so both are
-bounded."""
+"""Most characters of an event's text or of a name in it; peers choose parts of both."""
 
 FAULTS = frozenset(
     ("worker lost", "slot lost", "slot failed", "batch quarantined", "box lost", "coordinator restarted")
 )
-"""Kinds of events that are faults. The other kinds are: worker joined, worker drains, worker back, worker left; slot
-moved, slot migrated, slot recovered; box opened, box back, box closed; attempt superseded, attempt ended; mixture
-changed, run restarted."""
+"""Kinds of events that are faults. Others: worker joined, drains, back, left; slot moved, migrated, recovered; box
+opened, back, closed; attempt superseded, ended; mixture changed, run restarted."""
 
 
 @dataclass
 class Event:
-    """Fault or change in the cluster, which the dashboard and the log show."""
-
     kind: str
     text: str
     at: float
@@ -47,18 +38,12 @@ class Event:
     run: str = ""
     worker: str = ""
     place: Mapping[str, int] = field(default_factory=dict)
-    """Numbers of the attempt, box, slot and generation that the event is about; those that do not apply are left
-    out."""
+    """Numbers of the attempt, box, slot and generation, as far as they apply."""
     count: int = 1
 
 
 class RecentEvents:
-    """List of the latest events, in which repetitions of an event are counted.
-
-    Args:
-        clock: returns monotonic seconds.
-        wall: returns seconds since the Unix epoch.
-    """
+    """List of the latest events, with repetitions counted. `clock`: monotonic; `wall`: seconds since the Unix epoch."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._clock, self._wall = clock, wall
@@ -66,8 +51,7 @@ class RecentEvents:
         self._listener: Callable[[Event], None] = lambda event: None
 
     def listen(self, listener: Callable[[Event], None]) -> None:
-        """Call `listener` with each event: at once with the present ones, and with later ones when they happen. A
-        repetition, which only raises a count, causes no call."""
+        """Call `listener` with each present event at once, and with later ones; a repetition causes no call."""
         self._listener = listener
         for event in self._events:
             listener(event)
@@ -77,8 +61,7 @@ class RecentEvents:
         return self._clock()
 
     def add(self, kind: str, text: str, *, run: str = "", worker: str = "", **place: int) -> None:
-        """Add an event, or count a repetition of a recent one. `place`: numbers of the attempt, box, slot and
-        generation that the event is about, as far as they apply."""
+        """Add an event, or count a repetition. `place`: numbers of attempt, box, slot, generation."""
         now = self._clock()
         text, run, worker = text[:_TEXT], run[:_TEXT], worker[:_TEXT]
         for back in range(1, min(_LOOK_BACK, len(self._events)) + 1):
@@ -92,7 +75,7 @@ class RecentEvents:
         self._listener(event)
 
     def messages(self) -> list[pb.Event]:
-        """Return the events as messages for a status reply, oldest first."""
+        """Return the events for a status reply, oldest first."""
         now = self._clock()
         return [
             pb.Event(
@@ -110,7 +93,6 @@ class RecentEvents:
 
 
 def log_event(event: Event) -> None:
-    """Log an event: as a warning if it is a fault, else as information."""
     run = f"{event.run}: " if event.run else ""
     named = {"run": event.run, "worker": event.worker}
     extra = about(**event.place, **{name: value for name, value in named.items() if value})

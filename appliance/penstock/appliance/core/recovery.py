@@ -1,9 +1,7 @@
 """Recovery of the cluster state from the journal after a restart of the coordinator.
 
-Every worker and client gets a full new lease. The workers in the journal are restored as not registered. The reply to a
-worker's next heartbeat asks it to register again. If the same process of the worker registers again (it sends the same
-session id), it keeps its slots, and no batch is lost or computed twice. The boxes' progress comes with the next reports
-of their clients.
+Every worker and client gets a full new lease. Workers are restored as not registered, and asked to register with their
+next heartbeat; the same process (session id) keeps its slots, so no batch is lost or computed twice.
 """
 
 from __future__ import annotations
@@ -37,10 +35,9 @@ from penstock.proto.v1 import records_pb2
 def restore(
     cluster: ClusterState, waiting: dict[SlotKey, Slot], now: float, worker_lease_s: float, client_lease_s: float
 ) -> None:
-    """Fill an empty cluster state, and the slots that wait for a worker, from its journal. `worker_lease_s`,
-    `client_lease_s`: shortest new leases of workers and clients, in seconds: the longest that they were promised before
-    the restart, or more if they must first find the coordinator on another host. Raises JournalError if rows contradict
-    each other."""
+    """Fill an empty cluster state, and the slots that wait, from its journal. The leases are at least those that were
+    promised before, or longer if peers must first find the coordinator on another host. Raises JournalError if rows
+    contradict each other."""
     try:
         _fill(cluster, waiting, now, worker_lease_s, client_lease_s)
     except (LookupError, TypeError, ValueError, AssertionError, DecodeError, PenstockError) as error:

@@ -1,8 +1,7 @@
-"""Checks of the numbers and names in requests. Protobuf accepts values that no clock or counter returns: NaN, 2**64-1.
+"""Checks of the numbers and names in requests.
 
-Such values harm every peer, not only their sender: a long poll of NaN seconds is a loop without a pause, a total of
-2**64 - 1 overflows the next message made from that total, and SQLite's integers are signed. Names appear in logs,
-metrics and errors, where an unprintable name could look like another one.
+Protobuf accepts values that harm every peer: a long poll of NaN seconds is a loop without a pause, a total of 2**64 - 1
+overflows the next message, and SQLite's integers are signed. An unprintable name could look like another one in a log.
 """
 
 from __future__ import annotations
@@ -17,30 +16,25 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 LONGEST_S = 1e9
 """Largest duration in a request, in seconds: thirty years."""
 REPORTS_PER_SLOT = 2
-"""Largest number of slot reports in a heartbeat, as a multiple of the worker's slots: a worker reports the slots that
-it runs, and those that it could not start."""
+"""Slot reports in a heartbeat per slot of the worker: it reports those that it runs, and that it could not start."""
 _REMEDY = f". {SAME_RELEASE}"
 """End of the errors about requests that no program of Penstock sends: the remedy."""
 LONGEST_NAME = 200
-"""Longest name of a job or worker, in characters. Names appear in logs, metrics and messages, which must stay short."""
+"""Longest name of a job or worker in characters: names appear in logs and metrics."""
 
 REGISTRATION_MAX = 16 << 10
-"""Largest registration of a worker, in bytes. It is kept in memory and is part of every status reply."""
+"""Largest registration in bytes: kept in memory, and in every status reply."""
 CAPABILITIES_MAX = 16 << 10
-"""Largest size of a slot's capabilities (what its loader can do), in bytes. They are kept in memory and in the
-journal."""
+"""Largest capabilities of a slot (what its loader can do) in bytes: kept in memory and in the journal."""
 WORKER_SLOTS_MAX = 1024
-"""Largest number of slots of a worker. Sending all slots to the worker, or draining or removing the worker, takes some
-20 us per slot, in which heartbeats wait. Each slot is a process of its own, and no machine runs more processes of this
-kind."""
+"""Most slots of a worker: sending, draining or removing all takes some 20 us each, in which heartbeats wait, and no
+machine runs more such processes."""
 ABANDONED_AT_ONCE = 4096
-"""Largest number of abandoned epochs in one report. Writing this many to the journal takes 15 ms. A box reports an
-epoch again until the coordinator has confirmed it."""
+"""Most abandoned epochs in one report: 15 ms in the journal. A box repeats them until they are confirmed."""
 EPOCH_STARTS_AT_ONCE = 256
-"""Largest number of epoch starts in one report. A box reports each once, and all again after a restart of the
-coordinator."""
+"""Most epoch starts in one report. A box reports each once, and all again after a restart."""
 ANSWER_ENDS_MAX = 4096
-"""Largest number of ends of epochs in a worker's answer to a state request. A worker remembers 1,024."""
+"""Most ends of epochs in a worker's answer to a state request; a worker remembers 1,024."""
 
 
 def check_measures(**values: float) -> None:
@@ -145,14 +139,13 @@ def check_counts(**values: int) -> None:
 
 
 def check_number(what: str, number: int, most: int) -> None:
-    """Raise InvalidArgumentError if a request has more than `most` elements of one kind, because handling each element
-    takes time. `what`: name of the elements, in the plural."""
+    """Raise InvalidArgumentError above `most`, because handling each takes time. `what`: name in the plural."""
     if number > most:
         raise InvalidArgumentError(f"the number of {what} must be at most {most}, got {number}{_REMEDY}")
 
 
 def check_name(what: str, name: str) -> None:
-    """Raise InvalidArgumentError if a name is too long, is not one printable line, or begins or ends with a blank."""
+    """Raise InvalidArgumentError for a name that is too long, not one printable line, or has a blank at an end."""
     if len(name) > LONGEST_NAME:
         raise InvalidArgumentError(
             f"the name of a {what} must have at most {LONGEST_NAME} characters, got {len(name)}: choose a shorter name"

@@ -1,19 +1,16 @@
-"""State machine of the coordinator: takes calls and returns replies. The journal does its only I/O; time and seeds are
+"""State machine of the coordinator: takes calls and returns replies, with no I/O but the journal's; time and seeds are
 passed in.
 
 Each call of coordinator.proto, and the passing of time (`tick`), is one method of `attempts`, `workers`,
-`state_queries` or of the state machine itself. A method checks the sender, changes the cluster state, and settles:
-waiting slots are given to workers, state queries are planned again where something changed, and all is committed. The
-reply is made after the commit, so everything in it is on disk. All calls are idempotent, and late calls of superseded
-peers change nothing: see the order contract at the top of coordinator.proto.
+`state_queries` or of this class. It checks the sender, changes the cluster state, and settles: waiting slots are
+placed, queries are planned again, all is committed. The reply is made after the commit, so everything in it is on disk.
+All calls are idempotent, and late calls of superseded peers change nothing: see the order contract in
+coordinator.proto. Methods run in one thread and never wait: the service holds calls until `changed` announces their
+topic.
 
-The methods run in one thread and never wait. The service does the waiting: a held call waits for its topic, and
-`changed` announces the topics that have changed.
-
-Leases. Only silence shows a death reliably. When the lease of a worker ends, its slots move to other workers. When the
-lease of a client ends, the workers of its box are freed at once. The client keeps its box until the next attempt opens,
-because a process that was only stopped for a while can recover. leases.py decides how long a lease is. If the
-coordinator itself was stopped, all leases are extended by the time in which it received no calls.
+Only silence shows a death reliably. When a worker's lease ends, its slots move; when a client's ends, its box's workers
+are freed, and the client keeps the box until the next attempt, because a stopped process can recover. If the
+coordinator itself was stopped, all leases are extended by that time.
 """
 
 from __future__ import annotations
@@ -43,29 +40,17 @@ from penstock.proto.rpc.credentials.tickets import expiry
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 RETURN_S = 25.0
-"""Shortest lease of every peer that is in the journal when a coordinator starts on another host, in seconds. Peers get
-no signal that the old host is down: they notice it by pings that fail (channel.py), give up the connection, and only
-then resolve the coordinator's name again."""
+"""Shortest lease in seconds of every peer in the journal when a coordinator starts on another host: peers notice only
+by failed pings (channel.py), and then resolve the name again."""
 STALL_S = 1.0
-"""Delay of the coordinator's own timer, in seconds, above which the coordinator counts as having been stopped. A
-stopped coordinator receives no calls, so it extends every lease by the whole delay. After a shorter delay it extends
-every lease by the part above two periods of the timer (`tick_s`). An overloaded coordinator waits for longer, for up to
-two leases of silence or more: see leases.patience_s."""
+"""Delay of the coordinator's own timer in seconds above which it was stopped and so received no calls: every lease is
+extended by all of it; by a shorter delay, by the part above two periods (`tick_s`). An overloaded coordinator waits
+longer: leases.patience_s."""
 
 
 class StateMachine:
-    """State machine of the coordinator. All methods run in the coordinator's event loop.
-
-    Args:
-        journal: where the cluster state is kept.
-        snapshot_index: index of snapshots and blobs, filled from the store.
-        limits: limits of the coordinator.
-        clock: returns monotonic seconds.
-        wall: returns seconds since the Unix epoch, for replies.
-        fresh_seed: returns a seed for a run whose request has none.
-        changed: called with every topic whose view has changed; it must not call the state machine.
-        host: host on which this coordinator runs.
-    """
+    """State machine of the coordinator; all methods run in its event loop. `wall`: seconds since the Unix epoch;
+    `changed`: called with every topic whose view has changed; must not call the state machine."""
 
     def __init__(
         self,
@@ -115,7 +100,6 @@ class StateMachine:
         restore(self.cluster, self.placement.waiting, now, worker_lease_s, max(self._to_boxes.lease_s, away_s))
 
     def settle(self) -> None:
-        """Complete a change: give waiting slots to workers, plan state queries again, and commit."""
         if self.attempts.release_ended():
             self.placement.place_waiting()
         self.state_queries.settle()
@@ -124,16 +108,15 @@ class StateMachine:
     # ------------------------------------------------------------------------------------- snapshots, blobs, states
 
     def slot_to_recover(self, key: SlotKey, generation: int) -> Slot:
-        """Return the slot for a worker whose runner starts or prepares to take it over. `generation` must be the slot's
-        present one or that of its migration target. Raises UnknownRunError, SupersededError."""
+        """Return the slot for a worker whose runner starts, under the slot's generation or its migration target's.
+        Raises UnknownRunError, SupersededError."""
         slot = self.cluster.slot(key)
         if slot is not None and slot.target is not None and slot.target.generation == generation:
             return slot
         return self.slot_of_generation(key, generation)
 
     def slot_of_generation(self, key: SlotKey, generation: int) -> Slot:
-        """Return the slot, if `generation` is its present one. Raises UnknownRunError for an unknown slot,
-        SupersededError for another generation, and for a slot without a worker."""
+        """Return the slot, if it has a worker and this generation. Raises UnknownRunError, SupersededError."""
         attempt = self.cluster.attempt(key.run, key.attempt)
         slot = self.cluster.slot(key)
         if slot is None:
@@ -149,11 +132,9 @@ class StateMachine:
         return slot
 
     def snapshot_stored(self, header: pb.SnapshotHeader) -> None:
-        """Record that a snapshot is on disk. Raises SupersededError if the slot has a newer generation by now.
-
-        Such a late snapshot may have replaced another one of the same position on disk. It is kept nevertheless,
-        because the content of a snapshot depends only on its position, unless the mixture was changed since.
-        """
+        """Record that a snapshot is on disk. Raises SupersededError if the slot has a newer generation. A late one,
+        which may have replaced another on disk, is kept: its content depends only on its position, unless the
+        mixture was changed."""
         key = SlotKey(header.run, header.attempt, header.box, header.slot)
         kept = DurableSnapshot(header.total, header.epoch, header.size, header.epoch_start)
         slot = self.cluster.slot(key)
@@ -165,13 +146,12 @@ class StateMachine:
         self.slot_of_generation(key, header.generation)
 
     def blob_stored(self, name: str, size: int, credential: str = "") -> None:
-        """Record that a blob is on disk. `size`: bytes; `credential`: digest of the sender's credential token."""
+        """Record that a blob is on disk. `credential`: digest of the sender's token."""
         self.cluster.snapshot_index.add_blob(name, size, self.clock(), credential)
 
     def begin_state(self, request: pb.FetchStateRequest) -> StateQuery:
-        """Return the state query that answers the request. It may be complete already. The caller must call
-        `state_queries.end` when it has its answer or gives up. Raises StateUnavailableError, UnknownRunError,
-        SupersededError, OverloadedError."""
+        """Return the state query that answers the request, perhaps complete already. The caller must call
+        `state_queries.end`. Raises StateUnavailableError, UnknownRunError, SupersededError, OverloadedError."""
         check_state_query(request)
         caller_box: int | None = None
         if request.HasField("progress"):
@@ -185,7 +165,6 @@ class StateMachine:
         return query
 
     def answer_state(self, answer: pb.StateAnswer, data: bytes) -> None:
-        """Record a worker's answer to a state query."""
         check_answer(answer)
         self.state_queries.answer(answer, data)
         self.settle()
@@ -193,9 +172,8 @@ class StateMachine:
     # ----------------------------------------------------------------------------------------------- time, operators
 
     def tick(self, unreceived_s: float = 0.0) -> None:
-        """End the leases that are over, and do all other periodic work. The server calls this several times per lease.
-        `unreceived_s`: age in seconds of the oldest call that may still be queued in gRPC. The call may be a heartbeat,
-        so an overloaded coordinator extends leases by this time."""
+        """End leases that are over, and do all other periodic work. `unreceived_s`: age of the oldest call, perhaps a
+        heartbeat, that may be queued in gRPC, by which an overloaded coordinator extends leases."""
         now, cluster = self.clock(), self.cluster
         self._extend_leases(now, unreceived_s)
         self.workers.drop_silent(
@@ -235,9 +213,7 @@ class StateMachine:
                     self.cluster.bump_box(attempt, box)
 
     def _fail_disallowed_slots(self, now: float) -> None:
-        """Fail slots that have never run and that no registered worker may run. A slot that has run waits until its
-        worker comes back. After its start the coordinator first waits for the length of a lease, in which all workers
-        register."""
+        """Fail slots that never ran and that no worker may run, once all had a lease's time to register."""
         cluster, waiting = self.cluster, self.placement.waiting
         if now < self._found_by or not waiting:
             return

@@ -1,14 +1,10 @@
-"""State queries under way, results of earlier ones, and the range of steps that may be requested. A state query
-collects the states of all slots of a run at one step, for a rank that saves.
+"""State queries under way, kept results, and the range of steps that may be requested. A query collects the states of
+all slots of a run at one step, for a rank that saves.
 
-Ranks that request the same step share one query. A rank that requests the step later gets the kept result. So every
-rank saves the same bytes, and each worker sends its states once.
-
-All answers of workers that are in memory share one budget, ANSWERS_MAX. When half of it is used, a query drops
-the states that were sent to all of its callers, and no other caller can join it after that. When all of it is used,
-results that are kept for later ranks are dropped. If that does not free enough, a new answer waits for memory, and its
-data stays at the worker. The answers of the box that a query's callers wait for next are always taken, because
-otherwise the query could never complete. So each query may exceed the budget by one box.
+Ranks that request a step share one query or its kept result, so every rank saves the same bytes, and each worker sends
+its states once. All answers in memory share the budget ANSWERS_MAX. From half of it on, a query drops states that were
+sent to all of its callers, and takes no more callers. When it is full, kept results are dropped; then answers wait at
+the worker. Answers of the box that callers wait for next are always taken: otherwise no query could complete.
 """
 
 from __future__ import annotations
@@ -25,42 +21,37 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 _Key = tuple[str, int, int, str]
 
 ANSWERS_MAX = 256 << 20
-"""Largest number of bytes in memory of answers to state queries: answers to be sent, and answers kept for other ranks
-that request the same step. When it is reached, each query may still take the answers of one more box."""
+"""Most bytes of answers in memory, to be sent or kept; above it, each query may still take those of one box."""
 ASKED_AT_ONCE = 1024
-"""Largest number of slots whose states a query requests at the same time. A box with more slots is requested as a
-whole. gRPC itself may buffer 64 KiB of each incoming answer, and 10,000 answers at once would delay heartbeats."""
+"""Most slots that a query asks at a time, or one box: gRPC may buffer 64 KiB of each answer, and 10,000 answers at
+once would delay heartbeats."""
 QUERIES_MAX = 64
-"""Number of open state queries that every run may have. A run may have two more for each of its boxes: 64 + 16 for a
-run of 8 boxes. Each query sends a request to all workers of the run."""
+"""Open queries that every run may have, and two more for each box; each asks all workers of the run."""
 ANSWERS_FREED = ("answers_freed",)
-"""Topic that is announced when memory of workers' answers was freed, so that further answers can be taken."""
+"""Topic announced when memory of answers was freed."""
 
 
 class StateQueries:
-    """State queries of all runs of a coordinator."""
-
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
         self._open: dict[int, StateQuery] = {}
-        """Serial number of a query -> the query, while it has callers."""
+        """Serial number -> the query, while it has callers."""
         self._joinable: dict[_Key, StateQuery] = {}
         self._finished: OrderedDict[_Key, StateQuery] = OrderedDict()
         self._by_request: dict[str, StateQuery] = {}
-        """Request id -> query that made this request."""
+        """Request id -> query that made it."""
         self._closed: dict[str, StateQuery] = {}
-        """Name of a run that has ended -> its newest completed state query."""
+        """Run that has ended -> its newest completed query."""
 
     def slot_requests(self, worker: str, now: float) -> Iterator[tuple[SlotStateRequest, float]]:
-        """Yield each open request to the worker, with the seconds until the last caller of its query gives up."""
+        """Yield each open request to the worker, with the seconds until its query's last caller gives up."""
         for query in self._open.values():
             for slot_request in query.by_worker.get(worker, {}).values():
                 yield slot_request, max(0.0, query.deadline - now)
 
     def begin(self, request: pb.FetchStateRequest, caller: int | None, now: float) -> StateQuery:
-        """Return the query for the requested step: a new one, one that is under way, or a completed one whose result is
-        kept. `caller`: number of the box whose rank calls; None if the caller is not a rank. Raises
-        StateUnavailableError, UnknownRunError, SupersededError, OverloadedError."""
+        """Return a new query for the step, one under way, or a kept one. `caller`: box of the calling rank, if it is
+        one. Raises StateUnavailableError, UnknownRunError, SupersededError, OverloadedError."""
         run = known_run(self._cluster.runs, request.run)
         attempt = self._cluster.attempt(run.name, request.attempt or run.attempt)
         boxes = list(attempt.boxes.values())
@@ -89,8 +80,7 @@ class StateQueries:
         return self._ask(query, now + request.deadline_s)
 
     def begin_aggregation(self, request: pb.FetchStateRequest, box: int, now: float) -> StateQuery:
-        """Start or join a query in which a worker of the box aggregates states, which the caller has uploaded as a
-        blob."""
+        """Start or join a query in which a worker of the box aggregates states that the caller uploaded as a blob."""
         attempt = self._cluster.attempt(request.run, request.attempt)
         serial = self._cluster.next_version()
         wanted = Aggregation(attempt.run, attempt.number, request.step, serial, box=box, blob=request.aggregate_blob)
@@ -131,8 +121,7 @@ class StateQueries:
             self._release(query)
 
     def end(self, query: StateQuery, sent: int = 0) -> None:
-        """Remove a caller of the query that has its answer or has given up, and to which the states of the first `sent`
-        boxes were sent. With the last caller the open requests to workers are withdrawn."""
+        """Remove a caller that got the first `sent` boxes; with the last one, open requests are withdrawn."""
         query.callers -= 1
         for box in range(sent):
             if box in query.sent:
@@ -155,8 +144,7 @@ class StateQueries:
         return request in self._by_request
 
     def admit(self, request: str, size: int, now: float) -> float | None:
-        """Return None if an answer of `size` bytes can be taken now, or is not needed. Otherwise return the seconds
-        until the deadline of its query. `request`: id of the request that is answered."""
+        """Return None if an answer can be taken or is not needed; else the seconds until its query's deadline."""
         query = self._by_request.get(request)
         if query is None or request in query.coming:
             return None
@@ -195,7 +183,7 @@ class StateQueries:
             self._cluster.changed(ANSWERS_FREED)
 
     def answer(self, answer: pb.StateAnswer, data: bytes) -> None:
-        """Give a worker's answer to the query that sent the request. `data`: the saved state of the slot, as bytes."""
+        """Give a worker's answer to the query that asked. `data`: the saved state of the slot."""
         query = self._by_request.get(answer.request)
         if query is None:
             return
@@ -209,7 +197,7 @@ class StateQueries:
     # ------------------------------------------------------------------------------------------------------- planning
 
     def settle(self) -> None:
-        """Plan the open state queries again for all boxes that changed since the last call."""
+        """Plan the open queries again for all boxes that changed since the last call."""
         touched, self._cluster.touched = self._cluster.touched, set()
         if not touched:
             return
@@ -227,7 +215,7 @@ class StateQueries:
                     self._closed[key[0]] = query
 
     def take_closed(self) -> list[StateQuery]:
-        """Return the newest completed state query of each run that has ended since the last call."""
+        """Return the newest completed query of each run that has ended since the last call."""
         closed, self._closed = self._closed, {}
         return list(closed.values())
 
@@ -239,10 +227,9 @@ class StateQueries:
         self._announce(query)
 
     def _announce(self, query: StateQuery, answered: str = "") -> None:
-        """Wake the workers whose requests have changed, and the callers that wait for boxes that are now complete.
-        `answered`: id of the request that a worker has just answered. The answer alone does not wake this worker,
-        because that would cost one more call per worker and query. The worker is woken if another of its requests has
-        changed too, or if its last heartbeat reply had no room for all of its requests."""
+        """Wake the workers whose requests have changed, and the callers of complete boxes. Request `answered` alone
+        does not wake its worker, which would cost a call per worker and query, unless its last reply had no room
+        for all requests."""
         changed, query.changed = query.changed, []
         completed, query.completed = query.completed, []
         withdrawn = False
@@ -270,9 +257,8 @@ class StateQueries:
             self._cluster.changed(ANSWERS_FREED)
 
     def _forget(self, attempt: Attempt, first: int) -> None:
-        """Drop the attempt's kept results for steps before `first`. Also let nobody join a query, and drop its result,
-        that has the final state of a box whose epoch was over (`StateQuery.finals`), if the box has taken further
-        steps since."""
+        """Drop kept results for steps before `first`. Also drop, and close to callers, a query with the final state of
+        a box (`StateQuery.finals`) that has taken further steps since."""
         for kept in (self._finished, self._joinable):
             for key, query in list(kept.items()):
                 if key[:2] != (attempt.run, attempt.number) or not isinstance(query, StateQuery):

@@ -1,29 +1,22 @@
-"""State of a run at a step, collected from all its slots. This module only plans the requests; edge/service.py waits
-and sets deadlines.
+"""State of a run at a step, collected from all its slots. This module plans the requests; server/service.py waits.
 
-The record of a box at a step can be computed from an earlier position of the box and from the ends of its slots' epochs
-(penstock.proto.state.position). The coordinator knows positions that the box reported, but not all ends. So a query
-runs in rounds. It computes each slot's position from the ends known so far, and asks each slot's worker for its state
-there. If a worker answers that the slot's epoch ended earlier, the query records the end and computes the positions
-again. Answers for positions that did not change are kept. When every slot has answered for the current plan, the record
-is complete. The record is the same for every caller and at any time.
+A box's record can be computed from an earlier position and the ends of its slots' epochs
+(penstock.proto.state.position), of which the coordinator knows not all. So a query computes each slot's position from
+the ends known so far, and asks its worker for the state there. If a worker answers that the epoch ended earlier,
+positions are computed again, and answers for unchanged ones are kept. When every slot has answered for the current
+plan, the record is complete, and the same for every caller at any time.
 
-Proof that the record is right. A slot's worker checks two facts about the position (epoch, delivered, total): the epoch
-began after total - delivered batches of the slot, and did not end before batch `total`. If both hold for all slots of a
-box, the plan has the right start of the epoch, with all slots live, and includes the end of every slot that has ended
-in it. The rest is arithmetic.
+Proof. A worker checks of its position (epoch, delivered, total) that the epoch began after total - delivered batches,
+and did not end before `total`. If both hold for all slots of a box, the plan has the right start of the epoch, with all
+slots live, and every end in it. The rest is arithmetic.
 
-Usually all boxes abandon an epoch by `break` after the same step, but one of them reports it first. So the query then
-waits for every box that has not yet reported a position beyond that step. This wait ends, because the box's loop is not
-inside a collective that waits for the caller.
+All boxes usually abandon an epoch after the same step, but one reports it first: so the query waits for every box that
+has not reported beyond it, which ends, because the box's loop is not in a collective that waits for the caller. It also
+waits for a slot that is recovered, and for a silent training process while another box reports. A box whose epoch is
+over, and whose loop has not begun another, answers with its state after its last step.
 
-If a slot is being recovered, the query waits until its new worker is ready. If the training process of a box has
-stopped reporting, the query waits while another box of the run reports: a process that was only stopped comes back. A
-box whose epoch is over, and whose loop has not begun another one, answers with its state after its last step.
-
-The record of a box depends on this box alone. So boxes are collected in order, a limited number of slots at a time, and
-the records of a complete box may be sent and dropped before the last boxes are begun. An error may therefore come after
-the records of some boxes.
+Boxes are collected in order, and a complete one may be sent and dropped before the last is begun. So an error may come
+after the records of some boxes.
 """
 
 from __future__ import annotations
@@ -50,13 +43,13 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 EPOCHS_SENT = 16
-"""Largest number of abandoned epochs sent to a worker with a request. Few slots have more since their last durable
-snapshot. A state that would need more is refused."""
+"""Most abandoned epochs sent with a request; few slots have more since their last durable snapshot. A state that would
+need more is refused."""
 
 
 @dataclass(frozen=True)
 class SlotStateRequest:
-    """Request to a worker for the state of one of its slots at a position (epoch, delivered in it, total)."""
+    """Request to a worker for the state of a slot at a position (epoch, delivered in it, total)."""
 
     key: SlotKey
     generation: int
@@ -66,27 +59,22 @@ class SlotStateRequest:
     delivered: int
     total: int
     digests_after: int = field(compare=False)
-    """Total of the slot at the box's nearest reported position. The worker returns the digests of the slot's batches
-    after it, with which the box's stream digest is continued."""
+    """Slot's total at the box's nearest reported position; the worker returns the digests of the batches after it."""
     round: int
-    """Number of the slot's answers so far that reported the end of an epoch instead of a state. It gives a request that
-    is repeated after such an answer a new id."""
+    """Answers so far that reported an end of an epoch instead: gives the repeated request a new id."""
     serial: int
-    """Serial number of the query that sends the request."""
     abandoned: tuple[tuple[int, int], ...] = field(default=(), compare=False, kw_only=True)
-    """Epochs that the loop abandoned before the slot had ended them, as (epoch, the slot's total when the loop left
-    it). All such epochs from `abandoned_from` on are in the tuple."""
+    """Epochs abandoned before the slot ended them, as (epoch, the slot's total then), all from `abandoned_from` on."""
     abandoned_from: int = field(default=0, compare=False, kw_only=True)
     labels: dict[int, int] = field(default_factory=dict, compare=False, kw_only=True)
     """Labels of epochs (proto/state/epoch_labels.py)."""
     at_end: bool = field(default=False, compare=False, kw_only=True)
-    """True if the loop of a box has taken its epoch to the end at this step. The slot's epoch then usually ends here as
-    well, and the state must say so: only between two epochs can a pure loader be resumed on another topology."""
+    """True if the box's loop took its epoch to the end here. The state must say that the slot's epoch ends too: only
+    between two epochs can a pure loader be resumed on another topology."""
 
     @property
     def id(self) -> str:
-        """Id of the request. It is made of the request's content, so that a repeated or late answer is never taken for
-        the answer to another request."""
+        """Made of the request's content, so that a late answer is never taken for that to another request."""
         where = f"{self.key.run}@{self.key.attempt}/{self.key.box}.{self.key.slot}#{self.generation}"
         return f"{where}:{self.step}:{self.epoch}.{self.delivered}.{self.total}:{self.round}:{self.serial}"
 
@@ -108,9 +96,8 @@ class SlotStateRequest:
 
 
 def _abandoned_before(box: Box, position: Position) -> tuple[int, list[tuple[int, dict[int, int]]]]:
-    """Return the epochs that the box's loop abandoned before this position, at most EPOCHS_SENT, and the epoch from
-    which on the list is complete. An entry is (epoch, {slot: the slot's total when the loop left the epoch}). Slots
-    that had already ended the epoch are missing in the entry."""
+    """Return the epochs that the loop abandoned before this position, at most EPOCHS_SENT, as (epoch, {slot: its total
+    then}, without slots that had ended it), and the epoch from which on they are complete."""
     left: list[tuple[int, dict[int, int]]] = []
     for epoch in reversed(box.abandoned):
         if epoch >= position.epoch:
@@ -124,7 +111,7 @@ def _abandoned_before(box: Box, position: Position) -> tuple[int, list[tuple[int
 
 
 def _has_seen_end(box: Box, slot: int, epoch: int, total: int) -> bool:
-    """Return whether the box's loop has reached the end of the slot's epoch after the slot's batch `total`."""
+    """Return whether the box's loop has reached the end of the slot's epoch after batch `total`."""
     return epoch not in box.abandoned and box.ends.get((slot, epoch)) == total
 
 
@@ -137,14 +124,12 @@ class _Answer:
 
 @dataclass
 class BoxState:
-    """States of one box's slots at a step, in order of the slots, and the box's position there. A state is a
-    WorkerRecord, with what Penstock knows of the slot, and the bytes of the loader's state."""
+    """States of a box's slots at a step, and its position. A state is a WorkerRecord and the loader's bytes."""
 
     records: list[tuple[pb.WorkerRecord, bytes]]
     position: records_pb2.BoxPosition | None = None
     final: int | None = None
-    """Last step of the box if its epoch had ended before the requested step. The states are then those after this last
-    step, and are valid until the box takes another step. None: the states are those at the requested step."""
+    """Last step of a box whose epoch had ended before; the states are those after it, valid until its next step."""
 
     @property
     def size(self) -> int:
@@ -152,7 +137,7 @@ class BoxState:
 
     @cached_property
     def heads(self) -> list[bytes]:
-        """Serialised StatePart of each slot, without the loader's state. The first one contains the box's position."""
+        """Serialised StatePart of each slot, without the loader's state; the first has the box's position."""
         return [
             pb.StatePart(record=record, position=None if index else self.position).SerializeToString()
             for index, (record, _) in enumerate(self.records)
@@ -160,84 +145,75 @@ class BoxState:
 
     @property
     def message_size(self) -> int:
-        """Size in bytes of a message with all states of the box; an upper bound."""
+        """Upper bound of the bytes of a message with all states of the box."""
         return self.size + sum(len(head) + 8 for head in self.heads)
 
 
 @dataclass
 class GatheredState:
-    """Complete result of a state query."""
-
     records: list[tuple[pb.WorkerRecord, bytes]]
     positions: dict[int, records_pb2.BoxPosition]
     finals: dict[int, int]
-    """Box -> its last step, for each box whose epoch had ended before the requested step. The result has the final
-    states of these boxes, and is valid until one of them takes another step."""
+    """Box -> its last step, if its epoch had ended before; the result is valid until it takes another."""
 
 
 @dataclass(eq=False)
 class StateQuery:
-    """Query for the states of all slots of a run at one step, shared by all callers that request this step."""
+    """Query for the states of all slots of a run at one step, shared by all callers for it."""
 
     run: str
     attempt: int
     step: int
     serial: int = 0
-    """Serial number of the query, unique also across restarts. It is part of each request's id, so that a repeated
-    query sends new requests."""
+    """Serial number, unique also across restarts; in each request's id, so that a repeated query sends new ones."""
     num_boxes: int = 1
     at_once: int = 1 << 30
-    """Largest number of slots with an open request at the same time."""
+    """Most slots with an open request at a time."""
     callers: int = 0
     deadline: float = 0.0
-    """Latest deadline of the query's callers, in monotonic seconds."""
+    """Latest deadline of the callers, in monotonic seconds."""
     requests: dict[str, SlotStateRequest] = field(default_factory=dict)
     by_worker: dict[str, dict[str, SlotStateRequest]] = field(default_factory=dict)
     """Worker -> its open requests, by request id."""
     boxes: dict[int, BoxState] = field(default_factory=dict)
-    """Complete boxes whose states are still in memory, by number."""
+    """Complete boxes whose states are still in memory."""
     complete: int = 0
-    """Number of boxes of which all slots have answered for the final plan."""
+    """Boxes of which all slots have answered for the final plan."""
     released: bool = False
-    """True if states were dropped from memory after they were sent, so that no further caller can join the query."""
+    """True if states were dropped after they were sent, so that no further caller can join."""
     sent: dict[int, int] = field(default_factory=dict)
-    """Complete box -> number of the present callers to which its states were sent."""
+    """Complete box -> present callers to which it was sent."""
     coming: dict[str, int] = field(default_factory=dict)
-    """Request id -> size of its answer in bytes, for answers that are being received."""
+    """Request id -> bytes of an answer that is being received."""
     held: int = 0
-    """Number of bytes of answers that are in memory or being received."""
+    """Bytes of answers in memory or being received."""
     changed: list[SlotStateRequest] = field(default_factory=list)
-    """Requests to workers that were opened or withdrawn since the workers were last told."""
+    """Requests opened or withdrawn since the workers were last told."""
     completed: list[int] = field(default_factory=list)
-    """Numbers of the boxes that became complete since the callers were last told."""
+    """Boxes that became complete since the callers were last told."""
     failure: PenstockError | None = None
     restarts: int | None = None
-    """Value of `Attempt.restarts` for which the present answers are valid. A caller that has got some of them must not
-    get others after a change."""
+    """`Attempt.restarts` for which the answers are valid: a caller that has some must not get others."""
     _asked_boxes: int = 0
-    """Number of boxes whose slots have been asked so far. Boxes are begun in the order of their numbers."""
+    """Boxes asked so far, in the order of their numbers."""
     _open_requests: dict[int, dict[str, SlotStateRequest]] = field(default_factory=dict)
-    """Open requests, by id, of each box that was begun and is not yet complete."""
+    """Open requests, by id, of each box that was begun and is not complete."""
     _answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
     _rounds: dict[tuple[int, int], int] = field(default_factory=dict)
     _denied: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
-    """(box, slot) -> position that the slot's worker refused without reporting a new end of an epoch; the ends of
-    epochs known then; the epochs abandoned by then. The worker would refuse the position again, so the slot gets no new
-    request until one of the three has changed."""
+    """(box, slot) -> refused position, known ends and abandoned epochs: no new request until one changes."""
     _starts: dict[int, Position] = field(default_factory=dict)
-    """Box -> the newest reported position after which digests were requested. It is still used if later reports have
-    replaced it in the cluster state."""
+    """Box -> newest position after which digests were requested, also if later reports have replaced it."""
     _missing: dict[int, list[str]] = field(default_factory=dict)
-    """Box -> what is missing for its completion, apart from answers of workers; as text."""
+    """Box -> what is missing for it apart from answers, as text."""
 
     def topic(self, box: int) -> tuple[str | int, ...]:
-        """Return the topic that is announced when the box is complete. If the query fails, the topics of all boxes are
-        announced."""
+        """Return the topic announced when the box is complete; if the query fails, those of all boxes are."""
         return ("state", self.serial, box)
 
     @property
     def key(self) -> tuple[str, int, int, str]:
-        """Key of the requested state. Callers that request the same key share the query."""
+        """Callers that request the same key share the query."""
         return (self.run, self.attempt, self.step, "")
 
     @property
@@ -246,7 +222,7 @@ class StateQuery:
 
     @property
     def result(self) -> GatheredState | None:
-        """Result with the states of all boxes; None while the query is not complete, and after states were dropped."""
+        """States of all boxes; None while incomplete, and after states were dropped."""
         if self.failure is not None or len(self.boxes) < self.num_boxes:
             return None
         states = sorted(self.boxes.items())
@@ -261,7 +237,7 @@ class StateQuery:
         return {number: state.final for number, state in self.boxes.items() if state.final is not None}
 
     def waits_for(self) -> str:
-        """Return a text that names the slots and boxes for which the query still waits."""
+        """Return a text that names the slots and boxes for which the query waits."""
         asked = [f"box {w.key.box} slot {w.key.slot} on worker {w.worker}" for w in self.requests.values()]
         missing = [what for _, box in sorted(self._missing.items()) for what in box]
         later = self.num_boxes - self._asked_boxes
@@ -285,7 +261,7 @@ class StateQuery:
         self.coming.clear()
 
     def refresh(self, attempt: Attempt, box: int | None = None) -> None:
-        """Plan the requests again from the present cluster state. `box`: the box that changed; None: all boxes."""
+        """Plan the requests again from the cluster state. `box`: the one that changed; None: all."""
         if self.done:
             return
         try:
@@ -300,14 +276,14 @@ class StateQuery:
             self.fail(error)
 
     def restarted(self) -> StateUnavailableError:
-        """Return the error for a caller that has got states which do not belong to the present answers."""
+        """Return the error for a caller whose states do not belong to the present answers."""
         return StateUnavailableError(
             f"{self.title}: the run's loaders were restarted from a saved state while this state was sent, because a "
             "worker was lost: save again"
         )
 
     def _begin_again(self, attempt: Attempt) -> None:
-        """Drop all answers: the slots' loaders have been started anew, from another state, and count from there."""
+        """Drop all answers: the loaders were started anew, from another state, and count from there."""
         self.ask_no_more()
         self.boxes.clear()
         self.sent.clear()
@@ -317,7 +293,7 @@ class StateQuery:
         self.restarts = attempt.restarts
 
     def _begin_boxes(self, attempt: Attempt) -> None:
-        """Begin with further boxes, as long as the limit on open requests allows it."""
+        """Begin with further boxes, as far as the limit on open requests allows."""
         while self._asked_boxes < self.num_boxes:
             if self._open_requests and len(self.requests) + attempt.num_workers > self.at_once:
                 return
@@ -327,7 +303,7 @@ class StateQuery:
             self._refresh(attempt, number)
 
     def _ask(self, number: int, slot_requests: dict[str, SlotStateRequest]) -> None:
-        """Replace the open requests of box `number` by `slot_requests` (request id -> request)."""
+        """Replace the open requests of box `number`, by request id."""
         before = self._open_requests.get(number, {})
         for request, slot_request in before.items():
             if request not in slot_requests:
@@ -443,9 +419,8 @@ class StateQuery:
         self.completed.append(number)
 
     def _position(self, box: Box, state: BoxState, doubtful: list[str]) -> tuple[Position, Position]:
-        """Return two positions of the box: the reported one from which the plan starts, and the computed one at the
-        query's step. `doubtful`: list to which the box's name is added if the computed position is still uncertain.
-        Raises StateUnavailableError."""
+        """Return the reported position from which the plan starts, and the computed one at the step. A box whose
+        computed position is uncertain is added to `doubtful`. Raises StateUnavailableError."""
         where = f"step {self.step} of run {self.run}: box {box.number}"
         if box.presence is BoxPresence.CLOSED and not any(slot.worker for slot in box.slots):
             raise StateUnavailableError(
@@ -481,7 +456,6 @@ class StateQuery:
 
     @property
     def title(self) -> str:
-        """Name of the query in messages."""
         return f"state of run {self.run} at step {self.step}"
 
     def _of_slot(self, error: PenstockError, key: SlotKey, worker: str) -> PenstockError:
@@ -490,7 +464,7 @@ class StateQuery:
         return error_named(type(error).__name__, message, error.remote_traceback)
 
     def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:
-        """Record a worker's answer to a request. An answer to a request that was withdrawn changes nothing."""
+        """Record an answer; one to a request that was withdrawn changes nothing."""
         slot_request = self.requests.get(answer.request)
         if slot_request is None or answer.worker != slot_request.worker:
             return
@@ -535,8 +509,7 @@ class StateQuery:
         self.refresh(attempt, box.number)
 
     def _record_digest(self, box: Box, start: Position, position: Position) -> None:
-        """Compute the box's stream digest at `position`, from the digest at the reported position `start` and the
-        digests of the batches since, which the workers sent."""
+        """Compute the stream digest at `position`, from that at the reported `start` and the workers' digests since."""
         position.chain = box.chain(position.step)
         if position.chain is None:
             digests: dict[tuple[int, int], int] = {}
@@ -579,7 +552,7 @@ class StateQuery:
 
 @dataclass(frozen=True)
 class TaskRequest(SlotStateRequest):
-    """Request to one worker to aggregate the states in a blob (uploaded data), or to try a change of a mixture."""
+    """Request to one worker to aggregate the states in a blob, or to try a change of a mixture."""
 
     blob: str = ""
     trial: pb.MixtureTrial | None = field(default=None, compare=False)
@@ -599,17 +572,16 @@ class TaskRequest(SlotStateRequest):
 
 @dataclass(eq=False)
 class Aggregation(StateQuery):
-    """Query for an aggregation of states by the loader's aggregate_state_dict, for a training job that cannot build the
-    loader itself, for example because the data that input_fn reads are only on the workers' machines. The client
-    uploads the workers' states as a blob. Any worker of the box can aggregate them, because every worker returns the
-    same result: the first ready slot of the box `box` is asked. The result counts as the state of box 0 of a run with
-    one box, so `StateQuery` needs no other code to wait for it and send it."""
+    """Query for an aggregation by the loader's aggregate_state_dict, for a job that cannot build the loader itself, as
+    the data are only on the workers' machines. The client uploads the states as a blob, and the first ready slot of
+    `box` is asked, because every worker returns the same. The result counts as the state of box 0 of a run with one
+    box, so `StateQuery` needs no other code."""
 
     box: int = 0
     blob: str = ""
     trial: pb.MixtureTrial | None = None
     slot: int | None = None
-    """Number of the slot that is asked; None: the first slot that is ready."""
+    """None: the first slot that is ready."""
 
     @property
     def key(self) -> tuple[str, int, int, str]:
@@ -656,14 +628,12 @@ class Aggregation(StateQuery):
 
 @dataclass(eq=False)
 class MixtureTrial(Aggregation):
-    """Query for the trial of a change of a mixture's weights, before the change is made. Only user code knows the
-    sources of a mixture. So a helper process of one slot makes the loader and applies the change. It returns the
-    change's position in the order of samples, and the weights of all sources. A source that is added may be missing on
-    a worker, so a change that adds sources is tried on each worker of the run. `blob`: key of the change and number of
-    the trial, because queries with the same `blob` would count as one query."""
+    """Query for the trial of a change of a mixture: only user code knows its sources, so a helper process of one slot
+    makes the loader and applies it. A source may be missing on a worker, so added ones are tried on each. `blob`:
+    key of the change and number of the trial, because queries with the same `blob` count as one."""
 
     epoch: int = 0
-    """Epoch in which the boxes are expected to be at the step of the change."""
+    """Epoch in which the boxes are expected to be at the step."""
     changes: int = 0
     """Number of earlier changes of the run's mixture."""
 

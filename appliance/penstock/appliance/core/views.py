@@ -20,15 +20,14 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 STEP = 64
-"""Number of workers after which filling a status reply pauses, so that other calls are served."""
+"""Workers after which filling a status reply pauses, so that other calls are served."""
 STATE_REQUESTS = 1024
-"""Largest number of requests for states in one heartbeat reply. The others follow once these are answered."""
+"""Most requests for states in one heartbeat reply; the others follow."""
 ASSIGNMENTS = 256
-"""Number of slots after which filling a heartbeat reply pauses. A slot takes 30 us if its box has 256 slots, because
-each assignment contains the positions of all slots of the box."""
+"""Slots after which filling a heartbeat reply pauses: 30 us each, as an assignment has the positions of 256 slots."""
 
 ASSIGNMENTS_SIZE = 2 << 20
-"""Number of bytes of assignments after which filling a heartbeat reply pauses."""
+"""Bytes of assignments after which filling a heartbeat reply pauses."""
 
 
 def slot_view(cluster: ClusterState, slot: Slot) -> pb.SlotView:
@@ -85,8 +84,7 @@ def watch_reply(
 def assignment(
     cluster: ClusterState, attempt: Attempt, box: Box, slot: Slot, worker: Worker, start: records_pb2.BoxPosition
 ) -> records_pb2.WorkerAssignment:
-    """Return the assignment that tells a worker to run the slot, or to prepare it as the slot's migration target.
-    `start`: position where the box's runners start, as one message that all slots of the box share."""
+    """Return the assignment to run the slot or prepare it as target. `start`: one message that all slots share."""
     target = slot.target if slot.worker != worker.name else None
     generation = slot.generation if target is None else target.generation
     return records_pb2.WorkerAssignment(
@@ -129,12 +127,8 @@ def fill_heartbeat(
     slot_requests: Iterable[tuple[SlotStateRequest, float]],
     stuck: int,
 ) -> Iterator[None]:
-    """Fill the reply in steps of ASSIGNMENTS slots, between which other calls are served.
-
-    Args:
-        slot_requests: open requests to the worker for states, each with the seconds until the last caller gives up.
-        stuck: number of slots that cannot leave the worker, if it drains.
-    """
+    """Fill the reply in steps of ASSIGNMENTS slots, between which other calls are served. `slot_requests`: each with
+    the seconds until the last caller gives up; `stuck`: slots that cannot leave the worker, if it drains."""
     part = cluster.snapshot_share()
     reply.version, reply.wall_s, reply.heartbeat_s, reply.lease_s = (
         worker.version,
@@ -171,8 +165,7 @@ def fill_heartbeat(
 
 
 def _taken(cluster: ClusterState, worker: Worker, reports: Iterable[pb.SlotReport]) -> Iterator[pb.TakenSlot]:
-    """Yield the reported slots that were taken from the worker, or that it runs under an old generation. The worker
-    must stop the runners of these slots."""
+    """Yield the reported slots that the worker lost, or runs under an old generation: it must stop their runners."""
     for report in reports:
         key = SlotKey(report.run, report.attempt, report.box, report.slot)
         if key in worker.slots:
@@ -263,11 +256,10 @@ def _bottleneck(found: Bottleneck) -> pb.Bottleneck:
 
 
 def fill_status(reply: pb.StatusReply, cluster: ClusterState, now: float, uptime_s: float) -> Iterator[None]:
-    """Fill the reply in steps of one box or STEP workers, between which other calls are served and may change the
-    cluster state."""
+    """Fill the reply in steps of one box or STEP workers, between which other calls may change the cluster state."""
     reply.version, reply.protocol, reply.uptime_s = VERSION, PROTOCOL, uptime_s
     caused: Counter[str] = Counter()
-    """Worker -> share of the boxes' time spent waiting for its slots, summed over all boxes."""
+    """Worker -> share of the boxes' time spent waiting for its slots, summed over boxes."""
     cores = demand.cores(cluster.workers.values())
     for run in list(cluster.runs.values()):
         status = reply.runs.add(

@@ -1,5 +1,4 @@
-"""Workers: handles the calls of worker daemons, which register, report what the runners of their slots do, and
-leave."""
+"""Workers: calls of worker daemons, which register, report what their slots' runners do, and leave."""
 
 from __future__ import annotations
 
@@ -23,22 +22,17 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 HUNG_UP_S = 1.5
-"""Remaining lease of a worker whose connection ends during a heartbeat, in seconds. Its process has probably died; a
-worker that only lost the connection is back within half a second. If a large fleet makes the lease n times as long,
-this time is n times as long too."""
+"""Remaining lease in seconds after a connection ends during a heartbeat, n times as long as the lease grows: the
+process has probably died; one that only lost the connection is back in half a second."""
 PAST_SESSIONS = 64
-"""Number of replaced worker processes whose sessions (random names) are remembered, so that late calls of these
-processes are refused."""
+"""Replaced worker processes whose sessions are remembered, so that their late calls are refused."""
 WORKERS_MAX = 100_000
-"""Largest number of workers that are registered at a time."""
 END_COST = 2
-"""Time for handling the report that a runner has ended (75 us), in multiples of the time for placing one slot. One
-heartbeat call handles at most SLOTS_AT_ONCE / END_COST of these reports."""
+"""Cost of handling a runner's end (75 us), in placed slots; a heartbeat handles SLOTS_AT_ONCE / END_COST of them."""
 _MAX_ACTIVITY, _MAX_STACK = 300, 12_000
-"""Longest texts taken from a report of a hang or a crash, in characters: what the runner is doing, and its stack. Both
-are bounded because every view of the box contains them."""
+"""Longest activity and stack taken from a report of a hang or crash, in characters; every view of the box has them."""
 _KEPT_FIRSTS = EPOCHS_AHEAD + 1
-"""Number of epochs whose first batches are kept for a slot's next runner, the newest ones."""
+"""Newest epochs whose first batches are kept for a slot's next runner."""
 _NO_REASON = records_pb2.ErrorDetail(
     name="PenstockError", message="the slot's runner failed, and the worker reported no reason: see the worker's log"
 )
@@ -118,8 +112,7 @@ class Workers:
         )
 
     def _restore_slots(self, worker: Worker) -> None:
-        """Take what exceeds the capacity of a worker that is back, and tell the boxes of its slots its addresses, which
-        may have changed."""
+        """Take what exceeds the capacity of a worker that is back, and tell boxes its addresses, perhaps new."""
         for key in sorted(worker.slots)[worker.capacity :]:
             slot = self._cluster.slot(key)
             if slot is not None and slot.worker == worker.name:
@@ -136,7 +129,7 @@ class Workers:
         return worker if worker is not None and worker.session == session and worker.registered else None
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
-        """Record a worker's report and return the reply at once. (The service waits for a change before it replies.)"""
+        """Record a worker's report and return the reply at once: it is the service that waits for a change."""
         self.report_worker(request)
         reply = pb.HeartbeatReply()
         for _ in self.worker_view_steps(request, reply):
@@ -160,8 +153,8 @@ class Workers:
             self._settle()
 
     def worker_view_steps(self, request: pb.HeartbeatRequest, reply: pb.HeartbeatReply) -> Iterator[None]:
-        """Fill the reply in steps, between which other calls are served. The reply carries the worker's version at the
-        first step. So a change that happens between two steps is in the reply to the worker's next heartbeat."""
+        """Fill the reply in steps, between which other calls are served. It has the version at the first step, so a
+        change between steps is in the next reply."""
         cluster, worker = self._cluster, self._registered(request.worker, request.session)
         if worker is None:
             cluster.journal.commit()
@@ -182,12 +175,12 @@ class Workers:
         return min(request.hold_s, self._cluster.worker_lease_policy().left(self._clock(), request.worker))
 
     def worker_version(self, request: pb.HeartbeatRequest) -> int:
-        """Return the version of the worker's view; -1, which no peer has seen, if the worker must register again."""
+        """Return the version of the worker's view; -1, which no peer has seen, if it must register again."""
         worker = self._registered(request.worker, request.session)
         return -1 if worker is None else worker.version
 
     def worker_hung_up(self, name: str, session: str) -> None:
-        """Shorten the lease of a worker whose connection ended during a heartbeat, because it may have died."""
+        """Shorten the lease of a worker whose connection ended during a heartbeat: it may have died."""
         worker = self._registered(name, session)
         if worker is not None:
             longer = self._cluster.worker_lease_policy().lease_s / self._cluster.limits.worker_lease_s
@@ -207,8 +200,7 @@ class Workers:
         return reply
 
     def drop_silent(self, now: float, patience_s: float) -> None:
-        """Drop workers whose leases ended more than `patience_s` seconds ago. After SLOTS_AT_ONCE slots the method
-        stops, and the next call continues."""
+        """Drop workers whose leases ended over `patience_s` ago; after SLOTS_AT_ONCE slots, the next call continues."""
         cluster, moved = self._cluster, 0
         for worker in [worker for worker in cluster.workers.values() if worker.lease_until + patience_s <= now]:
             if moved >= SLOTS_AT_ONCE:
@@ -223,9 +215,8 @@ class Workers:
     # --------------------------------------------------------------------------------------------- reports about slots
 
     def _note_report(self, worker: Worker, report: pb.SlotReport, now: float) -> bool:
-        """Record a worker's report about a slot that it runs, or that it prepares to take over. Return True if this is
-        the first report that the runner of a slot has ended. A report of another worker, or about another generation,
-        changes nothing."""
+        """Record a report about a slot that the worker runs or prepares. Return whether it is the first of a runner's
+        end. A report of another worker or generation changes nothing."""
         cluster = self._cluster
         slot = cluster.slot(SlotKey(report.run, report.attempt, report.box, report.slot))
         if slot is not None and slot.is_migrating_to(worker.name, report.generation):
@@ -250,8 +241,7 @@ class Workers:
         return False
 
     def _note_rate(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
-        """Record the speed of the slot's runner, and how many batches it is ahead of the loop. While the runner starts,
-        record its stage, and its place among the runners that wait to start on the worker."""
+        """Record the runner's speed and lead over the loop; while it starts, its stage and place in the queue."""
         slot.batches_per_s, slot.batch_s = report.batches_per_s, report.batch_s
         slot.worked_s = max(slot.worked_s, report.worked_s)  # a runner may die in its replay
         slot.batch_cpu_s, slot.batch_delay_s = report.batch_cpu_s, report.batch_delay_s
@@ -294,8 +284,8 @@ class Workers:
             self._placement.fail(slot, report.error if report.HasField("error") else _NO_REASON)
 
     def _recycle(self, slot: Slot, report: pb.SlotReport) -> None:
-        """Replace a runner that ended because it used too much memory, right after a snapshot. If this runner and the
-        one before both reached the limit before their second batch, fail the slot instead."""
+        """Replace a runner that used too much memory, right after a snapshot. If it and the one before did so before
+        their second batch, fail the slot."""
         if report.outgrown and 0 < slot.outgrown == slot.generation - 1:
             error = MemoryLimitError(
                 f"{report.error.message}; this runner and the one before reached the limit before their second batch: "

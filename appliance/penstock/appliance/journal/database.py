@@ -1,14 +1,11 @@
 """Databases of the coordinator (SQLite): how they are opened, and how lost commits are detected.
 
-SQLite's write-ahead log ends at the first frame whose checksum does not match. If a bit in the middle of the log flips,
-SQLite takes that place for the log's end, and the last commits are silently lost. Therefore each commit has a number,
-which is in the database and in a file beside it (`journal.commits`). A database that ends before the recorded number is
-refused, before SQLite writes to it or empties its log. The journal's number is also sent to workers and training jobs,
-signed (`CommitMarks`). By this number a coordinator detects commits that the disk has lost together with the file, and
-an old copy of the directory.
-
-The file is written after each commit, but synced only when the database is opened. It survives the end of the process.
-After a loss of power it may be a few seconds old, which makes the check weaker but never wrong.
+SQLite takes the first frame of its log with a wrong checksum for the log's end, so a flipped bit silently loses the
+last commits. Therefore each commit has a number, in the database and in a file beside it (`journal.commits`), and a
+database that ends before it is refused, before SQLite empties its log. Peers also get the journal's number, signed
+(`CommitMarks`), by which a coordinator detects an old copy of the directory. The file is written after each commit but
+synced only when the database is opened: after a loss of power it may be seconds old, so the check is weaker but never
+wrong.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ __all__ = [
 SCHEMA = 2
 
 META = "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT) STRICT;"
-"""SQL statement that creates the table of the last commit's number and of other small values."""
+"""Table of the last commit's number and of other small values."""
 
 log = logging.getLogger("penstock.appliance")
 
@@ -52,8 +49,7 @@ def damaged(name: str, why: object) -> JournalError:
 
 
 def check_schema(path: Path | None, found: int) -> None:
-    """Raise JournalError if another version of Penstock, with another format, wrote the database. `found`: number of
-    the database's format."""
+    """Raise JournalError if another version of Penstock, with another format, wrote the database."""
     if found != SCHEMA:
         raise JournalError(
             f"the format of database {path or ':memory:'} must be {SCHEMA}, got {found}, from another version of "
@@ -62,8 +58,7 @@ def check_schema(path: Path | None, found: int) -> None:
 
 
 def open_database(path: Path | None, script: str) -> sqlite3.Connection:
-    """Open a database of the coordinator, or create it if it is missing. `path`: None = in memory; `script`: SQL that
-    creates the tables of a new database. Raises JournalError for a database that cannot be read or written."""
+    """Open or create a database (None: in memory); `script` makes its tables. Raises JournalError."""
     name = path or ":memory:"
     try:
         # check_same_thread: snapshot_store.py is used from one thread at a time, which is not the one that opened it.
@@ -113,8 +108,8 @@ def _unreadable(name: object, error: Exception) -> JournalError:
 
 @contextmanager
 def read_only(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection]:
-    """Open an existing database for reading, without changing it or its log. If the database is not in use and has no
-    log, no file is created beside it. `in_use`: whether a coordinator has it open. Raises sqlite3.Error."""
+    """Open an existing database without changing it or its log; without a log, and not in use, no file is made beside
+    it. Raises sqlite3.Error."""
     wal = path.with_name(f"{path.name}-wal")
     immutable = "" if in_use or (wal.exists() and wal.stat().st_size) else "&immutable=1"
     address = f"{path.absolute().as_uri()}?mode=ro{immutable}"
@@ -125,8 +120,7 @@ def read_only(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connectio
 
 @contextmanager
 def transaction(db: sqlite3.Connection, commits: CommitNumber) -> Iterator[None]:
-    """Return a context whose changes of the database become one commit, with the next number. If the commit fails, no
-    change is made. Raises sqlite3.Error, JournalError."""
+    """Return a context whose changes become one commit, or none if it fails. Raises sqlite3.Error, JournalError."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -141,7 +135,7 @@ def transaction(db: sqlite3.Connection, commits: CommitNumber) -> Iterator[None]
 
 
 def _number_in(db: sqlite3.Connection) -> int:
-    """Return the number of the database's last commit; 0 if an older release wrote it, which did not number commits."""
+    """Return the number of the last commit; 0 from an older release, which did not number commits."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
         return 0
     found = db.execute("SELECT value FROM meta WHERE name='commits'").fetchone()
@@ -149,11 +143,8 @@ def _number_in(db: sqlite3.Connection) -> int:
 
 
 class CommitNumber:
-    """Number of a database's last commit, and the file beside the database that records it.
-
-    `path`: path of the database; None = in memory. Raises JournalError if the database ends before the recorded number,
-    and then changes nothing.
-    """
+    """Number of a database's last commit, and the file beside it that records it. Raises JournalError, and changes
+    nothing, if the database ends before the recorded number."""
 
     def __init__(self, path: Path | None) -> None:
         self.number = 0
@@ -184,7 +175,7 @@ class CommitNumber:
         os.pwrite(self._fd, _line(number), 0)
 
     def made(self) -> None:
-        """Record that one more commit is on disk. Raises JournalError if the file cannot be written."""
+        """Record that one more commit is on disk. Raises JournalError."""
         if self._fd >= 0:
             try:
                 self._record(self.number + 1)
@@ -193,8 +184,7 @@ class CommitNumber:
         self.number += 1
 
     def expect(self, number: int) -> None:
-        """Write `number` to the file, although the database has no commit of this number. Later starts then refuse the
-        database, because it lacks the commit."""
+        """Record a `number` that the database lacks, so that later starts refuse it."""
         if self._fd >= 0:
             self._record(number)
 
@@ -205,13 +195,13 @@ class CommitNumber:
 
 
 def beside(path: Path) -> Path:
-    """Return the path of the file that records the number of the last commit. `path`: path of the database."""
+    """Return the path of the file with the number of the database's last commit."""
     return path.with_suffix(".commits")
 
 
 def check_commits(path: Path) -> int:
-    """Return the number of the database's last commit, without changing a file. Raises JournalError if the recorded
-    number is higher, or if a file cannot be read."""
+    """Return the number of the last commit, without changing a file. Raises JournalError if more are recorded or a
+    file is unreadable."""
     file = beside(path)
     try:
         expected = recorded(file)
@@ -232,8 +222,7 @@ def check_commits(path: Path) -> int:
 
 
 def behind(path: Path | str, found: int, expected: int, witness: str) -> JournalError:
-    """Return the error for a database that ends at commit `found` and lacks commit `expected`. `witness`: text that
-    names the proof that `expected` was made."""
+    """Return the error for a database that lacks commit `expected`. `witness`: names the proof that it was made."""
     return JournalError(
         f"{path} ends at commit {found}, but commit {expected} was made, {witness}: the log {path}-wal is damaged or "
         "missing, or the database is an older copy. Restore a current copy of the whole directory; or move the "
@@ -242,15 +231,13 @@ def behind(path: Path | str, found: int, expected: int, witness: str) -> Journal
 
 
 def _line(number: int) -> bytes:
-    """Return the content of the file that records a number. It always has the same length and fits into one sector of a
-    disk, so a disk writes all of it or nothing."""
+    """Return the file's content: of one length, within one sector, so that a disk writes all of it or nothing."""
     text = f"{number:020d}"
     return f"{text} {zlib.crc32(text.encode()):08x}\n".encode()
 
 
 def recorded(file: Path) -> int | None:
-    """Return the commit number in the file; None if the file is missing or empty. Raises JournalError if it is
-    damaged."""
+    """Return the commit number; None if the file is missing or empty. Raises JournalError if it is damaged."""
     try:
         line = file.read_bytes()
     except FileNotFoundError:
@@ -267,25 +254,23 @@ def recorded(file: Path) -> int | None:
 
 
 class CommitMarks:
-    """Commit marks: signed commit numbers, which peers keep for the coordinator and send back. A peer cannot forge a
-    mark, and a mark of another journal is ignored."""
+    """Signed commit numbers, which peers keep and send back. A mark of another journal is ignored."""
 
     def __init__(self, secret: bytes, process: bytes, found: int) -> None:
         self._secret = secret
         self._process = process
-        """Random id of this coordinator process, 8 bytes. Commits of this process may have the same numbers as lost
-        commits of an earlier process; the id tells them apart."""
+        """Random id of this process, which tells its commits from lost ones with the same numbers."""
         self._found = found
-        """Number of the last commit that was on disk when this process started."""
+        """Number of the last commit on disk when this process started."""
 
     def make(self, number: int) -> bytes:
-        """Return the mark of a commit of this process: the process's id, the number, and the signature; 32 bytes."""
+        """Return a mark of 32 bytes: the process's id, the number, and the signature."""
         what = self._process + number.to_bytes(8, "big")
         return what + self._signed(what)
 
     def missing(self, mark: bytes) -> int | None:
-        """Return the number of the commit in `mark` if that commit is lost: an earlier process made it, and this
-        process did not find it on disk at its start. Return None otherwise, also for an invalid signature."""
+        """Return the number of the commit in `mark` if it is lost: an earlier process made it, and this one did not
+        find it. None also for an invalid signature."""
         what, number = mark[:16], int.from_bytes(mark[8:16], "big")
         if mark[:8] == self._process or number <= self._found:
             return None

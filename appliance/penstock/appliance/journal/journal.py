@@ -1,15 +1,13 @@
-"""Journal of the coordinator: the cluster state on disk, in SQLite with WAL and synchronous=FULL. The only writer
-commits before any reply.
+"""Journal of the coordinator: the cluster state on disk, in SQLite with WAL and synchronous=FULL, committed before any
+reply.
 
-The file journal.db holds the ownership: runs, attempts, boxes, slots, with a few rows for each change and about 110 us
-per commit. Changes are collected in memory, and `commit` writes each changed row as a whole. If a commit fails (disk
-full), the changes stay in memory: no call is acknowledged, and the next call tries again. Snapshots, which are large
-and less valuable, are in a database of their own (snapshot_store.py).
+journal.db holds the ownership (runs, attempts, boxes, slots): a few rows per change, some 110 us per commit. If a
+commit fails (disk full), the changes stay in memory: no call is acknowledged, and the next one tries again. Snapshots,
+large and less valuable, have a database of their own (snapshot_store.py).
 
-A file that cannot be read is never reset: the error names it, and a person decides. WAL does not work on network
-filesystems, because their locks and shared memory do not behave as SQLite needs, so such a filesystem is refused. A
-state directory can have only one coordinator at a time. An advisory lock ensures that; the kernel releases it when the
-process ends.
+A file that cannot be read is never reset: the error names it, and a person decides. Network filesystems are refused,
+because WAL needs locks and shared memory that work. An advisory lock, which the kernel releases when the process ends,
+ensures one coordinator per state directory.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ from penstock.runtime.files import filesystems
 from penstock.runtime.telemetry.counters import Histogram
 
 Rows = dict[tuple[Any, ...], tuple[str, Any]]
-"""Rows to write: key -> (SQL statement, values). A later write with the same key replaces an earlier one. For `put_all`
-the values are a function that makes the values of many rows."""
+"""Key -> (SQL statement, values), the last write of a key; for `put_all`, values is a function that makes many rows."""
 
 TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # table: key columns, other columns. A seed is text: SQLite's integers are signed, seeds are unsigned 64-bit.
@@ -76,8 +73,7 @@ _INSERT = {
 
 
 def make_private(path: Path) -> None:
-    """Create a state directory if it is missing. Raises JournalError for a directory that belongs to another user or
-    that others can read, and OSError for one that cannot be created."""
+    """Create a state directory if it is missing. Raises OSError; JournalError if others own or can read it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
@@ -94,8 +90,8 @@ def make_private(path: Path) -> None:
 
 
 class StateDir:
-    """State directory, locked by this coordinator until `close`. Only the coordinator's user may read it, because the
-    journal holds the secret from which tickets are derived. Raises JournalError."""
+    """State directory, locked until `close`, readable by its user alone: the journal has the secret of tickets. Raises
+    JournalError."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -140,7 +136,7 @@ def _table(name: str) -> str:
 
 
 class Journal:
-    """Journal of the coordinator: collects rows, writes them at a commit, and returns whole tables at the start."""
+    """Journal: collects rows, writes them at a commit, and returns whole tables at the start."""
 
     def __init__(self, directory: StateDir | None) -> None:
         self._path = directory.path / "journal.db" if directory else None
@@ -152,26 +148,24 @@ class Journal:
             )
         self._commits = CommitNumber(self._path)
         self.found = self._commits.number
-        """Number of the last commit that was on disk at the start."""
+        """Last commit on disk at the start."""
         self._db = open_database(self._path, "\n".join(f"{_table(table)};" for table in TABLES))
         self._db.row_factory = sqlite3.Row
         self.pending: Rows = {}
         self.deferred = False
         """True if `commit` does nothing, because GroupCommit writes the rows."""
         self.lost: JournalError | None = None
-        """Error that is set when a peer's commit mark shows that commits are missing in this journal. No call is
-        answered after that, and the process ends."""
+        """Set when a peer's mark shows that commits are missing: no call is answered, and the process ends."""
         try:
             (verdict,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(" ".join(str(verdict).split()))
             self.secret = bytes.fromhex(self._meta("secret", secrets.token_hex(32)))
-            """Secret from which tickets are derived. It is stored so that tickets stay valid after a restart."""
+            """Secret from which tickets are derived, stored so that they stay valid after a restart."""
             self.marks = CommitMarks(self.secret, secrets.token_bytes(8), self.found)
             self.boots = int(self._meta("boots", "0")) + 1
-            """Number of coordinator processes that have opened this journal, with this one. Version numbers of this
-            process start above those of the last one, so that no peer takes a new view for one that it has already
-            seen."""
+            """Coordinator processes that have opened this journal. Versions of this one start above the last one's, so
+            that no peer takes a new view for one that it has seen."""
             with transaction(self._db, self._commits):
                 for table in TABLES:  # an older release that wrote this journal may not have made all tables
                     self._db.execute(_table(table))
@@ -194,11 +188,11 @@ class Journal:
         return str(self._path or "the journal in memory")
 
     def note(self, name: str, value: str) -> None:
-        """Store a small value under a name, with the next commit."""
+        """Store a small value with the next commit."""
         self._add(("meta", name), "INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     def noted(self, name: str, default: str) -> str:
-        """Return the value that is stored under this name. If there is none, store `default` and return it."""
+        """Return the value under this name; if there is none, store `default` and return it."""
         try:
             return self._meta(name, default)
         except sqlite3.Error as error:
@@ -214,15 +208,13 @@ class Journal:
             raise damaged(self.name, error) from error
 
     def put(self, table: str, row: Mapping[str, Any]) -> None:
-        """Write a whole row of the table with the next commit. A value that is a callable is called when the row is
-        written."""
+        """Write a whole row with the next commit; a callable value is called when the row is written."""
         key = (table, *(row[key] for key in TABLES[table][0]))
         self._add(key, _INSERT[table], (*(row[column] for column in _COLUMNS[table]), _SUM))
 
     def put_all(self, table: str, rows: Callable[[], Iterable[Mapping[str, Any]]], **which: str | int) -> None:
-        """Write many rows of the table with the next commit. `rows` returns them. It is called at the commit, possibly
-        in another thread and more than once, so the objects that it reads must not change any more. `which`: names the
-        set of rows. Of two calls with the same table and `which` before a commit, only the later one counts."""
+        """Write many rows with the next commit. `rows` may be called in another thread and more than once, so what it
+        reads must not change. Of two calls with the same table and `which`, only the later counts."""
 
         def values() -> Iterator[tuple[Any, ...]]:
             return ((*(row[column] for column in _COLUMNS[table]), _SUM) for row in rows())
@@ -230,7 +222,7 @@ class Journal:
         self._add(("all", table, *which.items()), _INSERT[table], values)
 
     def drop(self, table: str, **where: str | int) -> None:
-        """Remove the table's rows that have the column values `where`, with the next commit."""
+        """Remove the rows with these column values, with the next commit."""
         condition = " AND ".join(f"{column}=?" for column in where)
         self._add(("drop", table, *where.items()), f"DELETE FROM {table} WHERE {condition}", tuple(where.values()))
 
@@ -239,7 +231,7 @@ class Journal:
         self.pending[key] = (sql, values)
 
     def commit(self) -> None:
-        """Write all pending changes to disk. Raises JournalError if the write fails; the next call tries again."""
+        """Write all pending changes. Raises JournalError; then the next call tries again."""
         if not self.pending or self.deferred:
             return
         rows = self.take()
@@ -254,14 +246,13 @@ class Journal:
         return rows
 
     def put_back(self, rows: Rows) -> None:
-        """Put back rows that could not be written. A row that was put since then is kept in place of the older one."""
+        """Put back rows that could not be written, except where a newer one was put."""
         newer, self.pending = self.pending, rows
         for key, (sql, values) in newer.items():
             self._add(key, sql, values)
 
     def write(self, rows: Rows) -> None:
-        """Write the rows to disk in one commit. Any thread may call this, but only one at a time. Raises
-        JournalError."""
+        """Write the rows in one commit, in any thread, but only one at a time. Raises JournalError."""
         if self.lost is not None:
             raise JournalError(self.lost.message)
         try:
@@ -287,8 +278,7 @@ class Journal:
         return self._commits.number
 
     def confirm(self, mark: bytes, witness: str) -> None:
-        """Check a commit mark that a peer has kept. If it shows that commits are missing in this journal, raise
-        JournalError in this call and in each later one. `witness`: name of the peer, for the message."""
+        """Raise JournalError, now and in each later call, if a peer's mark shows that commits are missing."""
         number = self.marks.missing(mark)
         if number is not None and self.lost is None:
             self.lost = self._missing(number, witness)
@@ -305,11 +295,11 @@ class Journal:
 
 
 _SUM = object()
-"""Placeholder in a row for the checksum of the row's other values."""
+"""Placeholder in a row for the checksum of its other values."""
 
 
 def _made(values: tuple[Any, ...]) -> list[Any]:
-    """Return the values to write. Callables are called, and the row's checksum takes the place of its placeholder."""
+    """Return the values to write, with callables called and the checksum in its place."""
     made = [value() if callable(value) else value for value in values]
     return [*made[:-1], _sum(made[:-1])] if made and made[-1] is _SUM else made
 
@@ -319,9 +309,8 @@ def _sum(values: list[Any]) -> int:
 
 
 def checked(table: str, row: sqlite3.Row, name: str) -> dict[str, Any]:
-    """Return the row without its checksum. Raises JournalError if the checksum does not match. SQLite has checksums in
-    its log and none in its pages, so a flipped bit in a page may change a number without an error. Rows of older
-    releases have no checksum and are not checked. `name`: name of the database in messages."""
+    """Return the row without its checksum. Raises JournalError if it does not match: SQLite has none in its pages.
+    Rows of older releases have none."""
     keys, values = TABLES[table]
     found = {name: row[name] for name in (*keys, *values)}
     if "sum" in row.keys() and row["sum"] not in (None, _sum(list(found.values()))):  # noqa: SIM118 (no mapping)
@@ -331,32 +320,29 @@ def checked(table: str, row: sqlite3.Row, name: str) -> dict[str, Any]:
 
 
 def _bytes_of(rows: Rows) -> int:
-    """Return the size of the rows' values in bytes, without those of `put_all`. SQLite writes more, because it writes
-    whole pages."""
+    """Return the bytes of the rows' values, without `put_all`'s. SQLite writes whole pages, and so more."""
     put = (values for _, values in rows.values() if not callable(values))
     made = (value for values in put for value in values if value is not _SUM)
     return sum(len(value) if isinstance(value, str | bytes) else 8 for value in made)
 
 
 COMMIT_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
-"""Upper bounds of the buckets of the commit histogram in seconds, from an idle local disk to a failing one."""
+"""Buckets of the commit histogram in seconds, from an idle local disk to a failing one."""
 
 
 class GroupCommit:
-    """Writer of the journal, in a thread of its own: many calls share one commit. Once it exists, `Journal.commit` does
-    nothing.
+    """Writer of the journal in its own thread, in place of `Journal.commit`: many calls share one commit.
 
-    A commit takes as long as the disk needs to flush: a tenth of a millisecond on an idle local disk, several on a
-    cloud or shared disk. When a job of 10,000 slots starts, each of 30,000 calls has something to write. A coordinator
-    that waited for each commit would receive no heartbeats meanwhile and take every peer for dead. So the state machine
-    goes on with the next call, and each reply waits until all rows that were put before it are on disk.
+    A flush takes a tenth of a millisecond on an idle local disk, several on a cloud disk. When a job of 10,000 slots
+    starts, 30,000 calls have something to write; waiting for each would leave no time for heartbeats. So the state
+    machine goes on, and each reply waits until all rows put before it are on disk.
     """
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         journal.deferred = True
         self.seconds = Histogram(COMMIT_BOUNDS_S)
-        """Histogram of the durations of commits, in seconds."""
+        """Durations of commits, in seconds."""
         self._thread = ThreadPoolExecutor(1, "penstock-journal")
         self._waiting: list[asyncio.Future[None]] = []
         self._writer: asyncio.Task[None] | None = None
@@ -366,9 +352,8 @@ class GroupCommit:
 
     @asynccontextmanager
     async def synced(self) -> AsyncIterator[None]:
-        """Return a context in which the state machine handles a call. Leaving the context waits until all changes so
-        far are on disk, so that the caller gets the reply or the error only after that. A call that is cancelled does
-        not wait: its rows are written with the next call or tick."""
+        """Return a context for a call, left once all changes so far are on disk, so that a reply or error comes only
+        after that. A cancelled call does not wait: its rows come with the next one."""
         try:
             yield
         except Exception:
@@ -377,11 +362,8 @@ class GroupCommit:
         await self.sync()
 
     async def sync(self) -> None:
-        """Wait until all rows put so far are on disk.
-
-        Raises JournalError if the write failed, or if earlier commits are missing. The next call tries a failed write
-        again. If commits are missing (`Journal.lost`), the coordinator answers no call from then on.
-        """
+        """Wait until all rows put so far are on disk. Raises JournalError for a failed write, which the next call
+        tries again, or for missing commits (`Journal.lost`): then no call is answered any more."""
         if self._journal.lost is not None:
             raise JournalError(self._journal.lost.message)
         busy = self._writer is not None and not self._writer.done()

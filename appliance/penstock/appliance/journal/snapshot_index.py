@@ -1,12 +1,9 @@
-"""Index of snapshots.db: the kept snapshots and blobs, without their data, and those that may be removed from disk.
+"""Index of snapshots.db: kept snapshots and blobs, without their data, and those that may be removed.
 
-A slot may have to restart strictly before its last delivered batch, and the state of each of the last `retention_steps`
-steps (the retention window) may be requested. So the newest snapshot before this window is kept, and all newer ones.
-Older snapshots are not needed any more. The beginning of the window, as a position of the slot, is taken from positions
-that the box reported. It does not follow from the step alone: near the end of an epoch, the slots that still have
-batches take the steps of those that have ended.
-
-Pure: the index decides what to remove, and the service removes it from disk once its replacement is stored.
+A slot may restart strictly before its last delivered batch, and states of the last `retention_steps` steps may be
+requested. So the newest snapshot before this window is kept, and all newer ones. The window's beginning comes from
+reported positions, not from the step alone: near an epoch's end, slots take the steps of those that have ended. Pure:
+the service removes values from disk once their replacement is stored.
 """
 
 from __future__ import annotations
@@ -20,14 +17,14 @@ from typing import NamedTuple
 from penstock.proto.rpc.bounds.reply_parts import VALUE_MAX
 
 REPLAY_SHARE = 0.9
-"""Share of the budget that is open to snapshots whose only use is a shorter replay. The rest is reserved for the first
-snapshot of each slot and for saved states, without which no run can start."""
+"""Share of the budget for snapshots that only shorten a replay; the rest is for first snapshots and saved states,
+without which no run can start."""
 BLOB_SHARE = 0.9
-"""Share of the budget that blobs may use. The rest is reserved for snapshots, without which no run can start."""
+"""Share of the budget for blobs; the rest is for snapshots, without which no run can start."""
 BLOB_TOKEN_SHARE = 0.6
-"""Share of the budget that the blobs of one credential token may use, if the coordinator has several tokens."""
+"""Share of the budget for the blobs of one credential token, if there are several tokens."""
 BLOB_IDLE_S = 3600.0
-"""Age in seconds at which a blob is dropped if no open attempt uses it. Boxes send blobs before they open the run."""
+"""Age in seconds at which an unused blob is dropped; boxes send blobs before they open the run."""
 _MORE = (
     "end jobs that are no longer needed, or raise the budget (penstock coordinator --budget; "
     "PENSTOCK_COORDINATOR_BUDGET, which an embedded coordinator reads too)"
@@ -35,8 +32,6 @@ _MORE = (
 
 
 class SlotKey(NamedTuple):
-    """Key of a slot, unique in the cluster: its run, attempt and box, and its number in the box."""
-
     run: str
     attempt: int
     box: int
@@ -45,26 +40,21 @@ class SlotKey(NamedTuple):
 
 @dataclass(frozen=True, order=True)
 class DurableSnapshot:
-    """Position and size of one durable snapshot."""
-
     total: int
     epoch: int
     size: int
     epoch_start: bool = False
-    """True if the snapshot was taken at the start of an epoch, False if after a batch."""
+    """True if taken at the start of an epoch, False if after a batch."""
 
     @property
     def is_sure(self) -> bool:
-        """True if every loader can restart from this snapshot: it was taken after a batch, or at the start of epoch 0.
-        The state at the start of a later epoch may still be that of the epoch before, because some loaders begin an
-        epoch only in the first next(). Such a loader, restored there, would end at once."""
+        """True if every loader can restart here: after a batch, or at the start of epoch 0. Some loaders begin a later
+        epoch only in the first next(), so their state there is that of the epoch before, and would end at once."""
         return not self.epoch_start or self.epoch == 0
 
 
 @dataclass(frozen=True)
 class DropSnapshot:
-    """Order to remove one snapshot from disk."""
-
     key: SlotKey
     total: int
     epoch: int
@@ -72,16 +62,12 @@ class DropSnapshot:
 
 @dataclass(frozen=True)
 class DropAttempt:
-    """Order to remove all snapshots of an attempt from disk."""
-
     run: str
     attempt: int
 
 
 @dataclass(frozen=True)
 class DropBlob:
-    """Order to remove a blob (uploaded data: a saved state, or large arguments) from disk."""
-
     name: str
 
 
@@ -93,24 +79,22 @@ class _Blob:
     size: int
     touched: float
     credential: str = ""
-    """Digest of the sender's credential token; "" = not known, because the coordinator has restarted since."""
+    """Digest of the sender's credential token; "" = not known since a restart."""
 
 
 class SnapshotIndex:
-    """Index of the snapshots and blobs on disk, in memory. `budget`: largest number of bytes of all of them."""
+    """Index of the snapshots and blobs on disk, in memory. `budget`: most bytes of all of them."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self._snapshots: dict[tuple[str, int], dict[SlotKey, list[DurableSnapshot]]] = {}
-        """(run, attempt) -> key of a slot -> the slot's snapshots, so that an attempt can be dropped without a
-        search."""
+        """(run, attempt) -> slot -> its snapshots, so that an attempt can be dropped without a search."""
         self._blobs: dict[str, _Blob] = {}
         self._drops: list[Drop] = []
         self.used = 0
-        """Size in bytes of all snapshots and blobs on disk."""
+        """Bytes of all snapshots and blobs on disk."""
         self.coming = 0
-        """Number of bytes that transfers under way have declared. They count, so that transfers together do not exceed
-        the budget."""
+        """Bytes declared by transfers under way, so that together they do not exceed the budget."""
 
     @property
     def free(self) -> int:
@@ -128,15 +112,14 @@ class SnapshotIndex:
     def load(
         self, snapshots: Iterable[tuple[SlotKey, DurableSnapshot]], blobs: Iterable[tuple[str, int]], now: float
     ) -> None:
-        """Add the snapshots, and the blobs as (name, size), that the database holds at the start. `now`: monotonic
-        seconds."""
+        """Add what the database holds at the start, blobs as (name, size). `now`: monotonic seconds."""
         for key, kept in snapshots:
             self.add(key, kept)
         for name, size in blobs:
             self.add_blob(name, size, now)
 
     def take_drops(self) -> list[Drop]:
-        """Return the orders to remove values from disk that were given since the last call."""
+        """Return the orders to remove values given since the last call."""
         drops, self._drops = self._drops, []
         return drops
 
@@ -151,8 +134,7 @@ class SnapshotIndex:
         return of_attempt.get(key, ()) if of_attempt is not None else ()
 
     def find(self, key: SlotKey, total: int, epoch: int) -> DurableSnapshot:
-        """Return the snapshot at this position. If the index does not have it, for example because the attempt is over,
-        return an entry with a size of 0."""
+        """Return the snapshot at this position; one of size 0 if the index does not have it."""
         there = (kept for kept in self._of(key) if (kept.total, kept.epoch) == (total, epoch))
         return next(there, DurableSnapshot(total, epoch, 0))
 
@@ -160,8 +142,7 @@ class SnapshotIndex:
         return set(self._snapshots)
 
     def why_refused(self, key: SlotKey, size: int) -> str:
-        """Return the reason why a snapshot of `size` bytes may not be written now, with a remedy; "" if it may be
-        written."""
+        """Return why a snapshot of `size` bytes may not be written now, with a remedy; "" if it may."""
         if size > VALUE_MAX:
             return (
                 f"a snapshot must have at most {VALUE_MAX} bytes, got {size}: return less from the "
@@ -189,13 +170,10 @@ class SnapshotIndex:
         self.used += kept.size
 
     def trim(self, key: SlotKey, edge: int) -> None:
-        """Drop the slot's old snapshots. `edge`: number of the slot's batches at the oldest position to which the box
-        can still return.
+        """Drop old snapshots. `edge`: the slot's batches at the oldest position to which the box can return.
 
-        Of the snapshots with a smaller total than `edge`, the newest one from which every loader can restart
-        (`is_sure`) is kept; if there is none, the newest one. All snapshots after it are kept too. Snapshots are
-        ordered by epoch and then by total, because a snapshot of an abandoned epoch can have a higher total than later
-        ones.
+        Of those below `edge`, the newest `is_sure` one is kept, else the newest, and all after it. They are ordered by
+        epoch, then by total, because one of an abandoned epoch can have a higher total than later ones.
         """
         kept = self._of(key)
         if not kept:
@@ -209,17 +187,14 @@ class SnapshotIndex:
         self._snapshots[key.run, key.attempt][key] = list(kept[first:])
 
     def drop_beyond(self, key: SlotKey, total: int) -> None:
-        """Drop the slot's snapshots after its batch number `total`, because a change of the mixture has made them
-        invalid."""
+        """Drop the slot's snapshots after batch `total`, which a change of the mixture made invalid."""
         for old in [kept for kept in self._of(key) if kept.total > total]:
             self.used -= old.size
             self._drops.append(DropSnapshot(key, old.total, old.epoch))
             self._snapshots[key.run, key.attempt][key].remove(old)
 
     def discard(self, key: SlotKey, kept: DurableSnapshot) -> None:
-        """Drop a snapshot that was written to disk too late: its attempt is over, or a change of the mixture has made
-        it invalid. If the index has a snapshot of the same position, drop that one too, because the late one has
-        replaced it on disk."""
+        """Drop a snapshot written too late, and the one of the same position that it has replaced on disk."""
         for old in [one for one in self._of(key) if (one.total, one.epoch) == (kept.total, kept.epoch)]:
             self.used -= old.size
             self._snapshots[key.run, key.attempt][key].remove(old)
@@ -236,13 +211,13 @@ class SnapshotIndex:
         return name in self._blobs
 
     def blob_size(self, name: str) -> int:
-        """Return the blob's size in bytes; 0 for an unknown blob."""
+        """Return the bytes of the blob; 0 if unknown."""
         blob = self._blobs.get(name)
         return 0 if blob is None else blob.size
 
     def why_blob_refused(self, size: int, credential: str = "") -> str:
-        """Return the reason why a blob of `size` bytes may not be written now, with a remedy; "" if it may be written.
-        `credential`: digest of the sender's credential token; "" = no limit for a single token."""
+        """Return why a blob may not be written now, with a remedy; "" if it may. `credential`: digest of the token; ""
+        = no limit for a single one."""
         if size > VALUE_MAX:
             return (
                 f"a stored value must have at most {VALUE_MAX} bytes, got {size}: give input_fn smaller "
@@ -263,11 +238,11 @@ class SnapshotIndex:
         return ""
 
     def spare(self, drop: Drop) -> None:
-        """Cancel an order to remove a value, because the value is about to be written again."""
+        """Cancel an order to remove a value that is about to be written again."""
         self._drops = [other for other in self._drops if other != drop]
 
     def add_blob(self, name: str, size: int, now: float, credential: str = "") -> None:
-        """Add a blob that is on disk. If it is known already, only its age begins again. `now`: monotonic seconds."""
+        """Add a blob that is on disk; of a known one, only the age begins again. `now`: monotonic seconds."""
         known = self._blobs.get(name)
         if known is not None:
             known.touched = now
@@ -282,8 +257,7 @@ class SnapshotIndex:
                 self._blobs[name].touched = -math.inf
 
     def drop_idle_blobs(self, named: set[str], now: float) -> None:
-        """Drop the blobs that no open attempt uses, and that were neither sent nor used for BLOB_IDLE_S
-        seconds. `named`: names of the blobs in use; `now`: monotonic seconds."""
+        """Drop the blobs not in `named` (in use) that were neither sent nor used for BLOB_IDLE_S seconds."""
         for name, blob in list(self._blobs.items()):
             if name in named:
                 blob.touched = now

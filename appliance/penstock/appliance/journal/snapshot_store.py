@@ -1,9 +1,5 @@
-"""Store: the database snapshots.db, with the data of snapshots and blobs and the last states of ended runs. The
-snapshot index decides which values the store holds; the store writes, reads and removes them.
-
-Only the service's writer thread uses the store, so that the commit of a large value does not delay the event loop and
-with it the leases.
-"""
+"""Store: snapshots.db, with the data of snapshots and blobs and the last states of ended runs, as the index decides.
+Only the service's writer thread uses it, so that a large commit does not delay the event loop and with it leases."""
 
 from __future__ import annotations
 
@@ -41,16 +37,15 @@ _AT = "run=? AND attempt=? AND box=? AND slot=? AND total=? AND epoch=?"
 
 
 PIECE = 256
-"""Largest number of rows that one call of `drop` removes."""
+"""Most rows that one call of `drop` removes."""
 VACUUM_PAGES = 1024
-"""Largest number of pages of 4 KiB that one call of `drop` gives back to the filesystem. New snapshots reuse free pages
-anyway, and giving back all pages at once would rewrite the whole file while snapshots arrive."""
+"""Most pages of 4 KiB that one `drop` gives back: new snapshots reuse free pages anyway, and giving back all would
+rewrite the file."""
 
 
 @dataclass(frozen=True)
 class ClosedRun:
-    """Description of the one state that is kept of an ended run: the state that had the highest step of those in memory
-    when the run ended. The state itself is in the database."""
+    """The one kept state of an ended run, without its data: that of the highest step in memory when the run ended."""
 
     run: str
     attempt: int
@@ -58,12 +53,11 @@ class ClosedRun:
     wall_s: float
     """End of the run, in seconds since the Unix epoch."""
     size: int
-    """Size of the state in serialised messages, in bytes."""
+    """Bytes of the serialised messages."""
 
 
 class Store:
-    """Database with the data of snapshots and blobs, and the last states of ended runs. `directory`: None = in memory.
-    Every method raises JournalError if the disk fails."""
+    """Database with snapshots, blobs and last states of ended runs (None: in memory). Raises JournalError."""
 
     def __init__(self, directory: StateDir | None) -> None:
         self._path = directory.path / "snapshots.db" if directory else None
@@ -80,7 +74,7 @@ class Store:
             ) from error
 
     def index(self) -> tuple[list[tuple[SlotKey, DurableSnapshot]], list[tuple[str, int]]]:
-        """Return all snapshots as (slot, snapshot), and all blobs as (name, size in bytes), without their data."""
+        """Return all snapshots as (slot, snapshot), and all blobs as (name, bytes), without their data."""
         with self._errors("cannot be read"):
             columns = "run, attempt, box, slot, total, epoch, size, header"
             rows = self._db.execute(f"SELECT {columns} FROM snapshots").fetchall()
@@ -96,7 +90,7 @@ class Store:
         self.put_snapshots([(header, data)])
 
     def put_snapshots(self, snapshots: Sequence[tuple[pb.SnapshotHeader, bytes]]) -> None:
-        """Write all these snapshots, as (header, data), in one commit. If the commit fails, none is written."""
+        """Write these snapshots in one commit, all or none."""
         size = sum(len(data) for _, data in snapshots)
         with self._errors(f"{len(snapshots)} snapshots of {size} bytes cannot be written"), self._transaction():
             for header, data in snapshots:
@@ -110,7 +104,7 @@ class Store:
             yield
 
     def snapshot(self, key: SlotKey, kept: DurableSnapshot) -> tuple[pb.SnapshotHeader, bytes] | None:
-        """Return the snapshot's header and data; None if the snapshot was removed from disk."""
+        """Return the snapshot's header and data; None if it was removed."""
         with self._errors("a snapshot cannot be read"):
             found = self._db.execute(
                 f"SELECT header, data FROM snapshots WHERE {_AT}", (*key, kept.total, kept.epoch)
@@ -133,8 +127,7 @@ class Store:
             return [ClosedRun(*row) for row in self._db.execute("SELECT run, attempt, step, wall, size FROM closed")]
 
     def keep_closed(self, one: ClosedRun, parts: Sequence[bytes], gone: Iterable[str]) -> None:
-        """Write the last state of a run in place of an older one. Remove the states of the runs `gone`. `parts`: the
-        state as serialised messages."""
+        """Write the last state of a run in place of an older one, and remove those of the runs `gone`."""
         with self._errors(f"a state of {one.size} bytes cannot be written"), self._transaction():
             for run in (*gone, one.run):
                 for table in ("closed", "closed_parts"):
@@ -150,8 +143,7 @@ class Store:
             return [bytes(part) for (part,) in rows]
 
     def drop(self, drops: Sequence[Drop]) -> list[Drop]:
-        """Carry out the first of these orders to remove values from disk, about PIECE rows. Return the orders that are
-        left."""
+        """Carry out the first of these orders, about PIECE rows; return those that are left."""
         left = list(drops)
         with self._errors("old values cannot be removed"):
             with self._transaction():
@@ -184,34 +176,30 @@ class Store:
 # ---- writing
 
 COMMIT_BYTES = 8 << 20
-"""Largest size of a commit of several snapshots, in bytes. Such a commit takes a tenth of a second on a disk of 80
-MB/s, in which removals and reads wait. A larger snapshot has a commit of its own."""
+"""Largest commit of several snapshots in bytes: at 80 MB/s, reads wait a tenth of a second."""
 
 _Result = TypeVar("_Result")
 
 
 SMALL_SHARE = 8
-"""Divisor of the memory budget: a value of at most an eighth of the budget counts as small."""
+"""Divisor of the memory budget: up to an eighth of it, a value is small."""
 
 
 class InflowBudget:
-    """Memory budget of snapshots or blobs that are being received or sent. One half is for small values and one for
-    large ones, so that a small value never waits for a large one whose sender is slow."""
+    """Memory budget of values in transfer, half for small ones, which so never wait for a slow large one."""
 
     def __init__(self, limit: int) -> None:
         self._small_size = limit // SMALL_SHARE
         self._small, self._large = MemoryBudget(limit // 2), MemoryBudget(limit // 2)
 
     def taken(self, size: int, credential: str = "") -> AbstractAsyncContextManager[None]:
-        """Return a context that holds `size` bytes of the budget for a caller with this credential token. Entering the
-        context waits until the bytes are free."""
+        """Return a context that holds `size` bytes, once they are free, for a caller with this credential token."""
         return (self._small if size <= self._small_size else self._large).taken(size, credential)
 
 
 class MemoryBudget:
-    """Budget of bytes in memory, with a queue of the values that wait for memory. The next value is of the credential
-    token that holds the fewest bytes; values of one token are admitted in the order of their arrival. So no token waits
-    for the whole queue of another token."""
+    """Budget of bytes in memory. The next value is of the credential token that holds the fewest bytes, so no token
+    waits for another's whole queue."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -221,9 +209,8 @@ class MemoryBudget:
 
     @asynccontextmanager
     async def taken(self, size: int, credential: str = "") -> AsyncIterator[None]:
-        """Hold `size` bytes of the budget while the context is open. Entering the context waits until the bytes are
-        free, without a deadline, because each waiting call has its own. A value that is larger than the budget is
-        admitted when nothing else is in memory."""
+        """Hold `size` bytes while the context is open. Entering waits, without a deadline, because each call has its
+        own; a value above the budget enters when nothing else is in memory."""
         if self._waiting or not self._fits(size):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             entry = (size, credential, turn)
@@ -267,7 +254,7 @@ class MemoryBudget:
 
 
 class SnapshotWriter:
-    """Writer of the store: its operations run in a thread of its own, one after the other."""
+    """Writer of the store: its operations run in one thread, one after the other."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -276,13 +263,12 @@ class SnapshotWriter:
         self._writing: asyncio.Task[None] | None = None
         self._dropping: asyncio.Task[None] | None = None
         self._spared: set[Drop] = set()
-        """Orders to remove values that are being written again, so that these values must be kept."""
+        """Orders to remove values that are being written again."""
 
     def close(self) -> None:
         self._thread.shutdown()
 
     async def run(self, work: Callable[..., _Result], *args: Any) -> _Result:
-        """Run `work` in the writer's thread and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     async def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> None:
@@ -317,14 +303,13 @@ class SnapshotWriter:
         return self._dropping is not None and not self._dropping.done()
 
     def drop(self, drops: list[Drop], failed: Callable[[list[Drop], Exception], None]) -> None:
-        """Carry out orders to remove values from disk, in the background and a few at a time, so that concurrent writes
-        do not wait long. Call this only while `is_dropping` is false. `failed`: called with the orders that were not
-        carried out, and the error."""
+        """Carry out orders in the background, a few at a time, so that writes do not wait long; only while not
+        `is_dropping`. `failed`: called with orders not carried out, and the error."""
         self._spared = set()
         self._dropping = asyncio.ensure_future(self._drop(drops, failed))
 
     def spare(self, drop: Drop) -> None:
-        """Cancel an order of an earlier call of `drop`, because its value is about to be written again."""
+        """Cancel an order of an earlier `drop`, because its value is about to be written again."""
         self._spared.add(drop)
 
     async def _drop(self, drops: list[Drop], failed: Callable[[list[Drop], Exception], None]) -> None:

@@ -1,11 +1,8 @@
 """Last state of each run that has ended, kept for a while for `penstock state` and other programs.
 
-While a run is open, its workers have its states. When it ends, the workers are freed and the states are lost. Only
-states that were fetched lately are still in the coordinator's memory. The one of the highest step, usually the job's
-own last checkpoint, is written to the database of snapshots. So training is not delayed, and the kept state is exactly
-the one that the job saved.
-
-Pure: this module decides which states are kept and which may be dropped; the service writes and reads the states.
+When a run ends, its workers and their states are lost, except states fetched lately, which are still in memory. The one
+of the highest step, usually the job's own last checkpoint, is written to disk. So training is not delayed, and the kept
+state is exactly the one that the job saved. Pure: the service writes and reads the states.
 """
 
 from __future__ import annotations
@@ -18,35 +15,26 @@ from penstock.proto.errors import StateUnavailableError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 CLOSED_S = 7 * 86400.0
-"""Seconds for which the last state of an ended run is kept: a week, so that it is still there after a weekend."""
+"""Seconds for which a last state is kept: a week, so that it outlasts a weekend."""
 CLOSED_BYTES = 256 << 20
-"""Largest number of bytes on disk of the last states of all ended runs. They do not count in the budget of snapshots.
-The oldest states are dropped first."""
+"""Most bytes on disk of all last states, outside the budget of snapshots; the oldest are dropped first."""
 CLOSED_RUNS = 1000
-"""Largest number of ended runs whose last states are kept."""
 
 
 class ClosedRuns:
-    """Index of the states that are kept of ended runs, one for each run.
-
-    Args:
-        found: descriptions that the database holds at the coordinator's start.
-        wall: returns seconds since the Unix epoch.
-    """
+    """Index of the kept states. `found`: those in the database at the start; `wall`: seconds since the Unix epoch."""
 
     def __init__(self, found: Iterable[ClosedRun], wall: Callable[[], float]) -> None:
         self._kept = {one.run: one for one in found}
         self._wall = wall
 
     def of(self, query: StateQuery, parts: list[bytes]) -> ClosedRun:
-        """Return the description of the last state of a run that ends now. `parts`: the state as serialised
-        messages."""
+        """Return the description of the last state of a run that ends now, from its serialised messages."""
         size = sum(map(len, parts))
         return ClosedRun(query.run, query.attempt, query.step, self._wall(), size)
 
     def superfluous(self, new: ClosedRun) -> list[str] | None:
-        """Return the names of the runs whose kept states must be dropped, to make room for `new` or because they are
-        too old; None if `new` alone is too large to be kept."""
+        """Return the runs whose states must go, for `new` or for age; None if `new` alone is too large to be kept."""
         if new.size > CLOSED_BYTES:
             return None
         dropped, free_bytes, free_runs = [], CLOSED_BYTES - new.size, CLOSED_RUNS - 1
@@ -59,7 +47,7 @@ class ClosedRuns:
         return dropped
 
     def add(self, new: ClosedRun, gone: Iterable[str]) -> None:
-        """Add a state that has been written to disk. `gone`: names of the runs whose states were removed from disk."""
+        """Add a state that was written to disk, where those of the runs `gone` were removed."""
         for run in gone:
             self._kept.pop(run, None)
         self._kept[new.run] = new
@@ -69,8 +57,7 @@ class ClosedRuns:
         return one if one is not None and self._is_fresh(one) else None
 
     def find(self, request: pb.FetchStateRequest) -> ClosedRun | None:
-        """Return the description of the kept state that answers the request; None if no state of the run and attempt is
-        kept. Raises StateUnavailableError if the kept state is of another step."""
+        """Return the kept state of the run and attempt, if any. Raises StateUnavailableError for another step."""
         one = self.get(request.run)
         if one is None or request.attempt not in (0, one.attempt):
             return None
@@ -86,7 +73,7 @@ class ClosedRuns:
 
 
 def parts_of(query: StateQuery) -> list[bytes]:
-    """Return a complete state as serialised messages, for the database. Each message holds the state of one slot."""
+    """Return a complete state as serialised messages, one for each slot."""
     return [
         pb.StatePart(record=record, data=data, position=None if index else state.position).SerializeToString()
         for _, state in sorted(query.boxes.items())
@@ -95,7 +82,7 @@ def parts_of(query: StateQuery) -> list[bytes]:
 
 
 def boxes_of(parts: Iterable[bytes]) -> list[BoxState]:
-    """Return the states of a run's boxes from the messages that `parts_of` made."""
+    """Return the states of a run's boxes from the messages of `parts_of`."""
     boxes: list[BoxState] = []
     for data in parts:
         part = pb.StatePart.FromString(data)

@@ -1,13 +1,9 @@
 """Web pages of a coordinator: the dashboard, its data, and the metrics.
 
-Routes run on threads of the web server, and the cluster state belongs to the event loop. So a route requests a status
-from the event loop, waits for it with a deadline, and makes its page on its own thread. Requests that come at the same
-time share one status, and a page younger than FRESH_S is sent again: the cost for the event loop does not grow with the
-number of viewers.
-
-The dashboard itself is three static files in ../dashboard: no build step, no framework, no content from elsewhere. Its
-script knows no states, units or thresholds: it shows the given texts, each in the colour of the state that comes with
-the text. It computes only the time of day and the scales of its charts.
+Routes run on threads of the web server and ask the event loop, which owns the cluster state, for a status. Requests at
+the same time share one, and a page younger than FRESH_S is sent again: the cost does not grow with the viewers. The
+dashboard is three static files in ../dashboard: no build step, no framework. Its script knows no states, units or
+thresholds: it shows the given texts, each in the colour of its state.
 """
 
 from __future__ import annotations
@@ -42,10 +38,9 @@ from penstock.runtime.web.prometheus import MetricReadings, in_loop
 log = logging.getLogger("penstock.appliance")
 
 FRESH_S = 0.5
-"""Largest age of a page that is sent to a further viewer without being made again, in seconds."""
+"""Largest age of a page that is sent again, in seconds."""
 LOOP_S = 10.0
-"""Longest time in seconds for which a route waits for the event loop. Only an overloaded machine reaches it. The page
-then shows an error, and the web server's thread is free again."""
+"""Longest wait of a route for the event loop in seconds; on an overloaded machine an error is then shown."""
 SAMPLE_S = 1.0
 """Seconds between two samples of the runs' speed."""
 JSON = "application/json"
@@ -58,8 +53,7 @@ _Result = TypeVar("_Result")
 
 
 class DashboardPages:
-    """Routes of the dashboard page and of its data. `address`: returns the address of the coordinator, "" until it
-    listens."""
+    """Routes of the dashboard and its data. `address`: the coordinator's, "" until it listens."""
 
     def __init__(self, service: Service, loop: asyncio.AbstractEventLoop, address: Callable[[], str]) -> None:
         self._service, self._loop, self._address = service, loop, address
@@ -72,8 +66,7 @@ class DashboardPages:
         }
 
     def on_loop(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run a coroutine on the event loop and return its result. Routes call this on threads of the web server.
-        Raises TimeoutError if the event loop is too busy or has ended."""
+        """Run a coroutine on the event loop, from another thread. Raises TimeoutError if it is too busy or over."""
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as error:
@@ -108,7 +101,7 @@ class DashboardPages:
 
 
 class SharedPage:
-    """Route that makes its page once for all requests that come at the same time or within FRESH_S seconds."""
+    """Route that makes its page once for all requests within FRESH_S seconds."""
 
     def __init__(self, make: Callable[[], Page]) -> None:
         self._make = make
@@ -149,15 +142,8 @@ def serve_dashboard(
     tls_files: Callable[[], Renewing | None],
     closing: contextlib.ExitStack,
 ) -> str:
-    """Start the dashboard and return its URL. Raises the errors of WebServer.
-
-    Args:
-        any_port: use a free port if that of `listen` is in use.
-        calls: the server's counters of calls.
-        address: returns the address of the coordinator, "" until it listens.
-        tls_files: returns the TLS files of the running server; None without TLS.
-        closing: stack whose end closes the dashboard.
-    """
+    """Start the dashboard and return its URL. Raises the errors of WebServer. `any_port`: use a free port if that of
+    `listen` is taken; `address`: "" until the coordinator listens; `closing`: its end closes the dashboard."""
     loop = asyncio.get_running_loop()
     pages = DashboardPages(service, loop, address)
 
@@ -185,25 +171,24 @@ def serve_dashboard(
 # ---- data of the page
 
 MOST_BOXES = 100
-"""Largest number of boxes shown per run: the boxes with the longest waits."""
+"""Most boxes shown per run: those with the longest waits."""
 MOST_STATES = 6
-"""Largest number of answered state queries shown per run: the latest ones."""
+"""Answered state queries shown per run: the latest ones."""
 STATE_CHARACTERS = {"ready": "", "starting": "\u2026", "waiting": "\u2013", "failed": "\u2715"}
 ALARM_CHARACTERS = {"": "\u2713", "info": "\u2026", "warn": "\u25b2", "bad": "\u25b2"}
-"""Alarm level -> the character before the title of a finding of this level."""
+"""Alarm level -> the character before a finding's title."""
 STATE_COLOURS = {"live": "live", "done": "live", "epoch ended": "idle", "draining": "idle"}
-"""State -> the colour in which the page draws the state. All other states are drawn as lost."""
+"""State -> its colour; all others are drawn as lost."""
 BARS = ("slots used>", "waits>", "waited for>")
-"""Headings of the columns that the page draws as bars. A final ">" in a heading marks a column of numbers."""
+"""Columns drawn as bars. A final ">" marks a column of numbers."""
 
 Cell = str | Mapping[str, Any]
-"""Cell of a table of the page: a text, or a dict of one of three kinds. `text` with `state` (live, idle or lost);
-`text` with `share` (0 to 1, drawn as a bar) and `hot` (true if the share is above INPUT_BOUND); `text` with `at` (a
-time, in seconds since the Unix epoch)."""
+"""Cell of a table: a text, or `text` with `state` (live, idle, lost), with `share` (0 to 1, a bar) and `hot` (above
+INPUT_BOUND), or with `at` (seconds since the Unix epoch)."""
 
 
 def dashboard(found: ClusterView) -> dict[str, Any]:
-    """Return all data of the dashboard page, as a dict to be sent as JSON."""
+    """Return all data of the dashboard page, to be sent as JSON."""
     return {
         "about": found.coordinator.about,
         "input_bound": INPUT_BOUND,
@@ -289,49 +274,43 @@ def _cell(heading: str, text: str, row: Any) -> Cell:
 # ---- series of the last ten minutes, and of the last day
 
 SECONDS = 600
-"""Number of points of a run at intervals of a second: the last ten minutes."""
+"""Points of a run, one a second: the last ten minutes."""
 MINUTES = 24 * 60
-"""Number of points of a run at intervals of a minute: the last day."""
+"""Points of a run, one a minute: the last day."""
 RUNS = 64
-"""Number of runs whose series are kept: the latest ones."""
+"""Runs whose series are kept: the latest ones."""
 BOXES_AT_ONCE = 64
-"""Number of boxes that are read before a sample pauses, so that other tasks run."""
+"""Boxes read before a sample pauses, so that other tasks run."""
 
 Point = tuple[float, float, float, float]
-"""Point of a series: the time in seconds since the Unix epoch; the mean steps/s of the run's boxes; the share of its
-time, from 0 to 1, that the box with the longest waits waited for data; the batches/s of all slots together."""
+"""Unix seconds; mean steps/s of the boxes; largest share of waiting of a box, 0 to 1; batches/s of all slots."""
 COLUMNS = ("at", "steps_per_s", "waited_share", "batches_per_s")
 
 
 SHARE_S = 30.0
 """Seconds over which the share of a source is measured."""
 SOURCES = 6
-"""Number of sources of a run whose shares are shown one by one: those with the most samples when counting began."""
+"""Sources of a run shown one by one: those with the most samples when counting began."""
 REST = "others"
-"""Name under which the shares of all other sources are added up."""
 
 
 @dataclass
 class ShareSeries:
-    """Shares of a run's data sources over time: the share that was delivered, and the share that the mixture's weights
-    ask for. Shares count tokens if the weights of any source do, else samples."""
+    """Delivered and wanted shares of data sources over time, of tokens if any weight counts them, else samples."""
 
     names: list[str] = field(default_factory=list)
-    """Names of the sources in the newest point; the last name is REST if there are more than SOURCES. A point from
-    before a source was known has fewer shares."""
+    """Sources in the newest point, with REST last if there are more than SOURCES; older points may have fewer."""
     of_tokens: bool = False
     imbalance: float = 0.0
-    """Cost of the most expensive box's batch in a step, divided by the mean over all boxes; 0 = not measured."""
+    """Cost of the most expensive box's batch, divided by the mean over all boxes; 0 = not measured."""
     seconds: deque[tuple[float, array[float]]] = field(default_factory=lambda: deque(maxlen=SECONDS))
-    """Points: the time in seconds since the Unix epoch; the delivered share of each name; the wanted share of each
-    name."""
+    """Seconds since the Unix epoch; each name's delivered share; each name's wanted share."""
     minutes: deque[tuple[float, array[float]]] = field(default_factory=lambda: deque(maxlen=MINUTES))
-    """Points of the last day: the last one of each minute."""
+    """The last point of each minute of the last day."""
     _counted: deque[tuple[float, dict[str, int]]] = field(default_factory=deque)
 
     def add(self, at: float, boxes: Iterable[Box]) -> None:
-        """Add a point from the counts that all boxes reported. Add nothing if no sample was delivered in the last
-        SHARE_S seconds."""
+        """Add a point from the boxes' counts, unless no sample was delivered in the last SHARE_S seconds."""
         counts: dict[str, int] = {}
         wanted: dict[str, float] = {}
         self.imbalance = 0.0
@@ -378,7 +357,7 @@ class ShareSeries:
         return {"unit": "tokens" if self.of_tokens else "samples", "imbalance": round(self.imbalance, 3)}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the series for the dashboard page. A point is [time, delivered shares ..., wanted shares ...]."""
+        """Return the series; a point is [time, delivered shares ..., wanted shares ...]."""
         return {
             "names": self.names,
             **self.caption(),
@@ -393,8 +372,6 @@ def _shares(point: tuple[float, array[float]]) -> list[float]:
 
 @dataclass
 class OneRunSeries:
-    """Time series of one run: its speed, its waits, and the shares of its data sources."""
-
     seconds: deque[Point] = field(default_factory=lambda: deque(maxlen=SECONDS))
     minutes: deque[Point] = field(default_factory=lambda: deque(maxlen=MINUTES))
     shares: ShareSeries = field(default_factory=ShareSeries)
@@ -424,9 +401,7 @@ class RunSeries:
             self._tracks.popitem(last=False)
 
     def sample(self, attempts: Iterable[Attempt], wall_s: float) -> Iterator[None]:
-        """Add a point to the series of each attempt's run, in steps of BOXES_AT_ONCE boxes. A fleet has 10,000 slots,
-        and the event loop must serve other tasks between two steps. `wall_s`: the time, in seconds since the Unix
-        epoch."""
+        """Add a point to each series, in steps of BOXES_AT_ONCE boxes, between which other tasks run."""
         looked = 0
         for attempt in attempts:
             steps_per_s = waited = batches_per_s = 0.0
@@ -442,8 +417,7 @@ class RunSeries:
             self._tracks[attempt.run].shares.add(wall_s, attempt.boxes.values())
 
     def newest_shares(self) -> dict[str, dict[str, Any]]:
-        """Return the newest shares of each run whose loader counts its sources: a dict with the sources' `names`, the
-        `unit` (tokens or samples) and the `point`. Any thread may call this method."""
+        """Return the newest shares by run: `names` of sources, `unit` (tokens or samples), `point`. For any thread."""
         found = {}
         for run, track in list(self._tracks.items()):
             shares, points = track.shares, list(track.shares.seconds)[-1:]
@@ -452,7 +426,7 @@ class RunSeries:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the series for the dashboard page: rows with the columns COLUMNS, oldest first."""
+        """Return the series: rows with the columns COLUMNS, oldest first."""
         return {
             "columns": COLUMNS,
             "runs": {

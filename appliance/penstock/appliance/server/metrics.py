@@ -1,9 +1,7 @@
-"""Prometheus metrics of the coordinator, made from a status reply and from the coordinator's own counters.
+"""Prometheus metrics of the coordinator, from a status reply and its own counters.
 
-A single slot or worker has no time series here: the coordinator exports the numbers of slots and workers by phase, and
-each worker exports its own series. So the number of series grows only with the boxes (data-parallel ranks) of open
-runs. The page /metrics is optional. Without prometheus-client the coordinator starts nevertheless, and the page shows
-an error to the scraper.
+No slot or worker has a time series here (each worker exports its own), so their number grows only with the boxes of
+open runs. Without prometheus-client the coordinator starts nevertheless, and /metrics shows an error to the scraper.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from penstock.runtime.web.prometheus import Collector, MetricReadings, metrics_r
 
 
 def readings(status: pb.StatusReply, counters: CoordinatorCounters, files: Renewing | None = None) -> MetricReadings:
-    """Return all metrics of the coordinator. `files`: its TLS files, whose expiry is exported; None without TLS."""
+    """Return all metrics of the coordinator. `files`: its TLS files, whose expiry is exported."""
     found, shown = MetricReadings("coordinator"), view(status)
     runs = Counter(run.state for run in shown.runs)
     for phase in ("open", "closed"):
@@ -71,8 +69,7 @@ def _read_run(found: MetricReadings, run: RunView, counters: CoordinatorCounters
 
 
 def route(read: Callable[[], MetricReadings]) -> Route:
-    """Return the route (the function that makes the page) of /metrics. `read`: returns the metrics; called on the
-    thread of a request."""
+    """Return the route of /metrics. `read`: called on the thread of a request."""
     made: list[Route] = []
 
     def page() -> Page:

@@ -20,23 +20,17 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["MixtureCalls"]
 
 LOOK_S = 0.2
-"""Longest time in seconds until a waiting change is checked again, if no box reports before."""
+"""Longest time in seconds until a waiting change is checked again."""
 
 TRIALS_AT_ONCE = 16
-"""Largest number of workers that try a change at the same time."""
+"""Most workers that try a change at a time."""
 
 T = TypeVar("T")
 _Complete = Callable[[StateQuery, int, float, float], Awaitable[BoxState]]
 
 
 class MixtureCalls:
-    """Handler of ChangeMixture calls, in the coordinator's event loop.
-
-    Args:
-        state_machine: the coordinator's state machine.
-        on: returns a context in which a call waits for a topic (TopicSignals.on).
-        complete: waits until all slots of a query's box have answered (Service._complete).
-    """
+    """Handler of ChangeMixture calls, in the event loop. `on`: TopicSignals.on; `complete`: Service._complete."""
 
     def __init__(
         self,
@@ -48,9 +42,8 @@ class MixtureCalls:
         self._orders = MixtureOrders(state_machine.cluster, state_machine.placement, state_machine.state_queries)
 
     async def change(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply:
-        """Try a change of a mixture on a worker, or on all workers of the run if it adds sources, and then make it.
-        With `dry_run` only try it. If the same request was carried out before, return its change at once. Raises an
-        error if the change was not made, or if the trial failed."""
+        """Try a change on one worker, or on all if it adds sources, and make it unless `dry_run`; a repeated request
+        gets its change at once. Raises if it was not made or the trial failed."""
         made = self._orders.repeated(request)
         if made is not None:
             return made
@@ -93,8 +86,7 @@ class MixtureCalls:
             ) from error
 
     async def _make(self, proposal: Proposal, until: float) -> None:
-        """Let all boxes wait before the change's step, and make the change once all of them do. Raises DeadlineError at
-        `until`, in the event loop's time."""
+        """Make the change once all boxes wait before its step. Raises DeadlineError at `until`, in the loop's time."""
         orders, state_machine = self._orders, self._state_machine
         try:
             with self._on(("mixture", proposal.run.name)) as event:

@@ -1,13 +1,9 @@
-"""Rate limits on calls that make the coordinator store something new (registrations of workers, openings of runs): a
-token bucket for each peer, and one for all peers together. Each call costs up to a millisecond, so a peer that repeats
-it in a loop by mistake would delay the others' heartbeats.
+"""Rate limits on calls that store something new (registrations, openings of runs): a token bucket for each peer, and
+one for all.
 
-A peer is identified by its address without the port. A refused peer gets the time after which to retry; the refusal
-itself costs a comparison of two numbers. Buckets are kept for at most PEERS_MAX peers. Beyond that number, the peers
-that called least recently are forgotten, and start with a full bucket when they call again. The common bucket still
-limits them.
-
-Pure: the clock is passed in.
+Each call costs up to a millisecond, so a peer that repeats it by mistake would delay heartbeats. A peer is an address
+without the port; a refused one gets the time after which to retry. Beyond PEERS_MAX, the least recent peers are
+forgotten and start with a full bucket; the common bucket still limits them. Pure: the clock is passed in.
 """
 
 from __future__ import annotations
@@ -23,17 +19,15 @@ __all__ = ["RateLimiter", "address_of"]
 
 PEER_PER_S = 200.0
 PEER_BURST = 12_000
-"""Largest burst of calls from one address. Many machines may share an address behind a proxy. The bursts let a whole
-fleet register again at once after a restart."""
+"""Largest burst of an address: machines may share one, and a whole fleet registers at once after a restart."""
 ALL_PER_S = 1_000.0
 ALL_BURST = 24_000
 PEERS_MAX = 4096
-"""Largest number of addresses of callers whose rates are kept in memory."""
+"""Most addresses whose rates are kept in memory."""
 
 
 class TokenBucket:
-    """Token bucket, in which each call takes one token. It holds at most `burst` tokens and gains `per_s` tokens a
-    second."""
+    """Bucket of at most `burst` tokens that gains `per_s` a second; each call takes one."""
 
     def __init__(self, per_s: float, burst: int, now: float) -> None:
         self._per_s = per_s
@@ -42,7 +36,7 @@ class TokenBucket:
         self._at = now
 
     def wait_s(self, now: float) -> float:
-        """Return the seconds until a token can be taken; 0 if one can be taken now."""
+        """Return the seconds until a token can be taken."""
         self._held = min(self._burst, self._held + (now - self._at) * self._per_s)
         self._at = now
         return max(0.0, (1.0 - self._held) / self._per_s)
@@ -52,16 +46,13 @@ class TokenBucket:
 
 
 class RateLimiter:
-    """Limiter of the registrations of workers and the openings of runs in a second: for each peer, and for all."""
-
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._all = TokenBucket(ALL_PER_S, ALL_BURST, clock())
         self._peers: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def admit(self, peer: str, what: str) -> None:
-        """Take a token for one call of `peer`, an IP address. `what`: name of the call, for the error. Raises
-        OverloadedError, with `retry_after_s` set, if `peer` or all peers together are above their rate."""
+        """Take a token for one call of IP address `peer`. Raises OverloadedError with `retry_after_s` above a rate."""
         now = self._clock()
         bucket = self._peers.pop(peer, None) or TokenBucket(PEER_PER_S, PEER_BURST, now)
         self._peers[peer] = bucket
@@ -83,7 +74,7 @@ class RateLimiter:
 
 
 def address_of(peer: str) -> str:
-    """Return the IP address in gRPC's name of a peer: "10.0.0.1" for "ipv4:10.0.0.1:5", "::1" for "ipv6:%5B::1%5D:5",
+    """Return the address in gRPC's name of a peer: "10.0.0.1" for "ipv4:10.0.0.1:5", "::1" for "ipv6:%5B::1%5D:5",
     "unix" for "unix:"."""
     scheme, _, rest = unquote(peer).partition(":")
     return rest.rpartition(":")[0].strip("[]") if scheme in ("ipv4", "ipv6") else scheme

@@ -1,7 +1,4 @@
-"""Recent state queries: checkpoints of training jobs, and states that operators fetched.
-
-Every rank of a job requests the same step when it saves. Such requests are one entry with a count.
-"""
+"""Recent state queries: operators' fetches, and checkpoints of jobs, whose ranks' requests count as one."""
 
 from __future__ import annotations
 
@@ -15,19 +12,19 @@ from penstock.appliance.core.state_query import StateQuery
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 MOST = 64
-"""Number of entries that are kept, over all runs."""
+"""Entries kept, over all runs."""
 TOGETHER_S = 60.0
 """Seconds within which requests for the same step count as one checkpoint."""
 _ERROR = 400
 
 
 OPERATOR = "operator"
-"""Name of the caller of a request that does not come from a training job."""
+"""Caller of a request that is not from a training job."""
 
 
 @dataclass
 class StateFetch:
-    """Description of one request for a state, or of several requests for the same step."""
+    """One request for a state, or several for the same step."""
 
     run: str
     attempt: int
@@ -41,7 +38,7 @@ class StateFetch:
     callers: int = 1
 
     def of(self, query: StateQuery) -> None:
-        """Set attempt and step to those of the query, because the request may have asked for the newest step."""
+        """Set attempt and step to the query's: the request may have asked for the newest step."""
         self.attempt, self.step = query.attempt, query.step
 
     def is_with(self, other: StateFetch) -> bool:
@@ -53,12 +50,7 @@ class StateFetch:
 
 
 class RecentQueries:
-    """List of the latest requests for states.
-
-    Args:
-        clock: returns monotonic seconds.
-        wall: returns seconds since the Unix epoch.
-    """
+    """List of the latest requests. `clock`: monotonic; `wall`: seconds since the Unix epoch."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._clock, self._wall = clock, wall
@@ -66,8 +58,7 @@ class RecentQueries:
 
     @contextmanager
     def noted(self, request: pb.FetchStateRequest) -> Iterator[StateFetch]:
-        """Return a context that adds a request to the list when it has been answered, with the error that ended it. An
-        end of the caller's connection counts as an error."""
+        """Return a context that adds a request once answered, with the error that ended it, also a lost connection."""
         caller = f"box {request.progress.box}" if request.HasField("progress") else OPERATOR
         fetch = StateFetch(request.run, request.attempt, caller, self._clock(), self._wall(), request.step)
         try:
@@ -92,7 +83,7 @@ class RecentQueries:
         self._done.append(fetch)
 
     def messages(self) -> dict[str, list[pb.StateFetch]]:
-        """Return run -> its requests as messages for a status reply, oldest first."""
+        """Return run -> its requests for a status reply, oldest first."""
         by_run: defaultdict[str, list[pb.StateFetch]] = defaultdict(list)
         for fetch in self._done:
             message = pb.StateFetch(

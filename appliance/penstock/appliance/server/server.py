@@ -1,14 +1,10 @@
 """Coordinator process, from the loading of its cluster state to its end.
 
-The coordinator can be ended in three orderly ways: by SIGTERM or SIGINT; by the event `stop`, for a program that runs
-the coordinator in its own event loop; or, with a parent watch, by the end of its parent process. The parent watch is a
-pidfd, which becomes readable when exactly that process ends, for any reason, and also if its process id is used again.
-(A parent-death signal would be sent when the *thread* that started the coordinator ends.) With a parent watch the
-coordinator ignores SIGINT: Ctrl-C reaches the whole process group, and a training loop that saves on Ctrl-C still needs
-the coordinator.
-
-An orderly end is short: health reports NOT_SERVING, long polls are answered, and calls under way get a moment to end.
-Clients and workers keep running and connect to the next coordinator. Everything in their replies is on disk.
+It ends in order by SIGTERM or SIGINT, by the event `stop`, or with its parent process. The parent watch is a pidfd,
+which becomes readable when exactly that process ends. (A parent-death signal would be sent when the *thread* that
+started the coordinator ends.) With a parent watch SIGINT is ignored: Ctrl-C reaches the whole process group, and a
+training loop that saves on Ctrl-C still needs the coordinator. At an orderly end health reports NOT_SERVING, long polls
+are answered, and calls get a moment; peers keep running and connect to the next coordinator.
 """
 
 from __future__ import annotations
@@ -45,15 +41,15 @@ from penstock.runtime.telemetry.counters import CallCounters
 log = logging.getLogger("penstock.appliance")
 
 STOP_GRACE_S = 1.0
-"""Longest time for calls under way to end when the coordinator stops, in seconds."""
+"""Longest time for calls under way when the coordinator stops, in seconds."""
 ON_DEMAND = "127.0.0.1:0"
-"""Address of a dashboard that starts on demand. Most dashboards of embedded coordinators would never be looked at."""
+"""Address of a dashboard on demand; most dashboards of embedded coordinators are never looked at."""
 COLLECT_EVERY_S = 60.0
 """Shortest time between two full collections of garbage, in seconds."""
 COLLECT_SHARE = 0.005
-"""Largest share of the time spent in full collections, so that they delay fewer than one heartbeat in a hundred."""
+"""Largest share of the time in full collections: they delay fewer than one heartbeat in a hundred."""
 IN_MEMORY = ":memory:"
-"""Value of `state_dir` for a coordinator that keeps its cluster state in memory."""
+"""`state_dir` of a coordinator that keeps its cluster state in memory."""
 
 
 async def serve(
@@ -198,13 +194,10 @@ async def serve(
 
 @contextlib.contextmanager
 def _paced(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Let only the event loop start full collections of garbage in this process, at most one every COLLECT_EVERY_S
-    seconds.
+    """Let only the event loop start full collections of garbage, at most one every COLLECT_EVERY_S seconds.
 
-    A long poll is held for seconds, so the collector counts its objects as old. By default it would then start a full
-    collection of all objects every few seconds. With 4,000 workers each collection took 0.4 s, in which no heartbeat
-    was received; collections took a seventh of the coordinator's time. Nearly all objects are freed by reference
-    counting alone, and those in reference cycles can wait.
+    Long polls are held for seconds, so their objects count as old, and by default every few seconds a full collection
+    of 0.4 s (4,000 workers) kept out heartbeats, a seventh of the coordinator's time. Only reference cycles need one.
     """
     before = gc.get_threshold()
     gc.set_threshold(before[0], before[1], 1 << 30)
@@ -251,8 +244,7 @@ def _stop_by_signal(
 
 
 def announcer(ready_fd: int | None) -> Callable[[str], None]:
-    """Return a function for the argument `ready` of `serve`, which writes the address as one line to the descriptor
-    `ready_fd` and closes the descriptor. None: standard output, which stays open."""
+    """Return the `ready` of `serve`, which writes the address to descriptor `ready_fd`; None: standard output."""
 
     def ready(address: str) -> None:
         line = f"{address}\n".encode()

@@ -1,13 +1,10 @@
 """The coordinator's gRPC service: adds waits, transfers of data and deadlines to the state machine, which has none.
 
-One event loop and no locks: a method of the state machine runs from start to end without interruption. Its changes are
-on disk before its reply or its error is sent (GroupCommit). Long polls are coroutines that wait for the topics that
-the state machine announces. A thread of its own writes and reads the data of snapshots and blobs (SnapshotWriter),
-so that a slow disk delays a snapshot and never a lease.
-
-A value that arrives in parts is collected in memory, up to the size that its header declares. That size is checked
-against the memory budget when the first part is here. While memory is short, the other parts are not read and stay at
-the sender.
+One event loop and no locks: a method of the state machine is never interrupted, and its changes are on disk before its
+reply or error (GroupCommit). Long polls wait for topics that it announces. A thread of its own writes and reads
+snapshots and blobs (SnapshotWriter), so that a slow disk never delays a lease. A value in parts is collected in memory
+up to its declared size, which is checked against the budget with the first part; while memory is short, the rest stays
+at the sender.
 """
 
 from __future__ import annotations
@@ -59,34 +56,28 @@ from penstock.runtime.telemetry.counters import CallCounters, Histogram
 log = logging.getLogger("penstock.appliance")
 
 TRANSFERS_MAX = 64 << 20
-"""Largest number of bytes in memory of received snapshots that wait to be written. The same limit holds for blobs. Half
-of it is reserved for small values."""
+"""Most bytes of received snapshots that wait to be written, and the same of blobs; half is for small values."""
 READS_MAX = 128 << 20
-"""Largest number of bytes of snapshots and blobs in memory that are being sent to readers. Half of it is reserved for
-small values."""
+"""Most bytes of snapshots and blobs being sent to readers; half is for small values."""
 JSON_MAX = 8 << 20
-"""Largest state of one slot that is sent as JSON, in bytes. Encoding it takes some 50 ms, in which heartbeats wait."""
+"""Largest state of a slot that is sent as JSON, in bytes: some 50 ms, in which heartbeats wait."""
 WATCHES_MAX = 4
-"""Largest number of long polls held for one box or one worker. A further poll makes the coordinator answer the oldest
-one at once: a peer that calls again has lost the connection of its earlier call."""
+"""Most long polls held for one box or worker; the oldest is then answered, whose connection is lost."""
 QUERIES_OF_TOKEN_MAX = 1024
-"""Largest number of state queries that one credential token may have open at a time, over all runs."""
+"""Most open state queries of one credential token, over all runs."""
 REPORT_S = 2.0
-"""Longest wait for a box's report of its present position, before its history is sent to a caller, in seconds."""
+"""Longest wait in seconds for a box's position, before its history is sent."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TopicWaiter(asyncio.Event):
-    """Event for which one held call waits."""
-
     over = False
-    """True if the call must be answered now, because too many calls wait for the same topic."""
+    """True if the call must be answered now, because too many wait for the same topic."""
 
 
 class TopicSignals:
-    """Topics (things that change) and the calls that wait for them. Calls are woken in the order of their arrival, so
-    that runs of the simulation are repeatable."""
+    """Topics and the calls that wait for them, woken in order of arrival, so that simulations are repeatable."""
 
     def __init__(self) -> None:
         self._waiting: dict[Topic, dict[TopicWaiter, None]] = {}
@@ -101,8 +92,7 @@ class TopicSignals:
 
     @contextlib.contextmanager
     def on(self, topic: Topic, most: int | None = None) -> Iterator[TopicWaiter]:
-        """Return a context in which a call waits for a topic by the yielded event. `most`: largest number of calls that
-        may wait for the topic; one more ends the wait of the oldest (`over`). None: no limit."""
+        """Return a context in which a call waits for a topic; one more than `most` ends the oldest's wait (`over`)."""
         event = TopicWaiter()
         events = self._waiting.setdefault(topic, {})
         if most is not None and len(events) >= most:
@@ -121,26 +111,20 @@ class TopicSignals:
 
 @dataclass(frozen=True)
 class CoordinatorCounters:
-    """Figures of the coordinator that are in the metrics but not in a status reply."""
+    """Figures that are in the metrics but not in a status reply."""
 
     calls: CallCounters
     commits: Histogram
     snapshot_bytes: int
     snapshot_limit: int
     boxes: dict[tuple[str, int], tuple[int, int]]
-    """(run, box) -> the step at which the attempt began, and 1 + the slot for which the box waits (0 = it does not
-    wait)."""
+    """(run, box) -> the attempt's first step, and 1 + the slot for which the box waits (0 = none)."""
 
 
 class Service(CoordinatorServicer):
-    """The Coordinator service of coordinator.proto. All methods run in one event loop.
-
-    Args:
-        state_machine: state machine that decides about every call.
-        store: database with the data of snapshots and blobs; only the writer's thread uses it.
-        signals: topics and the calls that wait for them; the state machine must announce its changes to it.
-        unreceived_s: returns the age in seconds of the oldest call that may still be queued in gRPC.
-    """
+    """The Coordinator service of coordinator.proto, in one event loop. Only the writer's thread uses `store`; the
+    state machine must announce its changes to `signals`; `unreceived_s` returns the age of the oldest call that may
+    be queued in gRPC."""
 
     def __init__(
         self,
@@ -160,24 +144,24 @@ class Service(CoordinatorServicer):
         self._snapshots_in, self._blobs_in = InflowBudget(TRANSFERS_MAX), InflowBudget(TRANSFERS_MAX)
         self._reads = InflowBudget(READS_MAX)
         self._queries: Counter[str] = Counter()
-        """Digest of a caller's credential token -> number of its state queries under way."""
+        """Digest of a credential token -> its state queries under way."""
         self._turns = LoopTurns()
         self._drops: list[Drop] = []
         self._heartbeats: Counter[tuple[str, str]] = Counter()
-        """(name, session) of a worker -> number of its heartbeats under way."""
+        """(name, session) of a worker -> its heartbeats under way."""
         self._closing = False
         self._fetches = RecentQueries(time.monotonic, time.time)
         self._mixtures = MixtureCalls(state_machine, signals.on, self._complete)
         self._closed = ClosedRuns(store.closed(), time.time)
         self._status_task: asyncio.Task[pb.StatusReply] | None = None
         self.dashboard = ""
-        """URL of the dashboard; "" if none is served."""
+        """URL; "" if none is served."""
         self.open_dashboard: Callable[[], Awaitable[str]] | None = None
-        """Function that starts the dashboard and returns its URL; None if no dashboard starts on demand."""
+        """Starts the dashboard and returns its URL; None if none starts on demand."""
 
     async def run_ticker(self) -> None:
-        """Check the leases and remove dropped snapshots and blobs from disk, until cancelled. Raises JournalError if a
-        peer's report shows that commits are missing in the journal."""
+        """Check leases and remove dropped values from disk, until cancelled. Raises JournalError if a peer's report
+        shows that commits are missing."""
         journal = self._state_machine.cluster.journal
         while True:
             await asyncio.sleep(self._state_machine.cluster.limits.tick_s)
@@ -195,7 +179,7 @@ class Service(CoordinatorServicer):
                 log.error("%s", error)  # e.g. a full disk; no call was acknowledged, and the next tick tries again
 
     async def _keep_closed(self) -> None:
-        """Write to disk the last fetched state of each run that has ended since the last call of this method."""
+        """Write the last fetched state of each run that has ended since the last call."""
         for query in self._state_machine.state_queries.take_closed():
             parts = parts_of(query)
             one = self._closed.of(query, parts)
@@ -219,13 +203,13 @@ class Service(CoordinatorServicer):
         self._drops += drops  # the next tick tries again
 
     def _spare(self, drop: Drop) -> None:
-        """Cancel the queued removal of a snapshot or blob that is about to be written again."""
+        """Cancel the queued removal of a value that is about to be written again."""
         self._snapshot_index.spare(drop)
         self._drops = [other for other in self._drops if other != drop]
         self._disk.spare(drop)
 
     def wind_down(self) -> None:
-        """Answer all long polls at once. The server calls this before it stops."""
+        """Answer all long polls at once, before the server stops."""
         self._closing = True
         self._signals.wake_all()
 
@@ -243,8 +227,7 @@ class Service(CoordinatorServicer):
         self._journal.close()
 
     async def _hold(self, topic: Topic, hold_s: float, seen: float, version: Callable[[], float]) -> None:
-        """Hold a long poll until `version()` differs from `seen`, for at most `hold_s` seconds. `version` is called
-        again each time the topic changes."""
+        """Hold a long poll for `hold_s`, or until `version()`, called when the topic changes, differs from `seen`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + hold_s
         if hold_s <= 0 or version() != seen:
@@ -282,8 +265,7 @@ class Service(CoordinatorServicer):
         return pb.CloseRunReply()
 
     async def FetchState(self, request: pb.FetchStateRequest, context: _Context) -> AsyncIterator[Any]:
-        """Yield the requested state in parts, box after box. If the caller accepts packed parts (`packs`), yield
-        serialised messages with several parts each."""
+        """Yield the requested state in parts, box after box; in messages of several if the caller `packs`."""
         loop = asyncio.get_running_loop()
         until, sent, restarts = loop.time() + request.deadline_s, 0, None
         query: StateQuery | None = None
@@ -331,8 +313,7 @@ class Service(CoordinatorServicer):
 
     @contextlib.contextmanager
     def _counted_query(self, token: str) -> Iterator[None]:
-        """Count a state query of this credential token while the context is open. Raises OverloadedError if the token
-        has too many open queries."""
+        """Count a state query of this token while the context is open. Raises OverloadedError above the limit."""
         if self._queries[token] >= QUERIES_OF_TOKEN_MAX:
             raise OverloadedError(
                 f"one token must have at most {QUERIES_OF_TOKEN_MAX} open state queries, got one more: "
@@ -359,9 +340,8 @@ class Service(CoordinatorServicer):
     async def _message(
         self, query: StateQuery, number: int, until: float, request: pb.FetchStateRequest
     ) -> list[BoxState]:
-        """Wait for the states of the boxes in the next message, and return them. The first is box `number`. If the
-        caller accepts packed messages, wait also for the following boxes, and add those that fit into the message:
-        otherwise each caller would get hundreds of messages. `until`: deadline, in the event loop's time."""
+        """Return the states of box `number`, and, if the caller accepts packed messages, of the following boxes that
+        fit: otherwise it would get hundreds of messages. `until`: in the event loop's time."""
         states: list[BoxState] = []
         free_bytes = CHUNK
         while number < query.num_boxes:
@@ -376,8 +356,7 @@ class Service(CoordinatorServicer):
         return states
 
     async def _complete(self, query: StateQuery, number: int, until: float, deadline_s: float) -> BoxState:
-        """Wait until all slots of box `number` have answered, and return their states. Raises the error with which the
-        query failed, and DeadlineError at `until`."""
+        """Return the states of box `number` once complete. Raises the query's error, DeadlineError at `until`."""
         with self._signals.on(query.topic(number)) as event:
             while number not in query.boxes and query.failure is None:
                 event.clear()
@@ -508,8 +487,7 @@ class Service(CoordinatorServicer):
         return pb.PutStateReply()
 
     async def _admitted(self, answer: pb.StateAnswer) -> None:
-        """Wait until the coordinator has memory for the data of a worker's answer. Raises DeadlineError if the deadline
-        of its query passes first."""
+        """Wait for memory for a worker's answer. Raises DeadlineError at its query's deadline."""
         queries, now = self._state_machine.state_queries, self._state_machine.clock
         with self._signals.on(ANSWERS_FREED) as event:
             while (left_s := queries.admit(answer.request, answer.state_bytes, now())) is not None:
@@ -646,7 +624,7 @@ class Service(CoordinatorServicer):
         return self._state_machine.cluster.open_attempts()
 
     async def snapshot(self) -> pb.StatusReply:
-        """Return a status with everything that an operator may see, as of now. Callers at the same time share one."""
+        """Return a status of now with everything that an operator may see; concurrent callers share one."""
         if self._status_task is None or self._status_task.done():
             self._status_task = asyncio.get_running_loop().create_task(self._make_status())
         return await asyncio.shield(self._status_task)

@@ -1,9 +1,7 @@
 """Messages in which states are sent to callers, and the order of sending.
 
-When hundreds of boxes save at one step, they request each other's states at the same time. Two measures keep the
-coordinator able to receive heartbeats. First, states are serialised once for all callers, and each caller's messages
-are joined from these bytes. Second, each turn of the event loop sends only one large message. A heartbeat needs some
-turns to be received and answered, so it never waits for hundreds of messages.
+When hundreds of boxes save at one step, they request each other's states. So that heartbeats are still received, states
+are serialised once for all callers, and each turn of the event loop sends only one large message.
 """
 
 from __future__ import annotations
@@ -24,14 +22,12 @@ __all__ = ["LoopTurns", "in_json", "packed", "parts"]
 
 
 class LoopTurns:
-    """Queue of callers that wait for a turn (an iteration) of the event loop. Each turn goes to one caller, in the
-    order of arrival."""
+    """Queue of callers for turns (iterations) of the event loop, each for one caller, in order of arrival."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def next(self) -> None:
-        """Wait for a turn of the event loop that goes to this caller alone."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         self._waiting.append(turn)
@@ -50,7 +46,7 @@ class LoopTurns:
 
 
 def parts(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
-    """Yield the states as messages: one for each slot, or several if the state of a slot is large."""
+    """Yield a message for each slot, or several if its state is large."""
     for state in states:
         for index, (record, data) in enumerate(state.records):
             first, *more = pieces(data) if data else [b""]
@@ -60,8 +56,7 @@ def parts(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
 
 
 def in_json(state: BoxState, limit: int) -> BoxState:
-    """Return the same states as JSON. `limit`: largest size of one slot's state in binary form, in bytes. Raises
-    InvalidArgumentError above it."""
+    """Return the states as JSON. Raises InvalidArgumentError for a slot's state above `limit` bytes in binary form."""
     records = []
     for record, data in state.records:
         if len(data) > limit:
@@ -77,8 +72,7 @@ def in_json(state: BoxState, limit: int) -> BoxState:
 
 
 def packed(states: Iterable[BoxState]) -> Iterator[bytes]:
-    """Yield the states as serialised messages, for a caller that accepts packed messages: states up to half of CHUNK
-    bytes share a message (StatePart.parts); a larger state has one or more messages of its own."""
+    """Yield serialised messages: states up to half of CHUNK bytes share one (StatePart.parts)."""
     pack: list[bytes] = []
     size = 0
     for part in _serialised(states):
@@ -96,8 +90,8 @@ def packed(states: Iterable[BoxState]) -> Iterator[bytes]:
 
 
 def _serialised(states: Iterable[BoxState]) -> Iterator[list[bytes]]:
-    """Yield each message serialised, as a list of pieces to concatenate, so that no data is copied here. The bytes
-    differ from those of SerializeToString only in the order of fields."""
+    """Yield each serialised message as pieces to concatenate, so that no data is copied; only the order of fields
+    differs from SerializeToString."""
     number = pb.StatePart.DATA_FIELD_NUMBER
     for state in states:
         for head, (_, data) in zip(state.heads, state.records, strict=True):
@@ -108,8 +102,7 @@ def _serialised(states: Iterable[BoxState]) -> Iterator[list[bytes]]:
 
 
 def _head(number: int, size: int) -> bytes:
-    """Return the bytes that precede the content of a protobuf field of type bytes or message: the field's tag, and the
-    content's length in bytes."""
+    """Return a protobuf field's tag and length, which precede content of `size` bytes."""
     return _varint(number << 3 | 2) + _varint(size)
 
 

@@ -1,8 +1,5 @@
-"""Transfers of snapshots, blobs and states in parts: with a minimum rate, and at most the declared size.
-
-A sender that was admitted holds memory for which others wait, so the sender must keep up a minimum rate. Only the time
-in which the coordinator waits for the sender counts, not the time of the disk or of the coordinator itself.
-"""
+"""Transfers of snapshots, blobs and states in parts, of at most the declared size. A sender holds memory for which
+others wait, so it must keep a minimum rate; the disk's and the coordinator's own time does not count."""
 
 from __future__ import annotations
 
@@ -22,10 +19,9 @@ log = logging.getLogger(__name__)
 
 
 PART_S = 30.0
-"""Longest time between two parts of a snapshot or blob in transfer, in seconds. A part has at most 512 KiB."""
+"""Longest time between two parts (of at most 512 KiB) in transfer, in seconds."""
 LEAST_BYTES_PER_S = 1 << 20
-"""Lowest average rate of a transfer of a snapshot or blob, after a grace of PART_S seconds. A slower transfer delays
-others that wait for memory: a blob of 70 MB sent at a byte in 10 s kept every job from starting."""
+"""Lowest average rate, after a grace of PART_S: a blob of 70 MB sent at a byte in 10 s kept every job from starting."""
 
 
 class _HasData(Protocol):
@@ -36,15 +32,8 @@ _Part = TypeVar("_Part", bound=_HasData)
 
 
 class MinimumRate(Generic[_Part]):
-    """Iterator over the parts of a value as they arrive, which fails if the sender is slower than a minimum rate.
-
-    Args:
-        what: name of the call, for errors.
-        parts: parts as gRPC receives them.
-
-    Raises:
-        DeadlineError: nothing arrived for PART_S seconds, or the sender is PART_S seconds behind the minimum rate.
-    """
+    """Iterator over arriving parts. Raises DeadlineError if nothing arrives for PART_S seconds, or the sender is
+    PART_S behind the minimum rate. `what`: name of the call."""
 
     def __init__(self, what: str, parts: AsyncIterator[_Part]) -> None:
         self._what = what
@@ -77,7 +66,7 @@ class MinimumRate(Generic[_Part]):
 
 
 class Transfer:
-    """Value collected from its parts, whose data must have exactly `size` bytes together."""
+    """Value collected from its parts, which must have exactly `size` bytes together."""
 
     def __init__(self, what: str, size: int) -> None:
         self._what = what
@@ -101,7 +90,7 @@ class Transfer:
 
 
 class TransferReader:
-    """Progress of one caller that reads a value: the bytes that it has read, and the time since it began."""
+    """Progress of one reader: the bytes read, and the time since it began."""
 
     def __init__(self) -> None:
         self._begun = asyncio.get_running_loop().time()
@@ -119,12 +108,8 @@ class TransferReader:
 
 @contextmanager
 def ended_when_slow(what: str) -> Iterator[TransferReader]:
-    """Cancel the current task if the caller that it serves reads below the minimum rate. The value that a slow caller
-    reads takes memory for which other calls wait. `what`: name of the call, for the log.
-
-    A timeout in the handler would have no effect, because the handler may be waiting inside gRPC. The caller gets the
-    error at its next read, or its own deadline ends the call.
-    """
+    """Cancel the current task if its caller reads below the minimum rate: the value takes memory for which others
+    wait. A timeout would have no effect, because the handler may wait inside gRPC."""
     task, loop, reader = asyncio.current_task(), asyncio.get_running_loop(), TransferReader()
     assert task is not None
 

@@ -1,5 +1,4 @@
-"""Shell completion of the names of runs and workers. A person waits for it, so the coordinator has one second to
-answer. After any failure no names are offered."""
+"""Shell completion of names. A person waits: the coordinator has one second, and a failure means no names."""
 
 from __future__ import annotations
 
@@ -16,12 +15,10 @@ DEADLINE_S = 1.0
 
 
 def run_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of runs (JOB/N) that complete the text `incomplete`."""
     return _names(ctx, incomplete, lambda reply: [run.run for run in reply.runs])
 
 
 def worker_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of registered workers that complete the text `incomplete`."""
     return _names(ctx, incomplete, lambda reply: [worker.worker for worker in reply.workers])
 
 

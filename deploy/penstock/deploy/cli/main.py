@@ -1,8 +1,5 @@
-"""Command line `penstock`, assembled from penstock.deploy.cli.commands.
-
-No large package is imported before a command needs it: `--help` only prints text, and `coordinator`, `worker` and
-`status` never import torch.
-"""
+"""Command line `penstock`. No large package is imported before a command needs it: `--help` only prints text, and
+`coordinator`, `worker` and `status` never import torch."""
 
 from __future__ import annotations
 
@@ -35,8 +32,7 @@ from penstock.runtime.telemetry.logs import printable
 __all__ = ["app", "main"]
 
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
-"""Numbers (errno) of errors that mean that standard output cannot be written: a full disk, an exceeded quota or file
-size, a failing disk, a closed pipe."""
+"""Errors by which standard output cannot be written: full disk, quota, file size, failing disk, closed pipe."""
 
 
 class _Commands(Group):
@@ -99,7 +95,7 @@ app.add_typer(data, name="data")
 
 
 def main() -> None:
-    """Run the command line: the entry point of `penstock`, which __main__ calls once the imports are done."""
+    """Run the command line; __main__ calls this once the imports are done."""
     for given in sys.argv:
         if not given.isascii() and any(
             "\ud800" <= char <= "\udfff" for char in given

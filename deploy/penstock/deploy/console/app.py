@@ -1,8 +1,5 @@
-"""How commands are made: the layout of their help, and the options that all of them have.
-
-A command that calls the coordinator has one parameter `peer`, which stands for the options of the coordinator's address
-and of the credentials.
-"""
+"""How commands are made: the layout of their help, and the options that all have. A parameter `peer` stands for the
+options of the coordinator's address and of the credentials."""
 
 from __future__ import annotations
 
@@ -31,12 +28,11 @@ SECTIONS: tuple[tuple[str, frozenset[str]], ...] = (
     ("TLS", frozenset(("tls_ca", "tls_cert", "tls_key", "tls_name"))),
     ("General", frozenset(("as_json", "config", "debug", "help", "install_completion", "show_completion", "version"))),
 )
-"""Headings in a command's help for the options that many commands share: pairs of a heading and the names of its
-options. These headings follow the command's own options."""
+"""Headings in a command's help for shared options, after its own: heading, names of options."""
 
 
 def by_heading(parameters: Iterable[Any]) -> dict[str, list[Any]]:
-    """Return a command's parameters by heading; those that it has alone are under "Arguments" and "Options"."""
+    """Return a command's parameters by heading, its own under "Arguments" and "Options"."""
     headed: dict[str, list[Any]] = {"Arguments": [], "Options": [], **{head: [] for head, _ in SECTIONS}}
     for parameter in parameters:
         own = "Arguments" if parameter.param_type_name == "argument" else "Options"
@@ -54,7 +50,6 @@ def _format_options(command: Any, ctx: Any, formatter: Any) -> None:
 
 class _Command(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options to the help, under their headings."""
         _format_options(self, ctx, formatter)
 
 
@@ -62,21 +57,18 @@ class Group(TyperGroup):
     """Group of commands whose help lists them under headings, by purpose."""
 
     heads: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Headings in the help, each with its commands, in the order of the help. All other commands come under
-    "Commands"."""
+    """Heading -> its commands, in the order of the help. All others come under "Commands"."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the commands in the order of the headings; shell completion uses this order too."""
+        """Return the commands in the order of the headings, also for shell completion."""
         order = [name for commands in self.heads.values() for name in commands]
         return sorted(self.commands, key=lambda name: order.index(name) if name in order else len(order))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options to the help, under their headings, and then the commands."""
         _format_options(self, ctx, formatter)
         self.format_commands(ctx, formatter)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands to the help, under their headings."""
         names = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
         listed = {name for commands in self.heads.values() for name in commands}
         rest = {"Commands": tuple(name for name in names if name not in listed)}
@@ -88,15 +80,14 @@ class Group(TyperGroup):
 
 
 def _first_line(command: Any) -> str:
-    """Return the first paragraph of a command's help as one line. (Typer's own short help would be cut off.)"""
+    """Return the first paragraph of the help as one line. (Typer's own short help would be cut off.)"""
     return " ".join((command.help or "").split("\n\n")[0].split())
 
 
 class App(typer.Typer):
-    """Typer application whose commands have the option `--config` and end with an exit code (`guarded`)."""
+    """Typer application whose commands have `--config` and end with an exit code (`guarded`)."""
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # type: ignore[override]
-        """Return a decorator that registers a command, like Typer's."""
         add = super().command(name, **{"cls": _Command, "epilog": EPILOG, **settings})
         return lambda command: add(completed(guarded(command)))
 
@@ -105,9 +96,8 @@ _PEER = {**flags_of(PeerSettings), "job": OwnJob, "token_file": TokenFile}
 
 
 def completed(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command with the options that its signature stands for. A parameter `peer` becomes the options that name
-    a coordinator. A parameter `Annotated[Flags, WorkerSettings]` becomes the flags of these settings. The option
-    `--config` is added."""
+    """Return a command with the options for which a parameter `peer`, or `Annotated[Flags, WorkerSettings]`, stands,
+    and with `--config`."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, dict[str, Any]] = {}
     options: dict[str, inspect.Parameter] = {}
@@ -138,8 +128,7 @@ def completed(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_text(value: Any) -> Any:
-    """Return a flag's value. A list, which Typer passes for a flag that may be repeated, becomes one text with commas,
-    an empty list (flag not given) None."""
+    """Return a flag's value; a list (a flag that may be repeated) as one text with commas, None if empty."""
     return (",".join(value) if value else None) if isinstance(value, list) else value
 
 
@@ -148,11 +137,9 @@ def _option(name: str, annotation: Any) -> inspect.Parameter:
 
 
 def subcommands(cls: type[Group] = Group, **settings: Any) -> App:
-    """Return a Typer application for a command that has subcommands."""
     return App(cls=cls, epilog=EPILOG, rich_markup_mode=None, context_settings=CONTEXT, **settings)
 
 
 def quiet_grpc() -> None:
-    """Stop gRPC from writing to standard error, because Penstock's errors report the same problems. A worker must not
-    call this, because its runners would inherit the setting."""
+    """Stop gRPC from writing to standard error: our errors say the same. Not for workers: runners would inherit it."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

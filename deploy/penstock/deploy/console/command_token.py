@@ -1,5 +1,5 @@
-"""Credential tokens of a coordinator. A token is never an argument, which every user of the machine can read, and is
-never printed or logged. A coordinator that is given none writes a new one to a file and logs the file's name."""
+"""Credential tokens of a coordinator: never an argument, which every user can read, and never printed or logged. A
+coordinator that is given none writes one to a file and logs the file's name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILE = "token"
 
 
 def token_source() -> str:
-    """Return a text that names where the credential token comes from; "" if no variable or settings file has one."""
+    """Return a text that names where the token comes from; "" if no variable or settings file has one."""
     if os.environ.get("PENSTOCK_TOKEN"):
         return "the variable PENSTOCK_TOKEN"
     if named := os.environ.get("PENSTOCK_TOKEN_FILE"):
@@ -31,9 +31,8 @@ def token_source() -> str:
 
 
 def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
-    """Return the credential tokens that a coordinator accepts, as text: one token, or lines `role:token`. The text is
-    that of `file`, otherwise of the environment or the settings file. If none of these has a token, make one that is
-    valid for all roles, in the folder `state_dir` (None: the coordinator keeps nothing on disk)."""
+    """Return the tokens that a coordinator accepts (one, or lines `role:token`): those of `file`, else of the
+    environment or the settings file, else a new one for all roles in `state_dir` (None: nothing on disk)."""
     from penstock.proto.rpc.channel import read_tokens  # not before the command says that gRPC is to be quiet
 
     if file is not None or token_source():
@@ -55,7 +54,7 @@ def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
 
 
 def _refuse_planted(path: Path) -> None:
-    """Raise JournalError if another user owns the token file, or could have placed it in the state directory."""
+    """Raise JournalError if another user owns the token file, or could have placed it."""
     from penstock.appliance.journal.journal import make_private
 
     try:
@@ -76,7 +75,7 @@ def _refuse_planted(path: Path) -> None:
 
 
 def make_token(path: Path) -> bool:
-    """Write a new token to a file that only this user can read. Return False if the file exists already."""
+    """Write a new token to a file that only this user can read; False if it exists."""
     if path.exists():
         return False
     beside = path.with_name(f"{FILE}.{secrets.token_hex(4)}")

@@ -1,5 +1,4 @@
-"""Counts of a run's samples and tokens as tables and JSON, for `penstock state` and `penstock replay`. They are counted
-by source (a dataset of a mixture) and by key (what the user counts by, such as a language)."""
+"""Counts of a run's samples and tokens, by source and key (such as a language), for `penstock state` and `replay`."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ __all__ = ["count_tables", "counts_as_dict", "rows_of_workers"]
 
 
 def rows_of_workers(states: Iterable[Any]) -> Rows:
-    """Return the sum of the sample counts in workers' states, as one row for each pair of source and key."""
+    """Return the sum of the workers' counts, a row for each source and key."""
     counts = [state.get(COUNTS) for state in states if isinstance(state, Mapping)]
     return merged_rows(saved_rows(saved["rows"]) for saved in counts if isinstance(saved, Mapping) and "rows" in saved)
 

@@ -1,12 +1,11 @@
-"""Exit codes of commands, in one table, by the kind of failure, so that a script can decide without parsing messages.
+"""Exit codes of commands, by the kind of failure, so that a script need not parse messages. A number never changes its
+meaning.
 
-Codes below 10 are general (0 success, 1 a bug, 2 usage, 3 TLS). 10 to 19 concern the coordinator, the network and runs;
-20 to 29 states, user code and datasets; 30 to 39 the findings of `penstock doctor` (30 also a replayed batch that
-differs from the delivered one). 130 is an interrupted command. A number that is in use never changes its meaning.
-
-An error of Penstock ends a command with one line on standard error, or with one JSON object if --json is given. Its
-traceback, and the remote traceback that it may carry, are shown only with --debug. Any other exception is a bug, and
-its traceback is always shown."""
+Below 10: general (0 success, 1 a bug, 2 usage, 3 TLS); 10 to 19: coordinator, network, runs; 20 to 29: states, user
+code, datasets; 30 to 39: findings of `penstock doctor` (30 also a replayed batch that differs); 130: interrupted. An
+error of Penstock is one line on standard error, or one JSON object with --json; its tracebacks, also the remote one,
+need --debug. Any other exception is a bug, and its traceback is always shown.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +118,7 @@ _REMEDIES: dict[type[PenstockError], str] = {
     CoordinatorUnavailableError: "Start it there (penstock coordinator, penstock up), or name another address by "
     "--coordinator or PENSTOCK_COORDINATOR",
 }
-"""Remedies that commands add to some errors, because in a training job these errors have another remedy."""
+"""Remedies for errors that have another one in a training job."""
 
 _CODE_OF = {name: code.number for code in CODES for name in code.errors.split()}
 
@@ -127,7 +126,7 @@ EXIT_LINES = "\n".join(f"{code.number:>3}  {code.meaning}" for code in CODES)
 
 
 class CommandError(Exception):
-    """Error of a command for which penstock.proto.errors has no class. It carries its own exit code."""
+    """Error of a command for which penstock.proto.errors has no class, with its own exit code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -135,7 +134,7 @@ class CommandError(Exception):
 
 
 def exit_code(error: PenstockError) -> int:
-    """Return the exit code of an error: the code of its class, or of the nearest base class in the table."""
+    """Return the code of the error's class, or of the nearest base class in the table."""
     name = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in CATALOGUE)
     return _CODE_OF[name]
 
@@ -150,8 +149,7 @@ def set_debug(value: bool) -> bool:
 
 
 def guarded(command: Callable[_P, int | None]) -> Callable[_P, NoReturn]:
-    """Return a function that runs the command and ends the process with an exit code: the value that the command
-    returns (None: 0), or the code of the error that it raises."""
+    """Return a function that ends the process with the command's value (None: 0), or the code of its error."""
 
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> NoReturn:
@@ -176,7 +174,7 @@ def _code_of(command: Callable[[], int | None], *, as_json: bool) -> int:
 
 
 def _print_error(message: str, name: str | None, code: int, as_json: bool) -> None:
-    """Print an error to standard error. `name`: its class; None for a CommandError. Call this in the `except` block."""
+    """Print an error to standard error, within its `except` block. `name`: its class; None for a CommandError."""
     if _debug:
         traceback.print_exc()
     line = printable(" ".join(message.split()))

@@ -1,9 +1,5 @@
-"""Options of commands. The help of a setting's flag is the description of the setting, with its variable and its
-default.
-
-Typer itself is told neither the variable nor the default. So the value of a flag that was not given is None, and
-penstock.deploy.console.settings alone decides which source takes precedence.
-"""
+"""Options of commands. A flag's help is the description of its setting. Typer is told neither variable nor default: a
+flag that was not given is None, and penstock.deploy.console.settings alone decides which source wins."""
 
 from __future__ import annotations
 
@@ -39,17 +35,15 @@ __all__ = [
 ]
 
 LARGEST = 2**63 - 1
-"""Largest step or attempt that an option accepts. It is also the largest in messages and in the journal."""
+"""Largest step or attempt of an option, as in messages and in the journal."""
 LARGEST_BOX = 2**32 - 1
 LARGEST_SEED = 2**64 - 1
 
 Flags = dict[str, Any]
-"""Type of a command's parameter that stands for all flags of a settings class: `Annotated[Flags, WorkerSettings]`. The
-command gets a dict: name of the setting -> value of its flag, None if the flag was not given."""
+"""Parameter for all flags of settings, `Annotated[Flags, WorkerSettings]`: setting -> value, None if not given."""
 
 
 def option(section: type[Section], field: str) -> Any:
-    """Return the Typer option for the setting `field` of a settings class."""
     info = section.model_fields[field]
     facts = [variable(section, field)]
     if info.is_required():
@@ -63,7 +57,6 @@ def option(section: type[Section], field: str) -> Any:
 
 
 def flags_of(section: type[Section]) -> dict[str, Any]:
-    """Return the type annotation of each setting's flag, by the setting's name."""
     annotations: dict[str, Any] = {}
     for field in section.names():
         info = section.model_fields[field]
@@ -74,7 +67,7 @@ def flags_of(section: type[Section]) -> dict[str, Any]:
 
 
 def listed(option: str, text: str) -> list[str]:
-    """Return the values in a text such as "A,B". Raises InvalidArgumentError if a value is empty."""
+    """Return the values in a text such as "A,B". Raises InvalidArgumentError if one is empty."""
     values = [value.strip() for value in text.split(",")]
     if not all(values):
         raise InvalidArgumentError(
@@ -85,8 +78,7 @@ def listed(option: str, text: str) -> list[str]:
 
 
 def pairs_of(option: str, texts: Sequence[str]) -> dict[str, str]:
-    """Return values by name, from texts such as "NAME=VALUE". Raises InvalidArgumentError for other texts, and for a
-    name that is given twice."""
+    """Return values by name, from texts "NAME=VALUE". Raises InvalidArgumentError, also for a repeated name."""
     pairs: dict[str, str] = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
@@ -121,7 +113,7 @@ OwnJob = Annotated[
 
 
 def _use_config(path: Path | None) -> Path | None:
-    """Set the path of the settings file as an environment variable, so that child processes read the same file."""
+    """Set the path of the settings file as a variable, so that child processes read the same file."""
     if path is not None:
         os.environ[settings_file.VARIABLE] = os.fspath(path.absolute())
     return path

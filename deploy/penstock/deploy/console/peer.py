@@ -1,9 +1,5 @@
-"""Coordinator that a command calls, and its credentials.
-
-If no option, variable or settings file names a coordinator, the command takes the one that this user runs here: an
-embedded appliance, or a fleet of `penstock up` (penstock.runtime.process.announcements). If there are several, the
-error lists them. If there is none, the default address is taken.
-"""
+"""Coordinator that a command calls, and its credentials. If nothing names one, it is the one that this user runs here
+(penstock.runtime.process.announcements); several are an error, none means the default address."""
 
 from __future__ import annotations
 
@@ -27,29 +23,26 @@ __all__ = ["Peer"]
 
 
 class Peer:
-    """Coordinator that options, variables or the settings file name, or that runs here. `flags`: options of
-    PeerSettings; None for one that was not given. Nothing is checked before use: a method raises InvalidArgumentError,
-    TlsError or AuthenticationError if a value that it needs is invalid or missing."""
+    """Coordinator that options, variables or the settings file name, or that runs here. Nothing is checked before use:
+    methods raise InvalidArgumentError, TlsError or AuthenticationError."""
 
     def __init__(self, *, job: str | None = None, token_file: Path | None = None, **flags: Any) -> None:
         self._job, self._token_file, self._flags = job, token_file, flags
 
     @property
     def address(self) -> str:
-        """Return the coordinator's address, HOST:PORT or unix:/PATH."""
+        """HOST:PORT or unix:/PATH."""
         if self._is_named or self._announcement is None:
             return self._named
         return self._announcement.address
 
     def tls(self) -> Tls | None:
-        """Return the TLS files for the connection, read and checked; None if it uses no TLS."""
         flags = self._flags
         if self._announcement is not None and not self._is_named:
             flags = {**self._announcement.tls, **{name: value for name, value in flags.items() if value}}
         return resolve(PeerSettings, **flags).tls()
 
     def token(self) -> str:
-        """Return the operator's credential token."""
         from penstock.proto.rpc.channel import read_token
 
         file = self._token_file
@@ -65,8 +58,7 @@ class Peer:
 
     @property
     def _has_other_token(self) -> bool:
-        """True if the user names the coordinator as HOST:PORT and has set a token, which then wins over the announced
-        token file."""
+        """True if the address is named as HOST:PORT and a token is set, which then wins over the announced file."""
         return self._is_named and not self._named.startswith(UNIX) and bool(token_source())
 
     @property
@@ -74,17 +66,16 @@ class Peer:
         return resolve(PeerSettings, **self._flags).coordinator
 
     def _unannounced(self, found: list[Announcement]) -> list[str]:
-        """Return one line about the default address if a `penstock coordinator`, which announces nothing, may listen
-        there. Without a token in a variable or the settings file the command could not call it: it may be another
-        user's."""
+        """Return a line about the default address if a `penstock coordinator`, which announces nothing, may listen
+        there. Without a set token the command could not call it: it may be another user's."""
         if not found or not token_source() or self._named in [one.address for one in found] or not accepts(self._named):
             return []
         return [f"the default address: {self._named}"]
 
     @cached_property
     def _announcement(self) -> Announcement | None:
-        """Announcement (a file about a coordinator that runs here) of the named address, else of --job, else the only
-        one; None if there is none. Raises InvalidArgumentError if several fit, and if none fits --job."""
+        """Announcement of the named address, else of --job, else the only one. Raises InvalidArgumentError for
+        several, and if none fits --job."""
         if self._job is not None and self._flags.get("coordinator") is not None:
             raise InvalidArgumentError("only one of --coordinator and --job must be given, got both. Omit one")
         found = announced()
@@ -107,7 +98,6 @@ class Peer:
         return fit[0] if fit else None
 
     def client(self) -> CoordinatorClient:
-        """Return a client of the coordinator."""
         from penstock.proto.rpc.calls import CoordinatorClient
 
         return CoordinatorClient(self.address, self.token(), tls=self.tls())

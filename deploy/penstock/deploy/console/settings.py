@@ -1,12 +1,10 @@
-"""Settings of the commands, each declared once: names, valid values and descriptions. Flags take precedence over
-PENSTOCK_* variables, those over the settings file, and the file over defaults (penstock.runtime.config.settings).
+"""Settings of the commands. Flags precede PENSTOCK_* variables, those the settings file, and the file defaults
+(penstock.runtime.config.settings).
 
-The variables of a daemon carry its name (PENSTOCK_COORDINATOR_LISTEN, PENSTOCK_WORKER_SLOTS), so that one environment
-can hold the settings of both daemons. Settings that processes share (PENSTOCK_COORDINATOR, PENSTOCK_TLS_*) are in the
-section [cluster] of the settings file. None of these settings is secret: for the token see command_token.py.
-
-An unknown setting is an error in every source, because a setting that is silently ignored is worse than a daemon that
-does not start: a variable with a daemon's prefix and an unknown name, and every unknown section and key of the file.
+A daemon's variables carry its name (PENSTOCK_WORKER_SLOTS), so that one environment can hold those of both. Shared ones
+(PENSTOCK_COORDINATOR, PENSTOCK_TLS_*) are in the section [cluster]. None is secret: for the token see command_token.py.
+An unknown setting is an error in every source: a setting that is silently ignored is worse than a daemon that does not
+start.
 """
 
 from __future__ import annotations
@@ -134,8 +132,7 @@ Modules = Annotated[str, IsList(), Unit("PREFIX")]
 
 class _Tls(TlsFiles):
     def tls(self) -> Tls | None:
-        """Return the TLS files, read and checked; None without TLS. Raises TlsError, which names the file and the
-        remedy."""
+        """Return the TLS files, checked; None without TLS. Raises TlsError, which names the file and the remedy."""
         return load_tls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)
 
 
@@ -161,8 +158,6 @@ class PeerSettings(_Tls):
 
 
 class CoordinatorSettings(_Tls, _Logging):
-    """Settings of `penstock coordinator`."""
-
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_COORDINATOR_")
     table: ClassVar[str] = "coordinator"
 
@@ -203,8 +198,6 @@ class CoordinatorSettings(_Tls, _Logging):
 
 
 class WorkerSettings(PeerSettings, _Logging):
-    """Settings of `penstock worker`."""
-
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_WORKER_")
     table: ClassVar[str] = "worker"
 
@@ -295,8 +288,6 @@ class WorkerSettings(PeerSettings, _Logging):
 
 
 class UpSettings(_Tls):
-    """Settings of `penstock up`."""
-
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_UP_")
     table: ClassVar[str] = "up"
 
@@ -351,24 +342,22 @@ SETTINGS_OF: dict[str, type[Section]] = {
     "client": JobSettings,
     "up": UpSettings,
 }
-"""Settings of each command that has a section of its own in the settings file, by the name of the section; client: a
-training job."""
+"""Section of the settings file -> settings; client: a training job."""
 
 _KUBERNETES = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_.+)?)?)")
-"""Pattern of the variables that Kubernetes puts into every pod for a Service with a name such as
-penstock-coordinator."""
+"""Variables that Kubernetes puts into every pod for a Service with a name such as penstock-coordinator."""
 
 _Section = TypeVar("_Section", bound=Section)
 
 
 def flag(field: str) -> str:
-    """Return the command-line flag of a setting: "--state-dir" for "state_dir"."""
+    """Return the flag of a setting: "--state-dir" for "state_dir"."""
     return "--" + field.replace("_", "-")
 
 
 def resolve(section: type[_Section], **flags: Any) -> _Section:
-    """Return the settings of a command, from all sources. `flags`: values from the command line; None for those not
-    given. Raises InvalidArgumentError, which names every invalid or missing setting and its source."""
+    """Return a command's settings from all sources. Raises InvalidArgumentError, which names every bad or missing one
+    and its source."""
     given = {name: value for name, value in flags.items() if value is not None}
     refuse_unknown(section)
     check_settings_file()
@@ -391,7 +380,7 @@ def check_settings_file() -> None:
 
 
 def refuse_unknown(section: type[Section]) -> None:
-    """Raise InvalidArgumentError if an environment variable has the prefix of these settings but is none of them."""
+    """Raise InvalidArgumentError if a variable has the prefix of these settings but is none of them."""
     prefix = str(section.model_config.get("env_prefix", ""))
     if section is JobSettings or section.table == CLUSTER:  # their prefix begins all others
         return
@@ -422,7 +411,7 @@ def _explain(section: type[Section], error: ValidationError, given: dict[str, An
 
 
 def describe(settings: Section, **flags: Any) -> str:
-    """Return a text with every setting, its value and its source, for a daemon's log."""
+    """Return every setting, its value and its source, for a daemon's log."""
     sources, parts = stated(type(settings)), []
     for field in settings.names():
         value = getattr(settings, field)

@@ -11,19 +11,18 @@ __all__ = ["ending_signals", "signals_as_errors"]
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Return the signals that would end this process: SIGTERM, and SIGHUP unless it is ignored."""
+    """Return SIGTERM, and SIGHUP unless it is ignored."""
     kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM] if kept else [signal.SIGTERM, signal.SIGHUP]
 
 
 @contextlib.contextmanager
 def signals_as_errors(error: Callable[[signal.Signals], BaseException]) -> Iterator[Callable[[], None]]:
-    """Turn SIGTERM and SIGHUP (a closed terminal) into an exception within the context, as Python turns Ctrl-C into
-    KeyboardInterrupt. Under nohup, SIGHUP stays ignored. `error`: returns the exception for a signal.
+    """Turn SIGTERM and SIGHUP (unless ignored, as under nohup) into an exception within the context, as Ctrl-C is.
 
-    Python drops an exception that a signal handler raises while a finalizer or the callback of a weak reference runs.
-    So the end of the context raises it again. A loop within the context would not reach this end: it must call the
-    function that the context yields, which raises the exception if a signal has come.
+    Python drops an exception that a signal handler raises during a finalizer or a weak reference's callback, so the end
+    of the context raises it again. A loop, which does not reach this end, must call the function that the context
+    yields.
     """
     received: list[signal.Signals] = []
 

@@ -1,9 +1,7 @@
-"""Tables: drawn by rich on a terminal, as aligned text otherwise.
+"""Tables: drawn by rich on a terminal, as aligned text otherwise. Control characters from peers are replaced.
 
-Cells contain text from peers, so control characters in them are replaced.
-
-The text is made for grep, awk and bug reports: no cell is cut, and an empty one is a "-", so that columns can be
-counted. It is not made by rich, which takes six seconds for the 10,000 slots of a fleet.
+The text is for grep, awk and bug reports: no cell is cut, and an empty one is a "-". It is not made by rich, which
+takes six seconds for the 10,000 slots of a fleet.
 """
 
 from __future__ import annotations
@@ -24,15 +22,15 @@ __all__ = ["Table", "drawn", "show"]
 
 @dataclass(frozen=True)
 class Table:
-    """Table that a command prints. A heading that ends with ">" belongs to a column that is aligned to the right."""
+    """Table that a command prints. A heading that ends with ">" aligns its column to the right."""
 
     title: str
     headings: Sequence[str]
     rows: list[Sequence[str]] = field(default_factory=list)
     empty: str = ""
-    """Line that is shown if the table has no rows; "": nothing is shown."""
+    """Line that is shown instead of no rows, if any."""
     note: str = ""
-    """Line that is shown below the rows; "": no line."""
+    """Line below the rows, if any."""
 
 
 def show(tables: Iterable[Table]) -> None:
@@ -53,7 +51,7 @@ def show(tables: Iterable[Table]) -> None:
 
 
 def drawn(table: Table, styles: Iterable[str] = (), *, no_wrap: bool = False, **look: Any) -> rich.table.Table:
-    """Return the table as a table of rich. `styles`: style of each row; `look`: arguments of rich's table."""
+    """Return the table as rich's. `styles`: of each row; `look`: arguments of rich's table."""
     import rich.table
     from rich.text import Text
 

@@ -26,19 +26,15 @@ if TYPE_CHECKING:
 __all__ = ["show_conversion", "show_index", "show_inspection", "show_verification"]
 
 LONGEST_VALUE = 60
-"""Largest number of characters of a sample's value that are shown."""
 VERIFIED_AT_ONCE = 64
-"""Number of samples that are read in one call."""
 
 
 def show_index(folder: str, format: str | None, out: Path | None, as_json: bool) -> None:
-    """Write the index of a folder, and print what was found in it. `out`: folder for the index; None: the folder
-    itself."""
+    """Write the index of a folder, and print what was found. `out`: folder for the index; None: the same."""
     _print(_counts(folder, index_folder(folder, format, out=out)), as_json)
 
 
 def show_conversion(source: str, dest: str, to: str, as_json: bool, **settings: Any) -> None:
-    """Convert a dataset to another format, and print what was written."""
     if "://" not in source:
         _index_of(Path(source).expanduser())
     done = convert_dataset(source, dest, to, **settings)
@@ -53,7 +49,6 @@ def show_conversion(source: str, dest: str, to: str, as_json: bool, **settings: 
 
 
 def show_inspection(folder: Path, samples: int, as_json: bool) -> None:
-    """Print a dataset's format, size and columns, and its first samples. `samples`: number of samples to print."""
     shards = _shards(folder)
     found: dict[str, Any] = _counts(folder, shards)
     with _opened(folder, shards) as dataset:
@@ -64,8 +59,7 @@ def show_inspection(folder: Path, samples: int, as_json: bool) -> None:
 
 
 def show_verification(folder: Path, as_json: bool) -> int:
-    """Read all samples of a dataset, and print which shards have a damaged or missing file, with the first error of
-    each. Return the exit code."""
+    """Read all samples, and print the damaged or missing shards with the first error of each. Return the exit code."""
     shards = _shards(folder)
     stored = [file.packed or file.raw for shard in shards for file in shard.files]
     algorithms = sorted(set.intersection(*(set(file.hashes) for file in stored))) if stored else []
@@ -88,8 +82,7 @@ def show_verification(folder: Path, as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _opened(folder: Path, shards: Sequence[Shard], **options: Any) -> Iterator[StreamingDataset]:
-    """Open a dataset without writing into its folder. What the dataset stores itself, such as decompressed shards, goes
-    into a temporary folder."""
+    """Open a dataset without writing into its folder; decompressed shards go into a temporary one."""
     from penstock.data import StreamingDataset  # imports torch
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -133,8 +126,8 @@ def _counts(folder: str | Path, shards: Sequence[Shard]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    """Return a description of a value's type: "int", "ndarray of float32, shape (3, 4)", "image, mode RGB, 640 x 480
-    pixels" or "list of 5 (str)"."""
+    """Return a type: "int", "ndarray of float32, shape (3, 4)", "image, mode RGB, 640 x 480 pixels", "list of 5
+    (str)"."""
     name = type(value).__name__
     if hasattr(value, "dtype") and getattr(value, "shape", ()) != ():
         return f"{name} of {value.dtype}, shape {tuple(value.shape)}"

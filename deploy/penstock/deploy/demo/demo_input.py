@@ -12,12 +12,10 @@ from penstock.data import MapLoader, SyntheticDataset
 __all__ = ["images"]
 
 MAKING_S = 0.004
-"""Seconds that it takes to make an image, as decoding one would, so that the stream lasts long enough for the
-faults."""
+"""Seconds to make an image, as decoding one would take, so that the stream lasts long enough for the faults."""
 
 
 def images(samples: int, batch_size: int) -> MapLoader:
-    """Return the loader of the demo. It is the demo's input_fn."""
     spec = {"image": torch.empty(3, 16, 16), "label": _label}
     return MapLoader(SyntheticDataset(spec, samples), global_batch_size=batch_size, shuffle=True)
 

@@ -1,6 +1,5 @@
-"""Implementation of `penstock demo`: starts real daemons on this machine and a training loop in this process, kills a
-worker daemon, saves, resumes with another number of workers, and compares all batches with those of a run without
-faults."""
+"""`penstock demo`: real daemons and a training loop here; kills a worker, saves, resumes with another number of
+workers, and compares all batches with a run without faults."""
 
 from __future__ import annotations
 
@@ -38,11 +37,11 @@ class _Demo:
         self.killed = ""
         self.recoveries = 0
         self.longest_s = 0.0
-        """Longest time in seconds that the training loop waited for one batch after the worker was killed."""
+        """Longest wait in seconds for one batch after the worker was killed."""
 
     def stream(self, job: str, workers: int, *, state: dict[str, Any] | None = None, until: int = STEPS) -> Any:
-        """Run a training loop up to step `until`, from the beginning or from `state`. Return the stream digest after
-        each batch, by step, and the state at the end (None unless `until` is SAVE_AT)."""
+        """Run a loop up to step `until`, from `state` if given. Return the digest after each step, and the state (None
+        unless `until` is SAVE_AT)."""
         from penstock.client import Appliance, DataExecutor, DataLoader
         from penstock.deploy.demo.demo_input import images
 
@@ -74,7 +73,7 @@ class _Demo:
             return digests, loader.state_dict() if until == SAVE_AT else None
 
     def _kill(self, run: str) -> None:
-        """Kill by SIGKILL a worker daemon that makes batches of the run. Its child processes notice that and end."""
+        """Kill a worker daemon that makes batches of the run; its child processes notice that and end."""
         with CoordinatorClient(self._fleet.coordinator, self._token) as client:
             reply = client.status()
         slots = [slot for status in reply.runs if status.run == run for box in status.boxes for slot in box.slots]
@@ -90,7 +89,7 @@ class _Demo:
 
 
 def run_demo(as_json: bool) -> int:
-    """Run the demo and print the result. Return 0 if the batches with faults equal those without, otherwise 1."""
+    """Run the demo and print the result; 0 if the batches with faults equal those without, else 1."""
     began = time.monotonic()
 
     def show(line: str) -> None:

@@ -1,5 +1,4 @@
-"""Check of checkpoints for `penstock doctor CHECKPOINT`: reads all files of a checkpoint and compares them with what
-was written."""
+"""Check of checkpoints for `penstock doctor CHECKPOINT`: reads all files and compares them with what was written."""
 
 from __future__ import annotations
 
@@ -29,9 +28,7 @@ def is_path(target: str) -> bool:
 
 
 def show_checkpoints(path: Path, as_json: bool) -> int:
-    """Check the checkpoint at `path`, or all checkpoints in this folder, and print the findings. Raises
-    CheckpointNotFoundError if there is none, CheckpointCorruptError for a damaged one, whose damage has been
-    printed."""
+    """Check a checkpoint, or all in a folder, and print. Raises CheckpointNotFoundError, CheckpointCorruptError."""
     verified = [_verify(one) for one in _at(path)]
     aside = [one.name for one in leftovers(path)]
     if as_json:

@@ -1,5 +1,4 @@
-"""Checks of `penstock doctor cluster`: what neither the start of a job nor `penstock status` says: whether the clocks
-agree, and whether every worker's lanes can be reached from here."""
+"""Checks of `penstock doctor cluster`, beyond `penstock status`: do clocks agree, can lanes be reached?"""
 
 from __future__ import annotations
 
@@ -21,17 +20,16 @@ from penstock.runtime.telemetry.cluster_view import WorkerView, view
 __all__ = ["check_cluster", "check_skew", "check_worker"]
 
 CONNECT_S = 3.0
-"""Longest time in seconds to wait for a TCP connection within a cluster."""
+"""Longest wait in seconds for a TCP connection within a cluster."""
 NO_ANSWER = f"the worker accepts connections, but does not answer within {CONNECT_S:g} s"
-"""Text of the finding about a worker that hangs or is stopped. The kernel still accepts connections for it."""
+"""Finding about a worker that hangs: the kernel still accepts connections for it."""
 AT_A_TIME = 64
 SKEW_S, FAR_OFF_S = 2.0, 300.0
-"""Limits of the difference between two clocks, in seconds. A difference above SKEW_S is reported. Above FAR_OFF_S, one
-side may take valid certificates for invalid."""
+"""Differences of clocks in seconds that are reported, and above which valid certificates may seem invalid."""
 
 
 def check_cluster(client: CoordinatorClient, address: str, tls: Tls | None) -> Iterator[Finding]:
-    """Yield all findings about a cluster. Raises the error of the call if the coordinator cannot be reached."""
+    """Yield all findings about a cluster. Raises the call's error if the coordinator cannot be reached."""
     before = time.time()
     reply = client.status(deadline_s=10.0)
     yield check_skew(reply.wall_s - before, time.time() - before)
@@ -50,9 +48,7 @@ def check_cluster(client: CoordinatorClient, address: str, tls: Tls | None) -> I
 
 
 def _lane_error(address: str | None, tls: Tls | None) -> str:
-    """Return the reason why a worker's lanes cannot be reached from here; "" if they can. Connect and send a Hello (the
-    request that opens a lane) for a run that does not exist: any answer, also a refusal, shows that the worker can be
-    reached."""
+    """Return why a worker's lanes cannot be reached, or "": any answer to a Hello for an unknown run suffices."""
     if not address:
         return "the worker has no address for lanes from other machines"
     hello = lane_pb2.Hello(protocol=LANE_PROTOCOL, run="`penstock doctor`")
@@ -71,8 +67,7 @@ def _lane_error(address: str | None, tls: Tls | None) -> str:
 
 
 def check_skew(ahead_s: float, took_s: float) -> Finding:
-    """Compare the coordinator's clock with this machine's. `ahead_s`: time in the coordinator's answer, minus this
-    machine's time before the call, in seconds; `took_s`: duration of the call in seconds."""
+    """Compare the clocks. `ahead_s`: the coordinator's answer minus this machine's time before a call of `took_s`."""
     # The coordinator read its clock at some time within the call.
     off = max(0.0, ahead_s - took_s, -ahead_s)
     if not off:
@@ -86,8 +81,7 @@ def check_skew(ahead_s: float, took_s: float) -> Finding:
 
 
 def check_worker(worker: WorkerView, error: str, here: bool) -> Finding:
-    """Return the finding about a live worker. `error`: reason why its lanes cannot be reached from here; "" if they can
-    be reached. `here`: True if it is on this host, where lanes need no network."""
+    """Return the finding about a live worker. `error`: why its lanes are out of reach; `here`: they need no network."""
     check = f"worker {worker.worker}"
     found = f"lanes at {worker.tcp_address or 'no address'}"
     if error == NO_ANSWER:

@@ -1,4 +1,4 @@
-"""Findings of `penstock doctor` about a machine or a cluster: what was found, whether it suffices, and the remedy."""
+"""Findings of `penstock doctor` about a machine or a cluster."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Finding", "ok", "problem", "show_findings", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check of `penstock doctor`: what was found, whether it suffices, and the remedy."""
+    """Result of one check: what was found, whether it suffices, and the remedy."""
 
     check: str
     level: Literal["ok", "warning", "problem"]
     found: str
     remedy: str = ""
-    """Remedy, if possible as a command to run; "" if no remedy is needed."""
+    """If possible a command to run; "" if none is needed."""
 
 
 def ok(check: str, found: str) -> Finding:
@@ -38,7 +38,7 @@ def problem(check: str, found: str, remedy: str) -> Finding:
 
 
 def show_findings(what: str, findings: Sequence[Finding], as_json: bool) -> int:
-    """Print findings and return the exit code: UNFIT if a finding is a problem."""
+    """Print findings and return the exit code: UNFIT for a problem."""
     count = {level: sum(each.level == level for each in findings) for level in ("ok", "warning", "problem")}
     code = UNFIT if count["problem"] else 0
     if as_json:

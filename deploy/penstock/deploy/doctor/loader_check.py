@@ -1,18 +1,14 @@
 """Checks of `penstock doctor` on a loader: whether, and how, it can be saved and resumed exactly.
 
-1. First stream: the loader streams batches without an interruption, with a snapshot after each.
-2. Single restores: it is restored in fresh processes at several positions: early, in the middle, late, at the end of
-   its first epoch and at the start of its first two epochs. The batches that follow are compared with those of the
-   first stream.
-3. Chains of restores: a state is taken from the restored loader and restored in the next process, and once more.
-4. Launches, for a loader with all four state methods. A launch is a resume of all workers: their states are aggregated,
-   deaggregated in fresh processes, and saved again some batches later. A four-method loader whose load_state_dict
-   accepts only results of deaggregate_state_dict is tested by launches instead of 2 and 3, and by a new start.
+1. First stream: batches without an interruption, with a snapshot after each.
+2. Single restores in fresh processes, early to late, at the end of the first epoch and at the start of the first two:
+   the batches that follow are compared with the first stream's.
+3. Chains of restores: a state of the restored loader is restored in the next process, and once more.
+4. Launches, with all four state methods: the states of all workers are aggregated, deaggregated in fresh processes, and
+   saved again. If load_state_dict accepts only results of deaggregate_state_dict, they and a new start replace 2 and 3.
 
-A loader without state methods is tested by a new start alone: the first of the single restores.
-
-A run that finds other batches behind a state makes the epoch again from its beginning. So even a loader with wrong
-states can be saved and resumed, if it yields the same batches again. The verdict names the cost of that.
+A loader without state methods is tested by a new start alone. A run that finds other batches behind a state makes the
+epoch again, so even a loader with wrong states can be resumed if it repeats its batches; the verdict names the cost.
 """
 
 from __future__ import annotations
@@ -43,11 +39,9 @@ __all__ = [
 ]
 
 STATE, METHODS, REPLAY = "state", "methods", "replay"
-"""Ways in which a loader can be saved: by its own state; by its methods aggregate_state_dict and
-deaggregate_state_dict; or by replaying a counted number of batches from the beginning of an epoch."""
+"""Ways to save a loader: its own state; aggregate_state_dict and deaggregate_state_dict; replay of the epoch."""
 COMPARED = 8
-"""Largest number of events (batches and ends of epochs) that are compared after a restore, before the state for the
-next restore in the chain is taken."""
+"""Most events (batches and ends of epochs) compared after a restore, before the next state is taken."""
 _WHERE = {
     "start": "from the start, by replay",
     "early": "after batch {total}",
@@ -58,15 +52,15 @@ _WHERE = {
     "resume": "after batch {total}, by aggregate and deaggregate",
 }
 GENERATIONS = 3
-"""Number of restores in a chain. Each one but the first uses a state of the loader that was restored before."""
+"""Restores in a chain, each but the first from a state of a loader that was restored before."""
 _CHAINED = ("early", "end")
-"""Names of the restart points from which chains of restores start."""
+"""Restart points from which chains start."""
 _AGAIN = ("", ", saved by a loader that was restored", ", saved by one that was restored twice")
 
 
 @dataclass(frozen=True)
 class LoaderRequest:
-    """Loader to examine and settings of the examination, as given on the command line."""
+    """Loader to examine and settings, as given on the command line."""
 
     input_fn: str
     args: str
@@ -76,14 +70,13 @@ class LoaderRequest:
     batches: int
     workers: int
     replay: bool
-    """True if replay is allowed as a way to save a loader without state methods."""
+    """True if a loader without state methods may be saved by replay."""
     seed: int
     deadline_s: float
     """Longest time of each child process, in seconds."""
 
     def fields(self, slot: int) -> dict[str, Any]:
-        """Return the fields that every task for a child process has (see loader_trials.py); it runs the loader as
-        worker `slot`. Raises InvalidArgumentError for an invalid target or invalid JSON."""
+        """Return the fields of every task (loader_trials.py), as worker `slot`. Raises InvalidArgumentError."""
         module, _, name = self.input_fn.partition(":")
         if not module or not name:
             raise InvalidArgumentError(
@@ -101,7 +94,7 @@ class LoaderRequest:
 
 
 def json_option(option: str, text: str, kind: type) -> Any:
-    """Return the value of a command-line option whose text is JSON of this type. Raises InvalidArgumentError."""
+    """Return the value of a JSON option of this type. Raises InvalidArgumentError."""
     what = "list, such as '[1, \"a\"]'" if kind is list else "object, such as '{\"name\": 1}'"
     try:
         value = json.loads(text)
@@ -114,23 +107,21 @@ def json_option(option: str, text: str, kind: type) -> Any:
 
 @dataclass
 class LoaderCheck:
-    """Result of restoring a loader once, at one restart point, and comparing the batches that follow."""
+    """Result of one restore at a restart point."""
 
     where: str
     total: int
-    """Number of batches before the restart point, over all epochs of the worker."""
+    """Batches before the restart point, over all epochs of the worker."""
     snapshot: bool
-    """True if the loader was restored from a worker's own state_dict(); False if it was restored at the start of an
-    epoch, or by aggregate_state_dict and deaggregate_state_dict."""
+    """True if restored from a worker's own state_dict(), not at an epoch's start or from aggregate_state_dict."""
     generation: int = 1
-    """1 for a restore of the first stream's state, 2 for a restore of the state that this restored loader saved, ..."""
+    """1 for a restore of the first stream's state, 2 for one of the state that this loader saved, ..."""
     exact: bool = True
     differs: int | None = None
-    """Number of the worker's first batch that differs, from 1; None if none does, or if the loader raised an error."""
+    """First batch that differs, from 1; None if none does, or after an error."""
     what: str = ""
-    """What differs, or the message of the error; "" if the restore was exact."""
+    """What differs, or the error's message; "" if the restore was exact."""
     traceback: str = ""
-    """Traceback of the error that user code raised; "" if it raised none."""
 
 
 @dataclass
@@ -140,13 +131,13 @@ class ExaminedLoader:
     slot: int
     capabilities: dict[str, Any]
     streamed: dict[str, Any]
-    """Results of the first, uninterrupted stream, from loader_trials.py: `events`; `looked_at` (input_fn has read its
-    assignment); `worker_info` (what torch's get_worker_info() answered it); `samples` (number); `unsaved` (why no state
-    could be encoded, or ""); `state_bytes` (largest); `batch_ms` and `snapshot_ms` (median and max; or None)."""
+    """Results of the first stream (loader_trials.py): `events`; `looked_at` (input_fn read its assignment);
+    `worker_info` (torch's answer to it); `samples`; `unsaved` (why no state could be encoded, or ""); `state_bytes`
+    (largest); `batch_ms`, `snapshot_ms` (median and max; or None)."""
     points: dict[str, tuple[int, bool, bytes]]
-    """Restart points by name: (number of batches before it, True if it is the start of an epoch, encoded state)."""
+    """Restart point -> (batches before it, True at the start of an epoch, encoded state)."""
     rows: Sequence[int] = ()
-    """Digests of the samples (rows) in the batches of the first epoch, as far as it was streamed."""
+    """Digests of the first epoch's samples, as far as it was streamed."""
     checks: list[LoaderCheck] = field(default_factory=list)
 
     @property
@@ -158,8 +149,7 @@ class ExaminedLoader:
         return len(self.streamed["events"]) - self.batches
 
     def events_after(self, total: int, *, epoch_start: bool) -> list[list[Any]]:
-        """Return the events (batches and ends of epochs) of the first stream after its first `total` batches, with
-        `epoch_start` from the first batch of a new epoch on."""
+        """Return the first stream's events after `total` batches; `epoch_start`: from the next epoch's first batch."""
         events: list[list[Any]] = self.streamed["events"]
         start = next(
             (i for i, event in enumerate(events) if event[1] > total or (event[1] == total and event[2] is None)),
@@ -179,14 +169,13 @@ class LoaderReport:
 
 
 def examine(request: LoaderRequest) -> LoaderReport:
-    """Run all checks of a loader. Raises the loader's error if it fails before it can be examined."""
+    """Run all checks of a loader. Raises its error if it fails before it can be examined."""
     request.fields(0)
     with TrialProcesses(request.deadline_s) as trials:
         return examine_in(trials, request)
 
 
 def examine_in(trials: TrialProcesses, request: LoaderRequest) -> LoaderReport:
-    """Run all checks of a loader in `trials`, which are running already."""
     return _Examination(trials, request).run()
 
 
@@ -198,13 +187,13 @@ def _saves(examined: ExaminedLoader) -> bool:
 
 
 def _needs_deaggregation(examined: ExaminedLoader) -> bool:
-    """True if the loader's load_state_dict accepts only results of its deaggregate_state_dict."""
+    """Return whether load_state_dict accepts only results of deaggregate_state_dict."""
     return bool(examined.capabilities["state_methods"] == 4 and not examined.capabilities["loads_own_state"])
 
 
 def _restored(examined: ExaminedLoader) -> Iterator[str]:
-    """Yield the restart points at which the loader is restored: always "start", the others only if the worker's own
-    states can be loaded. Of two points after the last batch of the first epoch, only "end" is used."""
+    """Yield "start", and the other restart points if the worker's own states can be loaded. Of two points after the
+    first epoch's last batch, only "end" is used."""
     end = examined.points.get("end", (0, False, b""))[0]
     for name, (total, epoch_start, _) in examined.points.items():
         alone = _saves(examined) and not _needs_deaggregation(examined)
@@ -243,9 +232,8 @@ class _Examination:
     def _restore(
         self, examined: ExaminedLoader, check: LoaderCheck, task: str, parts: Sequence[bytes], **fields: Any
     ) -> bytes | None:
-        """Restore the loader at a restart point in a child process. Record in `check` whether it then yields the same
-        events as the first stream. Return the state that it saved, for the next check of a chain; None if it was asked
-        for none, or raised an error, or yielded a wrong batch before."""
+        """Restore the loader in a child process and record whether it yields the first stream's events. Return its
+        saved state; None if none was asked for, or after an error or a wrong batch."""
         examined.checks.append(check)
         what = f"restoring {self._request.input_fn} {check.where}, worker {examined.slot}"
         answer = self._ask(check, what, task, parts, examined.slot, **fields)
@@ -259,7 +247,7 @@ class _Examination:
     def _ask(
         self, check: LoaderCheck, what: str, task: str, parts: Sequence[bytes], slot: int, **fields: Any
     ) -> TrialAnswer | None:
-        """Run a task of a check. If it raises an error, record that in `check`, and return None."""
+        """Run a task of a check; record an error, and return None."""
         try:
             return self._trials.ask(what, task, parts, **self._request.fields(slot), **fields)
         except DeadlineError:
@@ -269,7 +257,7 @@ class _Examination:
             return None
 
     def _chain(self, examined: ExaminedLoader, name: str) -> None:
-        """Restore a loader at one restart point; if a chain starts there, again from the state that it saved, ..."""
+        """Restore a loader at a restart point; if a chain starts there, again from the state that it saved, ..."""
         total, epoch_start, data = examined.points[name]
         last = GENERATIONS if name in _CHAINED else 1
         for generation in range(1, last + 1):
@@ -288,8 +276,7 @@ class _Examination:
     # ---- launches, by the loader's own aggregate and deaggregate
 
     def _launches(self, loaders: list[ExaminedLoader]) -> None:
-        """Check launches (resumes of all workers) in their first epoch, with further launches from the states saved
-        then if a worker's own state cannot be loaded."""
+        """Check launches in the first epoch, and chains of them if own states cannot be loaded."""
         for name in ("early", "mid"):
             if not all(_within_first_epoch(examined, name) for examined in loaders):
                 continue
@@ -304,10 +291,9 @@ class _Examination:
     def _launch(
         self, loaders: list[ExaminedLoader], total: int, parts: list[bytes], generation: int
     ) -> list[bytes] | None:
-        """Resume all workers after `total` batches of each, and compare their next COMPARED batches with the first
-        stream; the results are added to their checks. Return their states after these batches; None if a worker raised
-        an error or a batch was wrong, or if a worker's epoch ends within them or right after. `parts`: encoded state of
-        each worker; `generation`: number of the launch in its chain, from 1."""
+        """Resume all workers after `total` batches of each, and compare their next COMPARED ones. Return their encoded
+        states then; None after an error or a wrong batch, or if an epoch ends within or right after these.
+        `generation`: number of the launch in its chain, from 1."""
         where = _WHERE["resume"].format(total=total) + _AGAIN[generation - 1]
         aggregation = LoaderCheck(where, total, False, generation)
         what = f"aggregate_state_dict() of {self._request.input_fn}"
@@ -330,7 +316,7 @@ class _Examination:
 
 
 def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
-    """Leave out ends of epochs after the last batch: a state is taken after a batch, never at the end of an epoch."""
+    """Leave out ends of epochs after the last batch, after which a state is taken."""
     while events and events[-1][2] is None:
         events = events[:-1]
     return events
@@ -409,8 +395,8 @@ def _describe_failure(check: LoaderCheck) -> str:
 
 
 def _equal_samples(loaders: list[ExaminedLoader]) -> Iterator[str]:
-    """Warn of samples that several workers stream. Samples may also be equal in the data; but then samples of one
-    worker repeat as well: of W workers, some 2 * (W - 1) samples are shared for each repetition within a worker."""
+    """Warn of samples that several workers stream. If the data repeat themselves, so do one worker's samples: some 2 *
+    (W - 1) shared ones for each repetition within one of W workers."""
     streamed_by = Counter(digest for examined in loaders for digest in set(examined.rows))
     total = sum(len(examined.rows) for examined in loaders)
     shared = sum(streamed_by[digest] > 1 for examined in loaders for digest in examined.rows)

@@ -1,4 +1,4 @@
-"""Output of `penstock doctor` about a loader: the findings as tables or JSON, and the exit code."""
+"""Output of `penstock doctor` about a loader: tables or JSON, and the exit code."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ _WORKER_INFO = {
 
 
 def show_doctor(request: LoaderRequest, as_json: bool) -> int:
-    """Run all checks of a loader, print the findings, and return the exit code."""
     try:
         diagnosis = examine(request)
     except PenstockError as error:

@@ -1,15 +1,12 @@
-"""Child processes of `penstock doctor`, in which the user's loader is run by the same code as in workers
-(worker/loader/slot_loader.py).
-
-Each task gets a process that has seen no user code (loader_processes.py). Tasks:
+"""Child processes of `penstock doctor`, which run the loader by the code of workers (worker/loader/slot_loader.py),
+each task in one that has seen no user code:
 
     stream     build the loader; stream N batches, over several epochs; with a snapshot after each batch
-    check      restore a snapshot; compare the next batches with those of the stream; if asked for, take a snapshot
+    check      restore a snapshot; compare the next batches with the stream's; if asked for, take a snapshot
     aggregate  call a four-method loader's aggregate_state_dict with the states of all workers
     resume     deaggregate and load what `aggregate` returned, as a resumed run does; then continue like `check`
 
-The output of a loader is sent as events: [epoch, total, digest] for a batch, where `total` is the number of the
-worker's batches so far; [epoch, total, null] for the end of an epoch.
+Events: [epoch, total, digest] for the worker's batch `total`; [epoch, total, null] for the end of an epoch.
 """
 
 from __future__ import annotations
@@ -43,14 +40,13 @@ __all__ = ["run_child"]
 Event = list[Any]
 
 ROWS = 1 << 16
-"""Number of first samples of a worker's stream whose digests are sent."""
+"""First samples of a worker's stream whose digests are sent."""
 SETTLE_S = 0.05
-"""Seconds to wait before a snapshot that will be restored. In this time a background prefetch can run ahead, as during
-a training step. Without the pause, a wrong snapshot might be right by chance."""
+"""Seconds before a snapshot to restore, in which a prefetch runs ahead, as in a training step: else a wrong one might
+be right by chance."""
 
 
 def run_child(channel: ControlChannel) -> None:
-    """Do one task; the program of a child process."""
     task = take_task(channel)
     source = SlotLoader(_assignment(task.fields), load=lambda spec: _callable(spec, task.fields))
     try:
@@ -60,7 +56,7 @@ def run_child(channel: ControlChannel) -> None:
 
 
 def _callable(spec: records_pb2.LoaderSpec, fields: Mapping[str, Any]) -> Callable[..., Any]:
-    """Import and return input_fn. Raises InvalidArgumentError if it does not accept the command's arguments."""
+    """Import and return input_fn. Raises InvalidArgumentError if it does not accept the arguments."""
     input_fn = load_input_fn(spec)
     try:
         # The outermost wrapper is called, and a decorator may supply arguments of the function inside.
@@ -116,14 +112,14 @@ class _Stream:
         self._workers: int = fields["workers"]
         self._unsaved = ""
         self._snapshot: tuple[int, bytes] | None = None
-        """Snapshot after the newest batch: (number of batches so far, encoded state); None before the first batch."""
+        """Snapshot after the newest batch: (batches so far, encoded state)."""
         self._ended = False
         self._batch_s: list[float] = []
         self._snapshot_s: list[float] = []
         self._state_bytes = 0
         self._events: list[Event] = []
         self._rows = array("Q")
-        """Digests of the samples (rows) of the first epoch."""
+        """Digests of the first epoch's samples."""
 
     def run(self) -> None:
         source, place = self._source, self._source.position
@@ -185,8 +181,8 @@ class _Stream:
             self._source.open_epoch(step=self._step())
 
     def _step(self) -> int:
-        """Return the step at which the box would deliver the newest batch if no other slot had ended its epoch: with 2
-        workers, batch 3 of slot 0 is step 5. Return 0 before the first batch."""
+        """Return the step that would deliver the newest batch if no slot's epoch had ended (with 2 workers, batch 3 of
+        slot 0 is step 5); 0 before the first."""
         total = self._source.position.total
         return self._slot + 1 + (total - 1) * self._workers if total else 0
 
@@ -234,8 +230,7 @@ def _check(source: SlotLoader, channel: ControlChannel, fields: Mapping[str, Any
 
 
 def _resume(source: SlotLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]) -> None:
-    """Resume as a runner does on the same number of boxes and workers. `parts`: encoded state of this worker, and
-    encoded result of aggregate_state_dict."""
+    """Resume as a runner does. `parts`: encoded state of this worker, and result of aggregate_state_dict."""
     point = RestartPoint.taken(parts[0])
     source.build()
     launch = Launch(fields["launch"]["step"], point.position.total, point.position.samples, source.worker)
@@ -249,9 +244,8 @@ def _resume(source: SlotLoader, channel: ControlChannel, fields: Mapping[str, An
 
 
 def _compare(source: SlotLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
-    """Compare the loader's next events with the expected ones, and send the first one that differs, if any. If the
-    field `then` is a pair (batches, step), also send a snapshot for the next restore, taken once the worker has made
-    that many batches, which the box delivers at that step."""
+    """Compare the next events with the expected ones, and send the first that differs. If `then` is (batches, step),
+    also send a snapshot taken after that many batches, delivered at that step."""
     replay_digest, then = ReplayDigest(cover=DigestCover.FULL), fields.get("then")
     for epoch, total, digest in fields["events"]:
         if not source.is_open:

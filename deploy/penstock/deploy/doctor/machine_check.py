@@ -1,8 +1,5 @@
-"""Checks of `penstock doctor machine`: what the start of a daemon does not say by itself.
-
-A daemon refuses settings, ports, certificates, tokens and state directories that it cannot use. But only a run shows
-that the kernel, the memory or the open files do not suffice for its runners (processes that run the user's loader).
-"""
+"""Checks of `penstock doctor machine`: whether kernel, memory and open files suffice for runners, which a daemon's
+start does not show."""
 
 from __future__ import annotations
 
@@ -27,17 +24,14 @@ from penstock.runtime.telemetry.units import size
 __all__ = ["check_files", "check_kernel", "check_machine", "check_memory", "check_sandbox"]
 
 RUNNER_BYTES = 512 << 20
-"""Memory that a runner needs, in bytes. A runner with torch alone has 170 MiB resident, 60 of them private. The rest is
-for its ring, user code and data."""
+"""Memory of a runner in bytes: with torch 170 MiB resident, 60 of them private; the rest for ring and data."""
 RUNNER_FILES = 24
-"""Number of file descriptors that a daemon needs for each runner. 10 were measured with a lane over TCP. The rest is
-for rings that grow and for senders of the same slot that exist at the same time."""
+"""File descriptors per runner: 10 with a lane over TCP; the rest for growing rings and senders at the same time."""
 DAEMON_FILES = 128
 
 
 def check_machine(slots: int | None = None) -> Iterator[Finding]:
-    """Yield all findings. `slots`: number of slots of a worker here; None: the effective setting, or the number of
-    cores."""
+    """Yield all findings. `slots`: of a worker here; None: the effective setting, or the number of cores."""
     yield check_kernel(platform.release(), _kernel_gaps())
     yield check_sandbox(sandbox.why_not_whole())
     slots = slots or _slots_set() or os.cpu_count() or 1
@@ -51,7 +45,7 @@ def _slots_set() -> int | None:
 
 
 def check_kernel(release: str, missing: dict[str, str]) -> Finding:
-    """`missing`: reason why a feature of the kernel cannot be used, by the feature's name."""
+    """`missing`: kernel feature -> why it cannot be used."""
     if missing:
         return problem(
             "kernel",
@@ -74,7 +68,7 @@ def check_sandbox(lacking: str) -> Finding:
 
 
 def check_memory(left: int, slots: int) -> Finding:
-    """`left`: free memory, of the machine or of what this process's control groups leave, in bytes."""
+    """`left`: free bytes of the machine, or of this process's control groups."""
     need = slots * RUNNER_BYTES
     found = f"{size(left)} free; {slots} slots take about {size(need)} before your data. Rings count as shared"
     if left < RUNNER_BYTES:
@@ -86,7 +80,7 @@ def check_memory(left: int, slots: int) -> Finding:
 
 
 def check_files(soft: int, hard: int, slots: int) -> Finding:
-    """`soft`, `hard`: limits on open files; -1 stands for no limit."""
+    """`soft`, `hard`: limits on open files; -1: none."""
     need = DAEMON_FILES + RUNNER_FILES * slots
     most, hard_most = ("any number" if limit < 0 else str(limit) for limit in (soft, hard))
     found = f"{most} at most ({hard_most} after ulimit -n); {slots} slots may need {need}"
@@ -101,7 +95,7 @@ def check_files(soft: int, hard: int, slots: int) -> Finding:
 
 
 def _kernel_gaps() -> dict[str, str]:
-    """Return the names of the kernel features that Penstock cannot use here, each with the reason."""
+    """Return kernel feature -> why Penstock cannot use it here."""
     tries: dict[str, Callable[[], object]] = {
         "memfd_create with seals": _sealed_memfd,
         "pidfd_open": lambda: Process(os.getpid()).close(),

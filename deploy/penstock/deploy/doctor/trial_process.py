@@ -1,5 +1,4 @@
-"""Control of the child processes in which `penstock doctor` runs loaders. Each task that a child gets has a
-deadline."""
+"""Control of the child processes in which `penstock doctor` runs loaders. Each task has a deadline."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ __all__ = ["TrialAnswer", "TrialProcesses"]
 
 
 class TrialAnswer(list[ControlMessage]):
-    """Messages that a child sent for one task, in order. The last one has the kind `done` and the task's result."""
+    """Messages of a child for one task; the last one is `done`, with the result."""
 
     @property
     def done(self) -> ControlMessage:
@@ -23,24 +22,16 @@ class TrialAnswer(list[ControlMessage]):
 
 
 class TrialProcesses(LoaderForkServer):
-    """Fork server that forks a fresh child process for each task. `deadline_s`: longest time of a task, in seconds."""
+    """Fork server that forks a fresh child process for each task of at most `deadline_s` seconds."""
 
     def __init__(self, deadline_s: float) -> None:
         super().__init__("penstock.deploy.doctor.loader_trials")
         self._deadline_s = deadline_s
 
     def ask(self, what: str, kind: str, parts: Sequence[bytes] = (), **fields: Any) -> TrialAnswer:
-        """Run a task in a fresh child process and return the child's messages.
-
-        Args:
-            what: name of the task, for errors.
-            kind: kind of the task, such as "stream" (loader_trials.py).
-            parts: data for the task, such as saved states.
-            fields: other fields of the task.
-
-        Raises the error that the task raised; WorkerLostError if the process died; DeadlineError, after the process's
-        stack was printed to standard error.
-        """
+        """Run a task `kind` (loader_trials.py) in a fresh child process and return its messages. `what`: its name, for
+        errors. Raises the task's error; WorkerLostError if the process died; DeadlineError, after its stack was
+        printed."""
         answer = TrialAnswer()
         with self.fork() as child:
             child.ask(Task(kind, fields, parts=parts))

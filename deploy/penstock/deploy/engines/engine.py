@@ -1,8 +1,5 @@
-"""Input of an engine (a plan) and its result (a fleet: a coordinator and its workers).
-
-Penstock does not schedule machines. The local engine supervises processes on this machine. The other one submits the
-same daemons to Ray, which places them, restarts them, and replaces nodes.
-"""
+"""Input of an engine (a plan) and its result (a fleet: a coordinator and its workers). Penstock does not schedule
+machines: the local engine supervises processes here, the other submits the same daemons to Ray."""
 
 from __future__ import annotations
 
@@ -18,30 +15,28 @@ __all__ = ["Fleet", "FleetPlan", "exports", "worker_name"]
 
 
 class FleetPlan(UpSettings):
-    """Plan of a fleet: the settings of `penstock up`, complete and checked (`model_validate`)."""
+    """Settings of `penstock up`, complete and checked (`model_validate`)."""
 
     token_file: str
-    """Path of the token file on this machine. Ray uses the same path on all nodes, unless it sends the token."""
+    """Path of the token file here, and on all nodes of Ray unless it sends the token."""
 
     @property
     def tls_files(self) -> dict[str, str]:
-        """TLS settings that were given, by name. Files are paths on the daemons' machines."""
+        """TLS settings that were given, by name; paths on the daemons' machines."""
         return {name: value for name in TlsFiles.model_fields if (value := getattr(self, name))}
 
     def differences(self, other: FleetPlan) -> list[str]:
-        """Return the flags of the settings in which the two plans differ. --dir and --timeout do not count."""
+        """Return the flags in which the two plans differ, without --dir and --timeout."""
         mine, theirs = (plan.model_dump(exclude={"dir", "timeout"}) for plan in (self, other))
         return [flag(name) for name in mine if mine[name] != theirs[name]]
 
     def coordinator_command(self, state_dir: str, listen: str) -> list[str]:
-        """Return the command-line arguments of `penstock` that start the coordinator."""
         return [
             *("coordinator", "--listen", listen, "--state-dir", state_dir, "--token-file", self.token_file),
             *self._shared_flags(),
         ]
 
     def worker_command(self, name: str, coordinator: str, listen: str) -> list[str]:
-        """Return the command-line arguments of `penstock` that start a worker."""
         return [
             *("worker", "--name", name, "--coordinator", coordinator, "--listen", listen),
             *("--slots", str(self.slots), "--allow", self.allow, "--token-file", self.token_file),
@@ -55,8 +50,7 @@ class FleetPlan(UpSettings):
 
 
 def worker_name(fleet: str, number: int) -> str:
-    """Return the name of a worker. A lost daemon is replaced under the same name, so that the coordinator detects the
-    loss immediately."""
+    """Return a worker's name. A lost daemon is replaced under it, so that the coordinator detects the loss at once."""
     return f"{fleet}-{number}"
 
 
@@ -67,22 +61,21 @@ class Fleet:
     engine: str
     name: str
     folder: str
-    """Path of the folder with this record, on the machine where the fleet was started."""
+    """Folder of this record, on the machine where the fleet was started."""
     coordinator: str
-    """Address of the coordinator for training jobs; "" if it is not known yet."""
+    """Address for training jobs; "" if it is not known yet."""
     token_file: str
     tls: Mapping[str, str] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     """Data by which the engine finds the fleet again, such as a job id."""
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables with which a training job finds the fleet."""
+        """Return the variables with which a training job finds the fleet."""
         shared = {"PENSTOCK_COORDINATOR": self.coordinator, "PENSTOCK_TOKEN_FILE": self.token_file}
         files = {f"PENSTOCK_{name.upper()}": self.tls.get(name, "") for name in ("tls_ca", "tls_name")}
         return {name: value for name, value in {**shared, **files}.items() if value}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fleet as the JSON object that --json prints."""
         return {
             "engine": self.engine,
             "name": self.name,
@@ -95,5 +88,5 @@ class Fleet:
 
 
 def exports(fleet: Fleet) -> str:
-    """Return shell commands that set a training job's variables: `eval "$(penstock up --detach)"`."""
+    """Return shell commands that set these variables: `eval "$(penstock up --detach)"`."""
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in fleet.environment().items())

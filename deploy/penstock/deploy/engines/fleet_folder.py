@@ -1,9 +1,5 @@
-"""Folder of a fleet on the machine where it was started: the plan, the record of running daemons, the token, logs.
-
-Whether the local engine's supervisor runs is decided by a lock on the file `lock`, which the kernel releases when the
-process ends. The file names the process that holds the lock (Identity), so that a signal never reaches another process
-that has got the same process id.
-"""
+"""Folder of a fleet on the machine where it was started: plan, record, token, logs. Its file `lock` is locked while a
+supervisor runs, and names it (Identity), so that a signal never reaches a process that got the same id."""
 
 from __future__ import annotations
 
@@ -36,8 +32,6 @@ def default_folder(name: str) -> Path:
 
 
 class FleetFolder:
-    """Files of one fleet on the machine where it was started."""
-
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
         self.state_dir = self.path / "coordinator"
@@ -48,7 +42,6 @@ class FleetFolder:
         self._address = self.path / "address"
 
     def make(self) -> None:
-        """Create the folder, if it does not exist, readable by its owner alone."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._refuse_others()
@@ -77,8 +70,7 @@ class FleetFolder:
     # ---- the lock
 
     def lock(self) -> int | None:
-        """Take the folder's lock and return its file descriptor, which holds the lock until it is closed. Return None
-        if a supervisor holds it already."""
+        """Take the folder's lock and return its file descriptor; None if a supervisor holds it."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,7 +80,7 @@ class FleetFolder:
         return fd
 
     def hold(self, lock: int, identity: Identity) -> None:
-        """Record which process holds the lock: the one to which `penstock down` sends its signals."""
+        """Record the process that holds the lock, to which `penstock down` sends signals."""
         data = json.dumps(asdict(identity)).encode()
         try:
             os.pwrite(lock, data, 0)
@@ -97,7 +89,7 @@ class FleetFolder:
             raise _unwritable(self.path / "lock", error) from error
 
     def holder(self) -> Identity | None:
-        """Return the process that `hold` recorded last, which may have ended since; None if there is no record."""
+        """Return the process that `hold` recorded last, which may have ended."""
         try:
             self._refuse_others()
             return Identity(**json.loads((self.path / "lock").read_text()))
@@ -123,8 +115,7 @@ class FleetFolder:
         return self._read(self._plan, FleetPlan.model_validate)
 
     def save(self, fleet: Fleet) -> None:
-        """Write the record of the running fleet, and announce its coordinator to this user's commands, unless its
-        address is not known yet. Raises CommandError if the record cannot be written."""
+        """Write the record, and announce the coordinator once its address is known. Raises CommandError."""
         _write(self._record, json.dumps(asdict(fleet), indent=2))
         if fleet.coordinator:
             supervisor = fleet.about["supervisor"] if fleet.engine == "local" else None
@@ -147,7 +138,7 @@ class FleetFolder:
         return self._read(self._record, _fleet)
 
     def forget(self) -> None:
-        """Delete the record of the running fleet. The caller must have ended all daemons."""
+        """Delete the record of the fleet, whose daemons have all ended."""
         self._record.unlink(missing_ok=True)
         withdraw(str(self.path))
 
@@ -167,8 +158,7 @@ class FleetFolder:
 
     @property
     def address(self) -> str:
-        """Return the address on which the fleet's coordinator listened last; "" if there is none. If the settings leave
-        the port open (port 0), a restarted coordinator tries this address first, because training jobs know it."""
+        """Last address of the coordinator, or ""; with port 0, the first to try, because training jobs know it."""
         try:
             return self._address.read_text().strip()
         except OSError:
@@ -179,8 +169,8 @@ class FleetFolder:
         _write(self._address, value)
 
     def token_file(self, given: Path | None) -> Path:
-        """Return the path of the file with the fleet's token: `given`; else the file that PENSTOCK_TOKEN_FILE names, if
-        PENSTOCK_TOKEN is not set; else the folder's own file, into which PENSTOCK_TOKEN or a new token is written."""
+        """Return the file with the token: `given`; else PENSTOCK_TOKEN_FILE, if PENSTOCK_TOKEN is not set; else the
+        folder's own, into which PENSTOCK_TOKEN or a new token is written."""
         text = os.environ.get("PENSTOCK_TOKEN")
         named = given or (None if text else os.environ.get("PENSTOCK_TOKEN_FILE"))
         if named:
@@ -207,7 +197,7 @@ class FleetFolder:
 
 
 def open_log(path: Path) -> BinaryIO:
-    """Open a file for appending; a new file is readable by its owner alone."""
+    """Open a file for appending; a new one is readable by its owner alone."""
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 

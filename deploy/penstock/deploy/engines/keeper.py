@@ -1,14 +1,9 @@
-"""Keeper of one daemon: runs `penstock coordinator` or `penstock worker` as a child process and starts it again if it
-dies.
+"""Keeper of one daemon: runs `penstock coordinator` or `penstock worker` as a child and starts it again if it dies.
 
-The local engine's supervisor and Ray's actors use it. The daemon ends when this process ends, in whatever way: it
-watches this process by a pidfd (`--parent-pid`). A parent-death signal is not used, because it is sent when the
-*thread* that started the child ends. The daemon has a session of its own. So a Ctrl-C reaches only the supervisor,
-which ends its daemons in the right order.
-
-A daemon that dies is started again, after a pause that doubles each time. It is given up if it dies soon after its
-start several times in a row, if it reports that it cannot run with its settings, or if it dies before it was ready for
-the first time, when the user who started it still reads the output.
+The daemon watches this process by a pidfd (`--parent-pid`) and ends with it; a parent-death signal would come when the
+*thread* that started the child ends. It has a session of its own, so that Ctrl-C reaches only the supervisor, which
+ends its daemons in the right order. The pause before a new start doubles each time. A daemon is given up if it dies
+several times soon after its start, cannot run with its settings, or dies before it was first ready.
 """
 
 from __future__ import annotations
@@ -34,30 +29,27 @@ __all__ = ["COORDINATOR_GRACE_S", "LONGEST_PAUSE_S", "WORKER_GRACE_S", "FleetKee
 _log = logging.getLogger("penstock.deploy.engines")
 
 PERMANENT_ERRORS = frozenset({2, 3, 12, 15, 16})
-"""Exit codes of a daemon after which another start would fail, too: usage, TLS, token, version, unsafe address
-(penstock.deploy.console.exit_codes)."""
+"""Exit codes after which a restart would fail too: usage, TLS, token, version, unsafe address (exit_codes.py)."""
 MAX_FAILED_STARTS = 5
-"""Number of failed starts in a row after which a daemon is not started again. A start has failed if the daemon ended
-within STEADY_S. The pauses between the starts are 7.5 s in all. A daemon that has never been ready is given up after
-its first start."""
+"""Starts in a row that end within STEADY_S after which a daemon is given up, with pauses of 7.5 s in all; one that was
+never ready, after its first."""
 STEADY_S = 30.0
-"""Seconds that a daemon must run before its earlier failed starts are forgotten."""
+"""Seconds that a daemon must run before its failed starts are forgotten."""
 WORKER_GRACE_S = 20.0
-"""Seconds that a worker has to end after SIGTERM, before it is killed. In this time it migrates its slots and ends its
-runners."""
+"""Seconds from SIGTERM to SIGKILL, in which a worker migrates its slots and ends its runners."""
 COORDINATOR_GRACE_S = 10.0
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 LOG_LINES = 5
-"""Number of lines from the end of a daemon's log that an error shows."""
+"""Last lines of a daemon's log that an error shows."""
 
 
 class FleetKeeper:
-    """Keeper of one daemon: starts it, and starts it again whenever it fails, until `stop` is called.
+    """Keeper of one daemon, which starts it whenever it fails, until `stop`.
 
-    `command` returns the command-line arguments of the next start; its argument is `line`, the first line of output of
-    the last start that became ready, or "". `restart_always`: also after an orderly end that `stop` did not cause; not
-    for workers, which an operator may end on purpose. `changed` is called when `pid`, `line`, `restarts` or `state`
-    changes."""
+    `command` returns the arguments of the next start, from the first line of output of the last that was ready, or "".
+    `restart_always`: also after an orderly end; not for workers, which an operator may end on purpose. `changed` is
+    called when `pid`, `line`, `restarts` or `state` changes.
+    """
 
     def __init__(
         self,
@@ -73,17 +65,16 @@ class FleetKeeper:
         self.pid = 0
         self.restarts = 0
         self.state = "starting"
-        """State of the daemon: "starting", "ready", "waiting" (until the next start after a failure), "left" (ended
-        without an error, as after SIGTERM from an operator), "failed" (given up) or "ended" (after `stop`)."""
+        """"starting", "ready", "waiting" (for the next start after a failure), "left" (ended without an error),
+        "failed" (given up) or "ended" (after `stop`)."""
         self.ready = asyncio.Event()
-        """Event that is set once the daemon has printed its first line, which says that it is ready."""
+        """Set once the daemon has printed its first line."""
         self._command, self._path, self._restart_always, self._changed = command, log, restart_always, changed
         self._stopping = asyncio.Event()
         self._child: Spawned | None = None
 
     async def run(self) -> None:
-        """Keep the daemon running until `stop` is called, or, without `restart_always`, until it ends without an error.
-        Raises CommandError when the daemon is given up."""
+        """Run until `stop`, or an end without an error unless `restart_always`. Raises CommandError when given up."""
         quick, pause = 0, PAUSE_S
         while True:
             began = time.monotonic()
@@ -167,7 +158,7 @@ class FleetKeeper:
 
 
 def log_end(log: Path, lines: int = LOG_LINES) -> str:
-    """Return the end of a log, for an error: its last line if that is an error of Penstock, else the last `lines`."""
+    """Return a log's last line if it is an error of Penstock, else the last `lines`."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)

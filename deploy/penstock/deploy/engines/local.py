@@ -1,5 +1,4 @@
-"""Local engine, detached: starts and ends a supervisor (supervisor.py) in a process of its own, which outlives this
-process. All data of the fleet is in its folder, so that a command in another shell finds it."""
+"""Local engine, detached: a supervisor process that outlives this one, with all data in the fleet's folder."""
 
 from __future__ import annotations
 
@@ -21,15 +20,14 @@ __all__ = ["down", "up"]
 GONE = {"failed", "left"}
 """States of workers (FleetKeeper.state) that the supervisor does not start again by itself."""
 KILLED_S = 10.0
-"""Longest time in seconds that a killed supervisor may take to end."""
+"""Longest time in seconds until a killed supervisor has ended."""
 POLL_S = 0.05
-"""Seconds between two reads of a fleet's record that a supervisor is about to change."""
+"""Seconds between two reads of a record that is about to change."""
 
 
 def up(plan: FleetPlan, folder: FleetFolder, *, ends_with_us: bool = False) -> Fleet:
-    """Start the fleet, or change the number of workers of a running one and start its workers again that have ended.
-    `ends_with_us`: True if the supervisor must end when this process ends. Raises CommandError if the fleet cannot be
-    started or changed, DeadlineError if a running one is not changed in time."""
+    """Start the fleet, or change the workers of a running one and restart those that ended. `ends_with_us`: the
+    supervisor ends with this process. Raises CommandError, DeadlineError."""
     if folder.supervised:
         return _adjust(plan, folder)
     command = module("penstock.deploy.engines.supervisor", str(folder.path), plan.model_dump_json())
@@ -60,9 +58,8 @@ def up(plan: FleetPlan, folder: FleetFolder, *, ends_with_us: bool = False) -> F
 
 
 def down(folder: FleetFolder, timeout_s: float) -> list[str]:
-    """End the fleet: send SIGTERM to the supervisor, which ends its daemons, and kill it after `timeout_s` seconds; the
-    daemons of a killed supervisor end by themselves. Return a text for each process that was ended. Raises
-    DeadlineError if the fleet is still being started at that time."""
+    """End the fleet by SIGTERM to the supervisor, or kill it after `timeout_s`; daemons of a killed one end by
+    themselves. Return a text for each ended process. Raises DeadlineError if the fleet still starts then."""
     deadline = time.monotonic() + timeout_s
     fleet = folder.fleet()
     ended = []
@@ -121,7 +118,7 @@ def _states(fleet: Fleet) -> list[str]:
 
 
 def _end(identity: Identity, deadline: float) -> bool:
-    """End a process; kill it if it still runs at `deadline` (monotonic clock). Return False if it had ended before."""
+    """End a process, or kill it at `deadline` (monotonic). Return False if it had ended before."""
     process = identity.open()
     if process is None:
         return False

@@ -1,13 +1,9 @@
-"""Engine for Ray: runs coordinator and workers as detached actors, each of which is the parent of a real daemon
-(ray_actor.py).
+"""Engine for Ray: detached actors, each the parent of a real daemon (ray_actor.py).
 
-The coordinator is bound to one node, by default the head node: elsewhere it would start with an empty cluster state,
-and the saved states of runs would be lost silently. Workers are spread over nodes with free capacity, or with a given
-resource or label. When a node is lost, Ray starts its workers on others.
-
-Ray stores the arguments of actors in clear text, and everyone with access to the Ray cluster can read them (and run
-code there). So the token is not sent through Ray unless --send-token is given. Otherwise its file must have the same
-path on all nodes.
+The coordinator is bound to a node, by default the head: elsewhere it would start with an empty state, and saved states
+would be lost silently. Workers are spread over nodes, and started on others when one is lost. Everyone with access to
+the Ray cluster can read the arguments of actors (and run code there), so the token is sent only with --send-token;
+otherwise its file must have the same path on all nodes.
 """
 
 from __future__ import annotations
@@ -31,23 +27,20 @@ __all__ = ["NAMESPACE", "ray_down", "ray_up", "worker_options"]
 _log = logging.getLogger("penstock.deploy.engines")
 
 NAMESPACE = "penstock"
-"""Ray namespace with the actors of all fleets. Each actor has the name of its daemon: NAME-coordinator, NAME-1,
-NAME-2."""
+"""Ray namespace of all fleets, whose actors are NAME-coordinator, NAME-1, NAME-2."""
 HEAD = "node:__internal_head__"
-"""Name of a Ray resource that only Ray's head node has."""
+"""Resource that only Ray's head node has."""
 NODE_SHARE = 0.001
-"""Amount of a node's resource that an actor requests, so that Ray places the actor on this node. It is small, so that
-the resource stays available to others."""
+"""Amount of a node's resource that binds an actor to it, small, so that others can still use it."""
 GIVE_UP_S = 5.0
-"""Seconds in which an actor must end its daemon after a failed start. The time is short, because an actor that was
-never placed does not answer."""
+"""Seconds for an actor to end its daemon after a failed start; short, as one never placed does not answer."""
 STOP_S = 40.0
-"""Seconds in which an actor must end its daemon. They are more than the daemon's own grace period."""
+"""Seconds for an actor to end its daemon, more than the daemon's grace."""
 
 
 def worker_options(plan: FleetPlan) -> dict[str, Any]:
-    """Return the options with which Ray places one worker: a core for each slot, and the workers spread over the nodes.
-    With the plan's `near`, only nodes with this resource (`NAME`) or label (`KEY=VALUE`) are used."""
+    """Return Ray's options for a worker: a core for each slot, spread over nodes; with the plan's `near`, only over
+    those with this resource (`NAME`) or label (`KEY=VALUE`)."""
     key, equals, value = plan.near.partition("=")
     where: dict[str, Any] = {}
     if equals:
@@ -67,12 +60,11 @@ _LASTING: dict[str, Any] = {
 
 
 def ray_up(plan: FleetPlan, folder: FleetFolder) -> Fleet:
-    """Start the fleet and return when all daemons are ready, or, after the plan's `timeout_s`, when the coordinator and
-    at least one worker are: Ray keeps trying to place the others. If the fleet runs already, start or end workers until
-    their number is the plan's.
+    """Start the fleet, or adjust the workers of a running one. Return when all are ready, or, after `timeout_s`, the
+    coordinator and a worker: Ray keeps trying to place the others.
 
-    Raises DeadlineError if the coordinator or all workers are late; CommandError with a daemon's error, or if the fleet
-    runs with another plan, or without the package ray; PenstockError if Ray cannot be reached or lost an actor.
+    Raises DeadlineError if the coordinator or all workers are late; CommandError with a daemon's error, for another
+    plan, or without the package ray; PenstockError if Ray cannot be reached or lost an actor.
     """
     with _connected(plan.ray_address) as ray:
         there, asked = _actors_of(ray, plan.name), plan
@@ -114,7 +106,7 @@ def ray_up(plan: FleetPlan, folder: FleetFolder) -> Fleet:
 
 
 def ray_down(fleet: Fleet, timeout_s: float) -> list[str]:
-    """End the workers, then the coordinator. Return a text for each daemon that was ended."""
+    """End the workers, then the coordinator. Return a text for each."""
     with _connected(fleet.about["ray_address"]) as ray:
         return _stop(ray, _actors_of(ray, fleet.name), timeout_s)
 
@@ -138,7 +130,7 @@ def _connected(address: str) -> Iterator[Any]:
 
 
 def _cluster(ray: Any, plan: FleetPlan) -> str:
-    """Return the address of the Ray cluster, by which `penstock down` finds it; never "auto"."""
+    """Return the address of the Ray cluster for `penstock down`; never "auto"."""
     return plan.ray_address if plan.ray_address.startswith("ray://") else str(ray.get_runtime_context().gcs_address)
 
 
@@ -189,7 +181,7 @@ def _node_of_coordinator(nodes: list[dict[str, Any]], wanted: str) -> dict[str, 
 
 
 def _refuse_another_plan(there: Mapping[str, Any], folder: FleetFolder, plan: FleetPlan) -> None:
-    """Refuse a plan that differs in more than the number of workers from that of a running fleet."""
+    """Refuse a plan that differs in more than the number of workers from a running fleet's."""
     if not there:
         return
     before = folder.plan()
@@ -203,7 +195,7 @@ def _refuse_another_plan(there: Mapping[str, Any], folder: FleetFolder, plan: Fl
 
 
 def _token(plan: FleetPlan) -> str:
-    """Return the credential token to send through Ray; "" if --send-token is not given."""
+    """Return the token to send through Ray; "" without --send-token."""
     if not plan.send_token:
         return ""
     try:
@@ -217,9 +209,8 @@ def _token(plan: FleetPlan) -> str:
 def _ready(
     ray: Any, actors: Mapping[str, Any], plan: FleetPlan, deadline: float, *, some: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Wait until actors are ready, or until `deadline` (monotonic clock), and return the status of each by name.
-    `some`: True: return without the workers that Ray could not place in time, if others are ready. Ray keeps trying to
-    place the missing workers; they join when a node comes back."""
+    """Wait for actors until `deadline` (monotonic), and return each one's status. `some`: return without the workers
+    that Ray could not place in time, if others are ready; they join when a node comes back."""
     waits = {actor.ready.remote(): name for name, actor in actors.items()}
     done, _ = ray.wait(list(waits), num_returns=len(waits), timeout=max(0.1, deadline - time.monotonic()))
     found: dict[str, dict[str, Any]] = {}

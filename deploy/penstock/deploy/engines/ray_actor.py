@@ -1,9 +1,6 @@
-"""Actor on a Ray node: the parent of one real daemon, which it keeps running.
-
-Ray places the actors, and restarts those of workers elsewhere when their node is lost. Each start of an actor starts a
-new daemon under the same name. A daemon ends when the actor's process ends, so none is left behind by a killed actor or
-a lost raylet. Ray carries only the plan and the results of the methods below, never batches or control calls.
-"""
+"""Actor on a Ray node: the parent of one real daemon, which it keeps running. It ends with the actor, so none is left
+behind by a killed actor or raylet; Ray restarts workers elsewhere. Batches and control calls never pass through
+Ray."""
 
 from __future__ import annotations
 
@@ -26,14 +23,8 @@ def node_folder(plan: FleetPlan) -> Path:
 
 
 class DaemonActor:
-    """Ray actor that is the parent of one daemon and keeps it running.
-
-    Args:
-        plan: fields of a FleetPlan.
-        name: name of the worker; "": the daemon is the coordinator.
-        coordinator: address of the coordinator, for a worker.
-        token: token to write to a file on this node; "": the plan names a file that exists here.
-    """
+    """Ray actor that keeps one daemon running. `plan`: fields of a FleetPlan; `name`: "" is the coordinator;
+    `coordinator`: address, for a worker; `token`: written to a file here; "": the plan's file exists here."""
 
     def __init__(self, plan: dict[str, Any], name: str, coordinator: str, token: str) -> None:
         import ray
@@ -44,7 +35,7 @@ class DaemonActor:
         self._host: str = ray.util.get_node_ip_address()
         self._error: CommandError | None = None
         self._over = threading.Event()
-        """Event that is set when the daemon is ready for the first time, or is given up after failed starts."""
+        """Set when the daemon is first ready, or is given up."""
         if token:
             self._folder.save_token(token)
         self._grace_s = WORKER_GRACE_S if name else COORDINATOR_GRACE_S
@@ -91,7 +82,7 @@ class DaemonActor:
             self._over.set()
 
     def ready(self) -> dict[str, Any]:
-        """Wait until the daemon is ready, or is given up. Return its status, or its `error`, exit `code` and `host`."""
+        """Wait until the daemon is ready or given up. Return its status, or its `error`, exit `code` and `host`."""
         self._over.wait()
         if self._error is not None:
             return {"error": str(self._error), "code": self._error.code, "host": self._host}
@@ -112,6 +103,5 @@ class DaemonActor:
         }
 
     def stop(self) -> None:
-        """End the daemon and wait until it has ended."""
         if self._error is None:
             asyncio.run_coroutine_threadsafe(self._keeper.stop(self._grace_s), self._loop).result()

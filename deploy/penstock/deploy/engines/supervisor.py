@@ -2,9 +2,8 @@
 
     python -m penstock.deploy.engines.supervisor FOLDER PLAN    (started by `up --detach`)
 
-The supervisor holds the lock of the fleet's folder and keeps the record there up to date. On SIGUSR1 it reads the plan
-again, and starts or ends workers. SIGTERM and Ctrl-C end the whole fleet: the workers first, because they migrate their
-slots, then the coordinator. If the supervisor is killed, its daemons detect that and end.
+It holds the lock of the fleet's folder and keeps the record up to date. On SIGUSR1 it reads the plan again, and adjusts
+the workers. SIGTERM and Ctrl-C end the workers, which migrate their slots, then the coordinator.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ __all__ = ["supervise"]
 _log = logging.getLogger("penstock.deploy.engines")
 
 LEFTOVERS_S = 30.0
-"""Longest time in seconds that the daemons of a killed supervisor may take to end."""
+"""Longest time in seconds until the daemons of a killed supervisor have ended."""
 RECORD_AGAIN_S = 2.0
-"""Seconds between two attempts to write the fleet's record after a failure."""
+"""Seconds between two attempts to write the record after a failure."""
 
 
 def supervise(
@@ -48,12 +47,9 @@ def supervise(
     *,
     parent_pid: int | None = None,
 ) -> None:
-    """Run the fleet until a signal ends it, until the process `parent_pid` ends, or until no worker is left because the
-    last one was stopped on request. `ready`: called once, when coordinator and workers are ready.
-
-    Raises DeadlineError if the fleet is not ready in time, CommandError if a daemon fails before that, if the
-    coordinator is given up after failed starts, or if the last worker is.
-    """
+    """Run the fleet until a signal, the end of `parent_pid`, or the stop of the last worker on request. `ready`:
+    called once. Raises DeadlineError if the fleet is not ready in time; CommandError if a daemon fails before that,
+    or the coordinator or last worker is given up."""
     lock = folder.lock()
     if lock is None:
         raise CommandError(f"a fleet already runs in {folder.path}. End it by `penstock down`", USAGE)
@@ -70,7 +66,7 @@ def supervise(
 
 
 def _end_leftovers(folder: FleetFolder) -> None:
-    """Wait until the daemons of a killed supervisor, which detect its end, have ended; kill those that do not."""
+    """Wait until the daemons of a killed supervisor have ended; kill those that do not."""
     fleet = folder.fleet()
     deadline = time.monotonic() + LEFTOVERS_S
     for daemon in fleet.about["daemons"] if fleet is not None else ():
@@ -91,7 +87,7 @@ class _Supervisor:
         self._up = False
         self._adjusted = 0
         self._unwritten: asyncio.TimerHandle | None = None
-        """Timer of the next attempt to write the fleet's record after a failure; None if the last attempt succeeded."""
+        """Next attempt to write the record after a failure."""
         self._workers: dict[str, FleetKeeper] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._tasks: dict[asyncio.Task[None], FleetKeeper] = {}
@@ -137,7 +133,7 @@ class _Supervisor:
             await asyncio.gather(stopped, living, return_exceptions=True)
 
     async def _live(self) -> None:
-        """Start all daemons, call `ready`, and watch them. Return when the last worker was stopped on request."""
+        """Start all daemons, call `ready`, and watch them until the last worker was stopped on request."""
         try:
             async with asyncio.timeout(self._plan.timeout):
                 await self._start_coordinator()
@@ -202,7 +198,7 @@ class _Supervisor:
         self._tasks[asyncio.ensure_future(kept.run())] = kept
 
     def _adjust(self) -> None:
-        """Start or end workers until their number is the plan's; start those again that failed or were stopped."""
+        """Start or end workers until their number is the plan's; start failed or stopped ones again."""
         wanted = [worker_name(self._plan.name, number) for number in range(1, self._plan.workers + 1)]
         for name in [name for name in self._workers if name not in wanted]:
             leaving = asyncio.ensure_future(self._workers.pop(name).stop(WORKER_GRACE_S))
@@ -262,8 +258,7 @@ class _Supervisor:
         )
 
     def _record(self) -> None:
-        """Write the record of the fleet. If that fails, for example because the disk is full, the fleet keeps running
-        and the write is retried."""
+        """Write the record. If that fails (a full disk), the fleet keeps running and the write is retried."""
         if self._unwritten is not None:
             self._unwritten.cancel()
         try:
@@ -287,8 +282,7 @@ def _daemon(name: str, kept: FleetKeeper) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the supervisor's process and return its exit status. A line on standard output says that the fleet is ready,
-    or the last line of standard error why it is not."""
+    """Run the supervisor and return its exit status. Standard output says that the fleet is ready."""
     parser = argparse.ArgumentParser(prog="python -m penstock.deploy.engines.supervisor")
     parser.add_argument("folder", type=Path)
     parser.add_argument("plan", type=FleetPlan.model_validate_json)

@@ -1,5 +1,4 @@
-"""Implementation of `penstock up` and `penstock down`: makes the plan of the settings, chooses the engine, and prints
-the result."""
+"""`penstock up` and `penstock down`: makes the plan of the settings, chooses the engine, and prints the result."""
 
 from __future__ import annotations
 
@@ -25,14 +24,13 @@ from penstock.runtime.config.settings import variable
 __all__ = ["run_down", "run_up"]
 
 _OF_RAY = ("ray_address", "near", "coordinator_node", "state_dir", "send_token")
-"""Names of the settings that only the engine ray has."""
+"""Settings that only the engine ray has."""
 DOWN_S = 60.0
-"""Seconds in which a fleet that is stopped while it starts must end, before its processes are killed."""
+"""Seconds for a fleet that is stopped while it starts, before its processes are killed."""
 
 
 def run_up(flags: dict[str, Any], token_file: Path | None, *, detach: bool, as_json: bool, debug: bool) -> None:
-    """Start a fleet (a coordinator and workers). A local fleet without `detach` runs in this process, and the function
-    returns when the fleet has ended."""
+    """Start a fleet; a local one without `detach` runs in this process until it has ended."""
     settings = resolve(UpSettings, **flags)
     folder = _folder(settings)
     folder.make()
@@ -55,7 +53,7 @@ def run_up(flags: dict[str, Any], token_file: Path | None, *, detach: bool, as_j
 
 
 def _up_detached(plan: FleetPlan, folder: FleetFolder) -> Fleet:
-    """Start the fleet. A signal that would end this process ends a fleet that is being started, too, as Ctrl-C does."""
+    """Start the fleet. A signal that ends this process also ends a fleet that is being started, as Ctrl-C does."""
     signals = signals_as_errors(
         lambda number: CommandError(
             f"the fleet in {folder.path} was ended by {number.name} while it was starting", INTERRUPTED
@@ -72,8 +70,7 @@ def _up_detached(plan: FleetPlan, folder: FleetFolder) -> Fleet:
 
 
 def _plan_of(settings: UpSettings, token_file: Path | None, folder: FleetFolder) -> FleetPlan:
-    """Check settings of `penstock up` in the same way as the daemons check theirs, and return the plan. Write a token
-    file if there is none."""
+    """Check the settings as the daemons do, and return the plan. Write a token file if there is none."""
     if not settings.allow:
         raise InvalidArgumentError(
             f"{flag('allow')} (or the variable {variable(UpSettings, 'allow')}) must be given: the modules whose "
@@ -110,12 +107,12 @@ def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:
 
 
 def _print_exports(fleet: Fleet, as_json: bool) -> None:
-    """Print the variables that a training job needs to find the fleet. They are the only text on standard output."""
+    """Print the variables for a training job, the only text on standard output."""
     print(json.dumps(fleet.as_dict(), indent=2) if as_json else exports(fleet), flush=True)
 
 
 def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
-    """End the fleet whose record is in the folder. `flags`: flags of `penstock up` that say which folder it is."""
+    """End the fleet whose record is in the folder that `flags` (of `penstock up`) name."""
     folder = _folder(resolve(UpSettings, **flags))
     if not folder.path.is_dir():
         raise CommandError(

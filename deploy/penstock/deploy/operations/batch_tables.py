@@ -1,8 +1,5 @@
-"""Views of a batch for people, for JSON and as a file: the names and values of its leaves, and one row. A leaf is a
-value that is not a container, such as a tensor; a list or tuple of plain values, and an empty container, is one too.
-
-The views are made in the child process that made the batch, because only this process has the user's classes.
-"""
+"""Views of a batch for people, for JSON and as a file, made in the child process that has the user's classes. A leaf
+is a value that is no container, such as a tensor, or a list or tuple of plain values, or an empty container."""
 
 from __future__ import annotations
 
@@ -25,21 +22,20 @@ __all__ = ["FORMATS", "describe", "rows_in", "write"]
 
 FORMATS = (".pst", ".npz", ".pt")
 FIRST = 8
-"""Largest number of values of a leaf (such as a tensor) that are shown."""
+"""Most values of a leaf that are shown."""
 ROW_VALUES = 256
-"""Largest number of values of a leaf (such as a tensor) that are shown for one row."""
+"""Most values of a leaf that are shown for one row."""
 _SCALARS = (str, bytes, int, float, bool, complex, type(None))
 _PLAIN = (*_SCALARS, torch.Tensor)
 
 
 def _is_column(value: Any) -> bool:
-    """Return True for a list or tuple of plain values. It is one leaf, with a value for each row."""
+    """Return whether this is a list or tuple of plain values: one leaf, with a value for each row."""
     return type(value) in (list, tuple) and len(value) > 0 and all(type(item) in _SCALARS for item in value)
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of each leaf of a batch. Names are like `tokens`, `meta.length`, `pair.0`; "" if the
-    batch is a leaf itself."""
+    """Yield name and value of each leaf: `tokens`, `meta.length`, `pair.0`; "" if the batch is a leaf itself."""
     fields = [] if _is_column(value) else list(_fields(value, name))
     if not fields:
         yield name, value
@@ -66,9 +62,8 @@ def _fields(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def rows_in(batch: Any) -> int | None:
-    """Return the number of rows of a batch: of a list of samples (there is no collate function) their number, else the
-    length of its first tensor or array that has a dimension, else of its first list or tuple of plain values; None if
-    there is none of these."""
+    """Return the rows of a batch: the length of a list of samples (no collate function), else of the first tensor or
+    array that has a dimension, else of the first list or tuple of plain values, if any."""
     if _is_samples(batch):
         return len(batch)
     for _, value in leaves(batch):
@@ -78,8 +73,8 @@ def rows_in(batch: Any) -> int | None:
 
 
 def _is_samples(value: Any) -> bool:
-    """Return True for a list of dicts and the like, of lists without tensors, or of tuples that are not all plain
-    values of one type. Other lists, and all tuples, are fields of one batch, as torch's collate function makes them."""
+    """Return True for a list of dicts and the like, of lists without tensors, or of tuples that are not plain values
+    of one type. Others, and all tuples, are fields of one batch, as torch's collate function makes them."""
     if type(value) is not list or not value:
         return False
     if all(isinstance(item, Mapping) or _is_record(item) for item in value):
@@ -104,8 +99,8 @@ def _length_in(value: Any) -> int | None:
 
 
 def describe(batch: Any, row: int | None) -> dict[str, Any]:
-    """Return the number of rows of a batch, and name, type, shape and first values of each leaf, as plain values; with
-    `row` also the values of this row, from 0. Raises InvalidArgumentError if the batch has no such row."""
+    """Return the rows of a batch, and name, type, shape and first values of each leaf; with `row` also its values.
+    Raises InvalidArgumentError if there is no such row."""
     rows = rows_in(batch)
     if row is not None and (rows is None or row >= rows):
         have = "no rows, because it has no tensor with a dimension and no list" if rows is None else _range(rows)
@@ -180,7 +175,7 @@ def _numbers(value: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as a box receives it: without a gradient, and with its lazy conjugation and negation applied."""
+    """Return a tensor as a box receives it: no gradient, lazy conjugation and negation applied."""
     return tensor.detach().resolve_conj().resolve_neg()
 
 
@@ -188,8 +183,8 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write(batch: Any, path: Path) -> None:
-    """Write the batch to a new file in one of FORMATS and sync it to disk. Raises InvalidArgumentError if the format
-    cannot hold the batch as it is, or if the file exists or cannot be written."""
+    """Write the batch to a new file in one of FORMATS and sync it. Raises InvalidArgumentError if the format cannot
+    hold it as it is, or the file exists or cannot be written."""
     data = {".pst": _envelope, ".npz": _arrays, ".pt": _torch}[path.suffix](batch)
     try:
         with path.open("xb") as file:
@@ -262,8 +257,7 @@ def _torch(batch: Any) -> bytes:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Return the batch in the form that torch.load(weights_only=True) reads. A view is copied, because torch would save
-    its whole storage."""
+    """Return the batch for torch.load(weights_only=True). A view is copied: torch would save its whole storage."""
     if type(value) in (list, tuple):
         return type(value)(_plain(item, f"{name}[{index}]") for index, item in enumerate(value))
     if type(value) is dict:

@@ -1,8 +1,5 @@
-"""Implementation of `penstock run close` and of `penstock mix`.
-
-Each order of `penstock mix` has a random key. If the coordinator restarts before it has answered, the command sends the
-order again, and the key tells the coordinator whether the change was already made.
-"""
+"""`penstock run close` and `penstock mix`. Each order of `mix` has a random key: if the coordinator restarts before it
+answers, the order is sent again, and the key says whether the change was already made."""
 
 from __future__ import annotations
 
@@ -43,8 +40,6 @@ def close_runs(name: str, peer: Peer, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class Order:
-    """Arguments of one `penstock mix` command."""
-
     run: str
     from_step: int
     weights: dict[str, str]

@@ -1,8 +1,5 @@
-"""Implementation of `penstock worker drain`: lets a worker migrate its slots, so that its machine can be removed.
-
-The command sends its order once and then only polls the worker's state. So it does not override an --undo that was
-given elsewhere, and it keeps waiting when the coordinator restarts.
-"""
+"""`penstock worker drain`: a worker migrates its slots, so that its machine can be removed. The order is sent once,
+then only polled: so it does not override an --undo given elsewhere, and survives a restart of the coordinator."""
 
 from __future__ import annotations
 
@@ -18,16 +15,13 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["drain"]
 
 POLL_S = 0.3
-"""Seconds between two questions to the coordinator about the worker's state."""
 GONE_S = 10.0
-"""Seconds after which a worker that the coordinator does not know counts as ended. A restarted coordinator receives the
-heartbeats of its workers within about a second."""
+"""Seconds after which an unknown worker counts as ended; a restarted coordinator gets heartbeats within about one."""
 
 
 def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) -> None:
-    """Order a worker to give up its slots, and wait until it has none left, for at most `timeout_s` seconds. `undo`:
-    let the worker take slots again. Raises DeadlineError if it still has slots then, SupersededError if the order was
-    withdrawn or the worker was restarted."""
+    """Order a worker to give up its slots and wait until it has none, or, by `undo`, to take slots again. Raises
+    DeadlineError, or SupersededError if the order was withdrawn or the worker restarted."""
     with peer.client() as client:
         left = client.drain(worker, undo=undo)
         if not undo and timeout_s:
@@ -48,9 +42,8 @@ def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) 
 def _wait(
     client: CoordinatorClient, worker: str, left: pb.DrainWorkerReply, until: float, *, quiet: bool
 ) -> pb.DrainWorkerReply:
-    """Wait until the worker has no slots left, or until the time `until` (monotonic clock). Return the coordinator's
-    last report; a worker that the coordinator has not known for GONE_S seconds has no slots left. `left`: the first
-    report; `quiet`: do not print the number of slots when it changes."""
+    """Wait until the worker has no slots, or is unknown for GONE_S seconds, or until `until` (monotonic), and return
+    the last report. `quiet`: do not print the number of slots."""
     session, printed, seen = left.session, -1, time.monotonic()
     while left.slots and time.monotonic() < until:
         if left.slots != printed and not quiet:

@@ -1,4 +1,4 @@
-"""Implementation of `penstock config`: every setting with its value and source, and an example settings file."""
+"""`penstock config`: every setting with its value and source, and an example settings file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKEN_FILE = "File that holds the token, or lines ROLE:TOKEN, readable by its ow
 
 
 def show_config(of: str | None, as_json: bool) -> int:
-    """Print the effective settings of the command `of`, or of all commands. Return 2 if a value is invalid."""
+    """Print the settings of the command `of`, or of all. Return 2 if a value is invalid."""
     check_settings_file()
     sections = {of: SETTINGS_OF[of]} if of else SETTINGS_OF
     for section in sections.values():
@@ -77,7 +77,7 @@ def _tables(found: dict[str, list[ResolvedSetting]]) -> Iterator[Table]:
 
 
 def example() -> Iterator[str]:
-    """Yield the lines of an example settings file, in which every setting is a comment with its default."""
+    """Yield an example settings file, in which every setting is a comment with its default."""
     yield "# Settings of Penstock. A flag wins over a variable, a variable over this file, this file over the default."
     yield "# Remove the # before a setting to use it. `penstock config` shows the effective values and their sources."
     yield ""

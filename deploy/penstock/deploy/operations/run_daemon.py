@@ -1,8 +1,5 @@
-"""Implementation of `penstock coordinator` and `penstock worker`: reads settings and token, sets up the log, and runs
-the daemon until it ends.
-
-Standard output gets one line, when the daemon is ready. The log goes to standard error.
-"""
+"""`penstock coordinator` and `penstock worker`: settings, token, log, and the daemon until it ends. Standard output
+gets one line, when the daemon is ready; the log goes to standard error."""
 
 from __future__ import annotations
 
@@ -40,8 +37,7 @@ def run_coordinator(
     debug: bool,
     parent_pid: int | None = None,
 ) -> None:
-    """Run a coordinator until SIGTERM or SIGINT. With `parent_pid`, SIGINT is ignored, and the coordinator ends with
-    this process."""
+    """Run a coordinator until SIGTERM or SIGINT. With `parent_pid` it ignores SIGINT and ends with that process."""
     from penstock.appliance.limits import MEMORY_BUDGET, Limits
     from penstock.appliance.server.server import serve
 
@@ -139,8 +135,8 @@ def run_worker(
 
 
 def _begin(debug: bool, log_format: str, **always: str) -> None:
-    """Set up the process of a daemon: its log, its name, a dump of stacks at a crash, and memory that no other process
-    but root's can read. `always`: fields that are added to each log line in JSON."""
+    """Set up a daemon's log, name, dump of stacks at a crash, and memory that only root's processes can read.
+    `always`: fields of each log line in JSON."""
     keep_memory_private()
     name_process("penstock worker" if always["process"] == "worker" else "penstock coord")
     faulthandler.enable()
@@ -152,7 +148,7 @@ def _begin(debug: bool, log_format: str, **always: str) -> None:
 
 
 def _announce(line: str, ready_file: Path | None) -> None:
-    """Write a daemon's line to standard output, and to `ready_file` if it is given. The file appears as a whole."""
+    """Write a line to standard output, and to `ready_file`, which appears as a whole."""
     if ready_file is not None:
         try:
             write_whole(ready_file, f"{line}\n".encode(), sync=False)

@@ -1,6 +1,5 @@
-"""Files with saved states, as training jobs write them: the result of `DataLoader.state_dict()`, alone or within a
-larger checkpoint, written by Penstock's `encode_state` or by `torch.save`. A file of torch is read with
-weights_only=True, which runs no code, and only if the user named it on the command line."""
+"""Files with saved states: `DataLoader.state_dict()`, alone or in a larger checkpoint, by `encode_state` or
+`torch.save`. A file of torch is read with weights_only=True, which runs no code, and only if the user named it."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ __all__ = ["FoundState", "SavedFile"]
 
 _ENVELOPE, _ZIP = b"PENSTATE", b"PK\x03\x04"
 DEEPEST = 16
-"""Largest number of containers (dicts, lists) within each other in which saved states are searched."""
+"""Most containers within each other in which states are searched."""
 
 
 @dataclass(frozen=True)
 class FoundState:
-    """Saved state in a file. `path`: keys that lead to it from the file's content."""
+    """Saved state in a file. `path`: keys that lead to it."""
 
     path: tuple[Any, ...]
     saved: SavedState
@@ -37,8 +36,7 @@ class FoundState:
 
 
 class SavedFile:
-    """File with saved states. Raises InvalidArgumentError for a file that cannot be read, StateCorruptError for a
-    damaged one, StateMismatchError if the file has no saved state."""
+    """File with saved states. Raises InvalidArgumentError, StateCorruptError, StateMismatchError if it has none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,8 +69,7 @@ class SavedFile:
             )
 
     def the(self, input_fn: str | None) -> FoundState:
-        """Return the file's only state; with `input_fn`, its only state of this input_fn. Raises StateMismatchError if
-        there is no such state, or several."""
+        """Return the file's only state (of `input_fn`). Raises StateMismatchError for none or several."""
         fits = [found for found in self.states if input_fn is None or found.saved.input_fn == input_fn]
         if len(fits) == 1:
             return fits[0]

@@ -1,4 +1,4 @@
-"""Implementation of `penstock dashboard`: prints the URL of a coordinator's dashboard, and opens it in a browser."""
+"""`penstock dashboard`: prints the URL of a coordinator's dashboard, and opens it in a browser."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Implementation of `penstock state`: the position of each box, and for each worker the fields of its
-DataLoaderCheckpoint. Nothing in the state is executed or unpickled."""
+"""`penstock state`: the position of each box, and each worker's DataLoaderCheckpoint; nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ __all__ = ["as_dict", "run_name", "show_state", "show_state_file", "tables"]
 
 
 def show_state(run: str, step: int | None, deadline_s: float, peer: Peer, as_json: bool) -> None:
-    """Fetch and print the state of a run at a step; `step`: None for the newest."""
+    """Fetch and print the state of a run at a step; None: the newest."""
     name = run_name(run)
     request = pb.FetchStateRequest(run=name, step=step or 0, newest=step is None, deadline_s=deadline_s)
     with peer.client() as client:
@@ -41,7 +40,7 @@ def show_state(run: str, step: int | None, deadline_s: float, peer: Peer, as_jso
 
 
 def run_name(run: str) -> str:
-    """Return the name of a run as "JOB/ORDINAL"; "JOB" alone means JOB/0."""
+    """Return a run's name as "JOB/ORDINAL"; "JOB" alone is JOB/0."""
     job, slash, ordinal = run.partition("/")
     if not job or (slash and not (ordinal.isascii() and ordinal.isdigit())):
         raise InvalidArgumentError(

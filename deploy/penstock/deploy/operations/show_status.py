@@ -1,5 +1,4 @@
-"""Implementation of `penstock status`: prints the coordinator's present state (penstock.runtime.telemetry.cluster_view)
-as tables or as one JSON object."""
+"""`penstock status`: the coordinator's state (penstock.runtime.telemetry.cluster_view) as tables or JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def show_status(peer: Peer, *, show_all: bool, as_json: bool) -> None:
 
 
 def tables(found: ClusterView, *, show_all: bool = False) -> list[Table]:
-    """Return the cluster view as tables for people. Runs that have ended are one line, or rows with `show_all`."""
+    """Return the cluster view as tables. Runs that have ended are one line, or rows with `show_all`."""
     about, runs = found.coordinator.about, found.runs if show_all else found.open_runs
     folded = f"{found.ended}: `penstock status --all` shows them." if found.ended and not show_all else ""
     empty = f"No run is open at {about}. {folded}" if folded else f"No runs at {about}."

@@ -1,9 +1,8 @@
-"""View of a user's state for people and for JSON. A state cannot be loaded from its view.
+"""View of a user's state for people and for JSON, from which it cannot be loaded.
 
-JSON has no tensors, bytes, tuples as keys or NaN. Such a value becomes an object with the key "$", whose value names
-its type: {"$": "tensor", "dtype": "int64", "shape": [3]} (with a "value" if it has no dimension), {"$": "bytes",
-"size": 5, "base64": "aGVsbG8="}, {"$": "dict", "items": [[key, value], ...]}, {"$": "float", "value": "nan"}. Lists and
-tuples become lists.
+JSON has no tensors, bytes, tuples as keys or NaN. Such a value becomes an object whose key "$" names its type: {"$":
+"tensor", "dtype": "int64", "shape": [3]} (with a "value" if it has no dimension), {"$": "bytes", "size": 5, "base64":
+"aGVsbG8="}, {"$": "dict", "items": [[key, value], ...]}, {"$": "float", "value": "nan"}. Tuples become lists.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from typing import Any
 __all__ = ["as_json", "brief"]
 
 BYTES_IN_FULL = 1024
-"""Largest size in bytes of a bytes value that is shown in full. Of a longer value only the size is shown."""
+"""Largest bytes value that is shown in full; of a longer one only the size."""
 BRIEF_ITEMS = 8
-"""Largest number of values of one container that the short form shows."""
+"""Most values of a container in the short form."""
 BRIEF_TEXT = 32
 BRIEF_DEPTH = 3
 
 
 def as_json(value: Any) -> Any:
-    """Return `value` in a form that json.dumps accepts and that any JSON reader can read."""
+    """Return `value` for json.dumps, as any JSON reader can read it."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -48,7 +47,7 @@ def as_json(value: Any) -> Any:
 
 
 def brief(value: Any, depth: int = 0) -> str:
-    """Return `value` as a text of about one line: names and small values in full, the rest as type and size."""
+    """Return about one line: names and small values in full, the rest as type and size."""
     if isinstance(value, str):
         return repr(value if len(value) <= BRIEF_TEXT else value[:BRIEF_TEXT] + "...")
     if isinstance(value, bytes | bytearray):
@@ -78,8 +77,7 @@ def _name(key: Any) -> str:
 
 
 def _shape(value: Any) -> list[int] | None:
-    """Return the shape of a tensor, array or numpy scalar; None for other values. It is read from attributes, because
-    this module must not import torch."""
+    """Return the shape of a tensor, array or numpy scalar, from attributes: this module must not import torch."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     return None if shape is None or dtype is None else [int(length) for length in shape]
 

@@ -1,8 +1,8 @@
-"""Implementation of `penstock status --watch`: shows the coordinator's state on a terminal, anew each second.
+"""`penstock status --watch`: the coordinator's state on a terminal, anew each second.
 
-A fleet has more slots than a terminal has lines. So each table is sorted by importance, for example slots by how long
-boxes wait for them, and is cut at the end of the screen. The sentence that names the bottleneck is never cut. This
-module chooses the rows itself, because rich squeezes or wraps rows that do not fit.
+A fleet has more slots than a terminal has lines, so each table is sorted by importance and cut at the end of the
+screen; the sentence that names the bottleneck never is. Rows are chosen here, because rich squeezes or wraps those that
+do not fit.
 """
 
 from __future__ import annotations
@@ -33,20 +33,18 @@ if TYPE_CHECKING:
 __all__ = ["Screen", "watch_status"]
 
 DEADLINE_S = 5.0
-"""Longest time in seconds to wait for one answer of the coordinator. A later answer would not show the present."""
+"""Longest wait for an answer in seconds; a later one would not show the present."""
 INTERVAL_S = 1.0
-"""Seconds between two updates."""
 LEAST_ROWS = 3
-"""Number of rows that every table gets before a table gets more."""
+"""Rows that every table gets before one gets more."""
 WIDEST = 1000
-"""Width in characters at which a table is drawn. It is then cut at the right edge of the screen, because the first
-columns matter most."""
+"""Width in characters of a drawn table, cut at the right edge: the first columns matter most."""
 STYLES = {"": "", "info": "cyan", "warn": "yellow", "bad": "red"}
 
 
 def watch_status(peer: Peer) -> None:
-    """Show the screen until Ctrl-C. A signal that ends the process raises SystemExit. If the coordinator cannot be
-    reached at the start, that is an error; later the command waits for it, because training continues meanwhile."""
+    """Show the screen until Ctrl-C; a signal that ends the process raises SystemExit. Only at the start it is an error
+    if the coordinator is out of reach: later training continues meanwhile."""
     from rich.live import Live
 
     console = _terminal()
@@ -89,7 +87,7 @@ def _terminal() -> Console:
 
 @dataclass(frozen=True)
 class Section:
-    """Table of the screen, with its rows sorted by importance. The `alarm` of a row decides its color."""
+    """Table of the screen, rows sorted by importance. A row's `alarm` decides its color."""
 
     columns: Columns[Any]
     headings: Sequence[str]
@@ -106,7 +104,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Screen:
-    """Whole screen, which rich draws so that it fits the terminal. `away`: why the shown state is out of date."""
+    """Screen that rich draws so that it fits the terminal. `away`: why the state is out of date."""
 
     found: ClusterView
     away: str = ""
@@ -129,8 +127,7 @@ class Screen:
             yield Segment.line()
 
     def _head(self, width: int, height: int) -> list[tuple[str, str]]:
-        """Return the first lines of the screen, each with its style. If many runs are open, only the first ones are
-        shown, so that lines are left for the tables."""
+        """Return the first styled lines; of many open runs only the first, so that lines are left for the tables."""
         coordinator, runs = self.found.coordinator, self.found.open_runs
         about = coordinator.about + (f"  dashboard {coordinator.dashboard}" if coordinator.dashboard else "")
         lines = [("bold reverse", about.ljust(width))]
@@ -148,8 +145,7 @@ class Screen:
 
 
 def fit(rows: Sequence[int], height: int) -> list[int]:
-    """Return how many of each table's `rows` are shown in `height` lines; the first tables matter most. Each table
-    takes two more lines: its header and a blank line."""
+    """Return how many of each table's `rows` fit into `height`, first tables first; a table takes two more lines."""
     counts = [0] * len(rows)
     for index, count in enumerate(rows):
         least = min(count, LEAST_ROWS)

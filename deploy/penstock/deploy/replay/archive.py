@@ -1,5 +1,4 @@
-"""Archives: the recorded history of a run for `penstock replay`, from a running coordinator or from the files of a
-stopped one."""
+"""Recorded history of a run for `penstock replay`, from a running coordinator or a stopped one's files."""
 
 from __future__ import annotations
 
@@ -22,8 +21,6 @@ def _unknown(run: str, box: int, where: str, remedy: str) -> UnknownRunError:
 
 
 class RunningArchive:
-    """History of a run, asked from a running coordinator."""
-
     def __init__(self, client: CoordinatorClient) -> None:
         self._client = client
 
@@ -34,8 +31,7 @@ class RunningArchive:
         self._client.close()
 
     def histories(self, run: str, box: int) -> list[pb.History]:
-        """Return what the coordinator recorded of a box in each attempt of the run (start, epochs, positions, skipped
-        batches), oldest attempt first. Raises UnknownRunError if it has no record of the box."""
+        """Return what was recorded of a box in each attempt, oldest first. Raises UnknownRunError for no record."""
         found = self._client.fetch_histories(run, box)
         if not found:
             raise _unknown(
@@ -47,11 +43,11 @@ class RunningArchive:
         return found
 
     def snapshot(self, header: pb.SnapshotHeader) -> bytes:
-        """Return the bytes of a snapshot that a history lists. Raises StateUnavailableError if it is no longer kept."""
+        """Return the bytes of a listed snapshot. Raises StateUnavailableError if it is no longer kept."""
         return self._client.fetch_snapshot(header)
 
     def blob(self, name: str) -> bytes | None:
-        """Return a large value that is stored by itself; None if it is no longer kept."""
+        """Return a large value stored by itself; None if it is no longer kept."""
         try:
             return self._client.get_blob(name)
         except StateUnavailableError:
@@ -59,8 +55,6 @@ class RunningArchive:
 
 
 class StoppedArchive(StoppedCoordinator):
-    """History of a run, read from the state directory of a stopped coordinator."""
-
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._name = path

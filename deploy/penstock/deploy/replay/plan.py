@@ -1,13 +1,9 @@
-"""Plan of the replay of a delivered batch: the position of the box from which the replay starts, and how each worker is
-restored there.
+"""Plan of the replay of a delivered batch: the position from which it starts, and how each worker is restored.
 
-Which worker made the batch of a given step depends on the lengths of all workers' epochs, which are not recorded. So
-all workers of the box run again, from the newest recorded position before the step that all of them can reach: that of
-a checkpoint, or one that each worker can reach from a durable snapshot. If there is none, they start where the attempt
-(one launch of the run) began. The box's stream digest (the chained digest of its batches) is compared at a position for
-which the box or a checkpoint recorded it.
-
-The functions are pure: they read the history of the run, and run nothing.
+Which worker made a batch depends on the lengths of all epochs, which are not recorded. So all workers of the box run
+again, from the newest recorded position that all can reach (a checkpoint, or durable snapshots), else the attempt's
+start. The stream digest is compared where the box or a checkpoint recorded it. Pure: reads the history, and runs
+nothing.
 """
 
 from __future__ import annotations
@@ -24,13 +20,12 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["KnownPosition", "ReplayPlan", "attempt_of", "plan"]
 
 FURTHER = 1000
-"""Largest number of steps that are replayed after the requested batch to reach a position whose stream digest was
-recorded. If more steps than that were replayed to reach the batch, their number is the limit."""
+"""Most steps replayed beyond the batch to a recorded stream digest, or as many as before it, if more."""
 
 
 @dataclass(frozen=True)
 class KnownPosition:
-    """Position of the box, and the checkpoint that was saved there, if there is one."""
+    """Position of the box, and the checkpoint that was saved there, if any."""
 
     position: Position
     checkpoint: SavedState | None = None
@@ -38,26 +33,23 @@ class KnownPosition:
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """From where a box's batches are replayed, and at which position the stream digest is compared."""
+    """Where the replay starts, and where the stream digest is compared."""
 
     start: KnownPosition
     snapshots: tuple[pb.SnapshotHeader | None, ...]
-    """Snapshot from which each worker starts, by slot; None: the worker starts at the attempt's start. Empty if the
-    replay starts from a checkpoint."""
+    """Snapshot from which each slot starts; None: the attempt's start. Empty for a start from a checkpoint."""
     abandoned: dict[int, int]
-    """Last step of each epoch that the loop abandoned, by the epoch's number."""
+    """Epoch that the loop abandoned -> its last step."""
     check: Position | None
-    """Position at which the stream digest is compared; None if it is not compared."""
+    """Position at which the stream digest is compared, if any."""
     unverified: str
-    """Reason why the stream digest is not compared, if `check` is None; otherwise ""."""
+    """Why the digest is not compared, if `check` is None; else ""."""
 
 
 def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int | None) -> pb.History:
-    """Return the history of attempt `number`; for None, of the newest attempt that is known to have delivered the step,
-    or, if none is, of the newest attempt that may have delivered it after its last report.
-
-    Raises StateUnavailableError if there is no such attempt, or if it is certain that the step was not delivered.
-    """
+    """Return attempt `number`, or the newest one known to have delivered the step, else the newest that may have,
+    after its last report. Raises StateUnavailableError if there is none, or it is certain that the step was not
+    delivered."""
     of_number = [history for history in histories if number in (None, history.attempt)]
     if not of_number:
         have = ", ".join(str(history.attempt) for history in histories)
@@ -104,7 +96,7 @@ def _last(history: pb.History) -> int:
 
 
 def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> ReplayPlan:
-    """Return the plan of a replay up to `step`. Raises StateMismatchError if a checkpoint does not fit the attempt."""
+    """Return the plan up to `step`. Raises StateMismatchError if a checkpoint does not fit the attempt."""
     opening = history.opening
     point = Position.received(opening.start)
     abandoned = {abandoned_epoch.epoch: abandoned_epoch.step for abandoned_epoch in history.abandoned}
@@ -137,9 +129,8 @@ def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> R
 
 
 def _position_in(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Position | None:
-    """Return the position of the box in a saved state; None if the state has no positions or is of a step before
-    `begun`, the attempt's start. A state with other numbers of boxes and workers than the attempt is valid only at that
-    step: the attempt was resumed from it."""
+    """Return the position in a saved state; None if it has none or is from before the attempt's start `begun`. With
+    other numbers of boxes and workers, it is valid only there: the attempt was resumed from it."""
     ours, theirs = (opening.num_boxes, opening.num_workers_per_box), (saved.num_boxes, saved.num_workers_per_box)
     if saved.input_fn != opening.loader.input_fn:
         raise StateMismatchError(
@@ -169,9 +160,8 @@ def _position_in(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> P
 def _start(
     history: pb.History, known: Sequence[KnownPosition], abandoned: dict[int, int], step: int
 ) -> tuple[KnownPosition, tuple[pb.SnapshotHeader | None, ...]]:
-    """Return the newest known position before step `step` from which the replay can start, and each worker's snapshot
-    for it; None for a worker that is replayed from the attempt's start, which is the first position in `known`. There
-    are no snapshots for a position of a checkpoint."""
+    """Return the newest position before `step` to start from, and each worker's snapshot for it (None: from the
+    attempt's start, the first of `known`), or no snapshots for a checkpoint."""
     before = [place for place in known if place.position.step < step]
     for place in sorted(before, key=lambda place: (place.position.step, place.checkpoint is not None), reverse=True):
         if place.checkpoint is not None:
@@ -183,9 +173,8 @@ def _start(
 
 
 def _snapshot(history: pb.History, slot: int, at: Position, abandoned: dict[int, int]) -> pb.SnapshotHeader | None:
-    """Return the newest durable snapshot from which a slot can reach the position `at` of its box. None: replay the
-    slot from the attempt's start, because there is no such snapshot, or the loader can be restored only by its
-    aggregate_state_dict and deaggregate_state_dict. A snapshot that is not exact shows in the stream digest."""
+    """Return the newest durable snapshot from which a slot can reach `at`; None: from the attempt's start, also for a
+    loader restored only by its aggregate_state_dict. One that is not exact shows in the stream digest."""
     if slot >= len(history.slots):
         return None
     kept = history.slots[slot]

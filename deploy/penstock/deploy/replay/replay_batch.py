@@ -1,8 +1,5 @@
-"""Implementation of `penstock replay`: recreates a delivered batch on this machine, to show its content.
-
-The loader is user code, which the run names. It is imported and run in child processes, and only if the caller allows
-its module, because another user may have written the name in a journal or a file.
-"""
+"""`penstock replay`: recreates a delivered batch on this machine. The loader, user code that the run names, runs in
+child processes, and only if the caller allows its module: another user may have written the name."""
 
 from __future__ import annotations
 
@@ -48,25 +45,25 @@ __all__ = ["BatchReplay", "ReplayRequest", "archive_of", "replay"]
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """Batch to replay, and where to find its history. Raises InvalidArgumentError for invalid values."""
+    """Batch to replay, and where its history is. Raises InvalidArgumentError for invalid values."""
 
     run: str | None
-    """Name of the run; None: the batch is replayed from a checkpoint alone."""
+    """None: from a checkpoint alone."""
     step: int
     box: int = 0
     row: int | None = None
     out: Path | None = None
     attempt: int | None = None
-    """Number of the attempt; None: the newest attempt that delivered the step."""
+    """None: the newest attempt that delivered the step."""
     state_dir: Path | None = None
-    """State directory of a stopped coordinator; None: if there is a run, a running coordinator is asked."""
+    """Of a stopped coordinator; None: a running one is asked, if there is a run."""
     checkpoints: Sequence[Path] = ()
     args: str | None = None
-    """Arguments of input_fn as JSON, like `kwargs`; None: those of the run, or none if `run` is None."""
+    """Arguments of input_fn as JSON, like `kwargs`; None: the run's, if there is one."""
     kwargs: str | None = None
     allow: Sequence[str] = ()
     script: Path | None = None
-    """Script that defines the input_fn, if the job defined it in its main script."""
+    """Script that defines the input_fn, if it was the job's main script."""
     timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
@@ -101,11 +98,8 @@ def archive_of(request: ReplayRequest, peer: Peer) -> Archive | None:
 
 
 def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker | None = None) -> dict[str, Any]:
-    """Recreate the batch. Return its content and origin, under the names in docs/cli.md. `forker`: interpreter that
-    forks the child processes; None: a new one is started.
-
-    Raises the error that prevents the replay; ReplayMismatchError if the batch differs from the delivered one.
-    """
+    """Return the batch's content and origin, under the names in docs/cli.md. `forker`: None: a new one. Raises the
+    error that prevents the replay; ReplayMismatchError if the batch differs from the delivered one."""
     from penstock.deploy.operations.saved_file import SavedFile
     from penstock.deploy.replay.plan import attempt_of, plan
 
@@ -129,7 +123,7 @@ def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker
 
 
 def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
-    """Return the history of an attempt, as far as a saved state tells it: the arguments of input_fn are missing."""
+    """Return the history that a saved state tells: without the arguments of input_fn."""
     if saved.step >= request.step or not saved.positions:
         have = (
             f"only steps from {saved.step + 1} on can be replayed from it. Pass an earlier checkpoint, or name the RUN"
@@ -203,7 +197,7 @@ def _counted(number: int, what: str) -> str:
 
 
 class BatchReplay:
-    """Replay of a delivered batch, which follows a plan (plan.py)."""
+    """Replay of a delivered batch by a plan (plan.py)."""
 
     def __init__(self, request: ReplayRequest, history: pb.History, plan: ReplayPlan, archive: Archive | None) -> None:
         self._request, self._history, self._plan, self._archive = request, history, plan, archive
@@ -213,8 +207,7 @@ class BatchReplay:
         self._line = Progress()
 
     def run(self, processes: ReplayProcesses) -> dict[str, Any]:
-        """Advance to the step, read the batch there, and advance to the position where the stream digest is compared.
-        Return the batch's content and origin."""
+        """Advance to the step, read the batch, advance to the digest. Return the batch's content and origin."""
         request = self._request
         start = self._plan.start.position
         count = len(start.total)
@@ -318,8 +311,7 @@ class BatchReplay:
         return data
 
     def _verify(self, stream: StreamReplay) -> tuple[bool, str]:
-        """Compare the stream digest, if the plan has a position for that. Return True if it was compared, and a text
-        about the comparison."""
+        """Compare the stream digest, if the plan says where. Return whether it was compared, and a text."""
         check, first = self._plan.check, self._plan.start.position.step + 1
         if check is None:
             return False, f"not verified: {self._plan.unverified}"
@@ -336,7 +328,7 @@ class BatchReplay:
     # ---- progress
 
     def report_progress(self, slot: int, total: int) -> None:
-        """Show on standard error how far a worker has come: `total` of its batches."""
+        """Show on standard error how many batches, `total`, a worker has made."""
         self._made[slot] = total
         if self._line.due():
             start: Position = self._plan.start.position

@@ -1,5 +1,4 @@
-"""Control of the child processes in which `penstock replay` runs a box's loaders. All their tasks share one
-deadline."""
+"""Control of the child processes in which `penstock replay` runs a box's loaders. All tasks share one deadline."""
 
 from __future__ import annotations
 
@@ -14,27 +13,18 @@ __all__ = ["ReplayForker", "ReplayProcesses", "Task", "digests_of"]
 
 
 def digests_of(answer: ControlMessage) -> list[int]:
-    """Return the digests of the batches that a child made since its last answer, in order. The last digest is that of
-    batch `total` of the answer."""
+    """Return the digests of a child's batches since its last answer, up to batch `total`."""
     return list(struct.unpack(f"<{len(answer.payload) // 8}Q", answer.payload))
 
 
 class ReplayForker(LoaderForkServer):
-    """Fork server of the child processes of a replay."""
-
     def __init__(self) -> None:
         super().__init__("penstock.deploy.replay.slot_replay")
 
 
 class ReplayProcesses:
-    """Child processes of a replay, one for each of the box's `count` workers.
-
-    Args:
-        forker: fork server that forks them.
-        count: number of workers of the box.
-        until: deadline of all tasks, by the monotonic clock, in seconds.
-        report_progress: called with (slot, number of batches) when a child reports its progress.
-    """
+    """Child processes of a box's `count` workers. `until`: deadline of all tasks, in monotonic seconds;
+    `report_progress`: called with (slot, number of batches)."""
 
     def __init__(
         self, forker: ReplayForker, count: int, until: float, report_progress: Callable[[int, int], None]
@@ -52,17 +42,12 @@ class ReplayProcesses:
         self.close()
 
     def close(self) -> None:
-        """Kill the child processes and their descendants."""
         for child in self._children:
             child.close()
 
     def ask(self, tasks: Mapping[int, Task]) -> dict[int, ControlMessage]:
-        """Run tasks in the child processes of these slots, all at the same time, and return the children's answers by
-        slot.
-
-        Raises the first error of a child; WorkerLostError if a child died; DeadlineError, after the stacks of the
-        children were printed to standard error.
-        """
+        """Run tasks in these slots' children at the same time, and return the answers by slot. Raises the first error
+        of a child; WorkerLostError if one died; DeadlineError, after their stacks were printed to standard error."""
         for slot, task in tasks.items():
             self._children[slot].ask(task)
         answers: dict[int, ControlMessage] = {}

@@ -14,14 +14,12 @@ from penstock.deploy.replay.replay_batch import ReplayRequest, archive_of, repla
 __all__ = ["show_replay", "tables"]
 
 ROW_TEXT = 160
-"""Largest number of characters of the values of a row that a table shows. --json shows more of them."""
+"""Most characters of a row's values in a table; --json shows more."""
 ONE_TEXT = 8192
-"""Largest number of characters of a single text that a table shows. A restore key has some hundreds, and must not be
-cut."""
+"""Most characters of a single text in a table: a restore key has some hundreds, and must not be cut."""
 
 
 def show_replay(request: ReplayRequest, peer: Peer, as_json: bool) -> None:
-    """Recreate the batch and print its content as tables or JSON."""
     with archive_of(request, peer) or contextlib.nullcontext() as archive:
         found = replay(request, archive)
     if as_json:
@@ -35,7 +33,6 @@ def show_replay(request: ReplayRequest, peer: Peer, as_json: bool) -> None:
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """Return the result of a replay as tables for people."""
     of_run = "" if found["run"] is None else f" of run {found['run']}, attempt {found['attempt']}"
     about = Table(
         f"Step {found['step']} of box {found['box']}{of_run}",

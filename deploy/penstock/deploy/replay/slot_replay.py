@@ -1,14 +1,11 @@
-"""Child process of `penstock replay`: one for each worker of the box, which runs the user's loader as the worker did.
-
-A child (loader_processes.py) is told where to start, and then how far to go. It reports the digest of each batch on the
-way, and can show the newest batch. Its tasks:
+"""Child process of `penstock replay`, which runs a worker's loader. It reports the digest of each batch. Its tasks:
 
     start      build the loader; go to the start of an attempt, a saved state or a snapshot, and on to a position
     go         advance to batch `total` of epoch `epoch`, or to the end of that epoch
     leave      abandon the epoch, as the training loop did
     show       show the newest batch: its content, also as a file
 
-Batches of a worker are counted from 1 over the whole run; `total` is the number of the last one.
+A worker's batches are counted from 1 over the whole run; `total` is the number of the last one.
 """
 
 from __future__ import annotations
@@ -41,11 +38,10 @@ from penstock.worker.processes.control_channel import ControlChannel, plain_deta
 __all__ = ["run_child"]
 
 PROGRESS_S = 0.5
-"""Seconds between two progress reports of a child process."""
+"""Seconds between two progress reports."""
 
 
 def run_child(channel: ControlChannel) -> None:
-    """Do the tasks of one worker of the box; the program of a child process."""
     worker: _SlotReplay | None = None
     while True:
         task = take_task(channel)
@@ -74,9 +70,8 @@ class _SlotReplay:
         self._reported_at = 0.0
 
     def start(self, parts: Sequence[bytes], fields: Mapping[str, Any]) -> None:
-        """Build the loader, restore it, and advance it to batch `total` in epoch `epoch`; if the slot had ended this
-        epoch (`live` is False), to the beginning of the next one. `parts`: snapshot (the field `snapshot` is True) or
-        saved state to restore; empty: the loader starts at its beginning."""
+        """Build the loader, restore it, and advance to batch `total` of `epoch`; if not `live`, to the next epoch.
+        `parts`: a snapshot (field `snapshot`) or saved state; empty: from the beginning."""
         source, total, epoch = self._source, fields["total"], fields["epoch"]
         source.build()
         if fields["snapshot"]:
@@ -93,7 +88,7 @@ class _SlotReplay:
         self._point = point
 
     def _seek(self, leg: Leg) -> None:
-        """Advance to the end of a leg, which is a position that the run is known to have reached."""
+        """Advance to the end of a leg, which the run is known to have reached."""
         source, total, epoch, digest = self._source, leg.total, leg.epoch, leg.digest
         replayed = source.position.total < total
         if not source.seek(total, epoch, self._seen):
@@ -123,8 +118,7 @@ class _SlotReplay:
         self._done(ended=not reached)
 
     def leave(self, epoch: int, total: int) -> None:
-        """Abandon epoch `epoch` after batch `total`, as the training loop did. If the loader has already reached the
-        end of this epoch, restore it and replay up to `total` first."""
+        """Abandon `epoch` after batch `total`; if the loader has reached its end, restore and replay first."""
         source = self._source
         if source.position.epoch > epoch:
             assert self._point is not None
@@ -150,14 +144,13 @@ class _SlotReplay:
         self._channel.send("done", text, digest=self._source.digest)
 
     def _restore_keys(self) -> list[str] | None:
-        """Return the texts by which a source can read each row of the newest batch again; None if it has none."""
+        """Return the texts by which a source reads each row of the newest batch again, if any."""
         name = self._source.key_field
         keys = self._batch.get(name) if name is not None and isinstance(self._batch, Mapping) else None
         return list(map(str, keys)) if isinstance(keys, list) else None
 
     def _done(self, **fields: Any) -> None:
-        """Answer the task, with the digests of the batches made since the last answer, in order. The last digest is
-        that of batch `total`."""
+        """Answer with the digests of the batches since the last answer, up to batch `total`."""
         digests, self._digests = self._digests, []
         data = struct.pack(f"<{len(digests)}Q", *digests)
         self._channel.send("done", data, total=self._source.position.total, **fields)

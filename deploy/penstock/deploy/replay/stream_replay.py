@@ -1,9 +1,8 @@
-"""Replay of a box's stream: takes batches from the workers' slots in turn. Each worker reports where its epochs end.
+"""Replay of a box's stream: takes batches from the slots in turn.
 
-The lengths of epochs are not recorded. So the box's position at a step is first computed as if no worker's epoch ended
-on the way, and each worker is advanced to the number of batches that it has at this position. A worker whose epoch ends
-earlier reports that, and the position is computed again with this end. Once all workers have reached their numbers, the
-position is right: no unknown end lies before it.
+Lengths of epochs are not recorded. So the position at a step is computed as if no epoch ended on the way, and each
+worker is advanced to its number of batches there. If one's epoch ends earlier, the position is computed again with this
+end. Once all have reached their numbers, it is right: no unknown end lies before it.
 """
 
 from __future__ import annotations
@@ -21,21 +20,20 @@ Ask = Callable[[Mapping[int, Task]], Mapping[int, ControlMessage]]
 
 
 class StreamReplay:
-    """Replay of a box's stream of batches. `ask`: runs tasks in the workers' child processes, by slot (slot_replay.py);
-    `start`: position of the box at which the workers are; `abandoned`: last step of each epoch that the loop abandoned,
-    by the epoch's number."""
+    """Replay of a box's batches. `ask`: runs tasks by slot (slot_replay.py); `start`: where the workers are;
+    `abandoned`: epoch that the loop abandoned -> its last step."""
 
     def __init__(self, ask: Ask, start: Position, abandoned: dict[int, int]) -> None:
         self.at = start.copy()
         self._start, self._ask, self._abandoned = start, ask, abandoned
         self._made = list(start.total)
-        """Number of batches that each worker has made since the run's beginning, by slot."""
+        """By slot: batches made since the run's beginning."""
         self._ends: dict[tuple[int, int], int] = {}
         self._digests: dict[tuple[int, int], int] = {}
 
     @property
     def slot(self) -> int:
-        """Number of the slot whose batch was delivered at the last step."""
+        """Slot whose batch was delivered at the last step."""
         return self.at.live[(self.at.cursor - 1) % len(self.at.live)]
 
     def to(self, step: int) -> None:
@@ -80,5 +78,5 @@ class StreamReplay:
                     self._ends[slot, plan.epoch] = total
 
     def chain(self) -> int | None:
-        """Return the stream digest at the present position; None if that at the start is not known."""
+        """Return the stream digest here; None if that at the start is not known."""
         return chain_at(self._start, self.at.step, self._ends, self._abandoned, self._digests)

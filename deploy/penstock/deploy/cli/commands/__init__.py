@@ -1,2 +1,1 @@
-"""Commands of `penstock`, each with its options and its help. A command imports its implementation only when it is
-called."""
+"""Commands of `penstock`, with options and help. Each imports its implementation only when it is called."""
