@@ -1,7 +1,7 @@
 """Orders to change the weights of a run's mixture from a step on (`penstock mix`). An order has three stages:
 
     tried      a worker makes the loader with the change, and returns the change's place in the order of samples and
-               the weights of all sources (mixture_trial.py)
+               the weights of all sources (state_query.py)
     fenced     the boxes wait before the step (a fence); each answers which step it has taken last
     made       no box has taken the step: the change is in the journal; each slot gets a new generation whose runner is
                recovered as after a loss
