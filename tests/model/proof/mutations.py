@@ -98,7 +98,7 @@ def _offer(module: str, function: Callable[..., Any]) -> Callable[[], None]:
 
 
 GENERATORS = "penstock.worker.loader.loader_generators"
-GOAL = "penstock.worker.loader.epoch_goal"
+TRAVEL = "penstock.worker.loader.travel"
 RUNNER = "penstock.worker.runner.epoch_runner"
 STREAM = "penstock.worker.runner.slot_stream"
 WORKER_INFO = "penstock.worker.loader.worker_info"
@@ -113,8 +113,8 @@ MUTATIONS = {
     "a restore that is not compared": Mutation(
         ("lies at once", "entropy"),
         (
-            Replacement(GOAL, "finish", _CHAINS, "if False:"),
-            Replacement(GOAL, "finish", "if goal.ends or goal.next_digest:", "if False:"),
+            Replacement(TRAVEL, "finish", _CHAINS, "if False:"),
+            Replacement(TRAVEL, "finish", "if goal.ends or goal.next_digest:", "if False:"),
             Replacement(STREAM, "SlotStream._compared", _MADE, "if False and"),
         ),
     ),
