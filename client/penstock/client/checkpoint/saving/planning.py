@@ -384,7 +384,7 @@ def described(metadata: Metadata, files: Iterable[tuple[str, Iterable[Stored]]])
         "tensors": in_torch,
         "object": number(BytesStorageMetadata()),
         "storage_meta": number(metadata.storage_meta),
-        "version": number(str(metadata.version)),
+        "version": number(DCP_VERSION),
     }
     index = {"format": FORMAT, "tensors": tensors, "files": names, "values": values}
     return _to_json({"index": index, "torch": {**torch_index, **parts.pickled()}}).encode()
