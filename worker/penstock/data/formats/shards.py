@@ -83,12 +83,6 @@ class Shard:
         return self.blocks or self.spans or (self.samples,)
 
     @property
-    def is_verifiable(self) -> bool:
-        """True if the index has a hash of a raw file. The file is then fetched as a whole, to be verified, unless the
-        dataset was opened with validate_hash=False."""
-        return any(file.raw.hashes for file in self.files)
-
-    @property
     def name(self) -> str:
         """Name of the shard's first file, for errors."""
         return self.files[0].raw.name
