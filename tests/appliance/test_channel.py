@@ -36,8 +36,8 @@ from penstock.proto.errors import (
     error_named,
 )
 from penstock.proto.rpc import authenticated_calls, wire_errors
-from penstock.proto.rpc.bounds.reply_parts import SnapshotParts
-from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient, blob_name
+from penstock.proto.rpc.bounds.reply_parts import SnapshotParts, blob_name
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.channel import (
     CHUNK,
     PROTOCOL,

@@ -41,8 +41,8 @@ from penstock.proto.errors import (
     SupersededError,
     UnknownRunError,
 )
-from penstock.proto.rpc.bounds.reply_parts import StateParts
-from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient, blob_name
+from penstock.proto.rpc.bounds.reply_parts import StateParts, blob_name
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.rpc.channel import CHUNK, connect_aio
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb

@@ -25,7 +25,8 @@ from round_trips import fingerprint, same
 from penstock.proto.errors import UnsupportedStateError
 from penstock.proto.state import codec as state
 from penstock.proto.state import state_json
-from penstock.proto.state.codec import MAX_DEPTH, decode_state, encode_state
+from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.state.envelope import MAX_DEPTH
 from penstock.proto.state.state_json import state_as_json
 
 # torch says it once a process, at the first complex32 that it allocates, and at the first bcomplex32, which torch 2.14

@@ -14,7 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.proto.errors import StateCorruptError, StateVersionError
-from penstock.proto.state.codec import FORMAT_VERSION, decode_state, encode_state
+from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.state.envelope import FORMAT_VERSION
 from penstock.proto.state.state_json import state_as_json
 
 

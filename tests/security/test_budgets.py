@@ -23,7 +23,8 @@ from penstock.appliance.journal.snapshot_store import MemoryBudget
 from penstock.appliance.limits import MIB, Limits
 from penstock.appliance.testing import FakeCluster, limited
 from penstock.proto.errors import InvalidArgumentError, OverloadedError
-from penstock.proto.rpc.calls import AsyncCoordinatorClient, blob_name, blob_parts
+from penstock.proto.rpc.bounds.reply_parts import blob_name
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, blob_parts
 from penstock.proto.rpc.channel import connect_aio
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub

@@ -13,8 +13,6 @@ from typing import Any
 
 import penstock
 
-__all__ = ["fold_stack", "format_remote", "stack_in_a_line", "warn_user"]
-
 _STACK_FRAME = re.compile(r'  File "(?P<file>[^"\n]*)", line (?P<line>\d+) in (?P<name>.*)')
 _THREAD = re.compile(r"(Current t|T)hread 0x[0-9a-f]+ .*\(most recent call first\):")
 

@@ -21,8 +21,8 @@ from simulated.worker import AWAY, CALL_S, HOLD_S, Take
 
 from penstock.client.stream.box_progress import EpochStarts
 from penstock.proto.errors import AuthenticationError, DeadlineError, PenstockError
-from penstock.proto.rpc.bounds.reply_parts import StateParts
-from penstock.proto.rpc.calls import FetchedState, blob_name, blob_parts
+from penstock.proto.rpc.bounds.reply_parts import StateParts, blob_name
+from penstock.proto.rpc.calls import FetchedState, blob_parts
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 

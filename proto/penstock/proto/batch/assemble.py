@@ -30,8 +30,6 @@ from penstock.proto.batch.structure import MAX_INT_BYTES, Leaf, Structure, Tree,
 from penstock.proto.batch.tree import TORCH_NAMES
 from penstock.proto.errors import InvalidArgumentError, UnsupportedLeafError, malformed
 
-__all__ = ["CARRIERS", "Assembler", "wrap_buffer"]
-
 _unpack_float = struct.Struct("<d").unpack_from
 _U8: Final = np.dtype(np.uint8)
 

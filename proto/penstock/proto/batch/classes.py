@@ -20,19 +20,6 @@ from typing import Final, Literal, TypeVar
 
 from penstock.proto.errors import InvalidArgumentError, UnsupportedLeafError
 
-__all__ = [
-    "MAIN_MODULES",
-    "MAX_NAME",
-    "ClassKind",
-    "class_fields",
-    "class_name",
-    "find_class",
-    "qualified",
-    "register_class",
-    "resolve_class",
-    "slots_of",
-]
-
 MAIN_MODULES: Final = ("__main__", "__mp_main__", "penstock_main")
 """Module of the user's main script: in the process that runs it, in a multiprocessing child, and in a runner."""
 

@@ -35,27 +35,6 @@ if TYPE_CHECKING:
     from penstock.proto.batch.structure import Structure
     from penstock.proto.v1 import records_pb2
 
-__all__ = [
-    "EDGES",
-    "EDGE_OF_MANY",
-    "FEW_LEAVES",
-    "FULL_BELOW",
-    "MASK",
-    "SMALL_LEAF",
-    "WORDS",
-    "WORDS_OF_MANY",
-    "DigestCover",
-    "Sampling",
-    "ShapesCache",
-    "batch_digest",
-    "cover_of",
-    "plan_digest",
-    "region_digest",
-    "row_digests",
-    "rows_digests",
-    "rows_in",
-]
-
 
 class DigestCover(IntEnum):
     """Bytes that a batch's digest covers: a SAMPLE, all (FULL), or each row by itself. In a BATCH frame's flags."""

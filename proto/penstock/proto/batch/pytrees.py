@@ -29,8 +29,6 @@ from penstock.proto.batch.classes import MAIN_MODULES, find_class, qualified, sl
 from penstock.proto.batch.structure import Leaf, Tree
 from penstock.proto.errors import UnsupportedLeafError
 
-__all__ = ["Pair", "extra_attributes", "has_more", "is_plain", "maker", "pair_of"]
-
 _CONTAINERS: Final = (dict, OrderedDict, list, tuple)
 """Types of torch's registry that have an encoding of their own."""
 

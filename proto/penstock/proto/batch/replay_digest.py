@@ -8,8 +8,6 @@ from typing import Any
 from penstock.proto.batch.digest import DigestCover, batch_digest, plan_digest, row_digests, rows_digests, rows_in
 from penstock.proto.batch.flatten import Flattener, Structure
 
-__all__ = ["ReplayDigest"]
-
 
 class ReplayDigest:
     def __init__(self, flattener: Flattener | None = None, *, cover: DigestCover = DigestCover.SAMPLE) -> None:

@@ -32,29 +32,6 @@ import xxhash
 
 from penstock.proto.errors import ProtocolError, UnsupportedLeafError, malformed
 
-__all__ = [
-    "ALIGN",
-    "MAX_DEPTH",
-    "MAX_INT_BYTES",
-    "MAX_LEAVES",
-    "MAX_RANK",
-    "MAX_VALUES",
-    "TORCH_DTYPES",
-    "Key",
-    "Leaf",
-    "Node",
-    "Path",
-    "Structure",
-    "Tree",
-    "allowed_key",
-    "numpy_dtype",
-    "numpy_dtype_name",
-    "padded",
-    "path_steps",
-    "render_path",
-    "required_nbytes",
-]
-
 ALIGN: Final = 64
 """Alignment of every leaf in bytes: a cache line, the widest vector load, and torch's own alignment."""
 

@@ -45,8 +45,6 @@ from penstock.proto.batch.structure import (
 )
 from penstock.proto.errors import UnsupportedLeafError
 
-__all__ = ["HAS_NAMES", "TORCH_NAMES", "plain_tensor", "survey"]
-
 TORCH_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in TORCH_DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
 }

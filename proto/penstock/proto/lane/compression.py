@@ -22,8 +22,6 @@ from functools import cache
 from penstock.proto.errors import InvalidArgumentError, ProtocolError, malformed
 from penstock.proto.v1 import lane_pb2
 
-__all__ = ["NAMES", "PIECE", "Codec", "Packer", "Unpacker", "check_claim", "first_of", "load", "require"]
-
 Buffer = bytes | bytearray | memoryview
 
 PIECE = 256 << 10

@@ -40,8 +40,6 @@ from penstock.proto.lane.frames import (
 from penstock.proto.lane.ring import Ring
 from penstock.runtime.process.forks import silence
 
-__all__ = ["Consumer"]
-
 _log = logging.getLogger(__name__)
 _length = HEAD.unpack_from
 _ANNOUNCEMENTS = frozenset((RING, STRUCTURE))

@@ -16,8 +16,6 @@ from penstock.proto.lane.tcp import round_trip_s
 from penstock.proto.lane.tls_socket import check_damage, connect_tls
 from penstock.proto.rpc.tls import Renewing, Tls, explain, host_of
 
-__all__ = ["HANDSHAKE_S", "Dialer", "LaneDialer"]
-
 CONNECT_S = 1.25
 """Timeout in seconds. The kernel repeats a SYN after one second, and the caller retries at once after a timeout."""
 SHORT_S = 0.45

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 
 from penstock.proto.lane.frames import MAX_PACKET
 
-__all__ = ["LOG_BYTES", "FrameLog"]
-
 _FRAMES = 256
 _AREA = 256 << 10
 """Bytes for frames: of the at most 32 frames of a full ring, each may have 8 KiB."""

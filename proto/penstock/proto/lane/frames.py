@@ -20,47 +20,6 @@ from penstock.proto.errors import ProtocolError, malformed
 from penstock.proto.lane.ring import Ring
 from penstock.proto.v1 import records_pb2
 
-__all__ = [
-    "BATCH",
-    "CLOSE",
-    "COUNTED",
-    "COVER",
-    "END",
-    "ERROR",
-    "FRAME_BYTES",
-    "HEAD",
-    "KNOWN_BYTES",
-    "KNOWN_STRUCTURES",
-    "LANE_PROTOCOL",
-    "LONG_SHAPES",
-    "LOST",
-    "MAX_DIMS",
-    "MAX_FRAME",
-    "MAX_PACKET",
-    "MAX_RINGS",
-    "MAX_STRUCTURE",
-    "MAX_UNUSED",
-    "PIECE",
-    "RING",
-    "STRUCTURE",
-    "Ack",
-    "Frame",
-    "StructurePieces",
-    "check_peer",
-    "connect_local",
-    "counts_of",
-    "dims_of",
-    "forget_oldest",
-    "framed",
-    "framed_batch",
-    "pack_shapes",
-    "read_ack",
-    "read_frame",
-    "structure_frames",
-    "unpack_shapes",
-    "unread_break",
-]
-
 LANE_PROTOCOL = 8
 MAX_FRAME = 64 << 10
 """Largest size of a frame in bytes. The default buffer of a Unix socket holds three of them."""

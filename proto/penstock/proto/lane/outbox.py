@@ -14,8 +14,6 @@ from itertools import islice
 from penstock.proto.errors import malformed
 from penstock.proto.lane.frames import MAX_PACKET
 
-__all__ = ["Outbox"]
-
 
 class Outbox:
     __slots__ = ("_unsent",)

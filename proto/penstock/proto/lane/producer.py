@@ -53,8 +53,6 @@ from penstock.proto.state.epoch_labels import MOST_LABELS, put_label
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process.forks import silence
 
-__all__ = ["FreeEntry", "Producer", "check_size"]
-
 _log = logging.getLogger(__name__)
 
 GROUPS = 4

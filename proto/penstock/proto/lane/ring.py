@@ -23,8 +23,6 @@ from penstock.proto.errors import LaneLostError, malformed
 from penstock.runtime.process.forks import silence, unshare
 from penstock.runtime.process.free_memory import free_memory
 
-__all__ = ["MAX_ENTRIES", "Ring", "RingBudget", "entries_for", "grown", "ring_bytes"]
-
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 PAGE = mmap.PAGESIZE
 _BLOCK = 512

@@ -28,19 +28,6 @@ from penstock.proto.errors import BatchCorruptError, DeadlineError, LaneLostErro
 from penstock.proto.lane.frames import COVER, MAX_FRAME, Frame
 from penstock.proto.v1 import lane_pb2
 
-__all__ = [
-    "CHECK_BYTES",
-    "SEAL",
-    "HelloReader",
-    "SealedInbox",
-    "check_of",
-    "fit_send_buffer",
-    "is_checked",
-    "read_hello",
-    "sealed",
-    "tune",
-]
-
 SEAL = struct.Struct("<IIQ")
 """Format of the seal: the message's length, the complement of the length, and the message's xxh3."""
 CHECK_BYTES = 8

@@ -19,16 +19,6 @@ from typing import Any
 from penstock.proto.errors import BatchCorruptError, TlsError
 from penstock.proto.rpc.tls import Tls, WrappedSocket, is_damage
 
-__all__ = [
-    "TlsSocket",
-    "accept_tls",
-    "accept_tls_blocking",
-    "check_damage",
-    "connect_tls",
-    "looks_like_tls",
-    "when_readable",
-]
-
 
 def check_damage(error: OSError, *, heard: bool) -> None:
     """Raise BatchCorruptError for damage in transit: any error once data had arrived (`heard`), except an end."""

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from penstock.proto.errors import InvalidArgumentError, UnsafeBindError
 
-__all__ = ["check_address", "host_id", "is_local", "refuse_strangers", "refuse_unsafe", "socket_path"]
-
 UNIX = "unix:"
 
 

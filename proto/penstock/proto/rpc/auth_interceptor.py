@@ -36,8 +36,6 @@ from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_
 from penstock.proto.rpc.wire_errors import abort, status_of
 from penstock.runtime.telemetry.counters import CallCounters
 
-__all__ = ["SERVICE", "AuthInterceptor", "credential", "jobs_share_token"]
-
 SERVICE = "penstock.proto.v1.Coordinator"
 _OURS = f"/{SERVICE}/"
 _HEALTH = f"/{health.SERVICE_NAME}/Check"

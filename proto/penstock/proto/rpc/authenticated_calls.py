@@ -26,8 +26,6 @@ from penstock.proto.rpc.tls import Renewing, diagnose
 from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 from penstock.proto.rpc.wire_errors import ERROR_KEY
 
-__all__ = ["Answer", "AuthenticatedCall", "Call", "Metadata"]
-
 SHOWN = 200
 """Characters that an error quotes from a server that has not proven that it knows the token."""
 DIAGNOSE_S = 2.0

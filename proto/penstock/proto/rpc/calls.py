@@ -44,8 +44,6 @@ from penstock.proto.v1 import records_pb2
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
 from penstock.runtime.process import forks
 
-__all__ = ["AsyncCoordinatorClient", "CoordinatorClient", "FetchedState", "blob_name"]
-
 DEADLINE_S = 10.0
 """Seconds that a call may take, in addition to the hold of a long poll."""
 TRANSFER_DEADLINE_S = 120.0

@@ -25,8 +25,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-__all__ = ["Connection", "Connections", "raise_file_limit", "surplus"]
-
 DEADLINE_S = 10.0
 """Seconds after which a connection without a call is ended, as gRPC ends handshakes."""
 EVERY_S = 0.5

@@ -27,18 +27,6 @@ from typing import Any, TypeVar
 from penstock.proto.errors import TlsError
 from penstock.proto.rpc.addresses import socket_path
 
-__all__ = [
-    "Renewing",
-    "Tls",
-    "WrappedSocket",
-    "dns_names",
-    "expires",
-    "explain",
-    "load_tls",
-    "no_tls_here",
-    "own_names",
-]
-
 _log = logging.getLogger("penstock.tls")
 
 _Role = TypeVar("_Role", bound=str)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from importlib import metadata as _package
 
-__all__ = ["PROTOCOL", "PROTOCOL_KEY", "VERSION", "VERSION_KEY"]
-
 PROTOCOL = 4
 """Number of the control protocol. Peers with another number are refused at their first call."""
 

@@ -34,8 +34,6 @@ from penstock.proto.tracebacks import format_remote
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.telemetry.logs import LONGEST, plain
 
-__all__ = ["METADATA_MAX", "abort", "answer_of", "cut", "detail_of", "error_of", "translating"]
-
 _Reply = TypeVar("_Reply")
 
 METADATA_MAX = 64 * 1024

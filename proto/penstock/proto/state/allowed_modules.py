@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["module_of", "under"]
-
 
 def module_of(input_fn: str) -> str:
     return input_fn.partition(":")[0]

@@ -26,29 +26,6 @@ from typing import Any
 
 from penstock.proto.errors import InputFnError, InvalidArgumentError
 
-__all__ = [
-    "NEUTRAL",
-    "WORKER_INFO_TEXTS",
-    "Assignment",
-    "Reads",
-    "Seat",
-    "WorkerInfoAnswer",
-    "assigned",
-    "current_assignment",
-    "epoch_was_read",
-    "exchange",
-    "get_streaming_batch_size",
-    "looked_at",
-    "mark_address",
-    "process_assignment",
-    "reads",
-    "set_assignment",
-    "set_epoch",
-    "stands_aside",
-    "step_aside",
-    "step_back",
-]
-
 
 @dataclass(frozen=True)
 class Assignment:

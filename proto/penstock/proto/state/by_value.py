@@ -18,8 +18,6 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["dump", "load"]
-
 _MAIN_NAMES = ("__main__", "__mp_main__")
 
 

@@ -37,38 +37,6 @@ import xxhash
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, DeadlineError
 from penstock.runtime.files.plain_files import open_plain, read_plain
 
-__all__ = [
-    "ASKED",
-    "FAILED",
-    "INDEX",
-    "LARGEST_RECORD",
-    "LATEST",
-    "LOCK",
-    "MANIFEST",
-    "METADATA",
-    "MOST",
-    "CheckpointFile",
-    "FoundCheckpoint",
-    "Manifest",
-    "checkpoints",
-    "claimed",
-    "damage",
-    "last_sign",
-    "leftovers",
-    "locked",
-    "newest",
-    "old_name",
-    "pinned",
-    "put_back",
-    "read_manifest",
-    "report_name",
-    "sign_name",
-    "sign_of_life",
-    "step_name",
-    "surplus",
-    "temporary_name",
-]
-
 FORMAT = 1
 MANIFEST = "penstock.json"
 INDEX = "index.json"

@@ -21,8 +21,6 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["ATTRIBUTES", "FORMAT", "IndexPickle", "in_fours"]
-
 FORMAT = 1
 ATTRIBUTES = (
     *("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),

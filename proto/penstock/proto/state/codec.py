@@ -69,8 +69,6 @@ from penstock.proto.state.envelope import (
     opened,
 )
 
-__all__ = ["FORMAT_VERSION", "MAX_DEPTH", "decode_state", "encode_state"]
-
 _PADDING = [b"\0" * n for n in range(ALIGN)]
 _NUMBERS_FROM = 32  # items from which a list of numbers becomes a blob; a shorter one costs no more as JSON
 _DIRECT_FROM = 1 << 20  # smallest size in bytes of a tensor that is written directly from its memory

@@ -18,40 +18,6 @@ from xxhash import xxh3_64_intdigest
 
 from penstock.proto.errors import StateCorruptError, malformed
 
-__all__ = [
-    "BINS",
-    "COUNTS",
-    "FIELDS",
-    "IMBALANCE",
-    "MEASURED",
-    "MOST_GROUPS",
-    "MOST_NAME",
-    "OTHER",
-    "SAMPLES",
-    "SKIPPED",
-    "TOKENS",
-    "TRUNCATED",
-    "Group",
-    "Row",
-    "Rows",
-    "SampleCounts",
-    "Tally",
-    "aggregated_counts",
-    "by_key",
-    "by_source",
-    "counts_part",
-    "cut_name",
-    "imbalance_of",
-    "is_whole",
-    "merged_rows",
-    "new_row",
-    "note_imbalance",
-    "plain_rows",
-    "read_changes",
-    "rows_of",
-    "saved_rows",
-]
-
 COUNTS = "counts"
 """Key of the counts in a loader's state."""
 SAMPLES, TOKENS, TRUNCATED, SKIPPED, MEASURED, IMBALANCE, SHARE_OF_SAMPLES, SHARE_OF_TOKENS = range(8)

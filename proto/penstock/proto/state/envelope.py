@@ -11,20 +11,6 @@ import xxhash
 
 from penstock.proto.errors import StateCorruptError, StateVersionError
 
-__all__ = [
-    "ALIGN",
-    "CHECKSUM_BYTES",
-    "FORMAT_VERSION",
-    "HEADER",
-    "MAGIC",
-    "MAX_DEPTH",
-    "EnvelopeReader",
-    "Node",
-    "damaged_state",
-    "opened",
-    "with_bytes",
-]
-
 FORMAT_VERSION = 1
 MAX_DEPTH = 128
 """Largest number of nested containers, far below Python's recursion limit."""

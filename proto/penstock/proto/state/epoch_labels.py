@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["MOST_LABELS", "label_of", "labels_in", "put_label", "to_messages"]
-
 MOST_LABELS = 64
 """Number of newest labels that are kept. Older epochs are not made again."""
 

@@ -35,17 +35,6 @@ from penstock.proto.errors import StateCorruptError, StateMismatchError, Unsuppo
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.generators import torch_rng_state
 
-__all__ = [
-    "FoundGenerator",
-    "capture",
-    "defining_modules",
-    "find_generators",
-    "initial_seed",
-    "plain_numbers",
-    "reseed",
-    "restore",
-]
-
 _MAX_DEPTH = 8
 _MAX_OBJECTS = 10_000
 _FIRST_ITEMS = 100

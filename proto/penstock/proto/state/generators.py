@@ -36,8 +36,6 @@ import xxhash
 
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateVersionError, UnsupportedStateError
 
-__all__ = ["RNG_FORMAT_VERSION", "capture_rng", "derive_seed", "restore_rng", "seed_rng", "torch_rng_state"]
-
 RNG_FORMAT_VERSION = 1
 
 _MAGIC = b"PENRNGST"

@@ -24,8 +24,6 @@ from penstock.proto.errors import SAME_RELEASE, EmptyInputError, InvalidArgument
 from penstock.proto.state.epoch_labels import label_of, labels_in, to_messages
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["EPOCHS_AHEAD", "MOST", "Position", "advance", "chain_at", "link_between", "linked"]
-
 MOST = 1 << 62
 """Largest step, epoch or count that a position may have, so that sums still fit into 64 bits."""
 EPOCHS_AHEAD = 64

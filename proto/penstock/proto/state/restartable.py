@@ -15,19 +15,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from penstock.proto.v1 import records_pb2
 
-__all__ = [
-    "DataLoaderCheckpoint",
-    "RestartableDataLoader",
-    "WorkerContext",
-    "by_own_methods",
-    "get_worker_state",
-    "is_pure",
-    "is_vouched",
-    "state_methods",
-    "takes_strict",
-    "worker_state",
-]
-
 
 @runtime_checkable
 class RestartableDataLoader(Protocol):

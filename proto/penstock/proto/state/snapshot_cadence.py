@@ -6,8 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["SnapshotCadence"]
-
 SHARE = 0.01
 """Largest share of the runner's time for snapshots that are not taken at announced checkpoint steps."""
 

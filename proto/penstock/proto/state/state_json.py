@@ -30,8 +30,6 @@ from typing import Any
 
 from penstock.proto.state.envelope import MAX_DEPTH, EnvelopeReader, Node, opened
 
-__all__ = ["state_as_json"]
-
 _BITS = {"bool": 8, "complex32": 32, "complex64": 64, "complex128": 128}
 _NUMBERS = {"<u4": "I", "<i8": "q", "<f8": "d"}
 _ITEM = re.compile(r"[<>|]([a-zA-Z])(\d*)(?:\[.*\])?", re.ASCII)

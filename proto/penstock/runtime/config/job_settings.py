@@ -14,9 +14,6 @@ from pydantic_settings import SettingsConfigDict
 from penstock.runtime.config.settings import FilePath, Section, Unit
 from penstock.runtime.config.settings_file import CLUSTER, read_settings_file
 
-__all__ = ["JobSettings", "TlsFiles", "check_file"]
-
-
 _ONE_JOB = "this setting is for one job, but all jobs read this file: pass it to Appliance, or set its variable"
 
 

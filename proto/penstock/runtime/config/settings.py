@@ -18,26 +18,6 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from penstock.runtime.config.settings_file import SettingsFile, read_settings_file
 
-__all__ = [
-    "IN_MEMORY",
-    "FilePath",
-    "IsList",
-    "IsPath",
-    "OtherType",
-    "ResolvedSetting",
-    "Section",
-    "Unit",
-    "field_of",
-    "find",
-    "is_marked",
-    "reason_of",
-    "source_of",
-    "stated",
-    "variable",
-    "variables",
-]
-
-
 IN_MEMORY = ":memory:"
 """Value of a setting for a path that means: use no file, keep everything in memory."""
 

@@ -26,8 +26,6 @@ from typing import Any
 
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["CLUSTER", "TABLES", "VARIABLE", "SettingsFile", "likely", "read_settings_file", "token_file_of_settings"]
-
 VARIABLE = "PENSTOCK_CONFIG"
 CLUSTER = "cluster"
 TABLES = (CLUSTER, "coordinator", "worker", "client", "up")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["bytes_of"]
-
 
 def bytes_of(size: str) -> int:
     """Return the bytes of a text such as "4GiB"; 0 for "". Raises ValueError for another text."""

@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["sync_folder", "write_whole"]
-
 
 def write_whole(
     path: Path, data: bytes | memoryview | Iterator[bytes], *, mode: int | None = None, sync: bool = True

@@ -9,8 +9,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["write_file"]
-
 CHUNK = 16 << 20
 """Bytes written in one call: few enough for the processor's cache."""
 

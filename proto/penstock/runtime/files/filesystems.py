@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["NETWORK", "filesystem"]
-
 NETWORK = {"afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "smb3"}
 NETWORK |= {"smbfs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs", "fuse.gcsfuse"}
 """Types of network filesystems, as named in /proc/self/mountinfo, on which SQLite's write-ahead log is not safe."""

@@ -9,8 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-__all__ = ["HeldFolder"]
-
 
 class HeldFolder:
     """Raises OSError if the name leads to a link or a file."""

@@ -10,8 +10,6 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["is_strange_link", "parent_of", "refuse_strange_links", "unlink_below"]
-
 _HELD = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 

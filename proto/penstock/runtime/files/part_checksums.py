@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import xxhash
 
-__all__ = ["PartHasher"]
-
 PIECE = 1 << 20
 """Bytes that are hashed twice, for the file and for its section, while they are in the processor's cache."""
 

@@ -11,8 +11,6 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["is_ours", "open_plain", "read_plain"]
-
 _IRREGULAR = "the path must be a regular file, got a folder, pipe, socket or device"
 
 

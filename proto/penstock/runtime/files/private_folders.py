@@ -16,8 +16,6 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
-__all__ = ["PrivateFolder"]
-
 MARK = ".penstock-temporary"
 LONGEST_BASE = 36
 """Longest parent folder's path in bytes. A Unix socket's is 107, of which multiprocessing needs 40."""

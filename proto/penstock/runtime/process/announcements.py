@@ -25,8 +25,6 @@ from penstock.runtime.files.held_folders import HeldFolder
 from penstock.runtime.files.plain_files import read_plain
 from penstock.runtime.process.identity import Identity
 
-__all__ = ["Announcement", "accepts", "announce", "announced", "withdraw"]
-
 MAX_FILE = 64 << 10
 CONNECT_S = 0.5
 SUFFIX = ".json"

@@ -9,18 +9,6 @@ import signal
 
 from penstock.runtime.process.watch import stat_of
 
-__all__ = [
-    "describe_exit",
-    "exit_words",
-    "has_ended",
-    "kill_child",
-    "kill_group",
-    "reap",
-    "reap_orphan",
-    "signal_child",
-    "zombie_status",
-]
-
 
 def kill_child(pid: int) -> None:
     """Kill a child of this process, not reaped yet: its process id cannot have been reused then."""

@@ -26,8 +26,6 @@ from typing import Any, NoReturn, Protocol
 
 from penstock.proto.errors import ForkedProcessError
 
-__all__ = ["OwnerProcess", "host_user_code", "hosting", "keep", "leave", "silence", "unshare"]
-
 _PRIVATE_FIXED = mmap.MAP_PRIVATE | 0x10  # MAP_FIXED, for which the module mmap has no name
 _libc = ctypes.CDLL(None, use_errno=True)  # early: in a child the linker may be locked
 _libc.mmap.restype = ctypes.c_void_p

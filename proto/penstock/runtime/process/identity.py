@@ -7,8 +7,6 @@ from pathlib import Path
 
 from penstock.runtime.process.watch import Process, stat_of
 
-__all__ = ["Identity"]
-
 
 @dataclass(frozen=True)
 class Identity:

@@ -8,8 +8,6 @@ from typing import BinaryIO, Self
 
 from penstock.runtime.process.watch import readable
 
-__all__ = ["LinePipe", "LineReader"]
-
 READ_BYTES = 1 << 16
 
 

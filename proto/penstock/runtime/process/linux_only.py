@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__: list[str] = []
-
 _NAMES = {"darwin": "macOS", "win32": "Windows"}
 
 if sys.platform != "linux":

@@ -15,8 +15,6 @@ from penstock.proto.errors import InvalidArgumentError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.plain_files import read_plain
 
-__all__ = ["Liveness", "LivenessWriter", "read_liveness"]
-
 LONGEST = 200
 _log = logging.getLogger("penstock.worker")
 

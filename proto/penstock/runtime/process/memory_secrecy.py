@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["keep_memory_private"]
-
 _PR_SET_DUMPABLE = 4
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 import ctypes
 import os
 
-__all__ = ["enter", "why_not_whole"]
-
 _PR_SET_NO_NEW_PRIVS = 38
 _CREATE_RULESET, _RESTRICT_SELF = 444, 446
 """Numbers of Landlock's system calls, which are the same on all architectures."""

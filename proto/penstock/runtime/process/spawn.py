@@ -18,8 +18,6 @@ from typing import Protocol
 import penstock.proto
 from penstock.runtime.process.watch import Process, die_with_parent
 
-__all__ = ["NULL", "TORCHRUN", "Spawned", "by_path", "environment", "fork", "module", "spawn"]
-
 NULL = subprocess.DEVNULL
 TORCHRUN = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),

@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-__all__ = ["name_process", "title_process"]
-
 _PR_SET_NAME = 15
 COMM_BYTES = 15
 _ARG_START = 48

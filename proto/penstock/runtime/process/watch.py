@@ -14,16 +14,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
 
-__all__ = [
-    "Process",
-    "become_subreaper",
-    "die_with_parent",
-    "readable",
-    "stat_of",
-    "wait_for_any",
-    "wait_for_parent_end",
-]
-
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 PARENT_LOOK_S = 1.0

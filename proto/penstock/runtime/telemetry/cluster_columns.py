@@ -8,8 +8,6 @@ from typing import TypeVar
 from penstock.runtime.telemetry.cluster_view import BoxView, EventView, RunView, SlotView, StateView, WorkerView
 from penstock.runtime.telemetry.units import clock, percent, rate, seconds, size
 
-__all__ = ["BOXES", "EVENTS", "RUNS", "SLOTS", "STATES", "WORKERS", "Columns", "cells"]
-
 _View = TypeVar("_View")
 Columns = Mapping[str, Callable[[_View], str]]
 """Heading of a column -> function that returns the text of a row's cell."""

@@ -15,23 +15,6 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.units import INPUT_BOUND, percent, rate, seconds
 
-__all__ = [
-    "LATELY_S",
-    "PHASES",
-    "Alarm",
-    "BoxView",
-    "ClusterView",
-    "EventView",
-    "Finding",
-    "RunView",
-    "SlotView",
-    "StateView",
-    "WorkerView",
-    "as_dict",
-    "view",
-    "worker_view",
-]
-
 LATELY_S = 600.0
 """Seconds for which a fault is counted, and a lost worker shown, after it has happened."""
 PHASES = ("waiting", "starting", "ready", "failed")

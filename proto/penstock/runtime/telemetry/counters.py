@@ -7,8 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 
-__all__ = ["CallCounters", "Histogram"]
-
 CALL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds of buckets for durations of calls in seconds, up to the longest usual deadline."""
 

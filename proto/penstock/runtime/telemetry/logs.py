@@ -13,20 +13,6 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-__all__ = [
-    "FIELDS",
-    "LONGEST",
-    "JsonLines",
-    "OneLine",
-    "RepeatedWarnings",
-    "SubjectLogger",
-    "TextLines",
-    "about",
-    "log_lines",
-    "plain",
-    "printable",
-]
-
 LONGEST = 32 << 10
 """Largest number of characters in a message. An error with its remote traceback has up to 24 Ki characters."""
 FIELD = 1000

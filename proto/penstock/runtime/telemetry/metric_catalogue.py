@@ -15,8 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["BY_NAME", "CATALOGUE", "Kind", "Metric", "Process"]
-
 Process = Literal["coordinator", "worker", "client"]
 Kind = Literal["counter", "gauge", "histogram"]
 

@@ -7,8 +7,6 @@ import shutil
 import sys
 import time
 
-__all__ = ["FILES_S", "Progress"]
-
 TERMINAL_S, LOG_S = 0.5, 10.0
 """Seconds between two lines of progress of a training loop: on a terminal, and elsewhere."""
 FILES_S = 2.0

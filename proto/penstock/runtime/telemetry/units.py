@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["INPUT_BOUND", "clock", "percent", "rate", "seconds", "size", "topology"]
-
 INPUT_BOUND = 0.05
 """Share of its time (0 to 1) that a box must wait for data to be called input-bound."""
 

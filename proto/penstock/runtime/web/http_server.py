@@ -30,8 +30,6 @@ from penstock.proto.rpc.addresses import check_address, is_local, refuse_unsafe,
 from penstock.proto.rpc.credentials.tokens import Tokens
 from penstock.proto.rpc.tls import Renewing, Tls, host_of
 
-__all__ = ["Page", "Route", "WebServer"]
-
 _log = logging.getLogger("penstock.web")
 
 REQUEST_S = 10.0

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client import Metric as Family
 
-__all__ = ["Collector", "MetricReadings", "cpu_seconds", "in_loop", "metrics_route", "require_prometheus"]
-
 LOOP_DEADLINE_S = 5.0
 """Seconds within which the process's event loop must answer a scrape. Prometheus itself waits 10 s."""
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"

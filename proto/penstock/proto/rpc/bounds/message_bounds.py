@@ -18,18 +18,6 @@ from google.protobuf.message_factory import GetMessageClass
 from penstock.proto.errors import SAME_RELEASE, InvalidArgumentError, OverloadedError, malformed
 from penstock.proto.v1 import coordinator_pb2
 
-__all__ = [
-    "REPLY_FIELDS",
-    "REQUEST_FIELDS",
-    "LargeRequests",
-    "bytes_channel",
-    "check_fields",
-    "owned",
-    "parsed_parts",
-    "parsed_reply",
-    "parsed_request",
-]
-
 REQUEST_FIELDS = 16_384
 """Largest number of fields in a request: 1,024 reports of slots, 256 positions. Up to 10 ms of the event loop."""
 REPLY_FIELDS = 1 << 20

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["HOLD_S", "MOST", "PollPace", "intervals", "within"]
-
 HOLD_S = 1.0
 """Hold of a long poll in seconds before the coordinator's first reply, which states that of the next poll."""
 LONGEST_S = 3600.0

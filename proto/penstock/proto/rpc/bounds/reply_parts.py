@@ -10,16 +10,6 @@ from penstock.proto.errors import StateCorruptError, malformed
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-__all__ = [
-    "VALUE_MAX",
-    "BlobParts",
-    "Histories",
-    "SnapshotParts",
-    "StateParts",
-    "ValueParts",
-    "blob_name",
-]
-
 VALUE_MAX = 900_000_000
 """Largest bytes of a snapshot, a blob, or all histories of a box. A coordinator stores no larger ones."""
 RECORDS_MAX = 16_384

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-__all__ = ["METHODS", "READ_ONLY", "ROLES", "Role"]
-
 Role = Literal["client", "worker", "admin"]
 ROLES: frozenset[Role] = frozenset(get_args(Role))
 

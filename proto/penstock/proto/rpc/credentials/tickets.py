@@ -17,8 +17,6 @@ import math
 
 from penstock.proto.errors import AuthenticationError, SupersededError
 
-__all__ = ["TERM_S", "check_ticket", "expiry", "lane_key", "make_ticket", "term"]
-
 TERM_S = 6 * 3600
 """Seconds in which all tickets get one expiry. Without the coordinator lanes reopen for at least one term."""
 _DIGITS = 32

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from penstock.proto.rpc.credentials.roles import Role
 from penstock.proto.rpc.credentials.tokens import Tokens, check_token
 
-__all__ = ["CHALLENGE_KEY", "PROOF_KEY", "TRIES", "Caller", "Challenged", "ShownProof", "TokenProver", "TokenVerifier"]
-
 SCHEME = "Penstock-Proof"
 """First word of the header of a caller that proves its token. Other programs send it with Bearer, over TLS."""
 CHALLENGE_KEY = "penstock-challenge"

@@ -19,8 +19,6 @@ from penstock.proto.errors import AuthenticationError, InvalidArgumentError, Pen
 from penstock.proto.rpc.credentials.roles import ROLES, Role
 from penstock.runtime.config.settings_file import token_file_of_settings
 
-__all__ = ["Tokens", "admin_tokens", "check_token", "read_again", "read_token", "read_tokens"]
-
 _log = logging.getLogger("penstock.tokens")
 
 MAX_FILE = 64 << 10
