@@ -11,12 +11,16 @@ import pytest
 from penstock.client import Appliance
 
 _shared = ExitStack()
+_open: list[Appliance] = []
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def appliance() -> Appliance:
-    """Two workers for the one box, seed 7."""
-    return _shared.enter_context(Appliance(num_workers_per_box=2, seed=7, timeout_s=60, replay=True))
+    """Two workers for the one box, seed 7; the same for all modules that follow each other."""
+    if not _open:
+        _open.append(_shared.enter_context(Appliance(num_workers_per_box=2, seed=7, timeout_s=60, replay=True)))
+        _shared.callback(_open.clear)
+    return _open[0]
 
 
 @pytest.hookimpl(trylast=True)
