@@ -107,7 +107,7 @@ OwnJob = Annotated[
     typer.Option(
         "--job",
         metavar="NAME",
-        help="Job (embedded) or fleet (`penstock up`) whose coordinator to call, if several of yours run here.",
+        help="Job (embedded) or fleet (`penstock up`) to call, if several run here.",
     ),
 ]
 

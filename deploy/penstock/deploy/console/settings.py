@@ -142,7 +142,7 @@ class _Logging(Section):
 
     log_format: Literal["text", "json"] = Field(
         "text",
-        description="Format of the log: text for people, or json: one object a line, with run, box, slot and step.",
+        description="Format of the log: text, or json: one object a line.",
     )
 
 
@@ -153,7 +153,7 @@ class PeerSettings(_Tls):
     table: ClassVar[str] = CLUSTER
 
     coordinator: Annotated[str, AfterValidator(_peer_address), Unit("HOST:PORT")] = Field(
-        DEFAULT_COORDINATOR, description="Address of the coordinator, HOST:PORT."
+        DEFAULT_COORDINATOR, description="Address of the coordinator."
     )
 
 
@@ -161,39 +161,38 @@ class CoordinatorSettings(_Tls, _Logging):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_COORDINATOR_")
     table: ClassVar[str] = "coordinator"
 
-    listen: Listen = Field(DEFAULT_COORDINATOR, description="Address to listen on, HOST:PORT; port 0 takes a free one.")
+    listen: Listen = Field(DEFAULT_COORDINATOR, description="Address to listen on; port 0 takes a free one.")
     state_dir: Annotated[Path, IsPath(), Unit("DIR")] = Field(
-        description=f"Directory of the journal, on a local disk; created if missing. {IN_MEMORY}: keep nothing."
+        description=f"Directory of the journal, on a local disk. {IN_MEMORY}: keep nothing."
     )
     http: PageListen = Field(
         DEFAULT_HTTP,
-        description="Address of the dashboard and its data, HOST:PORT; port 0 takes a free one, off: none. If the "
-        "default is in use, another port is taken, and the log says which.",
+        description="Address of dashboard and metrics; port 0 takes a free one, off: none. If the default is in use, "
+        "another port is taken.",
     )
     insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
     lease: Seconds = Field(
         3.0,
         ge=0.5,
         le=3600,
-        description="Seconds of silence after which a worker counts as dead and its slots move to others.",
+        description="Silence after which a worker counts as dead and its slots move.",
     )
     client_lease: Seconds = Field(
         10.0,
         ge=0.5,
         le=3600,
-        description="Seconds of silence after which a training process counts as dead and its slots are freed.",
+        description="Silence after which a training process counts as dead and its slots are freed.",
     )
     budget: Annotated[str, AfterValidator(_store_size), Unit("SIZE")] = Field(
         "",
-        description="Size limit of the store of snapshots, states to resume from and large arguments, such as 8GiB "
-        "(default: 4GiB; 512MiB if kept in memory).",
+        description="Size limit of snapshots, states and large arguments, such as 8GiB (default: 4GiB; in memory "
+        "512MiB).",
     )
     balance_after: Seconds = Field(
         30.0,
         ge=0,
         le=86400,
-        description="Seconds that a slot stays on a worker before it may migrate away from a slow or full worker; 0: "
-        "slots migrate only if their worker is lost or drained.",
+        description="Time on a worker before a slot may migrate because the worker is slow or full; 0: never.",
     )
 
 
@@ -201,41 +200,37 @@ class WorkerSettings(PeerSettings, _Logging):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_WORKER_")
     table: ClassVar[str] = "worker"
 
-    slots: Count = Field(
-        ge=1, le=4096, description="Largest number of runners here at a time; usually one for each CPU core."
-    )
+    slots: Count = Field(ge=1, le=4096, description="Largest number of runners here; usually one for each core.")
     allow: Modules = Field(
-        description="Prefix of modules whose input_fn may run here: mypackage, mypackage.data; repeatable. '*': any."
+        description="Prefix of modules whose input_fn may run here, such as mypackage.data; repeatable. '*': any."
     )
     listen: LaneListen = Field(
-        "127.0.0.1:0", description="Address for lanes from other machines, HOST:PORT; port 0 takes a free one."
+        "127.0.0.1:0", description="Address for lanes from other machines; port 0 takes a free one."
     )
     runner_memory: MemorySize = Field(
         "",
-        description="Memory limit of a runner, such as 4GiB or 500MiB. Above it, the runner is replaced at a snapshot; "
-        "above twice the limit, it is killed (default: no limit).",
+        description="Memory limit of a runner, such as 4GiB: above it, the runner is replaced at a snapshot; above "
+        "twice the limit, killed (default: none).",
     )
     starts: Count = Field(
         0,
         ge=0,
         le=4096,
-        description="Largest number of runners that start at a time; the others wait in a queue (default, 0: one for "
-        "each CPU core).",
+        description="Largest number of runners that start at a time (default, 0: one for each core).",
     )
     start_timeout: Seconds = Field(
         600.0,
         ge=1,
         le=86400,
-        description="Seconds that the interpreter of a run's runners may take to start, or a tenth of that if it uses "
-        "no processor time; then it is killed and started again.",
+        description="Time for the interpreter of a run's runners to start, a tenth of it without processor time; then "
+        "it is killed and started again.",
     )
     liveness_file: FilePath = Field(
         "",
-        description="File to write at each heartbeat, by which `python -m penstock.deploy.probe` checks that this "
-        "worker makes progress (default: none).",
+        description="File to write at each heartbeat, for `python -m penstock.deploy.probe` (default: none).",
     )
     http: PageListen = Field(
-        "", description="Address of /metrics and /healthz, HOST:PORT; port 0 takes a free one (default: none)."
+        "", description="Address of /metrics and /healthz; port 0 takes a free one (default: none)."
     )
     name: Annotated[str, Unit("NAME")] = Field(
         "", max_length=200, description="Name of this worker, unique and stable (default: HOSTNAME:PID)."
@@ -244,24 +239,24 @@ class WorkerSettings(PeerSettings, _Logging):
         10.0,
         ge=0,
         le=3600,
-        description="Longest time that this worker keeps running after SIGTERM, while its slots migrate, in seconds.",
+        description="Longest time after SIGTERM to migrate slots.",
     )
     runner_user: Annotated[str, Unit("USER")] = Field(
         "",
         max_length=200,
-        description="User that your code runs as, by name or number; only root's worker can (default: its own).",
+        description="User that your code runs as; only root's worker can (default: its own).",
     )
     runner_processes: Count = Field(
         0,
         ge=0,
         le=1 << 22,
-        description="Largest number of processes and threads of the runner user on this machine, over all runners; "
-        "only with runner_user (default: no limit).",
+        description="Largest number of processes and threads of the runner user; only with runner_user (default: "
+        "no limit).",
     )
     no_sandbox: bool = Field(
         False,
         description="Run runners without the sandbox: they may gain privileges (sudo, fusermount), and signal and "
-        "trace other processes of the user.",
+        "trace the user's other processes.",
     )
     insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
 
@@ -294,7 +289,7 @@ class UpSettings(_Tls):
     engine: Literal["local", "ray"] = Field("local", description="Where the fleet runs: on this machine, or on Ray.")
     name: Annotated[str, AfterValidator(_fleet_name), Unit("NAME")] = Field(
         "penstock",
-        description="Name of the fleet: lowercase letters, digits and dashes. Workers are called NAME-1, NAME-2.",
+        description="Name of the fleet. Workers are called NAME-1, NAME-2.",
     )
     dir: Annotated[str, IsPath(), Unit("DIR")] = Field(
         "",
@@ -305,32 +300,27 @@ class UpSettings(_Tls):
         0,
         ge=0,
         le=4096,
-        description="Runners of each worker at a time (default: local: the cores, divided among workers; else 8).",
+        description="Slots of each worker (default: local: the cores, divided among workers; else 8).",
     )
-    allow: Modules = Field(
-        "", description="Prefix of modules whose input_fn may run: mypackage, mypackage.data; repeatable. '*': any."
-    )
+    allow: Modules = Field("", description="Prefix of modules whose input_fn may run; repeatable. '*': any.")
     listen: LaneListen = Field(
         DEFAULT_COORDINATOR,
-        description="Address of the coordinator, HOST:PORT; port 0 takes a free one. Ray: only the port is "
-        "used, on its node's address.",
+        description="Address of the coordinator; port 0 takes a free one. Ray: only the port is used.",
     )
-    runner_memory: MemorySize = Field("", description="Memory limit of a runner, such as 4GiB: see `penstock worker`.")
+    runner_memory: MemorySize = Field("", description="See `penstock worker`.")
     insecure: bool = Field(False, description="Listen beyond one machine without TLS.")
     timeout: Seconds = Field(120.0, ge=1, le=86_400, description="Seconds to wait until all is ready.")
     ray_address: Annotated[str, Unit("ADDRESS")] = Field(
-        "auto", description="Ray: the cluster, as `ray.init` takes it: auto, HOST:PORT, ray://..."
+        "auto", description="Ray: the cluster, as `ray.init` takes it."
     )
     near: Annotated[str, Unit("RESOURCE|KEY=VALUE")] = Field(
         "",
-        description="Ray: put workers on nodes with this resource (accelerator_type:H100) or label (KEY=VALUE).",
+        description="Ray: put workers on nodes with this resource (accelerator_type:H100) or label.",
     )
     coordinator_node: Annotated[str, Unit("NODE")] = Field(
         "", description="Ray: id or address of the coordinator's node (default: the head node)."
     )
-    send_token: bool = Field(
-        False, description="Ray: send the token to the nodes through Ray, which stores it in clear text."
-    )
+    send_token: bool = Field(False, description="Ray: send the token through Ray, which stores it in clear text.")
     state_dir: Annotated[str, Unit("DIR")] = Field(
         "", description="Ray: the coordinator's journal, on a disk of its node (default: below /var/tmp)."
     )

@@ -37,9 +37,8 @@ def config(
 ) -> int:
     """Show the effective settings, and the source of each.
 
-    A flag takes precedence over a PENSTOCK_* variable, a variable over the settings file, the file over the default.
-    The values are those of a daemon or a training job that is started here without flags. Secrets are never shown. An
-    invalid setting is shown with the reason, and the exit code is 2. A missing setting does not change the exit code.
+    The values are those of a daemon or a training job that is started here without flags. Secrets are never shown. If a
+    setting is invalid, the exit code is 2.
 
     \b
     Examples:

@@ -21,8 +21,7 @@ def coordinator(
     """Run the coordinator: it assigns slots (logical workers of a job) to workers and keeps the cluster state.
 
     Prints its address as one line once it is ready. If no token is set, the coordinator makes one, in STATE_DIR/token.
-    A dashboard for browsers is at http://127.0.0.1:7071 (see --http). Ends on SIGTERM or Ctrl-C. A coordinator that is
-    started again on the same directory continues from its journal.
+    Started again on the same directory, it continues from its journal.
 
     \b
     Examples:

@@ -18,10 +18,10 @@ def dashboard(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Print the URL of the dashboard: runs, their rates and waits, and the workers that hold them up, in a browser.
+    """Print the URL of the dashboard.
 
-    An embedded run (`Appliance()` without an address) starts its dashboard now, on this machine only. Every user of
-    this machine can then read it, until the run ends.
+    An embedded run (`Appliance()` without an address) starts it now, on this machine only. Every user of this machine
+    can then read it, until the run ends.
 
     \b
     Examples:

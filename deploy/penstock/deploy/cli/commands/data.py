@@ -48,9 +48,8 @@ def data_index(
 ) -> None:
     """Write an index for files that other libraries wrote, so that StreamingDataset can read the files in place.
 
-    Hidden files, and files whose names begin with `_`, are left out. If the command is killed, run it again: it
-    continues where it stopped. It starts anew for Parquet files, for a remote folder without --out, and for a remote
-    folder that `energon prepare` made.
+    If the command is killed, run it again: it continues where it stopped, or begins anew (Parquet, remote folders
+    without --out or prepared by Energon).
 
     \b
     Examples:
@@ -129,7 +128,7 @@ def data_convert(
             "--processes",
             metavar="N",
             min=1,
-            help="Number of processes. Default: one for each processor, at most one for each 128 MiB of data.",
+            help="Number of processes. Default: one for each core, at most one for each 128 MiB.",
         ),
     ] = None,
     own_order: Annotated[
@@ -142,7 +141,7 @@ def data_convert(
     """Convert a dataset of any readable format to MDS or Parquet. Samples keep their numbers and their order.
 
     A state that was saved with the source can be resumed with the result. If the command is killed, run it again: it
-    skips the parts that are finished. The result is read back and compared with the source.
+    skips finished parts.
 
     \b
     Examples:

@@ -75,9 +75,7 @@ def doctor_machine(
 ) -> int:
     """Check this machine: kernel, sandbox, memory, open files.
 
-    Checks what a start of a daemon does not say by itself: whether the machine has what a worker needs, by default with
-    a slot for each core. Starts no daemon and leaves no file behind. Exit code 32 if there is a problem; 0 if there are
-    only warnings.
+    Exit code 32 if there is a problem; 0 if there are only warnings.
 
     \b
     Examples:
@@ -95,9 +93,8 @@ def doctor_machine(
 def doctor_cluster(peer: Peer, as_json: AsJson = False, debug: Debug = False) -> int:
     """Check a cluster from here: can every worker's lanes be reached?
 
-    Run this command where the training job runs. Compares the coordinator's clock with this machine's, and connects to
-    the lanes (batch streams) of each live worker. Runs, slots and lost workers are in `penstock status`. Exit code 32
-    if there is a problem; 0 if there are only warnings. Needs a token of the role admin.
+    Run it where the training job runs. Compares the coordinator's clock with this machine's, and connects to each live
+    worker. Exit code 32 if there is a problem; 0 if there are only warnings. Needs a token of the role admin.
 
     \b
     Examples:
@@ -143,11 +140,10 @@ def doctor_loader(
     """Check whether a loader can be saved and resumed exactly, or whether checkpoints are intact.
 
     For a loader: streams N batches with a snapshot after each, restores some snapshots in fresh processes, and compares
-    the next batches. Every run makes this check too, but of fewer snapshots. Exit code 0: the loader is exact. 30: a
-    restored loader yields other batches. 31: the loader streams, but cannot be saved as it is.
+    the next batches. Exit code 0: the loader is exact. 30: a restored loader yields other batches. 31: the loader
+    streams, but cannot be saved as it is.
 
-    For checkpoints: reads all files and compares them with the recorded digests. Exit code 24: a file is damaged; its
-    name is shown.
+    For checkpoints: reads all files and compares them with the recorded digests. Exit code 24: a file is damaged.
 
     \b
     Examples:

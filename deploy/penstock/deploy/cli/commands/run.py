@@ -43,9 +43,7 @@ def run_close(
 ) -> None:
     """End a run, or all runs of a job, and free the slots of its workers at once.
 
-    Without this command they become free when the training job has been silent for its lease. A training job that still
-    reads gets an error (SupersededError) that names this command. The next launch opens the run again. For a run that
-    is closed already, nothing happens, and the exit code is 0.
+    A training job that still reads gets a SupersededError. The next launch opens the run again.
 
     \b
     Examples:
@@ -93,9 +91,8 @@ def mix(
 ) -> None:
     """Change the weights of a running job's mixture from a step on, on all boxes, without a restart of the job.
 
-    A worker tries the change first; if it fails there, nothing changes. No box may have taken the step S yet. If one
-    has, nothing changes, and the error names the lowest possible step. Later states, resumes and replays of the run
-    include the change.
+    A worker tries the change first. If that fails, or if a box has taken step S, nothing changes, and the error names
+    the lowest possible step. Later states, resumes and replays of the run include the change.
 
     \b
     Examples:

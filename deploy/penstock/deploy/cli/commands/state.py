@@ -45,8 +45,8 @@ def state(
 ) -> None:
     """Show the state of a run at a step: one DataLoaderCheckpoint for each worker of every box.
 
-    Does not disturb the run. A step whose state is no longer kept is an error that names the available steps
-    (exit code 20). A FILE that encode_state or torch.save wrote is read without a coordinator.
+    Does not disturb the run. A step whose state is no longer kept is an error that names the available steps. A FILE
+    that encode_state or torch.save wrote is read without a coordinator.
 
     \b
     Examples:

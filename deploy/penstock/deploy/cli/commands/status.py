@@ -24,9 +24,6 @@ def status(
 ) -> None:
     """Show runs, boxes, slots and workers: rates, and which box waits for which worker.
 
-    Runs with a live training job come first. Runs that have ended are counted in one line. The screen of --watch has
-    the most important on top: the bottleneck in one sentence, the slots that boxes wait for, faults. If the coordinator
-    stops answering, it waits.
 
     \b
     Examples:

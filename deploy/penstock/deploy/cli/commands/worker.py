@@ -30,9 +30,8 @@ def _worker(
 ) -> None:
     """Run a worker daemon: it runs your input_fn in child processes and streams their batches.
 
-    Prints its name as one line once the coordinator has registered it. Waits for a coordinator that is not up yet. On
-    SIGTERM or Ctrl-C the daemon migrates its slots, each when another worker is ready for the slot, and ends. A second
-    signal ends the daemon immediately.
+    Prints its name as one line once the coordinator has registered it, for which it waits. On SIGTERM or Ctrl-C the
+    daemon migrates its slots and ends. A second signal ends it immediately.
 
     \b
     Examples:
@@ -80,9 +79,8 @@ def drain_worker(
 ) -> None:
     """Migrate a worker's slots to other workers, so that it can be stopped without a pause in training.
 
-    The worker gets no new slots. Each of its slots keeps running until another worker is ready to take the slot. If no
-    other worker has free capacity, the slot stays until workers join. The daemon keeps running: stop it once this
-    command has succeeded.
+    Each slot keeps running until another worker is ready to take it; if none has free capacity, it stays until workers
+    join. The daemon gets no new slots, and keeps running: stop it once this command has succeeded.
 
     \b
     Examples:
