@@ -228,7 +228,7 @@ def test_description_says_where_each_came_from(monkeypatch: pytest.MonkeyPatch) 
     flags = {"allow": "mypackage", "slots": None}
     assert describe(resolve(WorkerSettings, **flags), **flags) == (
         "slots=4 (PENSTOCK_WORKER_SLOTS), allow=mypackage (--allow), listen=127.0.0.1:0 (default), "
-        "runner_memory=- (default), starts=0 (default), start_timeout=600.0 (default), liveness_file=- (default), "
+        "runner_memory=- (default), liveness_file=- (default), "
         "http=- (default), name=- (default), "
         "drain=10.0 (default), runner_user=- (default), runner_processes=0 (default), no_sandbox=False (default), "
         "insecure=False (default), log_format=text (default), tls_ca=- (default), tls_cert=- (default), "

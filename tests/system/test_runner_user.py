@@ -175,7 +175,7 @@ def test_a_user_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_capabilities_that_lack_are_named(container: Sequence[str]) -> None:
     few = [*container, *with_capabilities(*(name for name in CONTAINER if name not in ("kill", "setuid")))]
     said = refused(few, "--runner-user", NOBODY)
-    assert "although it runs as root: CAP_KILL, CAP_SETUID" in said
+    assert "that this worker lacks: CAP_KILL, CAP_SETUID" in said
     assert "docker run --cap-add" in said
 
 
@@ -183,7 +183,7 @@ def test_users_that_are_not_mapped_are_refused() -> None:
     rootless = [*opened(), "unshare", "--user", "--map-root-user"]
     if why := why_not(rootless):
         pytest.skip(why)
-    assert "must be a user that this worker may become, got nobody" in refused(rootless, "--runner-user", NOBODY)
+    assert "In a rootless container choose a user of" in refused(rootless, "--runner-user", NOBODY)
 
 
 def test_a_user_travels_as_text() -> None:

@@ -7,6 +7,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from coroutines import in_loop
@@ -25,7 +26,7 @@ class Coordinator:
         self.away = True
         self.open = 0
 
-    def connected(self) -> Coordinator:
+    def connected(self) -> Any:
         self.open += 1
         return self
 

@@ -25,7 +25,7 @@ from penstock.runtime.telemetry.logs import SubjectLogger
 from penstock.worker.processes import fork_servers
 from penstock.worker.processes.child_processes import Child
 from penstock.worker.processes.control_channel import ControlChannel
-from penstock.worker.processes.fork_servers import ForkServer, KeptForkServer, TemporaryFolders
+from penstock.worker.processes.fork_servers import ForkServer, KeptForkServer
 from penstock.worker.processes.interpreters import start_fork_server
 from penstock.worker.processes.orphans import own_children
 from penstock.worker.processes.progress_page import ProgressPage
@@ -65,7 +65,7 @@ from penstock.worker.processes import fork_servers
 
 async def main():
     ending = asyncio.ensure_future(fork_servers.end_orphans(1.0))
-    fork_server = fork_servers.ForkServer(fork_servers.TemporaryFolders())
+    fork_server = fork_servers.ForkServer()
     await fork_server.start()
     await ending
     print("up", fork_server.dead)
@@ -90,8 +90,8 @@ def test_rights_not_given_up_end_that_child_only(caplog: pytest.LogCaptureFixtur
     nobody_can_be = RunnerUser("x", 1, 1, [1 << 40], "/")
 
     async def body() -> tuple[list[int | None], bool]:
-        folders, page = TemporaryFolders(), ProgressPage.create()
-        fork_server = ForkServer(folders)
+        page = ProgressPage.create()
+        fork_server = ForkServer()
         await fork_server.start(user=nobody_can_be)
         ends = []
         for _ in range(2):
@@ -101,43 +101,21 @@ def test_rights_not_given_up_end_that_child_only(caplog: pytest.LogCaptureFixtur
         fork_server.close()
         await fork_server.wait()
         page.close()
-        folders.close()
         return ends, dead
 
     assert asyncio.run(asyncio.wait_for(body(), 60)) == ([1, 1], False)
     assert caplog.text.count("[a child] OverflowError") == 2
 
 
-def test_kept_fork_server_is_replaced_and_retired(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body() -> None:
-        folders = TemporaryFolders()
-        begun = start_fork_server()
-        kept = KeptForkServer(folders, TurnQueue(1), 60.0, sandboxed=True, started=begun)
-        begun.process.kill()
-        with pytest.raises(WorkerLostError, match="died while it started"):
-            await kept.get()
-        fork_server = await kept.get(main_script=True)
-        assert await kept.get() is fork_server
-        kept.keep(needed=True)
-        kept.keep(needed=False)
-        kept.keep(needed=True)
-        await asyncio.sleep(0.1)
-        assert fork_server.lives
-        kept.keep(needed=False)
-        await fork_server.wait()
-        await kept.close()
-        folders.close()
-
-    monkeypatch.setattr(fork_servers, "IDLE_S", 0.05)
-    asyncio.run(asyncio.wait_for(body(), 100))
-
-
 @in_loop
 async def test_a_task_is_done_by_the_next_fork_server() -> None:
-    folders = TemporaryFolders()
-    kept = KeptForkServer(folders, TurnQueue(1), 60.0, sandboxed=True)
-
+    begun = start_fork_server()
+    kept = KeptForkServer("", sandboxed=True, started=begun)
+    begun.process.kill()
+    with pytest.raises(WorkerLostError, match="died while it started"):
+        await kept.get()
     fork_server = await kept.get()
+    assert await kept.get() is fork_server
     os.kill(fork_server.pid, signal.SIGKILL)
     until(lambda: not alive([fork_server.pid]))  # the event loop, and so the daemon, does not see it meanwhile
     host: Any = SimpleNamespace(helper_turns=TurnQueue(1), fork_server=kept, blobs=None)
@@ -150,15 +128,13 @@ async def test_a_task_is_done_by_the_next_fork_server() -> None:
     assert await kept.get() is not fork_server
     await kept.close()
     page.close()
-    folders.close()
 
 
 def test_close_gives_up_on_a_fork_server_that_cannot_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand for a process that hangs in a driver: it is stopped, and SIGKILL has no effect."""
 
     async def body() -> None:
-        folders = TemporaryFolders()
-        kept = KeptForkServer(folders, TurnQueue(1), 60.0, sandboxed=True)
+        kept = KeptForkServer("", sandboxed=True)
         fork_server = await kept.get()
         os.kill(fork_server.pid, signal.SIGSTOP)
         with monkeypatch.context() as patch:
@@ -167,7 +143,6 @@ def test_close_gives_up_on_a_fork_server_that_cannot_be_killed(monkeypatch: pyte
         assert fork_server.lives
         os.kill(fork_server.pid, signal.SIGKILL)
         await fork_server.wait()
-        folders.close()
 
     monkeypatch.setattr(fork_servers, "END_S", 0.1)
     monkeypatch.setattr(fork_servers, "CLOSE_S", 0.3)
@@ -184,8 +159,9 @@ async def test_interpreter_that_never_starts_is_killed(
     stuck.write_text("#!/bin/sh\nexec sleep 1000\n")
     stuck.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stuck))
-    fork_server = ForkServer(TemporaryFolders())
-    starting = asyncio.ensure_future(fork_server.start(deadline_s=5))
+    monkeypatch.setattr(fork_servers, "START_STILL_S", 0.5)
+    fork_server = ForkServer()
+    starting = asyncio.ensure_future(fork_server.start())
     if how == "takes too long":
         with pytest.raises(WorkerLostError, match=r"used no processor time for 0\.5 s, and was killed"):
             await starting

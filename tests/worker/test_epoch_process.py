@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from typing import Any
 
 import pytest
 from forked import Child, join_all
 
 from penstock.proto.lane.producer import Producer
+from penstock.worker.processes.control_channel import ControlChannel
 from penstock.worker.runner.epoch_process import Outcome, run_epoch
 
-FDS = 600
+FDS = 40
 MESSAGES = 4
-"""600 descriptors are handed over in three messages, and the record in a fourth one."""
+"""40 descriptors are handed over in three messages, and the record in a fourth one."""
 
 
 def hands_over(killed_at: int | None) -> None:
     """Run an epoch whose child is killed before it sends message `killed_at`."""
-    send, left = socket.send_fds, [1] * (MESSAGES if killed_at is None else killed_at)
+    send, left = ControlChannel.send, [1] * (MESSAGES if killed_at is None else killed_at)
 
-    def send_or_die(*arguments: Any) -> int:
+    def send_or_die(*arguments: Any, **more: Any) -> None:
         if not left:
             signal.raise_signal(signal.SIGKILL)
         left.pop()
-        return send(*arguments)
+        send(*arguments, **more)
 
     def work(show_lane: object) -> Outcome:
-        vars(socket)["send_fds"] = send_or_die
+        ControlChannel.send = send_or_die  # type: ignore[method-assign]
         return Outcome({"why": "over"}, [os.open(f"/proc/self/fd/{number % 3}", os.O_RDONLY) for number in range(FDS)])
 
     with open("/dev/null") as null:

@@ -61,7 +61,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["loader", "subclass", "wrapped", "itself"])
 @pytest.mark.parametrize("topology", [{"num_workers_per_box": 2}, {"num_boxes": 2}])
 def test_one_made_in_each_slot_is_refused(kind: str, topology: dict[str, Any]) -> None:
-    what = "mosaicml-streaming .* would wait for ever.* penstock.data.StreamingDataset.* num_workers_per_box=1"
+    what = "mosaicml-streaming .* for ever.* penstock.data.StreamingDataset.* num_workers_per_box=1"
     with FakeAppliance(**topology, seed=7), pytest.raises(InputFnError, match=what):
         next(iter(DataLoader(loader_of, kind)))
 

@@ -1,4 +1,4 @@
-"""A directory for each child, and what becomes of those of a daemon that was killed."""
+"""The directory of a daemon's children, and what becomes of that of a daemon that was killed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.worker.processes.fork_servers import TemporaryFolders
+from penstock.worker.processes.fork_servers import TemporaryFolder
 
 DAEMON = """
 import sys
-from penstock.worker.processes.fork_servers import TemporaryFolders
-dirs = TemporaryFolders()
-print(dirs.make(), flush=True)
+from penstock.worker.processes.fork_servers import TemporaryFolder
+folder = TemporaryFolder()
+print(folder.path, flush=True)
 sys.stdin.read()
 """
 
@@ -32,15 +32,11 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_each_child_has_one_and_all_are_removed(there: Path) -> None:
-    dirs = TemporaryFolders()
-    one, two = dirs.make(), dirs.make()
-    assert one != two
-    (Path(one) / "listener").touch()
-    dirs.remove(one)
-    assert not Path(one).exists()
-    assert Path(two).stat().st_mode & 0o777 == 0o700
-    dirs.close()
+def test_it_is_private_and_removed(there: Path) -> None:
+    folder = TemporaryFolder()
+    (Path(folder.path) / "listener").touch()
+    assert Path(folder.path).stat().st_mode & 0o777 == 0o700
+    folder.close()
     assert list(there.iterdir()) == []
 
 
@@ -49,17 +45,17 @@ def test_next_daemon_removes_those_of_killed_one(there: Path) -> None:
     with daemon:
         assert daemon.stdout is not None
         its = Path(daemon.stdout.readline().decode().strip())
-        TemporaryFolders().close()
+        TemporaryFolder().close()
         assert its.is_dir()
         daemon.kill()
         daemon.wait()
-        TemporaryFolders().close()
+        TemporaryFolder().close()
         assert not its.exists()
 
 
 def test_folders_of_others_are_not_removed(there: Path, tmp_path: Path) -> None:
-    dirs = TemporaryFolders()
-    left = Path(dirs.make()).parent
+    folder = TemporaryFolder()
+    left = Path(folder.path).parent
     mark, prefix = next(left.glob(".*")).name, f"penstock-{os.getuid()}-"
 
     home = tmp_path / "home"
@@ -69,9 +65,9 @@ def test_folders_of_others_are_not_removed(there: Path, tmp_path: Path) -> None:
     (there / f"{prefix}link").symlink_to(home)  # a stranger's link to what looks like ours
     (there / f"penstock-{os.getuid()}").symlink_to(home)
     for name, mode in (("unmarked", 0o700), ("open", 0o755)):
-        folder = there / f"{prefix}{name}"
-        (folder / "data").mkdir(parents=True)
-        folder.chmod(mode)
+        other = there / f"{prefix}{name}"
+        (other / "data").mkdir(parents=True)
+        other.chmod(mode)
     (there / f"{prefix}open" / mark).touch()
     linked = there / f"{prefix}linkedmark"
     (linked / "data").mkdir(parents=True)
@@ -79,28 +75,27 @@ def test_folders_of_others_are_not_removed(there: Path, tmp_path: Path) -> None:
     (linked / mark).symlink_to(home / "thesis")
     (there / f"{prefix}file").touch()
 
-    TemporaryFolders().close()
+    TemporaryFolder().close()
     assert (home / "thesis").is_dir()
     assert sorted(path.name.removeprefix(prefix) for path in there.iterdir() if path != left) == sorted(
         [f"penstock-{os.getuid()}", "file", "link", "linkedmark", "open", "unmarked"]
     )
-    dirs.close()
+    folder.close()
 
 
 def test_link_is_removed_but_not_its_target(there: Path, tmp_path: Path) -> None:
     (tmp_path / "data").touch()
-    dirs = TemporaryFolders()
-    left = Path(dirs.make()).parent
+    folder = TemporaryFolder()
+    left = Path(folder.path).parent
     (left / "link").symlink_to(tmp_path)
-    (left / "1" / "link").symlink_to(tmp_path)
-    dirs.close()
+    (left / "children" / "link").symlink_to(tmp_path)
+    folder.close()
     assert not left.exists()
     assert (tmp_path / "data").exists()
 
 
-def test_without_a_place_for_them_there_are_none(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_place_for_it_there_is_none(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(there / "gone"))
-    dirs = TemporaryFolders()
-    assert dirs.make() == ""
-    dirs.remove("")
-    dirs.close()
+    folder = TemporaryFolder()
+    assert folder.path == ""
+    folder.close()

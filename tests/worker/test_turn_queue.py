@@ -53,20 +53,6 @@ async def test_urgent_turns_come_first() -> None:
     assert [turn.position for turn in turns] == [3, 1, 4, 2]
 
 
-@in_loop
-async def test_killed_process_that_stays_takes_a_place() -> None:
-    queue, ended = TurnQueue(1), asyncio.Event()
-
-    async def wait() -> None:
-        await ended.wait()
-
-    queue.occupy_until(wait())
-    turn = queue.join()
-    assert turn.position == 1
-    ended.set()
-    await asyncio.wait_for(turn.came, 10)
-
-
 @pytest.mark.parametrize("how", ["stands still", "is ready"])
 def test_turn_ends_before_its_time(how: str) -> None:
     """A runner that needs no processor keeps nobody waiting, nor does one that is ready."""

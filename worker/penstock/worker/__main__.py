@@ -1,6 +1,7 @@
 """Entry point of `python -m penstock.worker`, with which programs start a worker daemon. People use `penstock worker`.
 
-The exit status is 1 for a Penstock error, and 16 if the daemon refused to listen beyond this machine without TLS.
+Its options are the fields of DaemonSettings that are texts, numbers or flags, except NO_OPTIONS, and TLS files. The
+exit status is 1 for a Penstock error, and 16 if the daemon refused to listen beyond this machine without TLS.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import asyncio
 import logging
 import os
 import sys
+from dataclasses import MISSING, fields
+from typing import Any
 
 from penstock.proto.errors import PenstockError, UnsafeBindError
 from penstock.proto.rpc.channel import load_tls, read_token
@@ -18,62 +21,50 @@ from penstock.runtime.process.titles import name_process
 from penstock.runtime.telemetry.logs import log_lines
 from penstock.worker.daemon.serving import serve
 from penstock.worker.daemon.worker_settings import DaemonSettings
-from penstock.worker.processes.fork_servers import START_DEADLINE_S
 
 UNSAFE_BIND = 16
 """Exit status for a refusal to listen beyond this machine without TLS; equals UNSAFE_BIND of the deploy package's
 exit_codes."""
+NO_OPTIONS = ("token", "embedded", "http", "http_tokens")
+_KINDS: dict[str, dict[str, Any]] = {
+    "str": {},
+    "int": {"type": int},
+    "float": {"type": float},
+    "bool": {"action": "store_true"},
+    "Sequence[str]": {"action": "append"},
+    "Sequence[int]": {"action": "append", "type": int},
+}
+"""Arguments of add_argument by a field's type."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m penstock.worker", argument_default=argparse.SUPPRESS)
+    for field in fields(DaemonSettings):
+        if field.type in _KINDS and field.name not in NO_OPTIONS:
+            needed = field.default is MISSING
+            parser.add_argument(f"--{field.name.replace('_', '-')}", required=needed, **_KINDS[str(field.type)])
+    for what in ("ca", "cert", "key", "name"):
+        parser.add_argument(f"--tls-{what}", default="")
+    parser.add_argument("--ready-fd", type=int, default=-1)
+    return parser
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m penstock.worker")
-    parser.add_argument("--coordinator", required=True)
-    parser.add_argument("--slots", type=int, required=True)
-    parser.add_argument("--allow", action="append", default=[])
-    parser.add_argument("--listen", default="127.0.0.1:0")
-    parser.add_argument("--name", default="")
-    parser.add_argument("--runner-memory", type=int, default=0)
-    parser.add_argument("--starts", type=int, default=0)
-    parser.add_argument("--start-timeout", type=float, default=START_DEADLINE_S)
-    parser.add_argument("--drain-s", type=float, default=0.0)
-    parser.add_argument("--parent-pid", type=int, action="append", default=[])
-    parser.add_argument("--runner-user", default="")
-    parser.add_argument("--runner-processes", type=int, default=0)
-    parser.add_argument("--no-sandbox", action="store_true")
-    parser.add_argument("--insecure", action="store_true")
-    for what in ("ca", "cert", "key", "name"):
-        parser.add_argument(f"--tls-{what}", default="")
-    parser.add_argument("--ready-fd", type=int)
-    options = parser.parse_args()
+    options = vars(_parser().parse_args())
+    tls_options = [options.pop(f"tls_{what}") for what in ("ca", "cert", "key", "name")]
+    ready_fd = options.pop("ready_fd")
     keep_memory_private()
     name_process("penstock worker")
     log_lines("penstock: %(message)s", logging.INFO)
     logging.getLogger("penstock.user").setLevel(logging.INFO)
 
     def ready(name: str) -> None:
-        if options.ready_fd is not None:
-            os.write(options.ready_fd, f"{name}\n".encode())
-            os.close(options.ready_fd)
+        if ready_fd >= 0:
+            os.write(ready_fd, f"{name}\n".encode())
+            os.close(ready_fd)
 
     try:
-        settings = DaemonSettings(
-            coordinator=options.coordinator,
-            token=read_token("worker"),
-            slots=options.slots,
-            allow=options.allow,
-            listen=options.listen,
-            name=options.name,
-            parent_pids=options.parent_pid,
-            tls=load_tls(options.tls_ca, options.tls_cert, options.tls_key, options.tls_name),
-            insecure=options.insecure,
-            drain_s=options.drain_s,
-            runner_memory=options.runner_memory,
-            starts=options.starts,
-            start_timeout_s=options.start_timeout,
-            runner_user=options.runner_user,
-            runner_processes=options.runner_processes,
-            no_sandbox=options.no_sandbox,
-        )
+        settings = DaemonSettings(token=read_token("worker"), tls=load_tls(*tls_options), **options)
         asyncio.run(serve(settings, ready))
     except PenstockError as error:
         print(f"penstock worker: {error}", file=sys.stderr)

@@ -212,19 +212,6 @@ class WorkerSettings(PeerSettings, _Logging):
         description="Memory limit of a runner, such as 4GiB: above it, the runner is replaced at a snapshot; above "
         "twice the limit, killed (default: none).",
     )
-    starts: Count = Field(
-        0,
-        ge=0,
-        le=4096,
-        description="Largest number of runners that start at a time (default, 0: one for each core).",
-    )
-    start_timeout: Seconds = Field(
-        600.0,
-        ge=1,
-        le=86400,
-        description="Time for the interpreter of a run's runners to start, a tenth of it without processor time; then "
-        "it is killed and started again.",
-    )
     liveness_file: FilePath = Field(
         "",
         description="File to write at each heartbeat, for `python -m penstock.deploy.probe` (default: none).",

@@ -116,8 +116,6 @@ def run_worker(
                 name=name,
                 parent_pids=() if parent_pid is None else (parent_pid,),
                 runner_memory=bytes_of(settings.runner_memory),
-                starts=settings.starts,
-                start_timeout_s=settings.start_timeout,
                 runner_user=settings.runner_user,
                 runner_processes=settings.runner_processes,
                 no_sandbox=settings.no_sandbox,

@@ -26,8 +26,8 @@ from penstock.worker.daemon.heartbeats import Heartbeats, fitted
 from penstock.worker.daemon.listeners import LaneListeners, slot_of
 from penstock.worker.daemon.worker_settings import DaemonSettings, own_name, user_of_runners
 from penstock.worker.processes.child_processes import about_slot
-from penstock.worker.processes.fork_servers import KeptForkServer, TemporaryFolders, end_orphans
-from penstock.worker.processes.interpreters import StartedForkServer, missing_packages, working_directory
+from penstock.worker.processes.fork_servers import KeptForkServer, TemporaryFolder, end_orphans
+from penstock.worker.processes.interpreters import StartedForkServer
 from penstock.worker.processes.process_use import cores
 from penstock.worker.processes.turn_queue import TurnQueue
 from penstock.worker.processes.user_code import BY_VALUE, MAIN, check_allowed, check_plain
@@ -50,8 +50,6 @@ UNAVAILABLE_AGAIN_S = 60.0
 ATTACH_DEADLINE_S = 30.0
 HELPERS_AT_ONCE = 2
 """Smallest limit on simultaneous helper processes; with more than two cores it is one per core."""
-ASSIGNED = 2
-"""Limit on assignments in a reply, as a multiple of the worker's slots. Those beyond the slots are reported lost."""
 ANSWERS_AT_ONCE = 1024
 TURN_S = 0.5
 """Seconds between two reports of the event loop to the heartbeat thread that it makes progress."""
@@ -63,21 +61,14 @@ class Daemon:
 
     def __init__(self, settings: DaemonSettings, fork_server: StartedForkServer | None = None) -> None:
         self.settings = settings
-        user, starts = user_of_runners(settings), TurnQueue(settings.starts or cores())
-        self._tempdirs = TemporaryFolders(user)
+        user = user_of_runners(settings)
+        self._tempdir = TemporaryFolder(user)
         self.host = SlotHost(
             settings.name or own_name(),
             AsyncCoordinatorClient(settings.coordinator, settings.token, tls=settings.tls),
             Blobs(self._connect),
-            KeptForkServer(
-                self._tempdirs,
-                starts,
-                settings.start_timeout_s,
-                sandboxed=not settings.no_sandbox,
-                user=user,
-                started=fork_server,
-            ),
-            starts,
+            KeptForkServer(self._tempdir.path, sandboxed=not settings.no_sandbox, user=user, started=fork_server),
+            TurnQueue(cores()),
             TurnQueue(max(HELPERS_AT_ONCE, cores())),
             SnapshotQuota(every_s=1.0, bytes_per_s=4 << 20),
             DaemonCounters(),
@@ -152,13 +143,6 @@ class Daemon:
                     "user code runs as root, and can read and write every file that this worker can. Set runner_user "
                     "(penstock worker --runner-user USER), or start the worker as a user of its own"
                 )
-            for prefix in missing_packages(self.settings.allow):
-                _log.warning(
-                    "allow=%s: this worker cannot import the module, so each input_fn in it will fail. Install the "
-                    "module, add its folder to PYTHONPATH, or start the worker in its folder (now: %s)",
-                    prefix,
-                    working_directory(),
-                )
             _log.info(
                 "worker %s: %d slots, batches at %s", self.host.name, self.settings.slots, self.listeners.tcp_address
             )
@@ -220,7 +204,7 @@ class Daemon:
         await self.host.fork_server.close()
         self.host.blobs.close()
         await end_orphans()
-        self._tempdirs.close()
+        self._tempdir.close()
         await self.host.coordinator.close()
 
     async def _register(self, first: bool = False) -> None:
@@ -337,16 +321,7 @@ class Daemon:
     # ---- assignments
 
     def _apply(self, reply: coordinator_pb2.HeartbeatReply) -> None:
-        most = ASSIGNED * self.settings.slots
-        if len(reply.assignments) > most:
-            _log.warning(
-                "worker %s has %d slots, but the coordinator assigned %d; assignments after the first %d are ignored",
-                self.host.name,
-                self.settings.slots,
-                len(reply.assignments),
-                most,
-            )
-        wanted = {key_of(assignment): assignment for assignment in reply.assignments[:most]}
+        wanted = {key_of(assignment): assignment for assignment in reply.assignments}
         why = {key_of(taken): taken.why for taken in reply.taken}
         for key in [key for key in self._slots if key not in wanted]:
             slot = self._slots[key]
@@ -416,10 +391,9 @@ class Daemon:
         task.add_done_callback(self._ending.discard)
 
     def _drop_unused(self) -> None:
-        """Release values of runs without a slot here. Without any slot, let the fork server end after a delay."""
+        """Release values of runs without a slot here."""
         needed = [slot.record.assignment for slot in self._slots.values()]
         self.host.blobs.keep({name for each in needed for name in (each.loader.arguments_blob, each.resume.blob)})
-        self.host.fork_server.keep(needed=bool(self._slots))
 
     async def _answer_one(self, request: coordinator_pb2.StateRequest) -> None:
         request.deadline_s = within(request.deadline_s, MOST, 0.0)
@@ -463,8 +437,7 @@ class Daemon:
         if slot is None:
             raise SupersededError(
                 f"worker {self.host.name} no longer has box {hello.box} slot {hello.slot} of run {hello.run} (attempt "
-                f"{hello.attempt}, generation {hello.generation}): the slot has moved to another worker, or its run is "
-                "over. A job that still runs connects to the slot's new worker by itself"
+                f"{hello.attempt}, generation {hello.generation}): it has moved to another worker, or its run is over"
             )
         now = self._clock_offset + time.monotonic()
         check_ticket(hello.ticket, slot.record.assignment.lane_key, now, slot.record.name)

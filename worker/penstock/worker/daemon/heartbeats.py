@@ -14,9 +14,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from penstock.proto.errors import PenstockError
+from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.rpc.wire_errors import cut
 from penstock.proto.v1 import coordinator_pb2
 
@@ -55,18 +55,13 @@ def _cut(report: coordinator_pb2.SlotReport, share: int) -> coordinator_pb2.Slot
     return short
 
 
-class _Client(Protocol):
-    def heartbeat(self, request: coordinator_pb2.HeartbeatRequest) -> coordinator_pb2.HeartbeatReply: ...
-    def close(self) -> None: ...
-
-
 class Heartbeats:
     """Thread that sends heartbeats while the event loop is too busy. bare: makes a heartbeat without slot reports.
     lease_s: returns the coordinator's last lease in seconds; 0 before the first."""
 
     def __init__(
         self,
-        connect: Callable[[], _Client],
+        connect: Callable[[], CoordinatorClient],
         bare: Callable[[], coordinator_pb2.HeartbeatRequest],
         lease_s: Callable[[], float],
     ) -> None:
@@ -97,7 +92,7 @@ class Heartbeats:
         return lease_s > 0 and now - self._answered > LATE * lease_s and now - self._turned < HANGS_S
 
     def _run(self) -> None:
-        client: _Client | None = None
+        client: CoordinatorClient | None = None
         while not self._stopped.wait(self._lease_s() / LOOKS or SOON_S):
             if not self.is_due(time.monotonic(), self._lease_s()):
                 if client is not None and self._loop_is_answered:

@@ -8,11 +8,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.proto.errors import (
-    InvalidArgumentError,
-)
+from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.channel import Tls
-from penstock.worker.processes.fork_servers import START_DEADLINE_S
 from penstock.worker.processes.runner_user import RunnerUser, find_user, sees_shared_memory
 
 _log = logging.getLogger("penstock.worker")
@@ -23,7 +20,7 @@ class DaemonSettings:
     coordinator: str
     token: str = field(repr=False)
     slots: int
-    allow: Sequence[str]
+    allow: Sequence[str] = ()
     """Modules and packages from which an input_fn may be run."""
     listen: str = "127.0.0.1:0"
     """Address at which training jobs on other hosts read batches, as host:port; port 0 = any free port."""
@@ -35,9 +32,6 @@ class DaemonSettings:
     """True if a training job started this daemon on its own machine, for that job alone."""
     runner_memory: int = 0
     """Bytes that one runner and its descendants may hold; 0 = no limit."""
-    starts: int = 0
-    """Runners that may start at the same time; 0 = the number of processors."""
-    start_timeout_s: float = START_DEADLINE_S
     runner_user: str = ""
     """User that user code runs as, by name or number; "" = the daemon's own user. See runner_user.py."""
     runner_processes: int = 0

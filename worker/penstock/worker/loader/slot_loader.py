@@ -74,6 +74,7 @@ from penstock.worker.processes.user_code import load_input_fn, unpacked
 
 _log = logging.getLogger("penstock.worker")
 
+CHANGED = "The data or the code has changed, or the loader is not deterministic: run penstock doctor"
 MOST_SHOWN = 500
 MOST_NAMED = 8
 
@@ -474,8 +475,7 @@ class SlotLoader:
     def reach_end(self) -> None:
         if self.is_open and self.next() is not END:
             raise ReplayMismatchError(
-                f"{self.name}: epoch {self.position.epoch} has more batches than before. The data have changed, or the "
-                "loader is not deterministic: run penstock doctor"
+                f"{self.name}: epoch {self.position.epoch} has more batches than before. {CHANGED}"
             )
 
     # ---- batches
@@ -545,8 +545,7 @@ class SlotLoader:
         if expected is not None and self.peek_link() != expected:
             raise ReplayMismatchError(
                 f"{self.name}: epoch {self.position.epoch} does not begin with the batch with which it began before: a "
-                f"{self.suspects}. The data or the code has changed, or the loader is not deterministic: run "
-                "penstock doctor"
+                f"{self.suspects}. {CHANGED}"
             )
 
     def count_replayed(self, batch: Any, replay_digest: ReplayDigest) -> None:
@@ -734,8 +733,7 @@ class SlotLoader:
         elif point.state is not None:
             if self.capabilities.state_methods == 0:
                 raise StateMismatchError(
-                    f"{self.name}: the loader must have state_dict and load_state_dict to load this state, which was "
-                    "saved by a loader with both methods. Add the methods"
+                    f"{self.name}: the loader must have state_dict and load_state_dict, with which this state was saved"
                 )
             self._load(point.state, True)
 
@@ -754,9 +752,8 @@ class SlotLoader:
         if others:
             raise ReplayMismatchError(
                 f"{self.name}: input_fn has left {', '.join(others[:MOST_NAMED])} in another state than when it was "
-                "called before, so the stream would be another one. Seed each random generator from a constant, such "
-                "as np.random.default_rng(0), and not from the clock or the system's entropy. One that draws for no "
-                "batch, such as the jitter of a client's retries, may be a random.SystemRandom()"
+                "called before. Seed each random generator from a constant, such as np.random.default_rng(0); one that "
+                "draws for no batch may be a random.SystemRandom()"
             )
 
     def rng(self) -> bytes:

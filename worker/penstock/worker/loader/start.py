@@ -61,10 +61,9 @@ def start(source: SlotLoader, resume: dict[str, Any] | None, keep: Keep, go: Go)
 def _resume_on_other_topology(source: SlotLoader, resume: dict[str, Any], keep: Keep) -> None:
     if source.capabilities.state_methods != 4:
         raise StateMismatchError(
-            f"{source.name}: the state was saved with another number of boxes or workers. To load such a state, "
-            f"the loader must have all four state methods, got {source.capabilities.state_methods or 'none'}. Use "
-            "the numbers of boxes and workers with which the state was saved, or add aggregate_state_dict and "
-            "deaggregate_state_dict to the loader"
+            f"{source.name}: a state that was saved with another number of boxes or workers needs a loader with all "
+            f"four state methods, got {source.capabilities.state_methods or 'none'}. Use the saved numbers, or add "
+            "aggregate_state_dict and deaggregate_state_dict"
         )
     a = source.assignment
     source.resume_by_own_methods(resume["aggregated"], resume["strict"])
@@ -84,9 +83,8 @@ def _refuse_beginning(source: SlotLoader) -> None:
     if batch is not END and ReplayDigest(cover=cover_of(source.assignment.loader.options)).take(batch)[0] == first:
         raise ReplayMismatchError(
             f"{source.name}: resumed at step {step} on other numbers of boxes or workers, the loader begins again with "
-            "the run's first batch: its deaggregate_state_dict or load_state_dict loses the position. Let them compute "
-            "this worker's position from the states of all old workers, or resume on the saved numbers. If this batch "
-            "is right, use load_state_dict(state, strict=False)"
+            "the run's first batch: its deaggregate_state_dict or load_state_dict loses the position. Resume on the "
+            "saved numbers, or with load_state_dict(state, strict=False) if this batch is right"
         )
 
 
@@ -265,8 +263,7 @@ class _FourMethodResume:
             if not _leads_on(source, slot, (slot - first) % slots, cast(dict[str, Any], source.resume)):
                 raise ReplayMismatchError(
                     f"{source.name}: resumed from the state after batch {self._total} of this slot, worker slot {slot} "
-                    "of the box would continue with another batch than when the state was saved. Run penstock doctor "
-                    "to find why"
+                    "of the box would continue with another batch than when the state was saved: run penstock doctor"
                 )
         source.learn_skips(self._point)
         source.history = self._history

@@ -9,7 +9,7 @@ from penstock.proto.errors import ReplayMismatchError
 from penstock.worker.loader.epoch_goal import EpochGoal
 from penstock.worker.loader.restart_plan import Leg, Target, first_fit, route
 from penstock.worker.loader.restart_points import UNFIT, RestartPoint
-from penstock.worker.loader.slot_loader import SlotLoader
+from penstock.worker.loader.slot_loader import CHANGED, SlotLoader
 
 Go = Callable[[Leg], object]
 
@@ -44,8 +44,7 @@ def replay(
     if not source.seek(leg.total, leg.epoch, seen, open_epoch):
         raise ReplayMismatchError(
             f"{source.name}: in a replay, epoch {leg.epoch} ended after batch {source.position.total} of the slot, but "
-            f"batch {leg.total} had been delivered. The data have changed, or the loader is not deterministic: run "
-            "penstock doctor"
+            f"batch {leg.total} had been delivered. {CHANGED}"
         )
     if before < leg.total and leg.digest and source.digest != leg.digest:
         raise ReplayMismatchError(
@@ -57,7 +56,7 @@ def replay(
 def cause_of(source: SlotLoader) -> str:
     """Return, for an error, what may have caused other batches in a replay, and the remedy."""
     if not source.is_vouched:
-        return "The loader is not deterministic: run penstock doctor"
+        return CHANGED
     return (
         f"The loader vouches for its states, but this one leads elsewhere: a {source.suspects}. The data or the code "
         "has changed, or a state lacks what the batches depend on: run penstock doctor"
@@ -104,7 +103,7 @@ def finish(source: SlotLoader, goal: EpochGoal, way: RestartPoint, go: Go) -> No
     if goal.chain and source.chain and source.chain != goal.chain:
         raise ReplayMismatchError(
             f"{source.name}: {_taken(way)}, the loader has not made the batches up to number {goal.total} of the slot "
-            f"that were delivered. {_cause(way)}: run penstock doctor"
+            f"that were delivered. {_cause(way)}"
         )
     if goal.ends or goal.next_digest:
         _compare_next(source, goal, way)
@@ -121,7 +120,7 @@ def _compare_next(source: SlotLoader, goal: EpochGoal, way: RestartPoint) -> Non
     )
     raise ReplayMismatchError(
         f"{source.name}: {_taken(way)}, the loader {how} that followed batch {goal.total} of the slot when the state "
-        f"was saved. {_cause(way)}: run penstock doctor. If you changed data or code on purpose, start a new run"
+        f"was saved. {_cause(way)}"
     )
 
 
@@ -131,5 +130,5 @@ def _taken(way: RestartPoint) -> str:
 
 def _cause(way: RestartPoint) -> str:
     if way.is_epoch_start:
-        return "The data or the code has changed, or the loader is not deterministic"
-    return "Its state_dict() must describe the position after the last batch that it has yielded"
+        return CHANGED
+    return "Its state_dict() must describe the position after the last batch that it has yielded: run penstock doctor"

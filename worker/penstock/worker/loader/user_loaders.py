@@ -24,11 +24,9 @@ def refuse_separate_barriers(loader: Any, name: str) -> None:
     for _ in range(_DEPTH):
         if _is_mosaicml(loader) and getattr(getattr(loader, "_unique_rank_world", None), "workers_per_rank", 1) > 1:
             raise InputFnError(
-                f"{name} reads a StreamingDataset of mosaicml-streaming that input_fn made in this worker slot: its "
-                "workers wait for each other at a barrier, and those of several slots would wait for ever. Read the "
-                "same folder by penstock.data.StreamingDataset and StreamingLoader, whose names are on the page "
-                "docs/from_mosaicml_streaming.md; or use one box with num_workers_per_box=1, where the torch "
-                "DataLoader may have num_workers= of its own"
+                f"{name} reads a StreamingDataset of mosaicml-streaming that input_fn made in this worker slot: those "
+                "of several slots would wait for each other for ever. Read the folder by penstock.data.StreamingDataset"
+                " and StreamingLoader (docs/from_mosaicml_streaming.md), or use one box with num_workers_per_box=1"
             )
         loader = getattr(loader, "dataset", None)
 

@@ -104,10 +104,9 @@ class MessageInbox:
         if type(kind) is not str:
             raise invalid_message(f"a control message must be an object with a text 'kind', got {fields!r:.200}")
         if len(self._fds) < fds:
-            raise ProtocolError(
-                f"{fds - len(self._fds)} file descriptors of a control message did not arrive. If this process has "
-                "reached its limit of open files, close files in user code, or raise the limit (ulimit -n). Otherwise "
-                "user code has written to Penstock's control socket: let it write only to files that it opened"
+            raise invalid_message(
+                f"{fds - len(self._fds)} file descriptors of a control message did not arrive. Raise the limit of open "
+                "files (ulimit -n), if it is reached"
             )
         message = ControlMessage(kind, fields, bytes(buffer[_HEAD.size + text : end]), self._fds[:fds])
         del self._fds[:fds]

@@ -9,13 +9,10 @@ daemon.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 
 from penstock.runtime.files.plain_files import is_ours
 from penstock.runtime.process.spawn import TORCHRUN, Spawned, environment, spawn
@@ -85,15 +82,3 @@ def why_not_searched() -> str:
 
 def working_directory() -> str:
     return why_not_searched() or os.getcwd()
-
-
-def missing_packages(prefixes: Iterable[str]) -> list[str]:
-    """Return prefixes whose top-level package a fresh interpreter would not find."""
-    searched = [] if why_not_searched() else [os.getcwd()]
-    return [prefix for prefix in prefixes if prefix != "*" and not _found(prefix.partition(".")[0], searched)]
-
-
-def _found(package: str, more: list[str]) -> bool:
-    if package in sys.modules or PathFinder.find_spec(package, more) is not None:
-        return True
-    return importlib.util.find_spec(package) is not None

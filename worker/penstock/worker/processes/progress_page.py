@@ -21,13 +21,13 @@ from penstock.runtime.process.forks import silence, unshare
 ENTRIES = 4096
 """Newest batches whose digests are kept."""
 ENDS = 1024
-_HEAD = struct.Struct("<QQQQQQdQd")  # total, epoch, delivered, ends, activity, looked, since, samples, worked_s
+_HEAD = struct.Struct("<QQQQQQdQdQQQ")
+"""total, epoch, delivered, ends, activity, looked, since, samples, worked_s, total at the first position + 1, made,
+replayed"""
 _ENTRY = struct.Struct("<QQQQdQ")  # total, epoch, digest, samples, spent_s, chain
 _END = struct.Struct("<QQ")  # epoch, total
 _HERE = struct.Struct("<QQ")  # present epoch, batches skipped since the last batch
 _HERE_AT = 1024
-_COUNTS = struct.Struct("<QQQQ")  # total at the first position + 1, at the last position; made in between; replayed
-_COUNTS_AT = 2048
 _PROCESS = struct.Struct("<Q")  # process that runs user code; 0: the runner itself
 _PROCESS_AT = 3072
 _ENDS_AT = 4096
@@ -69,8 +69,7 @@ class ProgressPage:
         self._since = 0.0
         self.worked_s = 0.0
         """Seconds in finished activities that are not IDLE."""
-        self._first: int | None = None
-        self._last = self._made = self._replayed = 0
+        self._first = self._made = self._replayed = 0
         self._counted = 0, 0, 0
 
     @classmethod
@@ -92,11 +91,6 @@ class ProgressPage:
 
     # ---- the runner writes
 
-    def take_over(self) -> None:
-        self.refresh()
-        first, self._last, self._made, self._replayed = _COUNTS.unpack_from(self._map, _COUNTS_AT)
-        self._first = first - 1 if first else None
-
     def made_by(self, pid: int) -> None:
         """Record the process that runs user code; 0: the slot's own."""
         self._put(_PROCESS_AT, _PROCESS.pack(pid))
@@ -104,22 +98,13 @@ class ProgressPage:
     def set_position(self, total: int, epoch: int, samples: int) -> None:
         """Record where the runner starts, or returns after an abandoned epoch. total, samples: over all epochs. Earlier
         batches may have no record."""
-        if self._first is None:
-            self._first = self._last = total
-        else:
-            self._made += self.total - self._last
-            self._last = total
-        self._write_counts()
+        self._first = self._first or total + 1
         self.total, self.epoch, self.samples = total, epoch, samples
         self._write_head()
 
     def replayed(self) -> None:
         self._replayed += 1
-        self._write_counts()
-
-    def _write_counts(self) -> None:
-        first = 0 if self._first is None else self._first + 1
-        self._put(_COUNTS_AT, _COUNTS.pack(first, self._last, self._made, self._replayed))
+        self._write_head()
 
     def record(
         self, total: int, epoch: int, digest: int, samples: int, delivered: int, spent_s: float = 0.0, chain: int = 0
@@ -128,6 +113,7 @@ class ProgressPage:
         taken."""
         self.note(total, epoch, digest, samples, spent_s, chain)
         self.total, self.epoch, self.samples, self.delivered = total, epoch, samples, delivered
+        self._made += 1
         self._write_head()
 
     def note(self, total: int, epoch: int, digest: int, samples: int, spent_s: float = 0.0, chain: int = 0) -> None:
@@ -177,6 +163,9 @@ class ProgressPage:
             self._since,
             self.samples,
             self.worked_s,
+            self._first,
+            self._made,
+            self._replayed,
         )
         self._put(0, head)
 
@@ -190,11 +179,10 @@ class ProgressPage:
     def counts(self) -> tuple[int, int, int]:
         """Return batches made by this runner, delivered, and replayed, at the last `refresh`. None falls on a
         return."""
-        first, last, made, replayed = _COUNTS.unpack_from(self._map, _COUNTS_AT)
         # Until the runner has set its position, `delivered` counts batches of the slot's previous runner.
-        latest = (made + self.total - last, self.delivered - (first - 1), replayed) if first else (0, 0, replayed)
-        produced, delivered, replayed = map(max, latest, self._counted)
-        self._counted = produced, delivered, replayed
+        delivered = self.delivered - (self._first - 1) if self._first else 0
+        made, replayed = self._made, self._replayed
+        self._counted = max(made, self._counted[0]), max(delivered, self._counted[1]), max(replayed, self._counted[2])
         return self._counted
 
     def refresh(self) -> None:
@@ -208,6 +196,9 @@ class ProgressPage:
             self._since,
             self.samples,
             self.worked_s,
+            self._first,
+            self._made,
+            self._replayed,
         ) = _HEAD.unpack_from(self._map)
 
     @property

@@ -23,6 +23,10 @@ SHOWN = 8 << 10
 """Characters of stacks in an error. The end is cut: there are the oldest frames or threads."""
 WAIT_S = 1.0
 _LOOK_S = 0.02
+_STOPPED = "is stopped by a signal; run kill -CONT {pid} to continue it"
+_IN_KERNEL = "waits in the kernel, for a disk or a network filesystem"
+_UNHANDLED = "has only just started, or user code has changed or blocks the handler of the signal that asks for stacks"
+_WHY_NONE = {"": "has ended", "T": _STOPPED, "t": _STOPPED, "D": _IN_KERNEL}
 _HIGH_FD = 768  # below 1024, the usual soft limit
 
 
@@ -69,17 +73,9 @@ class StackFile:
         """Return the child's present stacks, or one line that says why there is none."""
         pid = process.pid
         state = state_of(pid)
-        if self.fd < 0 or not state:
-            return f"(no stack: process {pid} has ended)"
-        if state in ("T", "t"):
-            return f"(no stack: process {pid} is stopped by a signal; run kill -CONT {pid} to continue it)"
-        if state == "D":
-            return f"(no stack: process {pid} waits in the kernel, for a disk or a network filesystem)"
-        if not _handles(pid):
-            return (
-                f"(no stack: process {pid} does not handle the signal that makes it write its stacks, because it has "
-                "only just started, or because user code has changed or blocks the handler)"
-            )
+        why = _WHY_NONE.get(state if self.fd >= 0 else "", "")
+        if why or not _handles(pid):
+            return f"(no stack: process {pid} {why.format(pid=pid) or _UNHANDLED})"
         self.clear()
         with contextlib.suppress(OSError):
             process.send(SIGNAL)

@@ -2,7 +2,7 @@
 permission to run.
 
 Fifty starts at once on two cores each take many times longer and exceed their deadlines. So as many run as there are
-processors, or as the operator sets (--starts). Helper tasks have another queue. A start that is idle, as input_fn reads
+processors. Helper tasks have another queue. A start that is idle, as input_fn reads
 an index or waits for other slots, delays no others, so its turn ends when it is idle or ready, or after `TURN_S`.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 
 from penstock.worker.processes.process_use import LOOK_S, ProcessorDemand
 
@@ -25,15 +25,12 @@ IDLE_LOOKS = 2
 class QueueTurn:
     """Place of one task: it waits, then may run, then `end` makes room for the next."""
 
-    def __init__(self, queue: TurnQueue) -> None:
-        self._queue = queue
+    def __init__(self, queue: TurnQueue, *, urgent: bool) -> None:
+        self._queue, self.urgent = queue, urgent
         self.over = asyncio.Event()
         self.came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def position(self) -> int:
+        self.position = 0
         """Position in the queue, from 1; 0 once the task may run."""
-        return self._queue.position_of(self)
 
     async def end_when_idle(self, pid: int) -> None:
         """End the turn when the main thread of process `pid` needs almost no processor, after TURN_S at the latest."""
@@ -54,31 +51,24 @@ class TurnQueue:
     def __init__(self, at_once: int) -> None:
         self.at_once = at_once
         self._under_way = 0
-        self._urgent: dict[QueueTurn, None] = {}
-        self._others: dict[QueueTurn, None] = {}
-        self._positions: dict[QueueTurn, int] = {}
-        self._occupied: set[asyncio.Future[None]] = set()
+        self._waiting: list[QueueTurn] = []
 
     def __len__(self) -> int:
-        return len(self._urgent) + len(self._others)
-
-    def position_of(self, turn: QueueTurn) -> int:
-        if len(self._positions) != len(self):
-            self._positions = {waiting: number for number, waiting in enumerate([*self._urgent, *self._others], 1)}
-        return self._positions.get(turn, 0)
+        return len(self._waiting)
 
     def join(self, *, urgent: bool = False) -> QueueTurn:
         """Return a turn, which the caller must end. urgent: behind the last urgent one and before all others."""
-        turn = QueueTurn(self)
-        (self._urgent if urgent else self._others)[turn] = None
+        turn = QueueTurn(self, urgent=urgent)
+        self._waiting.append(turn)
+        self._waiting.sort(key=lambda waiting: not waiting.urgent)
         self._next()
         return turn
 
     def leave(self, turn: QueueTurn) -> None:
-        waiting = self._urgent if turn in self._urgent else self._others
-        if turn in waiting:
-            del waiting[turn]
+        if turn in self._waiting:
+            self._waiting.remove(turn)
             turn.came.cancel()
+            turn.position = 0
         else:
             self._under_way -= 1
         self._next()
@@ -92,23 +82,12 @@ class TurnQueue:
         finally:
             turn.end()
 
-    def occupy_until(self, ended: Awaitable[None]) -> None:
-        """Lower the limit by one until a failed start's process has ended, as it still uses the machine."""
-        self._under_way += 1
-        occupied = asyncio.ensure_future(ended)
-        self._occupied.add(occupied)
-        occupied.add_done_callback(self._freed)
-
-    def _freed(self, occupied: asyncio.Future[None]) -> None:
-        self._occupied.discard(occupied)
-        self._under_way -= 1
-        self._next()
-
     def _next(self) -> None:
-        while (waiting := self._urgent or self._others) and self._under_way < self.at_once:
-            turn = next(iter(waiting))
-            del waiting[turn]
+        while self._waiting and self._under_way < self.at_once:
+            turn = self._waiting.pop(0)
+            turn.position = 0
             self._under_way += 1
             if not turn.came.done():  # otherwise the waiting task was cancelled, and is about to end the turn
                 turn.came.set_result(None)
-        self._positions = {}
+        for position, turn in enumerate(self._waiting, 1):
+            turn.position = position

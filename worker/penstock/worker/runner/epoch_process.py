@@ -8,7 +8,6 @@ epoch, the slot's process kills a child that stays in user code, and the trainin
 
 from __future__ import annotations
 
-import array
 import contextlib
 import faulthandler
 import os
@@ -21,23 +20,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, cast
 
+from penstock.proto.errors import LaneLostError
 from penstock.proto.lane.producer import Producer
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.runtime.process.end import kill_child, reap
 from penstock.runtime.process.spawn import fork
 from penstock.runtime.process.titles import name_process, title_process
 from penstock.runtime.process.watch import Process, become_subreaper, wait_for_any
-from penstock.worker.processes.control_channel import DESCRIPTORS_CLOSED, DescriptorsClosedError
+from penstock.worker.processes.control_channel import (
+    DESCRIPTORS_CLOSED,
+    MAX_FDS,
+    ControlChannel,
+    DescriptorsClosedError,
+)
 from penstock.worker.processes.orphans import Orphans, forget_shared_memory
 
 LEAVE_S = 0.5
 """Seconds to leave the user's next() in an abandoned epoch, and, after the record, to close the iterator and end."""
 _ORPHANS_S = 0.01
-_MOST_FDS = 250
-"""The kernel allows 253 descriptors in one message."""
 _LOOK_S = 0.25
 """Seconds between two looks whether a child has read that the loop has abandoned its epoch."""
-_DESCRIPTORS, _RECORD, _LANE = b"d", b"r", b"l"
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,10 @@ def run_epoch(
     stayed in user code of an abandoned epoch. If it hands over nothing for another reason, end as it did. title: for
     `ps`. work: gets a function for the descriptor of each new connection of the lane. started: called with the child's
     id. unread: True if the child has not read that the loop has abandoned an epoch."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = map(ControlChannel, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
     pid = fork(partial(_child, ours, theirs, title, work, leave))
     theirs.close()
-    with ours, Process(pid) as child:
+    with contextlib.closing(ours), Process(pid) as child:
         started(pid)
         outcome = _received(ours, child, lane, unread)
         left = outcome is None and unread()
@@ -80,8 +82,8 @@ def run_epoch(
 
 
 def _child(
-    ours: socket.socket,
-    theirs: socket.socket,
+    ours: ControlChannel,
+    theirs: ControlChannel,
     title: str,
     work: Callable[[Callable[[int], None]], Outcome],
     leave: Callable[[], None],
@@ -91,30 +93,22 @@ def _child(
     name_process("penstock epoch")
     title_process(title)
     try:
-        outcome = work(partial(_show_lane, theirs))
+        outcome = work(lambda fd: theirs.send("lane", fds=[fd]))
+        _hand_over(outcome, theirs)
     except DescriptorsClosedError:
         return DESCRIPTORS_CLOSED
-    _hand_over(outcome, theirs)
     leave()
     return 0
 
 
-def _show_lane(theirs: socket.socket, fd: int) -> None:
-    socket.send_fds(theirs, [_LANE], [fd])
-
-
-def _hand_over(outcome: Outcome, theirs: socket.socket) -> None:
+def _hand_over(outcome: Outcome, theirs: ControlChannel) -> None:
     """Send descriptors before the record: when that has arrived, all has."""
-    memory = os.memfd_create("penstock-handover", os.MFD_CLOEXEC)
-    with open(memory, "wb") as file:
-        file.write(encode_state(outcome.record))
-        file.flush()
-        for start in range(0, len(outcome.fds), _MOST_FDS):
-            socket.send_fds(theirs, [_DESCRIPTORS], outcome.fds[start : start + _MOST_FDS])
-        socket.send_fds(theirs, [_RECORD], [memory])
+    for start in range(0, len(outcome.fds), MAX_FDS):
+        theirs.send("descriptors", fds=outcome.fds[start : start + MAX_FDS])
+    theirs.send("record", encode_state(outcome.record))
 
 
-def _received(ours: socket.socket, child: Process, lane: Producer, unread: Callable[[], bool]) -> Outcome | None:
+def _received(ours: ControlChannel, child: Process, lane: Producer, unread: Callable[[], bool]) -> Outcome | None:
     """Wait for what the child hands over; None if it ends before, or has not read of an abandoned epoch for LEAVE_S:
     then it is in user code."""
     fds: list[int] = []
@@ -129,31 +123,22 @@ def _received(ours: socket.socket, child: Process, lane: Producer, unread: Calla
             elif time.monotonic() > until:
                 return None
             continue
-        data, received_fds = _receive(ours)
-        if data == _LANE:
-            lane.keep_watching(socket.socket(fileno=received_fds[0]))
-            continue
-        if data == _RECORD:
-            with open(received_fds[0], "rb") as file:
-                file.seek(0)
-                return Outcome(cast(dict[str, Any], decode_state(file.read())), fds)
-        if not data:
-            for fd in fds:
-                os.close(fd)
-            return None
-        fds += received_fds
-
-
-def _receive(ours: socket.socket) -> tuple[bytes, list[int]]:
-    fds = array.array("i")
-    try:
-        space = socket.CMSG_SPACE(_MOST_FDS * fds.itemsize)
-        data, ancillary, _, _ = ours.recvmsg(16, space, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
-    except OSError:
-        return b"", []
-    for _, _, raw in ancillary:
-        fds.frombytes(raw)
-    return data, list(fds)
+        has_ended = child.ended  # read first: what it sent before can still be received
+        try:
+            message = ours.receive(wait=False)
+        except LaneLostError:
+            message, has_ended = None, True
+        if message is None:
+            if has_ended:
+                for fd in fds:
+                    os.close(fd)
+                return None
+        elif message.kind == "lane":
+            lane.keep_watching(socket.socket(fileno=message.fds[0]))
+        elif message.kind == "record":
+            return Outcome(cast(dict[str, Any], decode_state(message.payload)), fds)
+        else:
+            fds += message.fds
 
 
 def _end_orphans() -> None:

@@ -85,7 +85,7 @@ class EpochRunner:
             stream.producer,
             lambda: stream.has_unread_break(epoch),
         )
-        stream.page.take_over()
+        stream.page.refresh()
         stream.page.made_by(0)
         if outcome is None:
             return None

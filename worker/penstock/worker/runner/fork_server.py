@@ -5,8 +5,7 @@ fork, because it runs gRPC. So a fresh interpreter without threads, gRPC and use
 then only forks, for all runs. A child leads a process group and is a subreaper (orphans.py), so all that user code
 starts can be killed with it, and dies with its fork server.
 
-Modules that few runners need (pydantic for a main script's input_fn, 0.1 s) are imported when ordered, before such a
-fork. `penstock doctor` and `penstock replay` use a fork server too, with programs of their own. The daemon gets a pidfd
+`penstock doctor` and `penstock replay` use a fork server too, with programs of their own. The daemon gets a pidfd
 of each child, which shows its end also while the fork server is stopped; only the fork server, as parent, gets the
 status.
 
@@ -61,9 +60,11 @@ def main() -> None:
     with _collected_once():
         # numpy imports its generators on first use, and each child seeds them: 5 ms less for each child
         import numpy.random  # noqa: F401
+
+        # modules that children need, loaded once; pydantic_settings for scripts that import penstock.client
+        import pydantic_settings  # noqa: F401
         import torch
 
-        # modules that children need, loaded once
         from penstock import data  # noqa: F401
         from penstock.worker.runner import replayer, runner  # noqa: F401
     torch.set_num_threads(1)

@@ -21,7 +21,7 @@ from penstock.proto.v1 import coordinator_pb2, records_pb2
 from penstock.worker.loader.epoch_goal import EpochGoal
 from penstock.worker.loader.restart_plan import Target, route
 from penstock.worker.loader.restart_points import END, UNFIT, RestartPoint, StreamPosition
-from penstock.worker.loader.slot_loader import SlotLoader
+from penstock.worker.loader.slot_loader import CHANGED, SlotLoader
 from penstock.worker.loader.travel import leave
 from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, begin_slot, plain_detail
 from penstock.worker.processes.progress_page import ENTRIES
@@ -121,8 +121,7 @@ def _replayed(
         if expected is not None and expected != source.digest:
             raise ReplayMismatchError(
                 f"{source.name}: in a replay from the position after batch {point.position.total}, the loader makes "
-                f"another batch {source.position.total} than the one that was delivered. The loader is not "
-                "deterministic: run penstock doctor"
+                f"another batch {source.position.total} than the one that was delivered. {CHANGED}"
             )
 
     epoch, total = fields["epoch"], fields["total"]

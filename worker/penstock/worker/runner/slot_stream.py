@@ -36,7 +36,7 @@ from penstock.worker.batch.entry_lease import EntryLease
 from penstock.worker.batch.stacking import Builder
 from penstock.worker.loader.restart_plan import Leg
 from penstock.worker.loader.restart_points import END, RestartPoint, StreamPosition
-from penstock.worker.loader.slot_loader import SlotLoader
+from penstock.worker.loader.slot_loader import CHANGED, SlotLoader
 from penstock.worker.loader.travel import replay
 from penstock.worker.processes.control_channel import (
     MAX_FDS,
@@ -313,7 +313,7 @@ class SlotStream:
             if known is not None and known.epoch == position.epoch and known.digest != source.digest:
                 raise ReplayMismatchError(
                     f"{source.name}: replayed batch {position.total} of epoch {position.epoch} differs from the one "
-                    "that was made before. The loader is not deterministic: run penstock doctor"
+                    f"that was made before. {CHANGED}"
                 )
             self.page.note(
                 position.total, position.epoch, source.digest, position.samples, source.spent_s, source.chain

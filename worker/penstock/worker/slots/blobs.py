@@ -9,25 +9,20 @@ import fcntl
 import os
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
+from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.worker.processes.control_channel import ControlMessage, payload_of
 
 AT_ONCE = 2
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class _Client(Protocol):
-    def get_blob_into(self, name: str, write: Callable[[bytes], None]) -> None: ...
-    def close(self) -> None: ...
-
-
 class Blobs:
     """Cache of the coordinator's values. connect: makes a client to fetch with."""
 
-    def __init__(self, connect: Callable[[], _Client]) -> None:
+    def __init__(self, connect: Callable[[], CoordinatorClient]) -> None:
         self._connect = connect
-        self._clients: set[_Client] = set()
+        self._clients: set[CoordinatorClient] = set()
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="penstock-blobs")
         self._blobs: dict[str, asyncio.Task[int]] = {}
 
@@ -67,7 +62,7 @@ def _close_fetched(fetching: asyncio.Task[int]) -> None:
         os.close(fetching.result())
 
 
-def _fetched(client: _Client, name: str) -> int:
+def _fetched(client: CoordinatorClient, name: str) -> int:
     fd = os.memfd_create("penstock-blob", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         client.get_blob_into(name, lambda part: _write(fd, part))

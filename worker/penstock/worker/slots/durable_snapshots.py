@@ -11,7 +11,7 @@ from penstock.proto.errors import OverloadedError, PenstockError, SupersededErro
 from penstock.proto.v1 import coordinator_pb2
 from penstock.worker.processes.child_processes import about_slot
 from penstock.worker.slots.slot_record import COORDINATOR_ERRORS, SlotHost, SlotRecord
-from penstock.worker.slots.snapshots import StoredSnapshot
+from penstock.worker.slots.snapshots import HEADER, StoredSnapshot
 
 LARGE = 1 << 20
 """Bytes above which only the position of a launch's first restart point is kept."""
@@ -58,7 +58,8 @@ class DurableSnapshots:
         be sent counts as durable too, so that it is not sent again."""
         slot, logged = self._slot, False
         data = b"" if point.begins and len(point.data) > LARGE else point.data
-        header = self._header(point, len(data))
+        place = {name: getattr(point, name) for name in HEADER}
+        header = coordinator_pb2.SnapshotHeader(**about_slot(slot.assignment), **place, size=len(data))
         while True:
             try:
                 refused = (await self._host.coordinator.put_snapshot(header, data)).refused
@@ -84,18 +85,6 @@ class DurableSnapshots:
                 self.refused = error.message
                 break
         point.durable = True
-
-    def _header(self, point: StoredSnapshot, size: int) -> coordinator_pb2.SnapshotHeader:
-        return coordinator_pb2.SnapshotHeader(
-            **about_slot(self._slot.assignment),
-            epoch=point.epoch,
-            delivered=point.delivered,
-            total=point.total,
-            samples=point.samples,
-            size=size,
-            epoch_start=point.epoch_start,
-            step=point.step,
-        )
 
     def _count(self, refused: str, size: int) -> None:
         slot, counters = self._slot, self._host.counters

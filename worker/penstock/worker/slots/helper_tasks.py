@@ -41,7 +41,7 @@ async def _by_child(
 ) -> ControlMessage:
     what, left_s, assignment = f"the helper process of {slot.name}", deadline_s, slot.assignment
     for last in (False, True):
-        fork_server = await host.fork_server.get(main_script=bool(assignment.loader.main_path))
+        fork_server = await host.fork_server.get()
         answer: asyncio.Future[ControlMessage] = asyncio.get_running_loop().create_future()
         try:
             child = await fork_server.fork(
@@ -63,15 +63,11 @@ async def _by_child(
             if answer.done():
                 break
             if not child.exited.done():
-                raise DeadlineError(
-                    f"{what} did not finish the task {task} in {deadline_s:.0f} s; the stream of batches continues. "
-                    "Its stack is below: make the code there faster",
-                    remote_traceback=await child.stack(),
-                )
+                late = f"{what} did not finish the task {task} in {deadline_s:.0f} s; the stream of batches continues"
+                raise DeadlineError(late, remote_traceback=await child.stack())
             status = child.exited.result()
             if last or child.unwanted or status != -signal.SIGKILL:
                 how = f"{what} {describe_exit(status)} during the task {task}; the stream of batches continues"
-                how += ". See the cause in its stack or in the worker's log"
                 raise descriptors_closed(status, what) or WorkerLostError(how, remote_traceback=child.last_stack)
         finally:
             child.kill()

@@ -36,7 +36,7 @@ from penstock.worker.slots.lanes import LOOK_S, SlotLanes
 from penstock.worker.slots.runner_watch import LOOKS, BatchRates, MemoryWatch, Stall, hang_s
 from penstock.worker.slots.slot_record import COORDINATOR_ERRORS, SlotHost, SlotRecord
 from penstock.worker.slots.slot_states import SlotStates
-from penstock.worker.slots.snapshots import StoredSnapshot
+from penstock.worker.slots.snapshots import HEADER, StoredSnapshot
 
 _log = logging.getLogger("penstock.worker")
 
@@ -132,7 +132,7 @@ class Slot:
         try:
             await turn.came
             self._awaits_fork_server = True
-            fork_server = await host.fork_server.get(main_script=bool(a.loader.main_path))
+            fork_server = await host.fork_server.get()
             self._awaits_fork_server = False
             child = slot.child = await fork_server.fork(
                 "runner", slot.name, slot.progress_page, self._on_message, about_slot(a)
@@ -185,17 +185,8 @@ class Slot:
             if (header.epoch, header.total) in known or not header.size:
                 continue
             await child.send("point", data)
-            point = StoredSnapshot(
-                header.epoch,
-                header.delivered,
-                header.total,
-                header.samples,
-                header.epoch_start,
-                header.step,
-                data,
-                durable=True,
-                inherited=True,
-            )
+            place = {name: getattr(header, name) for name in HEADER}
+            point = StoredSnapshot(**place, data=data, durable=True, inherited=True)
             self.record.from_before.add(point.position)
             store.add(point, 0)
         return not all(header.size for header, _ in kept)

@@ -326,8 +326,7 @@ class SlotStates:
         if self._slot.phase == coordinator_pb2.FAILED:
             raise StateUnavailableError(
                 f"{self._slot.name}: the state cannot be saved, because the worker's process for this slot failed "
-                f"before {for_what}. The training loop raises its error: correct the cause, and resume from an earlier "
-                "state"
+                f"before {for_what}. The training loop raises its error"
             )
 
     async def _begun(self, request: coordinator_pb2.StateRequest, tried: StoredSnapshot) -> None:
@@ -341,10 +340,8 @@ class SlotStates:
         slot.drain()
         if not waits or self._start(request) is tried:
             raise StateUnavailableError(
-                f"{slot.name}: the state of step {request.step} is not available yet: the training loop abandoned an "
-                f"epoch by `break` after batch {position.total - position.delivered} of this worker slot, and the "
-                "runner, which was started anew meanwhile, does not know this yet. Save again after the next batch of "
-                "this worker slot"
+                f"{slot.name}: the state of step {request.step} is not available yet, because the slot's new runner "
+                "does not know yet where the training loop left an epoch by `break`. Save again after the next step"
             )
 
     async def _advance(

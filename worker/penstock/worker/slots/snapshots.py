@@ -17,6 +17,8 @@ MAX_COUNT = 1024
 MOST = 16
 """Multiple of MAX_BYTES and MAX_COUNT above which epoch starts are dropped too: user code may open epochs without
 end."""
+HEADER = ("epoch", "delivered", "total", "samples", "epoch_start", "step")
+"""Fields that a StoredSnapshot has in common with the coordinator's SnapshotHeader."""
 
 
 @dataclass
