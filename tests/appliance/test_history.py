@@ -1,5 +1,5 @@
-"""History that the coordinator keeps so that a batch can be made again: in its cluster state, and in its files when it
-is gone."""
+"""History that the coordinator keeps so that a batch can be made again: in its cluster state, and in its journal when
+an attempt is over."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.appliance.core.box_history import BoxHistory, StoppedCoordinator, past
+from penstock.appliance.core.box_history import BoxHistory, past
 from penstock.appliance.journal.journal import StateDir
 from penstock.appliance.journal.snapshot_index import SlotKey
-from penstock.appliance.journal.snapshot_store import Store
 from penstock.appliance.testing import FakeBox, FakeCluster, limited
 from penstock.proto.errors import JournalError
 from penstock.proto.state.position import Position
@@ -20,13 +19,6 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 @pytest.fixture
 def state(tmp_path: Path) -> StateDir:
     return StateDir(tmp_path / "state")
-
-
-def stopped(world: FakeCluster, state: StateDir) -> StoppedCoordinator:
-    Store(state).close()
-    world.journal.close()
-    state.close()
-    return StoppedCoordinator(state.path)
 
 
 def told(world: FakeCluster) -> pb.History:
@@ -66,9 +58,7 @@ def test_ended_attempt_is_kept_whole(state: StateDir) -> None:
     assert (first.attempt, first.settled, [cut.step for cut in first.abandoned]) == (1, False, [5])
     assert first.known[-1].step == 9
     assert first.opening.loader.input_fn == "m:f"
-    with stopped(world, state) as files:
-        assert [history.attempt for history in files.histories("job/0", 0)] == [1, 2]
-        assert not files.histories("job/0", 1)
+    assert not past(state.path / "journal.db", "job/0", 1)
 
 
 def test_breaks_outlive_the_coordinator(state: StateDir) -> None:
@@ -85,10 +75,9 @@ def test_breaks_outlive_the_coordinator(state: StateDir) -> None:
     restored = world.state_machine.cluster.runs["job/0"].current
     assert restored is not None
     assert restored.boxes[0].abandoned == {0: 5}
-    with stopped(world, state) as files:
-        (history,) = files.histories("job/0", 0)
-        assert [(cut.epoch, cut.step) for cut in history.abandoned] == [(0, 5)]
-        assert [position.step for position in history.known] == []
+    history = told(world)
+    assert [(cut.epoch, cut.step) for cut in history.abandoned] == [(0, 5)]
+    assert [position.step for position in history.known] == [0]
 
 
 def chained(box: FakeBox, steps: int) -> None:
@@ -176,32 +165,8 @@ def test_what_is_forgotten_is_gone(state: StateDir) -> None:
     assert not world.journal.rows("abandoned")
 
 
-def test_snapshots_and_blobs_are_read_from_files(state: StateDir) -> None:
-    world = FakeCluster(directory=state)
-    world.open()
-    store = Store(state)
-    header = pb.SnapshotHeader(run="job/0", attempt=1, slot=1, total=4, epoch=0, epoch_start=True, size=4)
-    store.put_snapshot(header, b"data")
-    store.put_blob("name", b"blob")
-    store.close()
-    with stopped(world, state) as files:
-        (history,) = files.histories("job/0", 0)
-        (kept,) = history.slots[1].snapshots
-        assert (kept.total, kept.epoch_start) == (4, True)
-        assert files.find_snapshot(kept) == b"data"
-        kept.total = 5
-        assert files.find_snapshot(kept) is None
-        assert (files.blob("name"), files.blob("other")) == (b"blob", None)
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path: Path, state: StateDir) -> None:
-    FakeCluster(directory=state).journal.close()
-    with pytest.raises(JournalError, match="in use by a running coordinator: pass that coordinator's address"):
-        StoppedCoordinator(state.path)
-    with pytest.raises(JournalError, match=r"got a path without a file journal\.db"):
-        StoppedCoordinator(tmp_path)
-    state.close()
+def test_damaged_journal_is_named(state: StateDir) -> None:
     journal = state.path / "journal.db"
     journal.write_bytes(b"no database" * 400)
     with pytest.raises(JournalError, match=r"journal\.db cannot be read"):
-        StoppedCoordinator(state.path)
+        past(journal, "job/0", 0)

@@ -19,13 +19,14 @@ from penstock.deploy.doctor.loader_check import (
     METHODS,
     REPLAY,
     STATE,
+    TRIALS,
     LoaderReport,
     LoaderRequest,
     examine_in,
     saved_by,
 )
 from penstock.deploy.doctor.loader_report import tables
-from penstock.deploy.doctor.trial_process import TrialProcesses
+from penstock.deploy.loader_processes import LoaderForkServer
 from penstock.proto.errors import (
     EmptyInputError,
     InputFnError,
@@ -46,17 +47,17 @@ def request_of(
 
 
 @pytest.fixture(scope="module")
-def ward() -> Iterator[TrialProcesses]:
+def ward() -> Iterator[LoaderForkServer]:
     """The interpreter that all tests of this module fork from."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "inputs"))
-        ward = TrialProcesses(60.0)
+        ward = LoaderForkServer(TRIALS)
     with ward:
         yield ward
 
 
 @pytest.fixture
-def examine(ward: TrialProcesses) -> Examine:
+def examine(ward: LoaderForkServer) -> Examine:
     return lambda *args, **kwargs: examine_in(ward, request_of(*args, **kwargs))
 
 
@@ -316,10 +317,10 @@ def test_bad_questions(input_fn: str, args: str, kwargs: str, says: str) -> None
 
 
 @pytest.fixture
-def call(ward: TrialProcesses, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+def call(ward: LoaderForkServer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command in this process, and in the ward of this module, whose interpreter is most of what it costs."""
     monkeypatch.setattr(
-        "penstock.deploy.doctor.loader_check.TrialProcesses", lambda deadline_s: contextlib.nullcontext(ward)
+        "penstock.deploy.doctor.loader_check.LoaderForkServer", lambda module: contextlib.nullcontext(ward)
     )
     return lambda *arguments: CliRunner().invoke(app, ["doctor", *arguments])
 
@@ -377,7 +378,7 @@ def test_command_with_a_loader_that_hangs(shell: Any, tmp_path: Path) -> None:
     done = shell.call("doctor", "patients:hangs", "--args", json.dumps([str(marker)]), "--deadline", "5")
     assert done.returncode == 17
     assert "in waits_for_ever" in done.stderr
-    assert "streaming 32 batches of patients:hangs, worker 0 took more than 5 s (its stack is above)" in done.error
+    assert "not done in time: streaming 32 batches of patients:hangs, worker 0 (stacks are above)" in done.error
     until(lambda: gone(int(marker.read_text())))
 
 

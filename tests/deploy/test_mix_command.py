@@ -86,7 +86,7 @@ def test_change_is_made_and_replayed(coordinator: Any, batches: Any, tmp_path: P
     events = json.loads(coordinator.call("status", "--json").stdout)["events"]
     assert any("the mixture changes from step 8 on" in event["text"] for event in events)
     for step in (7, 8):  # the last of the old mixture, and the first of the new one
-        out = tmp_path / f"{step}.npz"
+        out = tmp_path / f"{step}.pst"
         done = coordinator.call(
             "replay", "mixing", "--step", str(step), "--allow", "mixed", "--json", "--out", str(out)
         )

@@ -15,9 +15,8 @@ from cluster import INPUTS, TOKEN, Cluster, running
 from mixed_runs import alone, order, ordered, training
 from waiting import until
 
-from penstock.deploy.replay.archive import RunningArchive
+from penstock.deploy.loader_processes import LoaderForkServer
 from penstock.deploy.replay.replay_batch import ReplayRequest, replay
-from penstock.deploy.replay.replay_processes import ReplayForker
 from penstock.proto.errors import InputFnNotAllowedError, InvalidArgumentError, PenstockError, UnknownRunError
 from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.state.codec import decode_state
@@ -135,10 +134,11 @@ def test_change_in_a_second_epoch(cluster: Cluster, tmp_path: Path) -> None:
     with training(cluster, f"{job}-resumed", 2, 1, 6, run.state) as after:
         after.go(2)
     assert after.global_batches == alone(24, {0: BEFORE, 5: AFTER}, epoch=1)[18:]
-    with ReplayForker() as forker, CoordinatorClient(cluster.address, TOKEN) as client:
+    server = LoaderForkServer("penstock.deploy.replay.slot_replay")
+    with server, CoordinatorClient(cluster.address, TOKEN) as client:
         for step in (12, 17, 18):  # the last of the first epoch, the last before the change, and the first after it
-            request = ReplayRequest(job, step, 0, out=tmp_path / f"{step}.pst", allow=["mixed"], timeout_s=60)
-            assert replay(request, RunningArchive(client), forker)["verified"]
+            request = ReplayRequest(job, step, 0, out=tmp_path / f"{step}.pst", allow=["mixed"], deadline_s=60)
+            assert replay(request, client, server)["verified"]
             batch: Any = decode_state((tmp_path / f"{step}.pst").read_bytes())
             assert batch.tolist() == run.global_batches[step - 1]
 

@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import streams
 import torch
@@ -22,11 +21,10 @@ from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.deploy.cli.main import app
+from penstock.deploy.loader_processes import LoaderForkServer, Task, run_tasks
 from penstock.deploy.operations.saved_file import SavedFile
-from penstock.deploy.replay.archive import Archive, RunningArchive, StoppedArchive
 from penstock.deploy.replay.plan import plan
 from penstock.deploy.replay.replay_batch import ReplayRequest, replay
-from penstock.deploy.replay.replay_processes import ReplayForker, ReplayProcesses, Task
 from penstock.deploy.replay.replay_report import tables
 from penstock.proto import errors
 from penstock.proto.rpc.calls import CoordinatorClient
@@ -50,18 +48,20 @@ class Seen:
 class Stage:
     cluster: Cluster
     seen: Seen
-    forker: ReplayForker
+    server: LoaderForkServer
     folder: Path
 
-    def archive(self) -> RunningArchive:
-        return RunningArchive(CoordinatorClient(self.cluster.address, TOKEN))
+    def client(self) -> CoordinatorClient:
+        return CoordinatorClient(self.cluster.address, TOKEN)
 
-    def replayed(self, archive: Archive | None, job: str, step: int, box: int = 0, **more: Any) -> dict[str, Any]:
+    def replayed(
+        self, client: CoordinatorClient | None, job: str, step: int, box: int = 0, **more: Any
+    ) -> dict[str, Any]:
         """Replay a batch, compare it with the one that was delivered, and return what replay found."""
         out = self.folder / f"{job}-{box}-{step}.pst"
-        run = None if archive is None else job
-        request = ReplayRequest(run, step, box, out=out, allow=["streams"], timeout_s=60, **more)
-        found = replay(request, archive, self.forker)
+        run = None if client is None else job
+        request = ReplayRequest(run, step, box, out=out, allow=["streams"], deadline_s=60, **more)
+        found = replay(request, client, self.server)
         assert out.read_bytes() == self.seen.batches[job, box][step], f"{job} box {box} step {step}"
         assert (found["box"], found["step"]) == (box, step)
         return found
@@ -102,8 +102,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with running(folder / "state") as cluster, pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", INPUTS)
         cluster.add_worker(12, name="w1")
-        with ReplayForker() as forker:
-            stage = Stage(cluster, Seen(), forker, folder)
+        with LoaderForkServer("penstock.deploy.replay.slot_replay") as server:
+            stage = Stage(cluster, Seen(), server, folder)
             stage.seen.states = {job: folder / f"{job}.pt" for job in ("four", "two")}
             with ThreadPoolExecutor(5) as pool:
                 done = [
@@ -130,9 +130,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 )
 def test_it_is_the_batch_that_the_loop_was_handed(stage: Stage, job: str, box: int, steps: tuple[int, ...]) -> None:
     """The first step, those right behind a break, one in the middle, and the last; of a run that has ended."""
-    with stage.archive() as archive:
+    with stage.client() as client:
         for step in steps:
-            found = stage.replayed(archive, job, step, box)
+            found = stage.replayed(client, job, step, box)
             assert found["verified"], found["verification"]
             assert found["epoch"] == (0 if step <= 5 else 1 if step <= 7 else found["epoch"])
 
@@ -142,7 +142,7 @@ def test_lost_worker_is_replayed_from_snapshots(stage: Stage) -> None:
     """Replay from a run that is still going. It continues until the coordinator knows a position that snapshots lead
     to."""
     got = stage.seen.batches["lost", 0] = {}
-    with box_of(stage.cluster, "lost", retention_steps=2) as appliance, stage.archive() as archive:
+    with box_of(stage.cluster, "lost", retention_steps=2) as appliance, stage.client() as client:
         loader = DataLoader(streams.paced, 0.005)
         executor = DataExecutor(loader, appliance=appliance)
         start = 0
@@ -153,18 +153,18 @@ def test_lost_worker_is_replayed_from_snapshots(stage: Stage) -> None:
                 stage.cluster.workers[0].kill()
             if executor.step > 20 and executor.step % 10 == 0:
                 loader.state_dict()  # tells the coordinator where the box is
-                (history,) = archive.histories("lost/0", 0)
+                (history,) = client.fetch_histories("lost/0", 0)
                 if start:
                     break
                 start = plan(history, [], executor.step + 1).start.position.step
             assert executor.step < 4000
-        found = stage.replayed(archive, "lost", executor.step)
+        found = stage.replayed(client, "lost", executor.step)
         assert found["replayed_from"]["step"] >= start > 0
         assert "snapshots" in found["replayed_from"]["what"]
         assert found["verified"]
-        assert stage.replayed(archive, "lost", 21)["verified"]
+        assert stage.replayed(client, "lost", 21)["verified"]
         with pytest.raises(errors.StateUnavailableError, match=rf"delivered to box 0 \(steps 1 to {len(got)}"):
-            replay(ReplayRequest("lost", 9999, allow=["streams"]), archive, stage.forker)
+            replay(ReplayRequest("lost", 9999, allow=["streams"]), client, stage.server)
 
 
 @pytest.mark.parametrize(("job", "args"), [("four", "[40]"), ("two", "[24]")])
@@ -174,17 +174,17 @@ def test_from_a_checkpoint(stage: Stage, job: str, args: str) -> None:
     alone = stage.replayed(None, job, 12, checkpoints=files, args=args)
     assert alone["replayed_from"] == {"step": 10, "what": "the checkpoint of step 10"}
     assert alone["verification"] == "not verified: the stream digest is not known at step 12 or after it"
-    with stage.archive() as archive:
-        of_run = stage.replayed(archive, job, 12, checkpoints=files)
+    with stage.client() as client:
+        of_run = stage.replayed(client, job, 12, checkpoints=files)
         assert of_run["replayed_from"]["step"] == 10
         assert of_run["verified"]
     with pytest.raises(
         errors.StateUnavailableError,
         match="cannot be used to replay step 9: only steps from 11",
     ):
-        replay(ReplayRequest(None, 9, checkpoints=files, allow=["streams"]), None, stage.forker)
+        replay(ReplayRequest(None, 9, checkpoints=files, allow=["streams"]), None, stage.server)
     with pytest.raises(errors.BoxOutOfRangeError, match=r"must be from 0 to .* got 5"):
-        replay(ReplayRequest(None, 11, box=5, checkpoints=files, allow=["streams"]), None, stage.forker)
+        replay(ReplayRequest(None, 11, box=5, checkpoints=files, allow=["streams"]), None, stage.server)
 
 
 @pytest.mark.parametrize(("job", "boxes", "workers"), [("two", 1, 2), ("four", 1, 3)])
@@ -199,13 +199,13 @@ def test_an_attempt_that_went_on_from_a_state(stage: Stage, job: str, boxes: int
         executor = DataExecutor(loader, num_steps=6, appliance=appliance)
         for batch in executor:
             got[executor.step] = encode_state(batch)
-    with stage.archive() as archive:
+    with stage.client() as client:
         stage.seen.batches[job, 0] = got
-        found = stage.replayed(archive, job, 14)
+        found = stage.replayed(client, job, 14)
         assert (found["attempt"], found["num_workers_per_box"]) == (2, workers)
         assert found["verified"] == (job == "two"), "of other boxes there is no one stream digest to go on with"
         file = [stage.seen.states[job]]
-        found = stage.replayed(archive, job, 14, checkpoints=file)
+        found = stage.replayed(client, job, 14, checkpoints=file)
         assert found["replayed_from"]["what"] == "the checkpoint of step 10"
         if job == "four":
             saved = SavedFile(file[0]).states[0].saved
@@ -213,10 +213,9 @@ def test_an_attempt_that_went_on_from_a_state(stage: Stage, job: str, boxes: int
             converted.write_bytes(encode_state(saved.new_topology(1, 3).to_dict()))
             stage.replayed(None, job, 14, checkpoints=[converted], args="[40]")
             with pytest.raises(errors.StateMismatchError, match=r"of 2 x 2 workers .*, which began at step 0, got"):
-                stage.replayed(archive, job, 14, attempt=1, checkpoints=[converted])
+                stage.replayed(client, job, 24, checkpoints=[converted])
         stage.seen.batches[job, 0] = first
-        assert stage.replayed(archive, job, 14, attempt=1)["attempt"] == 1
-        assert stage.replayed(archive, job, 24)["attempt"] == 1, "the last that came so far"
+        assert stage.replayed(client, job, 24)["attempt"] == 1, "the last that came so far"
 
 
 def test_an_input_fn_of_a_main_script(stage: Stage) -> None:
@@ -230,36 +229,36 @@ def test_an_input_fn_of_a_main_script(stage: Stage) -> None:
 
 
 def test_replay_that_is_late_or_dies(stage: Stage) -> None:
-    with stage.archive() as archive, pytest.raises(errors.DeadlineError, match="Raise --timeout"):
-        replay(ReplayRequest("none", 24, allow=["streams"], timeout_s=0.001), archive, stage.forker)
+    with stage.client() as client, pytest.raises(errors.DeadlineError, match="Raise --deadline"):
+        replay(ReplayRequest("none", 24, allow=["streams"], deadline_s=0.001), client, stage.server)
     assignment = records_pb2.WorkerAssignment(num_boxes=1, num_workers_per_box=1)
     assignment.loader.input_fn = "streams:dies_at"
     assignment.loader.arguments = encode_state({"args": (3, str(stage.folder / "died")), "kwargs": {}})
     data = assignment.SerializeToString()
-    with ReplayProcesses(stage.forker, 1, time.monotonic() + 60, lambda slot, total: None) as crew:
-        crew.ask({0: Task("start", {"snapshot": False, "epoch": 0, "total": 0, "live": True}, data)})
-        with pytest.raises(
-            errors.WorkerLostError, match=r"slot 0 was killed by SIGKILL \(by the kernel.*\), after its batch"
-        ):
-            crew.ask({0: Task("go", {"epoch": 0, "total": 9})})
+    with stage.server.fork("replaying worker slot 0") as child:
+
+        def ask(task: Task) -> None:
+            run_tasks({child: task}, time.monotonic() + 60, lambda child, message: None)
+
+        ask(Task("start", {"snapshot": False, "epoch": 0, "total": 0, "live": True}, data))
+        with pytest.raises(errors.WorkerLostError, match=r"slot 0: the process that ran it was killed by SIGKILL \(by"):
+            ask(Task("go", {"epoch": 0, "total": 9}))
 
 
 def test_data_that_are_others_are_told(stage: Stage) -> None:
-    with stage.archive() as archive:
+    with stage.client() as client:
         with pytest.raises(errors.ReplayMismatchError, match="must equal that of the delivered batches"):
-            stage.replayed(archive, "two", 4, args="[48]")
+            stage.replayed(client, "two", 4, args="[48]")
         assert not (stage.folder / "two-0-4.pst").exists(), "another batch was written under its name"
-        with pytest.raises(errors.InvalidArgumentError, match="which has rows 0 to 3, got 4"):
-            stage.replayed(archive, "two", 4, row=4)
 
 
 def test_omitted_arguments_are_the_runs(stage: Stage) -> None:
     """Omit the keyword arguments for one run, and the positional ones for another."""
-    with stage.archive() as archive:
-        assert stage.replayed(archive, "none", 4, args="[]")["verified"]
-        assert stage.replayed(archive, "uneven", 4, kwargs="{}")["verified"]
+    with stage.client() as client:
+        assert stage.replayed(client, "none", 4, args="[]")["verified"]
+        assert stage.replayed(client, "uneven", 4, kwargs="{}")["verified"]
         with pytest.raises(errors.ReplayMismatchError):
-            stage.replayed(archive, "none", 4, kwargs="{}")
+            stage.replayed(client, "none", 4, kwargs="{}")
 
 
 def test_a_file_that_cannot_be_written_is_said(stage: Stage) -> None:
@@ -271,10 +270,10 @@ def test_a_file_that_cannot_be_written_is_said(stage: Stage) -> None:
     with pytest.raises(errors.InvalidArgumentError, match=r"--out must be a file, got the directory .*taken.pst"):
         replace(request)
     with (
-        stage.archive() as archive,
+        stage.client() as client,
         pytest.raises(errors.InvalidArgumentError, match=r"--out .*outs/taken.pst cannot be written: Is a directory"),
     ):
-        replay(request, archive, stage.forker)
+        replay(request, client, stage.server)
     assert [path.name for path in folder.iterdir()] == ["taken.pst"]
 
 
@@ -288,9 +287,9 @@ def command(stage: Stage, *arguments: str) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, (done.stderr.splitlines() or [""])[-1]
 
 
-def test_command_shows_the_batch_and_a_row(stage: Stage) -> None:
-    out = stage.folder / "shown.npz"
-    options = ["--step", "3", "--box", "1", "--row", "2", "--allow", "streams", "--out", str(out)]
+def test_command_shows_the_batch(stage: Stage) -> None:
+    out = stage.folder / "shown.pt"
+    options = ["--step", "3", "--box", "1", "--allow", "streams", "--out", str(out)]
     code, shown, line = command(stage, "four", *options, "--json")
     assert code == 0, line
     found = json.loads(shown)
@@ -300,20 +299,10 @@ def test_command_shows_the_batch_and_a_row(stage: Stage) -> None:
     assert leaves["noise"]["nan"] == 0
     assert leaves["noise"]["mean"] == pytest.approx(batch["noise"].mean().item())
     assert leaves["keys"]["kind"] == "list of str"
-    row = {leaf["name"]: leaf["values"] for leaf in found["row"]["leaves"]}
-    assert row["keys"] == batch["keys"][2]
-    assert row["noise"] == batch["noise"][2].tolist()
-    with np.load(out) as arrays:
-        assert np.array_equal(arrays["noise"], batch["noise"].numpy())
-        assert arrays["keys"].tolist() == batch["keys"]
-    found["row"]["leaves"].append({"name": "long", "shape": [], "values": "k" * 6000})
-    found["row"]["leaves"].append({"name": "ids", "shape": [200], "values": [1000] * 200})
-    about, of_leaves, of_row = tables(found)
+    assert encode_state(torch.load(out, weights_only=True)) == stage.seen.batches["four", 1][3]
+    about, of_leaves = tables(found)
     assert ("worker", f"slot {found['slot']} of 2, its batch {found['worker_step']}") in about.rows
     assert {line[0]: line[3] for line in of_leaves.rows} == {"x": "[4]", "number": "", "noise": "[4, 2]", "keys": "[4]"}
-    assert ("keys", "", batch["keys"][2]) in of_row.rows
-    assert ("long", "", "k" * 6000) in of_row.rows, "a key is of use only whole"
-    assert of_row.rows[-1] == ("ids", "[200]", "1000 " * 32 + "...")
 
 
 @pytest.mark.parametrize(
@@ -327,12 +316,10 @@ def test_command_shows_the_batch_and_a_row(stage: Stage) -> None:
             20,
             "delivered to box 0 (steps 1 to 24 of attempt 1",
         ),
-        (["two", "--step", "1", "--attempt", "4"], 20, "which the coordinator still has, got 4"),
         (["two", "--step", "1"], 25, "Pass --allow streams"),
         (["two", "--step", "1", "--allow", "stream"], 25, "Pass --allow streams"),
         (["--step", "1"], 2, "RUN or --checkpoint must be given"),
-        (["two", "--step", "1", "--out", "x.pkl"], 2, "must end with one of .pst, .npz, .pt"),
-        (["two", "--step", "1", "--state-dir", "/nonexistent"], 14, "must be a coordinator's state directory"),
+        (["two", "--step", "1", "--out", "x.pkl"], 2, "must end with one of .pst, .pt"),
     ],
 )
 def test_what_cannot_be_had_is_said(stage: Stage, arguments: list[str], code: int, says: str) -> None:
@@ -340,34 +327,23 @@ def test_what_cannot_be_had_is_said(stage: Stage, arguments: list[str], code: in
     assert (ended, says in line) == (code, True), line
 
 
-def test_files_of_a_stopped_coordinator(stage: Stage) -> None:
-    """Read the files of a coordinator that has ended, and of one that was killed, for runs that had ended and one that
-    had not. Its files stay as they are."""
-    cluster, state_dir = stage.cluster, stage.cluster.state_dir
-    with pytest.raises(errors.JournalError, match="in use by a running coordinator"):
-        StoppedArchive(state_dir)
+def test_coordinator_that_was_started_again_still_knows(stage: Stage) -> None:
+    """Of runs that had ended and of one that had not; after an orderly end, and a kill."""
+    cluster = stage.cluster
     got = stage.seen.batches["open", 0] = {}
     with box_of(cluster, "open") as appliance:
         executor = DataExecutor(DataLoader(streams.stateful, 24), appliance=appliance)
         for steps in (3, 6):
             for batch in islice(executor, steps):
                 got[executor.step] = encode_state(batch)
-        with stage.archive() as asked:
-            until(lambda: bool(asked.histories("open/0", 0)[0].abandoned))
+        with stage.client() as client:
+            until(lambda: bool(client.fetch_histories("open/0", 0)[0].abandoned))
         for number in (signal.SIGTERM, signal.SIGKILL):
             cluster.coordinator.send_signal(number)
             cluster.coordinator.wait(10)
-            before = contents(state_dir)
-            with StoppedArchive(state_dir) as archive:
-                assert stage.replayed(archive, "four", 7, 1)["verified"]
-                assert stage.replayed(archive, "none", 24)["verified"]
-                assert stage.replayed(archive, "open", 3)["epoch"] == 0
-                assert stage.replayed(archive, "open", 9)["epoch"] == 1
-                with pytest.raises(errors.UnknownRunError, match="has no record of box 0 of run nobody/0"):
-                    archive.histories("nobody/0", 0)
-            assert contents(state_dir) == before
             cluster.restart_coordinator()
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith("-shm")}
+            with stage.client() as client:
+                assert stage.replayed(client, "four", 7, 1)["verified"]
+                assert stage.replayed(client, "none", 24)["verified"]
+                assert stage.replayed(client, "open", 3)["epoch"] == 0
+                assert stage.replayed(client, "open", 9)["epoch"] == 1

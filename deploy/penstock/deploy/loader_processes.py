@@ -8,18 +8,18 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
-from penstock.proto.errors import DeadlineError, LaneLostError, WorkerLostError
+from penstock.proto.errors import DeadlineError, LaneLostError, WorkerLostError, error_named
 from penstock.runtime.process.end import describe_exit
 from penstock.runtime.process.watch import Process, readable, wait_for_any
 from penstock.worker.processes.control_channel import ControlChannel, ControlMessage
 from penstock.worker.processes.fork_servers import END_S, START_DEADLINE_S
 from penstock.worker.processes.interpreters import start_fork_server
 
-__all__ = ["LoaderForkServer", "LoaderProcess", "Task", "take_task", "wait_for_messages"]
+__all__ = ["LoaderForkServer", "LoaderProcess", "Task", "run_tasks", "take_task"]
 
 _STDERR = 2
 ABORT_S = 2.0
@@ -68,8 +68,8 @@ class LoaderForkServer:
         self._process.close()
         self._channel.close()
 
-    def fork(self) -> LoaderProcess:
-        """Return a new child process, which has seen no user code."""
+    def fork(self, title: str) -> LoaderProcess:
+        """Return a new child process, which has seen no user code. `title`: what it does, for errors."""
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         channel = ControlChannel(here)
         self._count += 1
@@ -78,7 +78,7 @@ class LoaderForkServer:
                 fds = [there.fileno(), _STDERR, _STDERR]
                 self._channel.send("fork", fds=fds, id=self._count, role=self._module, tempdir="")
             forked = self._receive("forked", time.monotonic() + START_DEADLINE_S)
-            return LoaderProcess(self, channel, self._count, Process(forked.fields["pid"], forked.fds[0]))
+            return LoaderProcess(self, title, channel, self._count, Process(forked.fields["pid"], forked.fds[0]))
         except BaseException:
             channel.close()
             raise
@@ -111,8 +111,10 @@ class LoaderForkServer:
 class LoaderProcess:
     """Child of a fork server. A pidfd reports its end: its socket may be kept open by descendants."""
 
-    def __init__(self, parent: LoaderForkServer, channel: ControlChannel, number: int, process: Process) -> None:
-        self.channel, self.process = channel, process
+    def __init__(
+        self, parent: LoaderForkServer, title: str, channel: ControlChannel, number: int, process: Process
+    ) -> None:
+        self.title, self.channel, self.process = title, channel, process
         self._parent, self._number = parent, number
 
     def __enter__(self) -> Self:
@@ -128,7 +130,7 @@ class LoaderProcess:
         self.channel.close()
 
     def ask(self, task: Task) -> None:
-        """Send a task. If the child has died, the next `poll` or `receive` raises the error."""
+        """Send a task. If the child has died, the next `poll` raises the error."""
         with contextlib.suppress(LaneLostError):
             self.channel.send(task.kind, task.payload, parts=len(task.parts), **task.fields)
             for part in task.parts:
@@ -140,13 +142,6 @@ class LoaderProcess:
         message = self.channel.receive(wait=False)
         if message is None and ended:
             raise LaneLostError("the child process has ended. See its output above")
-        return message
-
-    def receive(self, until: float) -> ControlMessage | None:
-        """Return the next message, None at `until` (monotonic seconds). Raises LaneLostError if the child has ended."""
-        while (message := self.poll()) is None:
-            if not wait_for_messages([self], until):
-                return None
         return message
 
     def exit_description(self) -> str:
@@ -161,10 +156,36 @@ class LoaderProcess:
         self.process.wait(ABORT_S)
 
 
-def wait_for_messages(children: Iterable[LoaderProcess], until: float) -> list[LoaderProcess]:
-    """Return the children that have sent a message or ended, once there is one; none at `until` (monotonic seconds)."""
-    by_fd = {fd: child for child in children for fd in (child.channel.fileno(), child.process.fileno())}
-    return list(dict.fromkeys(by_fd[fd] for fd in wait_for_any(by_fd, until - time.monotonic())))
+def run_tasks(
+    tasks: Mapping[LoaderProcess, Task], until: float, received: Callable[[LoaderProcess, ControlMessage], object]
+) -> dict[LoaderProcess, ControlMessage]:
+    """Run a task in each of these children at the same time, and return the answers. `until`: in monotonic seconds;
+    `received`: called with each message before the answer. Raises the first error of a child; WorkerLostError if one
+    died; DeadlineError, after the stacks of those that are late were printed to standard error."""
+    for child, task in tasks.items():
+        child.ask(task)
+    answers: dict[LoaderProcess, ControlMessage] = {}
+    while waited := [child for child in tasks if child not in answers]:
+        fds = [fd for child in waited for fd in (child.channel.fileno(), child.process.fileno())]
+        if not wait_for_any(fds, until - time.monotonic()):
+            for child in waited:
+                child.show_stack()
+            late = ", ".join(child.title for child in waited)
+            raise DeadlineError(f"not done in time: {late} (stacks are above). Raise --deadline if the loader is slow")
+        for child in waited:
+            try:
+                while child not in answers and (message := child.poll()) is not None:
+                    if message.kind == "failed":
+                        raise error_named(**message.fields["error"])
+                    if message.kind == "done":
+                        answers[child] = message
+                    else:
+                        received(child, message)
+            except LaneLostError as error:
+                raise WorkerLostError(
+                    f"{child.title}: the process that ran it {child.exit_description()}. See its output above"
+                ) from error
+    return answers
 
 
 def take_task(channel: ControlChannel) -> Task:

@@ -14,6 +14,7 @@ epoch again, so even a loader with wrong states can be resumed if it repeats its
 from __future__ import annotations
 
 import json
+import time
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,13 +22,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.deploy.console.exit_codes import CANNOT_SAVE, DIFFERS
-from penstock.deploy.doctor.trial_process import TrialAnswer, TrialProcesses
+from penstock.deploy.loader_processes import LoaderForkServer, Task, run_tasks
 from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError
+from penstock.worker.processes.control_channel import ControlMessage
 
 __all__ = [
     "METHODS",
     "REPLAY",
     "STATE",
+    "TRIALS",
     "ExaminedLoader",
     "LoaderCheck",
     "LoaderReport",
@@ -38,6 +41,7 @@ __all__ = [
     "saved_by",
 ]
 
+TRIALS = "penstock.deploy.doctor.loader_trials"
 STATE, METHODS, REPLAY = "state", "methods", "replay"
 """Ways to save a loader: its own state; aggregate_state_dict and deaggregate_state_dict; replay of the epoch."""
 COMPARED = 8
@@ -171,12 +175,13 @@ class LoaderReport:
 def examine(request: LoaderRequest) -> LoaderReport:
     """Run all checks of a loader. Raises its error if it fails before it can be examined."""
     request.fields(0)
-    with TrialProcesses(request.deadline_s) as trials:
-        return examine_in(trials, request)
+    with LoaderForkServer(TRIALS) as server:
+        return examine_in(server, request)
 
 
-def examine_in(trials: TrialProcesses, request: LoaderRequest) -> LoaderReport:
-    return _Examination(trials, request).run()
+def examine_in(server: LoaderForkServer, request: LoaderRequest) -> LoaderReport:
+    """Run all checks in children of this server, whose program is TRIALS."""
+    return _Examination(server, request).run()
 
 
 def _saves(examined: ExaminedLoader) -> bool:
@@ -202,8 +207,8 @@ def _restored(examined: ExaminedLoader) -> Iterator[str]:
 
 
 class _Examination:
-    def __init__(self, trials: TrialProcesses, request: LoaderRequest) -> None:
-        self._trials, self._request = trials, request
+    def __init__(self, server: LoaderForkServer, request: LoaderRequest) -> None:
+        self._server, self._request = server, request
 
     def run(self) -> LoaderReport:
         request = self._request
@@ -216,17 +221,28 @@ class _Examination:
         code, verdict = _verdict(request, loaders)
         return LoaderReport(request, loaders, code, verdict, list(_warnings(request, loaders)))
 
+    def _run(
+        self, what: str, task: str, slot: int, parts: Sequence[bytes] = (), **fields: Any
+    ) -> tuple[ControlMessage, list[ControlMessage]]:
+        """Run a task (loader_trials.py) in a fresh child process. Return its answer, and the messages before it."""
+        messages: list[ControlMessage] = []
+        request = self._request
+        with self._server.fork(f"{what}, worker {slot}") as child:
+            asked = {child: Task(task, request.fields(slot) | fields, parts=parts)}
+            until = time.monotonic() + request.deadline_s
+            return run_tasks(asked, until, lambda _, message: messages.append(message))[child], messages
+
     def _stream(self, slot: int) -> ExaminedLoader:
         request = self._request
-        what = f"streaming {request.batches} batches of {request.input_fn}, worker {slot}"
-        answer = self._trials.ask(what, "stream", **request.fields(slot), batches=request.batches)
+        what = f"streaming {request.batches} batches of {request.input_fn}"
+        done, messages = self._run(what, "stream", slot, batches=request.batches)
         points = {
             message.fields["name"]: (message.fields["total"], message.fields["epoch_start"], message.payload)
-            for message in answer
+            for message in messages
             if message.kind == "point"
         }
-        streamed = dict(answer.done.fields)
-        rows = array("Q", next(message.payload for message in answer if message.kind == "rows"))
+        streamed = dict(done.fields)
+        rows = array("Q", next(message.payload for message in messages if message.kind == "rows"))
         return ExaminedLoader(slot, streamed.pop("capabilities"), streamed, points, rows)
 
     def _restore(
@@ -235,21 +251,21 @@ class _Examination:
         """Restore the loader in a child process and record whether it yields the first stream's events. Return its
         saved state; None if none was asked for, or after an error or a wrong batch."""
         examined.checks.append(check)
-        what = f"restoring {self._request.input_fn} {check.where}, worker {examined.slot}"
-        answer = self._ask(check, what, task, parts, examined.slot, **fields)
+        what = f"restoring {self._request.input_fn} {check.where}"
+        answer = self._try(check, what, task, parts, examined.slot, **fields)
         if answer is None:
             return None
-        done = answer.done.fields
-        if not done["same"]:
-            check.exact, check.differs, check.what = False, done["differs"], done["what"]
-        return next((message.payload for message in answer if message.kind == "point"), None)
+        done, messages = answer
+        if not done.fields["same"]:
+            check.exact, check.differs, check.what = False, done.fields["differs"], done.fields["what"]
+        return messages[0].payload if messages else None
 
-    def _ask(
+    def _try(
         self, check: LoaderCheck, what: str, task: str, parts: Sequence[bytes], slot: int, **fields: Any
-    ) -> TrialAnswer | None:
+    ) -> tuple[ControlMessage, list[ControlMessage]] | None:
         """Run a task of a check; record an error, and return None."""
         try:
-            return self._trials.ask(what, task, parts, **self._request.fields(slot), **fields)
+            return self._run(what, task, slot, parts, **fields)
         except DeadlineError:
             raise
         except PenstockError as error:
@@ -297,7 +313,7 @@ class _Examination:
         where = _WHERE["resume"].format(total=total) + _AGAIN[generation - 1]
         aggregation = LoaderCheck(where, total, False, generation)
         what = f"aggregate_state_dict() of {self._request.input_fn}"
-        answer = self._ask(aggregation, what, "aggregate", parts, 0)
+        answer = self._try(aggregation, what, "aggregate", parts, 0)
         if answer is None:
             loaders[0].checks.append(aggregation)
             return None
@@ -311,7 +327,7 @@ class _Examination:
             launch = {"step": step, "totals": [total] * len(loaders)}
             fields = {"events": events, "launch": launch, "then": then}
             check = LoaderCheck(where, total, False, generation)
-            following.append(self._restore(examined, check, "resume", [part, answer.done.payload], **fields))
+            following.append(self._restore(examined, check, "resume", [part, answer[0].payload], **fields))
         return [data for data in following if data is not None] if all(following) else None
 
 

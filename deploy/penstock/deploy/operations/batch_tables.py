@@ -1,4 +1,4 @@
-"""Views of a batch for people, for JSON and as a file, made in the child process that has the user's classes. A leaf
+"""View of a batch for people and for JSON, and its file, made in the child process that has the user's classes. A leaf
 is a value that is no container, such as a tensor, or a list or tuple of plain values, or an empty container."""
 
 from __future__ import annotations
@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,11 @@ from penstock.deploy.operations.state_values import as_json
 from penstock.proto.errors import InvalidArgumentError, UnsupportedStateError
 from penstock.proto.state.codec import encode_state
 
-__all__ = ["FORMATS", "describe", "rows_in", "write"]
+__all__ = ["FORMATS", "describe", "write"]
 
-FORMATS = (".pst", ".npz", ".pt")
+FORMATS = (".pst", ".pt")
 FIRST = 8
 """Most values of a leaf that are shown."""
-ROW_VALUES = 256
-"""Most values of a leaf that are shown for one row."""
 _SCALARS = (str, bytes, int, float, bool, complex, type(None))
 _PLAIN = (*_SCALARS, torch.Tensor)
 
@@ -43,10 +40,6 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(item, there)
 
 
-def _is_container(value: Any) -> bool:
-    return isinstance(value, Mapping | list | tuple) or _is_record(value)
-
-
 def _fields(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     dot = f"{name}." if name else ""
     if isinstance(value, Mapping):
@@ -61,85 +54,9 @@ def _fields(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield f"{dot}{key}", item
 
 
-def rows_in(batch: Any) -> int | None:
-    """Return the rows of a batch: the length of a list of samples (no collate function), else of the first tensor or
-    array that has a dimension, else of the first list or tuple of plain values, if any."""
-    if _is_samples(batch):
-        return len(batch)
-    for _, value in leaves(batch):
-        if isinstance(value, torch.Tensor | np.ndarray) and value.ndim:
-            return int(value.shape[0])
-    return _length_in(batch)
-
-
-def _is_samples(value: Any) -> bool:
-    """Return True for a list of dicts and the like, of lists without tensors, or of tuples that are not plain values
-    of one type. Others, and all tuples, are fields of one batch, as torch's collate function makes them."""
-    if type(value) is not list or not value:
-        return False
-    if all(isinstance(item, Mapping) or _is_record(item) for item in value):
-        return True
-    if all(type(item) is tuple for item in value):
-        return not all(_is_column(item) and len({type(one) for one in item}) == 1 for item in value)
-    return all(type(item) is list for item in value) and not any(
-        isinstance(leaf, torch.Tensor | np.ndarray) for _, leaf in leaves(value)
-    )
-
-
-def _is_record(value: Any) -> bool:
-    named = isinstance(value, tuple) and hasattr(value, "_fields")
-    return named or (dataclasses.is_dataclass(value) and not isinstance(value, type))
-
-
-def _length_in(value: Any) -> int | None:
-    if _is_column(value) or _is_samples(value):
-        return len(value)
-    items = (item for _, item in _fields(value, ""))
-    return next((found for item in items if (found := _length_in(item)) is not None), None)
-
-
-def describe(batch: Any, row: int | None) -> dict[str, Any]:
-    """Return the rows of a batch, and name, type, shape and first values of each leaf; with `row` also its values.
-    Raises InvalidArgumentError if there is no such row."""
-    rows = rows_in(batch)
-    if row is not None and (rows is None or row >= rows):
-        have = "no rows, because it has no tensor with a dimension and no list" if rows is None else _range(rows)
-        remedy = "Pass the number of one of these rows" if rows else "Omit --row"
-        raise InvalidArgumentError(f"--row must be a row of the batch, which has {have}, got {row}. {remedy}")
-    found: dict[str, Any] = {"rows": rows, "leaves": [_leaf(name, value) for name, value in leaves(batch)]}
-    if row is not None:
-        found["row"] = {"row": row, "leaves": [_of_row(name, cell) for name, cell in _row(batch, "", row, rows)]}
-    return found
-
-
-def _range(rows: int) -> str:
-    return f"rows 0 to {rows - 1}" if rows else "no rows: it is empty"
-
-
-def _row(value: Any, name: str, row: int, rows: int | None) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        if value.ndim and value.shape[0] == rows:
-            yield name, value[row]
-    elif _is_column(value) or _is_samples(value):
-        if len(value) == rows:
-            yield from leaves(value[row], name)
-    else:
-        for there, item in _fields(value, name):
-            yield from _row(item, there, row, rows)
-
-
-def _of_row(name: str, cell: Any) -> dict[str, Any]:
-    if isinstance(cell, np.generic):
-        cell = cell.item()
-    if not isinstance(cell, torch.Tensor | np.ndarray):
-        return {"name": name, "shape": [], "values": as_json(cell)}
-    shape = list(cell.shape)
-    return {"name": name, "shape": shape, "values": _values(cell, ROW_VALUES) if shape else _values(cell, 1)[0]}
-
-
-def _values(value: torch.Tensor | np.ndarray[Any, Any], count: int) -> list[Any]:
-    first = value.reshape(-1)[:count].tolist()
-    return [str(item) if isinstance(item, complex) else as_json(item) for item in first]
+def describe(batch: Any) -> list[dict[str, Any]]:
+    """Return name, type, shape, first values and figures of each leaf."""
+    return [_leaf(name, value) for name, value in leaves(batch)]
 
 
 def _leaf(name: str, value: Any) -> dict[str, Any]:
@@ -147,7 +64,9 @@ def _leaf(name: str, value: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"name": name, "kind": kind, "dtype": None, "shape": None}
     if isinstance(value, torch.Tensor | np.ndarray):
         found |= {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-        return found | {"first": _values(value, FIRST)} | _numbers(value)
+        first = value.reshape(-1)[:FIRST].tolist()
+        shown = [str(item) if isinstance(item, complex) else as_json(item) for item in first]
+        return found | {"first": shown} | _numbers(value)
     if _is_column(value):
         of = " or ".join(sorted({type(item).__qualname__ for item in value}))
         return found | {"kind": f"{kind} of {of}", "shape": [len(value)], "first": as_json(list(value[:FIRST]))}
@@ -185,7 +104,7 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
 def write(batch: Any, path: Path) -> None:
     """Write the batch to a new file in one of FORMATS and sync it. Raises InvalidArgumentError if the format cannot
     hold it as it is, or the file exists or cannot be written."""
-    data = {".pst": _envelope, ".npz": _arrays, ".pt": _torch}[path.suffix](batch)
+    data = _envelope(batch) if path.suffix == ".pst" else _torch(batch)
     try:
         with path.open("xb") as file:
             file.write(data)
@@ -202,52 +121,7 @@ def _envelope(batch: Any) -> bytes:
     try:
         return encode_state(batch, "batch")
     except UnsupportedStateError as error:
-        raise InvalidArgumentError(
-            f"--out: the batch cannot be written as .pst: {error.reason}. Pass a file name that ends in .npz"
-        ) from error
-
-
-def _arrays(batch: Any) -> bytes:
-    out, names = io.BytesIO(), set[str]()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
-        for name, value in leaves(batch):
-            if name in names:
-                raise InvalidArgumentError(
-                    f"--out: the leaves of the batch must have different names in a .npz file, got {name!r} twice. "
-                    "Pass a file name that ends in .pst"
-                )
-            names.add(name)
-            with archive.open(f"{name or 'batch'}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, _array(name, value), allow_pickle=False)
-    return out.getvalue()
-
-
-def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
-    if isinstance(value, bytes):
-        return np.frombuffer(value, np.uint8)
-    try:
-        array = _resolved(value).numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidArgumentError(
-            f"--out: {name!r} cannot be written as .npz ({error}). Pass a file name that ends in .pst"
-        ) from error
-    empty = _is_container(value) and not value
-    if array.dtype.hasobject or empty or array.dtype.kind == "S" or not _is_kept(value, array):
-        raise InvalidArgumentError(
-            f"--out: {name!r}, a {type(value).__qualname__}, cannot be written as .npz. Pass a file name that "
-            "ends in .pst"
-        )
-    return array
-
-
-def _is_kept(value: Any, array: np.ndarray[Any, Any]) -> bool:
-    """Numpy drops trailing NULs of a str, and changes large integers and values of mixed types."""
-    if not _is_column(value):
-        if type(value) not in _SCALARS:
-            return True
-        value, array = [value], array.reshape(1)
-    pairs = zip(value, array.tolist(), strict=True)
-    return all(type(given) is type(held) and (given == held or given != given) for given, held in pairs)
+        raise InvalidArgumentError(f"--out: the batch cannot be written as .pst: {error.reason}") from error
 
 
 def _torch(batch: Any) -> bytes:

@@ -46,47 +46,26 @@ class ReplayPlan:
     """Why the digest is not compared, if `check` is None; else ""."""
 
 
-def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int | None) -> pb.History:
-    """Return attempt `number`, or the newest one known to have delivered the step, else the newest that may have,
-    after its last report. Raises StateUnavailableError if there is none, or it is certain that the step was not
-    delivered."""
-    of_number = [history for history in histories if number in (None, history.attempt)]
-    if not of_number:
-        have = ", ".join(str(history.attempt) for history in histories)
-        raise StateUnavailableError(
-            f"--attempt must be one of {have}, which the coordinator still has, got {number}. Pass one of these, or "
-            "omit --attempt"
-        )
-    begun = [history for history in of_number if history.opening.start.step < step]
+def attempt_of(histories: Sequence[pb.History], box: int, step: int) -> pb.History:
+    """Return the newest attempt known to have delivered the step, else the newest that may have, after its last report.
+    Raises StateUnavailableError if there is none, or it is certain that the step was not delivered."""
+    begun = [history for history in histories if history.opening.start.step < step]
     if not begun:
-        first = min(history.opening.start.step for history in of_number) + 1
-        if number is not None:
-            raise StateUnavailableError(
-                f"--step must be at least {first}, the first step of attempt {number} of box {box}, got {step}. Omit "
-                "--attempt to look in all attempts, or pass a checkpoint of an earlier step (--checkpoint) instead of "
-                "the RUN"
-            )
+        first = min(history.opening.start.step for history in histories) + 1
         raise StateUnavailableError(
             f"--step must be at least {first}, the oldest step of box {box} that the coordinator still has, got {step}"
             ". For older steps, pass a checkpoint of an earlier step (--checkpoint) instead of the RUN"
         )
-    came = [history for history in begun if _last(history) >= step]
-    chosen = (came or begun)[-1]
-    if not came and chosen.settled:
-        had = [
+    delivered = [history for history in begun if _last(history) >= step]
+    chosen = (delivered or begun)[-1]
+    if not delivered and chosen.settled:
+        steps = ", ".join(
             f"{history.opening.start.step + 1} to {_last(history)} of attempt {history.attempt}"
-            for history in of_number
+            for history in histories
             if _last(history) > history.opening.start.step
-        ]
-        if not had:
-            whose = "the run" if number is None else f"attempt {number} of the run"
-            raise StateUnavailableError(
-                f"--step must be a step that was delivered to box {box}, got {step}, but {whose} delivered no batch to "
-                f"it. {'Name another RUN' if number is None else 'Omit --attempt to look in all attempts'}"
-            )
+        )
         raise StateUnavailableError(
-            f"--step must be a step that was delivered to box {box} (steps {', '.join(had)}), got {step}. Pass one of "
-            "these steps"
+            f"--step must be a step that was delivered to box {box} (steps {steps or 'none'}), got {step}"
         )
     return chosen
 
@@ -131,28 +110,25 @@ def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> R
 def _position_in(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Position | None:
     """Return the position in a saved state; None if it has none or is from before the attempt's start `begun`. With
     other numbers of boxes and workers, it is valid only there: the attempt was resumed from it."""
-    ours, theirs = (opening.num_boxes, opening.num_workers_per_box), (saved.num_boxes, saved.num_workers_per_box)
     if saved.input_fn != opening.loader.input_fn:
         raise StateMismatchError(
-            f"the checkpoint must be of the run's input_fn, {opening.loader.input_fn}, got a checkpoint of "
-            f"{saved.input_fn}. Pass a checkpoint of this run, or name the RUN that saved it"
+            f"the checkpoint must be of the run's input_fn, {opening.loader.input_fn}, got one of {saved.input_fn}"
         )
     if not saved.positions:
         return None
     if saved.seed != opening.seed:
         raise StateMismatchError(
-            f"the checkpoint of step {saved.step} must have the run's seed, {opening.seed}, got {saved.seed}. Pass a "
-            "checkpoint of this run"
+            f"the checkpoint of step {saved.step} must have the run's seed, {opening.seed}, got {saved.seed}"
         )
     if saved.step < begun:
         return None
+    ours, theirs = (opening.num_boxes, opening.num_workers_per_box), (saved.num_boxes, saved.num_workers_per_box)
     if ours == theirs:
         return saved.positions[opening.box]
     if saved.step > begun:
         raise StateMismatchError(
             f"the checkpoint of step {saved.step} must be of {ours[0]} x {ours[1]} workers (boxes x workers per box), "
-            f"as this attempt of the run, which began at step {begun}, got {theirs[0]} x {theirs[1]}. Omit this "
-            "checkpoint, or name the RUN and the attempt that saved it (--attempt)"
+            f"as this attempt of the run, which began at step {begun}, got {theirs[0]} x {theirs[1]}. Omit it"
         )
     return saved.new_topology(*ours).positions[opening.box]
 

@@ -8,17 +8,15 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from penstock.deploy.console.peer import Peer
 from penstock.deploy.doctor.loader_check import json_option
+from penstock.deploy.loader_processes import LoaderForkServer, LoaderProcess, Task, run_tasks
 from penstock.deploy.operations.show_state import run_name
-from penstock.deploy.replay.archive import Archive, RunningArchive, StoppedArchive
-from penstock.deploy.replay.replay_processes import ReplayForker, ReplayProcesses, Task
 from penstock.deploy.replay.stream_replay import StreamReplay
 from penstock.proto.errors import (
     BoxOutOfRangeError,
@@ -27,6 +25,7 @@ from penstock.proto.errors import (
     InvalidArgumentError,
     ReplayMismatchError,
     StateUnavailableError,
+    UnknownRunError,
 )
 from penstock.proto.state.allowed_modules import module_of, under
 from penstock.proto.state.position import Position
@@ -34,13 +33,15 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.telemetry.progress import Progress
 from penstock.runtime.telemetry.units import seconds
+from penstock.worker.processes.control_channel import ControlMessage
 from penstock.worker.processes.user_code import MAIN
 
 if TYPE_CHECKING:
     from penstock.client.states.saved_state import SavedState
     from penstock.deploy.replay.plan import ReplayPlan
+    from penstock.proto.rpc.calls import CoordinatorClient
 
-__all__ = ["BatchReplay", "ReplayRequest", "archive_of", "replay"]
+__all__ = ["ReplayRequest", "replay"]
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,7 @@ class ReplayRequest:
     """None: from a checkpoint alone."""
     step: int
     box: int = 0
-    row: int | None = None
     out: Path | None = None
-    attempt: int | None = None
-    """None: the newest attempt that delivered the step."""
-    state_dir: Path | None = None
-    """Of a stopped coordinator; None: a running one is asked, if there is a run."""
     checkpoints: Sequence[Path] = ()
     args: str | None = None
     """Arguments of input_fn as JSON, like `kwargs`; None: the run's, if there is one."""
@@ -64,7 +60,7 @@ class ReplayRequest:
     allow: Sequence[str] = ()
     script: Path | None = None
     """Script that defines the input_fn, if it was the job's main script."""
-    timeout_s: float = 3600.0
+    deadline_s: float = 3600.0
 
     def __post_init__(self) -> None:
         from penstock.deploy.operations.batch_tables import FORMATS
@@ -72,10 +68,6 @@ class ReplayRequest:
         if self.run is None and not self.checkpoints:
             raise InvalidArgumentError(
                 "RUN or --checkpoint must be given, got neither. Name the run as `penstock status` shows it"
-            )
-        if self.run is None and (self.state_dir is not None or self.attempt is not None):
-            raise InvalidArgumentError(
-                "--state-dir and --attempt must be given with a RUN. Name the run as `penstock status` shows it"
             )
         if self.out is not None and self.out.suffix not in FORMATS:
             raise InvalidArgumentError(
@@ -89,55 +81,51 @@ class ReplayRequest:
             raise InvalidArgumentError(f"--out must be a file, got the directory {self.out}. Add a file name")
 
 
-def archive_of(request: ReplayRequest, peer: Peer) -> Archive | None:
-    if request.run is None:
-        return None
-    if request.state_dir is not None:
-        return StoppedArchive(request.state_dir)
-    return RunningArchive(peer.client())
-
-
-def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker | None = None) -> dict[str, Any]:
-    """Return the batch's content and origin, under the names in docs/cli.md. `forker`: None: a new one. Raises the
-    error that prevents the replay; ReplayMismatchError if the batch differs from the delivered one."""
+def replay(
+    request: ReplayRequest, client: CoordinatorClient | None, server: LoaderForkServer | None = None
+) -> dict[str, Any]:
+    """Return the batch's content and origin. `client`: of the coordinator that knows the run, if one is given;
+    `server`: None: a new one. Raises the error that prevents the replay; ReplayMismatchError if the batch differs from
+    the delivered one."""
     from penstock.deploy.operations.saved_file import SavedFile
     from penstock.deploy.replay.plan import attempt_of, plan
 
     files = [SavedFile(path) for path in request.checkpoints]
-    if archive is not None:
+    if client is not None:
         name = run_name(cast(str, request.run))
-        history = attempt_of(archive.histories(name, request.box), request.box, request.step, request.attempt)
+        histories = client.fetch_histories(name, request.box)
+        if not histories:
+            raise UnknownRunError(
+                f"the coordinator at {client.address} has no record of box {request.box} of run {name}. `penstock "
+                "status --all` lists the runs; one that ended long ago can be replayed only from a --checkpoint"
+            )
+        history = attempt_of(histories, request.box, request.step)
         saved = [file.the(history.opening.loader.input_fn).saved for file in files]
     else:
         saved = sorted((file.the(None).saved for file in files), key=lambda state: state.step)
         history = _of_checkpoint(saved[0], request)
     steps = plan(history, saved, request.step)
-    history.opening.loader.CopyFrom(_loader(request, history, archive))
+    history.opening.loader.CopyFrom(_loader(request, history, client))
     with ExitStack() as closing:
-        going = BatchReplay(request, history, steps, archive)
-        forker = forker or closing.enter_context(ReplayForker())
-        processes = closing.enter_context(
-            ReplayProcesses(forker, history.opening.num_workers_per_box, going.until, going.report_progress)
-        )
-        return going.run(processes)
+        server = server or closing.enter_context(LoaderForkServer("penstock.deploy.replay.slot_replay"))
+        children = [
+            closing.enter_context(server.fork(f"replaying worker slot {slot}"))
+            for slot in range(history.opening.num_workers_per_box)
+        ]
+        return _BatchReplay(request, history, steps, client, children).run()
 
 
 def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
     """Return the history that a saved state tells: without the arguments of input_fn."""
     if saved.step >= request.step or not saved.positions:
-        have = (
-            f"only steps from {saved.step + 1} on can be replayed from it. Pass an earlier checkpoint, or name the RUN"
-            if saved.positions
-            else "it was saved before its run had begun, so no step can be replayed from it. Pass instead a checkpoint "
-            "that was saved later and before this step, or name the RUN"
-        )
+        have = f"only steps from {saved.step + 1} on" if saved.positions else "its run had not begun"
         raise StateUnavailableError(
-            f"the checkpoint of step {saved.step} cannot be used to replay step {request.step}: {have}"
+            f"the checkpoint of step {saved.step} cannot be used to replay step {request.step}: {have}. Pass another "
+            "checkpoint, or name the RUN"
         )
     if request.box >= saved.num_boxes:
         raise BoxOutOfRangeError(
-            f"--box must be from 0 to {saved.num_boxes - 1}, the boxes of the checkpoint, got {request.box}. Pass one "
-            "of these boxes"
+            f"--box must be from 0 to {saved.num_boxes - 1}, the boxes of the checkpoint, got {request.box}"
         )
     history = pb.History(attempt=0)
     opening = history.opening
@@ -150,7 +138,7 @@ def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
     return history
 
 
-def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None) -> records_pb2.LoaderSpec:
+def _loader(request: ReplayRequest, history: pb.History, client: CoordinatorClient | None) -> records_pb2.LoaderSpec:
     """Return what the child processes need to import and call input_fn."""
     from penstock.proto.state.codec import decode_state, encode_state
 
@@ -170,12 +158,10 @@ def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None
             f"Pass --allow {module.partition('.')[0]}"
         )
     arguments: Any = {"args": (), "kwargs": {}}
-    if archive is not None and (request.args is None or request.kwargs is None):
-        data = archive.blob(opened.arguments_blob) if opened.arguments_blob else opened.arguments
-        if data is None:
-            raise StateUnavailableError(
-                f"the coordinator no longer has the arguments of {opened.input_fn}. Pass both --args and --kwargs"
-            )
+    if client is not None and (request.args is None or request.kwargs is None):
+        remedy = "Pass both --args and --kwargs"
+        blob = opened.arguments_blob
+        data = _stored(client, blob, f"the arguments of {opened.input_fn}", remedy) if blob else opened.arguments
         arguments = decode_state(data) if data else arguments
     if request.args is not None:
         arguments["args"] = tuple(json_option("--args", request.args, list))
@@ -183,6 +169,14 @@ def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None
         arguments["kwargs"] = json_option("--kwargs", request.kwargs, dict)
     spec.arguments = encode_state(arguments)
     return spec
+
+
+def _stored(client: CoordinatorClient, blob: str, what: str, remedy: str) -> bytes:
+    """Return a large value that the coordinator stored by itself."""
+    try:
+        return client.get_blob(blob)
+    except StateUnavailableError as error:
+        raise StateUnavailableError(f"the coordinator no longer has {what}. {remedy}") from error
 
 
 def _publish(part: Path, out: Path) -> None:
@@ -196,17 +190,30 @@ def _counted(number: int, what: str) -> str:
     return f"1 {what}" if number == 1 else f"{number} {what}s"
 
 
-class BatchReplay:
-    """Replay of a delivered batch by a plan (plan.py)."""
+class _BatchReplay:
+    """Replay of a delivered batch by a plan (plan.py). `children`: by worker slot, with slot_replay.py as program."""
 
-    def __init__(self, request: ReplayRequest, history: pb.History, plan: ReplayPlan, archive: Archive | None) -> None:
-        self._request, self._history, self._plan, self._archive = request, history, plan, archive
+    def __init__(
+        self,
+        request: ReplayRequest,
+        history: pb.History,
+        plan: ReplayPlan,
+        client: CoordinatorClient | None,
+        children: Sequence[LoaderProcess],
+    ) -> None:
+        self._request, self._history, self._plan, self._client = request, history, plan, client
+        self._children = children
         self._began = time.monotonic()
-        self.until = self._began + request.timeout_s
-        self._made: dict[int, int] = {}
+        self._made: dict[LoaderProcess, int] = {}
         self._line = Progress()
 
-    def run(self, processes: ReplayProcesses) -> dict[str, Any]:
+    def _ask(self, tasks: Mapping[int, Task]) -> dict[int, ControlMessage]:
+        """Run tasks in these slots' children at the same time, and return the answers by slot."""
+        asked = {self._children[slot]: task for slot, task in tasks.items()}
+        answers = run_tasks(asked, self._began + self._request.deadline_s, self._show_progress)
+        return {slot: answers[self._children[slot]] for slot in tasks}
+
+    def run(self) -> dict[str, Any]:
         """Advance to the step, read the batch, advance to the digest. Return the batch's content and origin."""
         request = self._request
         start = self._plan.start.position
@@ -217,14 +224,14 @@ class BatchReplay:
             file=sys.stderr,
             flush=True,
         )
-        processes.ask({slot: self._begin(slot) for slot in range(count)})
-        stream = StreamReplay(processes.ask, start, self._plan.abandoned)
+        self._ask({slot: self._begin(slot) for slot in range(count)})
+        stream = StreamReplay(self._ask, start, self._plan.abandoned)
         stream.to(request.step)
         reached, slot = stream.at.copy(), stream.slot
         out = None if request.out is None else request.out.absolute()
         part = None if out is None else out.with_name(f".{secrets.token_hex(8)}{out.suffix}")
         try:
-            shown = processes.ask({slot: Task("show", {"row": request.row, "out": part and str(part)})})[slot]
+            shown = self._ask({slot: Task("show", {"out": part and str(part)})})[slot]
             verified, why = self._verify(stream)
             if part is not None and out is not None:
                 _publish(part, out)
@@ -288,10 +295,13 @@ class BatchReplay:
             assignment.start.CopyFrom(begun.position)
             parts = [begun.blob]
         elif (header := self._plan.snapshots[slot]) is not None:
-            assert self._archive is not None
-            parts = [self._archive.snapshot(header)]
+            assert self._client is not None
+            parts = [self._client.fetch_snapshot(header)]
         elif opening.resume.blob:
-            parts = [self._resumed_from(opening.resume.blob)]
+            assert self._client is not None
+            what = f"the state of step {opening.start.step} from which attempt {self._history.attempt} was resumed"
+            remedy = "Pass the file with that state (--checkpoint)"
+            parts = [_stored(self._client, opening.resume.blob, what, remedy)]
         fields = {
             "snapshot": header is not None,
             "epoch": position.epoch,
@@ -299,16 +309,6 @@ class BatchReplay:
             "live": slot in position.live,
         }
         return Task("start", fields, assignment.SerializeToString(), parts)
-
-    def _resumed_from(self, blob: str) -> bytes:
-        assert self._archive is not None
-        data = self._archive.blob(blob)
-        if data is None:
-            raise StateUnavailableError(
-                f"attempt {self._history.attempt} was resumed from a state of step {self._history.opening.start.step}, "
-                "which the coordinator no longer has. Pass the file with that state (--checkpoint)"
-            )
-        return data
 
     def _verify(self, stream: StreamReplay) -> tuple[bool, str]:
         """Compare the stream digest, if the plan says where. Return whether it was compared, and a text."""
@@ -325,13 +325,11 @@ class BatchReplay:
             )
         return True, f"verified by the stream digest of steps {first} to {check.step}"
 
-    # ---- progress
-
-    def report_progress(self, slot: int, total: int) -> None:
-        """Show on standard error how many batches, `total`, a worker has made."""
-        self._made[slot] = total
+    def _show_progress(self, child: LoaderProcess, message: ControlMessage) -> None:
+        """Show on standard error how many batches the workers have made."""
+        self._made[child] = message.fields["total"]
         if self._line.due():
             start: Position = self._plan.start.position
-            made = max(0, sum(total - start.total[slot] for slot, total in self._made.items()))
+            made = max(0, sum(total - start.total[self._children.index(at)] for at, total in self._made.items()))
             took_s = time.monotonic() - self._began
             self._line.show(f"penstock: {made} of {self._request.step - start.step} batches, {seconds(took_s)}")

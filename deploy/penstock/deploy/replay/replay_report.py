@@ -9,19 +9,14 @@ from typing import Any
 from penstock.deploy.console.peer import Peer
 from penstock.deploy.console.tables import Table, show
 from penstock.deploy.operations.state_values import brief
-from penstock.deploy.replay.replay_batch import ReplayRequest, archive_of, replay
+from penstock.deploy.replay.replay_batch import ReplayRequest, replay
 
 __all__ = ["show_replay", "tables"]
 
-ROW_TEXT = 160
-"""Most characters of a row's values in a table; --json shows more."""
-ONE_TEXT = 8192
-"""Most characters of a single text in a table: a restore key has some hundreds, and must not be cut."""
-
 
 def show_replay(request: ReplayRequest, peer: Peer, as_json: bool) -> None:
-    with archive_of(request, peer) or contextlib.nullcontext() as archive:
-        found = replay(request, archive)
+    with peer.client() if request.run is not None else contextlib.nullcontext() as client:
+        found = replay(request, client)
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -41,7 +36,6 @@ def tables(found: dict[str, Any]) -> list[Table]:
             ("input_fn", found["input_fn"]),
             ("worker", f"slot {found['slot']} of {found['num_workers_per_box']}, its batch {found['worker_step']}"),
             ("epoch", str(found["epoch"])),
-            ("rows", "" if found["rows"] is None else str(found["rows"])),
             ("digest", found["digest"]),
             ("replayed from", found["replayed_from"]["what"]),
         ],
@@ -65,14 +59,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
                 " ".join(map(_value, leaf["first"])),
             )
         )
-    shown = [about, *_counts(found), leaves]
-    if "row" in found:
-        row = Table(f"Row {found['row']['row']}", ("leaf", "shape", "values"))
-        for leaf in found["row"]["leaves"]:
-            shape = "[" + ", ".join(map(str, leaf["shape"])) + "]" if leaf["shape"] else ""
-            row.rows.append((leaf["name"] or "batch", shape, _text(leaf["values"])))
-        shown.append(row)
-    return shown
+    return [about, *_counts(found), leaves]
 
 
 def _counts(found: dict[str, Any]) -> list[Table]:
@@ -97,9 +84,3 @@ def _number(value: Any) -> str:
 def _value(item: Any) -> str:
     number = isinstance(item, int | float) or (isinstance(item, dict) and item.get("$") == "float")
     return _number(item) if number else brief(item)
-
-
-def _text(values: Any) -> str:
-    text = " ".join(map(str, values)) if isinstance(values, list) else str(values)
-    most = ONE_TEXT if isinstance(values, str) else ROW_TEXT
-    return text if len(text) <= most else text[:most] + "..."

@@ -129,19 +129,19 @@ class _SlotReplay:
         self._left[epoch] = total
         self._done()
 
-    def show(self, row: int | None, out: str | None) -> None:
-        found = batch_tables.describe(self._batch, row)
+    def show(self, out: str | None) -> None:
         if out is not None:
             batch_tables.write(self._batch, Path(out))
         place = self._source.position
         numbers, counted = self._source.last_batch()
-        trained_on = {
+        found = {
+            "leaves": batch_tables.describe(self._batch),
             "samples": None if numbers is None else [[each.start, each.stop] for each in numbers],
             "restore_keys": self._restore_keys(),
             "counts": None if counted is None else counts_as_dict(merged_rows([counted])),
+            "samples_streamed": place.samples,
         }
-        text = json.dumps({**found, **trained_on, "samples_streamed": place.samples}).encode()
-        self._channel.send("done", text, digest=self._source.digest)
+        self._channel.send("done", json.dumps(found).encode(), digest=self._source.digest)
 
     def _restore_keys(self) -> list[str] | None:
         """Return the texts by which a source reads each row of the newest batch again, if any."""

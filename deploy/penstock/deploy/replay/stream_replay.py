@@ -7,9 +7,10 @@ end. Once all have reached their numbers, it is right: no unknown end lies befor
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping
 
-from penstock.deploy.replay.replay_processes import Task, digests_of
+from penstock.deploy.loader_processes import Task
 from penstock.proto.errors import StateUnavailableError
 from penstock.proto.state.position import Position, advance, chain_at
 from penstock.worker.processes.control_channel import ControlMessage
@@ -71,7 +72,7 @@ class StreamReplay:
                 return
             for slot, answer in self._ask(tasks).items():
                 total = answer.fields["total"]
-                for count, digest in enumerate(digests_of(answer), self._made[slot] + 1):
+                for count, (digest,) in enumerate(struct.iter_unpack("<Q", answer.payload), self._made[slot] + 1):
                     self._digests[slot, count] = digest
                 self._made[slot] = total
                 if answer.fields["ended"]:

@@ -32,33 +32,16 @@ def replay(
     box: Annotated[
         int, typer.Option("--box", metavar="B", min=0, max=LARGEST_BOX, help="Box (data-parallel rank).")
     ] = 0,
-    row: Annotated[
-        int | None, typer.Option("--row", metavar="I", min=0, help="Show this row too, counted from 0.")
-    ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write the batch, to FILE.pst, FILE.npz or FILE.pt.")
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the batch, to FILE.pst or FILE.pt.")
     ] = None,
     allow: Annotated[
         list[str] | None,
         typer.Option("--allow", metavar="PREFIX", help="Prefix of modules whose input_fn may run here; repeatable."),
     ] = None,
-    state_dir: Annotated[
-        Path | None,
-        typer.Option("--state-dir", metavar="DIR", help="State directory of a stopped coordinator; read its journal."),
-    ] = None,
     checkpoint: Annotated[
         list[Path] | None,
         typer.Option("--checkpoint", metavar="FILE", help="File with a saved state to start from; repeatable."),
-    ] = None,
-    attempt: Annotated[
-        int | None,
-        typer.Option(
-            "--attempt",
-            metavar="N",
-            min=1,
-            max=LARGEST,
-            help="Attempt of the run. Default: the last one that reached the step.",
-        ),
     ] = None,
     args: Annotated[
         str | None,
@@ -71,8 +54,8 @@ def replay(
     script: Annotated[
         Path | None, typer.Option("--script", metavar="FILE", help="The training script, if input_fn is in it.")
     ] = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Deadline of each batch's replay.")
+    deadline: Annotated[
+        float, typer.Option("--deadline", metavar="SECONDS", min=1, help="Time limit of the replay.")
     ] = 3600.0,
     *,
     peer: Peer,
@@ -82,18 +65,17 @@ def replay(
     """Recreate a delivered batch, bit for bit, and show its content.
 
     Runs the loader here, in child processes, from the nearest restart point: a snapshot, a checkpoint, or the start.
-    Compares the result with the stream digest, if one was recorded. Needs your data, and --allow.
+    Compares the result with the stream digest, if one was recorded. Needs your data, and --allow. If the coordinator
+    has stopped, start one on the same --state-dir first.
 
     \b
     Examples:
       penstock replay myjob --step 1234 --allow mypackage
-      penstock replay myjob --step 1234 --box 3 --row 2 --out spike.pt --allow mypackage
+      penstock replay myjob --step 1234 --box 3 --out spike.pt --allow mypackage
       penstock replay --checkpoint ckpt.pt --step 1300 --allow mypackage          without a coordinator
     """
     from penstock.deploy.replay.replay_batch import ReplayRequest
     from penstock.deploy.replay.replay_report import show_replay
 
-    request = ReplayRequest(
-        run, step, box, row, out, attempt, state_dir, checkpoint or (), args, kwargs, allow or (), script, timeout
-    )
+    request = ReplayRequest(run, step, box, out, checkpoint or (), args, kwargs, allow or (), script, deadline)
     show_replay(request, peer, as_json)
