@@ -27,9 +27,15 @@ def folder(tmp_path: Path) -> FleetFolder:
     assert lock is not None
     made.hold(lock, Identity.of(os.getpid()))
     os.close(lock)
-    me = {"pid": os.getpid(), "started": 0, "boot": ""}
-    about = {"supervisor": me, "ready": True, "adjusted": 0, "daemons": []}
-    made.save(Fleet("local", "penstock", str(made.path), "127.0.0.1:1", str(made.token), {}, about))
+    made.save(
+        Fleet(
+            engine="local",
+            name="penstock",
+            dir=str(made.path),
+            coordinator="127.0.0.1:1",
+            token_file=str(made.token),
+        )
+    )
     assert made.fleet() is not None
     assert made.holder() is not None
     return made
@@ -43,7 +49,7 @@ def test_a_folder_of_others_is_not_read(folder: FleetFolder, why: str) -> None:
         os.chown(folder.path, OTHER, OTHER)
     else:
         pytest.skip("only root can make another user's folder")
-    for read in (folder.fleet, folder.plan, folder.holder):
+    for read in (folder.fleet, folder.holder):
         with pytest.raises(CommandError, match=why):
             read()
 

@@ -292,7 +292,7 @@ class UpSettings(_Tls):
     allow: Modules = Field("", description="Prefix of modules whose input_fn may run; repeatable. '*': any.")
     listen: LaneListen = Field(
         DEFAULT_COORDINATOR,
-        description="Address of the coordinator; port 0 takes a free one. Ray: only the port is used.",
+        description="Address of the coordinator; port 0 takes a free one. Ray: only the port is used, not 0.",
     )
     runner_memory: MemorySize = Field("", description="See `penstock worker`.")
     insecure: bool = Field(False, description="Listen beyond one machine without TLS.")

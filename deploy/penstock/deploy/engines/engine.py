@@ -4,14 +4,15 @@ machines: the local engine supervises processes here, the other submits the same
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel
 
 from penstock.deploy.console.settings import UpSettings, flag
 from penstock.runtime.config.job_settings import TlsFiles
+from penstock.runtime.process.identity import Identity
 
-__all__ = ["Fleet", "FleetPlan", "exports", "worker_name"]
+__all__ = ["Daemon", "Fleet", "FleetPlan", "exports", "worker_name"]
 
 
 class FleetPlan(UpSettings):
@@ -24,11 +25,6 @@ class FleetPlan(UpSettings):
     def tls_files(self) -> dict[str, str]:
         """TLS settings that were given, by name; paths on the daemons' machines."""
         return {name: value for name in TlsFiles.model_fields if (value := getattr(self, name))}
-
-    def differences(self, other: FleetPlan) -> list[str]:
-        """Return the flags in which the two plans differ, without --dir and --timeout."""
-        mine, theirs = (plan.model_dump(exclude={"dir", "timeout"}) for plan in (self, other))
-        return [flag(name) for name in mine if mine[name] != theirs[name]]
 
     def coordinator_command(self, state_dir: str, listen: str) -> list[str]:
         return [
@@ -54,20 +50,35 @@ def worker_name(fleet: str, number: int) -> str:
     return f"{fleet}-{number}"
 
 
-@dataclass(frozen=True)
-class Fleet:
+class Daemon(BaseModel):
+    """Daemon of a fleet. A process on another machine has no identity here, but an actor that is its parent."""
+
+    name: str
+    state: str = "ready"
+    restarts: int = 0
+    identity: Identity | None = None
+    """None between two lives, too."""
+    pid: int = 0
+    host: str = ""
+    node: str = ""
+    actor_pid: int = 0
+
+
+class Fleet(BaseModel):
     """Record of a running fleet: how training jobs and `penstock down` find it."""
 
-    engine: str
+    engine: Literal["local", "ray"]
     name: str
-    folder: str
+    dir: str
     """Folder of this record, on the machine where the fleet was started."""
     coordinator: str
     """Address for training jobs; "" if it is not known yet."""
     token_file: str
-    tls: Mapping[str, str] = field(default_factory=dict)
-    about: Mapping[str, Any] = field(default_factory=dict)
-    """Data by which the engine finds the fleet again, such as a job id."""
+    tls: dict[str, str] = {}
+    daemons: list[Daemon] = []
+    supervisor: Identity | None = None
+    """Process whose end ends a local fleet."""
+    ray_address: str = ""
 
     def environment(self) -> dict[str, str]:
         """Return the variables with which a training job finds the fleet."""
@@ -76,15 +87,7 @@ class Fleet:
         return {name: value for name, value in {**shared, **files}.items() if value}
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "engine": self.engine,
-            "name": self.name,
-            "dir": self.folder,
-            "coordinator": self.coordinator or None,
-            "token_file": self.token_file,
-            "environment": self.environment(),
-            **self.about,
-        }
+        return {**self.model_dump(), "environment": self.environment()}
 
 
 def exports(fleet: Fleet) -> str:

@@ -1,4 +1,4 @@
-"""Folder of a fleet on the machine where it was started: plan, record, token, logs. Its file `lock` is locked while a
+"""Folder of a fleet on the machine where it was started: record, token, logs. Its file `lock` is locked while a
 supervisor runs, and names it (Identity), so that a signal never reaches a process that got the same id."""
 
 from __future__ import annotations
@@ -8,21 +8,21 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO
+
+from pydantic import ValidationError
 
 from penstock.deploy.console.command_token import make_token
 from penstock.deploy.console.exit_codes import USAGE, CommandError
-from penstock.deploy.engines.engine import Fleet, FleetPlan
+from penstock.deploy.engines.engine import Fleet
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.process.announcements import Announcement, announce, withdraw
 from penstock.runtime.process.identity import Identity
 
 __all__ = ["FleetFolder", "default_folder", "open_log"]
 
-_T = TypeVar("_T")
 _log = logging.getLogger("penstock.deploy.engines")
 
 
@@ -37,9 +37,7 @@ class FleetFolder:
         self.state_dir = self.path / "coordinator"
         self.logs = self.path / "logs"
         self.token = self.path / "token"
-        self._plan = self.path / "plan.json"
         self._record = self.path / "fleet.json"
-        self._address = self.path / "address"
 
     def make(self) -> None:
         try:
@@ -53,17 +51,17 @@ class FleetFolder:
 
     def _refuse_others(self) -> None:
         """Refuse a folder that other users can change: it names processes to signal and commands to start."""
-        found = self.path.stat()
-        if found.st_uid != os.geteuid():
+        status = self.path.stat()
+        if status.st_uid != os.geteuid():
             raise CommandError(
-                f"the folder {self.path} must belong to this user, got user id {found.st_uid}. Choose another by --dir",
+                f"the folder {self.path} must belong to this user, got user id {status.st_uid}. Choose another by "
+                "--dir",
                 USAGE,
             )
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            mode = stat.S_IMODE(found.st_mode)
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise CommandError(
-                f"the folder {self.path} must not be writable by other users, got mode {mode:04o}. Run chmod 700 "
-                f"{self.path}",
+                f"the folder {self.path} must not be writable by other users, got mode "
+                f"{stat.S_IMODE(status.st_mode):04o}. Run chmod 700 {self.path}",
                 USAGE,
             )
 
@@ -108,17 +106,13 @@ class FleetFolder:
 
     # ---- content
 
-    def save_plan(self, plan: FleetPlan) -> None:
-        _write(self._plan, plan.model_dump_json(indent=2))
-
-    def plan(self) -> FleetPlan | None:
-        return self._read(self._plan, FleetPlan.model_validate)
-
     def save(self, fleet: Fleet) -> None:
         """Write the record, and announce the coordinator once its address is known. Raises CommandError."""
-        _write(self._record, json.dumps(asdict(fleet), indent=2))
+        try:
+            write_whole(self._record, f"{fleet.model_dump_json(indent=2)}\n".encode(), mode=0o600)
+        except OSError as error:
+            raise _unwritable(self._record, error) from error
         if fleet.coordinator:
-            supervisor = fleet.about["supervisor"] if fleet.engine == "local" else None
             try:
                 announce(
                     Announcement(
@@ -126,47 +120,31 @@ class FleetFolder:
                         name=fleet.name,
                         address=fleet.coordinator,
                         token_file=fleet.token_file,
-                        folder=fleet.folder,
-                        tls={name: fleet.tls[name] for name in ("tls_ca", "tls_name") if fleet.tls.get(name)},
-                        owner=None if supervisor is None else Identity(**supervisor),
+                        folder=fleet.dir,
+                        tls={name: fleet.tls[name] for name in ("tls_ca", "tls_name") if name in fleet.tls},
+                        owner=fleet.supervisor,
                     )
                 )
             except OSError as error:
                 _log.debug("the coordinator is not announced to other commands: %s", error)
 
     def fleet(self) -> Fleet | None:
-        return self._read(self._record, _fleet)
+        try:
+            self._refuse_others()
+            return Fleet.model_validate_json(self._record.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as error:
+            why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
+            raise CommandError(
+                f"{self._record} cannot be read ({why}). It may be of another release: move it away if no fleet runs",
+                USAGE,
+            ) from error
 
     def forget(self) -> None:
         """Delete the record of the fleet, whose daemons have all ended."""
         self._record.unlink(missing_ok=True)
         withdraw(str(self.path))
-
-    def _read(self, path: Path, made: Callable[[Any], _T]) -> _T | None:
-        try:
-            self._refuse_others()
-            return made(json.loads(path.read_text()))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, RecursionError) as error:
-            raise CommandError(f"{path} cannot be read ({error}). Move it away if no fleet runs", USAGE) from error
-        except (TypeError, KeyError, AttributeError) as error:
-            raise CommandError(
-                f"{path} was written by another release, or is damaged ({error}). Move it away if no fleet runs",
-                USAGE,
-            ) from error
-
-    @property
-    def address(self) -> str:
-        """Last address of the coordinator, or ""; with port 0, the first to try, because training jobs know it."""
-        try:
-            return self._address.read_text().strip()
-        except OSError:
-            return ""
-
-    @address.setter
-    def address(self, value: str) -> None:
-        _write(self._address, value)
 
     def token_file(self, given: Path | None) -> Path:
         """Return the file with the token: `given`; else PENSTOCK_TOKEN_FILE, if PENSTOCK_TOKEN is not set; else the
@@ -199,25 +177,6 @@ class FleetFolder:
 def open_log(path: Path) -> BinaryIO:
     """Open a file for appending; a new one is readable by its owner alone."""
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
-
-
-def _fleet(found: Any) -> Fleet:
-    """Raises TypeError, KeyError or AttributeError for an invalid record."""
-    fleet = Fleet(**found)
-    if fleet.engine == "local":
-        Identity(**fleet.about["supervisor"])
-        for daemon in fleet.about["daemons"]:
-            daemon["name"], daemon["state"], fleet.about["ready"], fleet.about["adjusted"]
-            if daemon["identity"] is not None:
-                Identity(**daemon["identity"])
-    return fleet
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_whole(path, f"{text}\n".encode(), mode=0o600)
-    except OSError as error:
-        raise _unwritable(path, error) from error
 
 
 def _unwritable(path: Path, error: OSError) -> CommandError:

@@ -17,19 +17,17 @@ from penstock.runtime.process.spawn import module, spawn
 
 __all__ = ["down", "up"]
 
-GONE = {"failed", "left"}
-"""States of workers (FleetKeeper.state) that the supervisor does not start again by itself."""
 KILLED_S = 10.0
 """Longest time in seconds until a killed supervisor has ended."""
 POLL_S = 0.05
-"""Seconds between two reads of a record that is about to change."""
+"""Seconds between two attempts to end a fleet that is being started."""
 
 
 def up(plan: FleetPlan, folder: FleetFolder, *, ends_with_us: bool = False) -> Fleet:
-    """Start the fleet, or change the workers of a running one and restart those that ended. `ends_with_us`: the
-    supervisor ends with this process. Raises CommandError, DeadlineError."""
+    """Start the fleet. `ends_with_us`: the supervisor ends with this process. Raises CommandError. An exception that a
+    signal handler raises meanwhile ends the fleet again."""
     if folder.supervised:
-        return _adjust(plan, folder)
+        raise CommandError(f"a fleet already runs in {folder.path}. End it by `penstock down`", USAGE)
     command = module("penstock.deploy.engines.supervisor", str(folder.path), plan.model_dump_json())
     if ends_with_us:
         command += ["--parent-pid", str(os.getpid())]
@@ -73,48 +71,13 @@ def down(folder: FleetFolder, timeout_s: float) -> list[str]:
             )
         else:
             time.sleep(POLL_S)
-    for daemon in fleet.about["daemons"] if fleet is not None else ():
-        if daemon["identity"] is not None:
+    for daemon in fleet.daemons if fleet is not None else ():
+        if daemon.identity is not None:
             # A live supervisor has ended its daemons; those of a killed one detect its death and end.
-            _end(Identity(**daemon["identity"]), deadline)
-            ended.append(f"{daemon['name']} (pid {daemon['identity']['pid']})")
+            _end(daemon.identity, deadline)
+            ended.append(f"{daemon.name} (pid {daemon.identity.pid})")
     folder.forget()
     return ended
-
-
-def _adjust(plan: FleetPlan, folder: FleetFolder) -> Fleet:
-    current, fleet = folder.plan(), folder.fleet()
-    if current is None or fleet is None or not fleet.about["ready"]:
-        raise CommandError(f"a fleet is just being started or ended in {folder.path}. Try again in a moment", USAGE)
-    others = [name for name in current.differences(plan) if name != "--workers"]
-    if others or (current.workers == plan.workers and not set(_states(fleet)) & GONE):
-        what = f", with another {', '.join(others)}" if others else ""
-        raise CommandError(
-            f"a fleet already runs in {folder.path}{what}. End it by `penstock down`, or change only --workers", USAGE
-        )
-    folder.save_plan(current.model_copy(update={"workers": plan.workers}))
-    if not Identity(**fleet.about["supervisor"]).send(signal.SIGUSR1):
-        raise CommandError(f"the fleet in {folder.path} has just ended. Try again", USAGE)
-    before = fleet.about["adjusted"]
-    deadline = time.monotonic() + plan.timeout
-    while time.monotonic() < deadline:
-        fleet = folder.fleet()
-        if fleet is None:
-            raise CommandError(
-                f"the supervisor of the fleet in {folder.path} ended: {log_end(folder.logs / 'supervisor.log')}", BUG
-            )
-        states = _states(fleet)
-        if fleet.about["adjusted"] > before and len(states) == plan.workers and set(states) <= GONE | {"ready"}:
-            return fleet
-        time.sleep(POLL_S)
-    raise DeadlineError(
-        f"the fleet in {folder.path} does not have {plan.workers} workers ready after {plan.timeout:g} s. See the "
-        f"logs in {folder.logs}"
-    )
-
-
-def _states(fleet: Fleet) -> list[str]:
-    return [daemon["state"] for daemon in fleet.about["daemons"] if daemon["name"] != "coordinator"]
 
 
 def _end(identity: Identity, deadline: float) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.console.exit_codes import USAGE, CommandError
-from penstock.deploy.engines.engine import Fleet, FleetPlan, worker_name
+from penstock.deploy.engines.engine import Daemon, Fleet, FleetPlan, worker_name
 from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.ray_actor import DaemonActor, node_folder
 from penstock.proto.errors import AuthenticationError, DeadlineError, PenstockError
@@ -60,54 +60,52 @@ _LASTING: dict[str, Any] = {
 
 
 def ray_up(plan: FleetPlan, folder: FleetFolder) -> Fleet:
-    """Start the fleet, or adjust the workers of a running one. Return when all are ready, or, after `timeout_s`, the
-    coordinator and a worker: Ray keeps trying to place the others.
+    """Start the fleet. Return when all are ready, or, after `timeout_s`, the coordinator and a worker: Ray keeps trying
+    to place the others.
 
-    Raises DeadlineError if the coordinator or all workers are late; CommandError with a daemon's error, for another
-    plan, or without the package ray; PenstockError if Ray cannot be reached or lost an actor.
+    Raises DeadlineError if the coordinator or all workers are late; CommandError with a daemon's error, for a fleet
+    that runs already, or without the package ray; PenstockError if Ray cannot be reached or lost an actor.
     """
     with _connected(plan.ray_address) as ray:
-        there, asked = _actors_of(ray, plan.name), plan
-        _refuse_another_plan(there, folder, plan)
-        token = _token(plan)
+        if _actors_of(ray, plan.name):
+            raise CommandError(
+                f"a fleet {plan.name} already runs on this Ray cluster. End it by `penstock down`, or choose another "
+                "--name",
+                USAGE,
+            )
+        token_file, token = plan.token_file, _token(plan)
         if token:
             plan = plan.model_copy(update={"token_file": str(node_folder(plan) / "token")})
-        started: dict[str, Any] = dict(there)
+        started: dict[str, Any] = {}
         deadline = time.monotonic() + plan.timeout
         try:
             coordinator = _coordinator_name(plan.name)
-            if coordinator not in started:
-                started[coordinator] = _start_coordinator(ray, plan, token)
-            about = _ready(ray, {coordinator: started[coordinator]}, plan, deadline)
+            started[coordinator] = _start_coordinator(ray, plan, token)
+            about = _ready(ray, started, plan, deadline)
             address = about[coordinator]["line"]
-            wanted = [worker_name(plan.name, number) for number in range(1, plan.workers + 1)]
-            for name in wanted:
-                if name not in started:
-                    options = worker_options(plan) | {"name": name}
-                    started[name] = _remote(ray, options, plan.model_dump(), name, address, token)
-            about |= _ready(ray, {name: started[name] for name in wanted}, plan, deadline, some=True)
+            options, workers = worker_options(plan), {}
+            for name in [worker_name(plan.name, number) for number in range(1, plan.workers + 1)]:
+                workers[name] = _remote(ray, options | {"name": name}, plan.model_dump(), name, address, token)
+                started[name] = workers[name]
+            about |= _ready(ray, workers, plan, deadline, some=True)
         except BaseException:
-            _stop(ray, {name: actor for name, actor in started.items() if name not in there}, GIVE_UP_S)
+            _stop(ray, started, GIVE_UP_S)
             raise
-        _stop(ray, {name: actor for name, actor in started.items() if name not in (*wanted, *about)})
-        folder.save_plan(asked)
         return Fleet(
             engine="ray",
             name=plan.name,
-            folder=str(folder.path),
+            dir=str(folder.path),
             coordinator=address,
-            token_file=asked.token_file,
+            token_file=token_file,
             tls=plan.tls_files,
-            about={
-                "ray_address": _cluster(ray, plan),
-                "daemons": [{"name": name, **status} for name, status in about.items()],
-            },
+            ray_address=_cluster(ray, plan),
+            daemons=[Daemon(name=name, **status) for name, status in about.items()],
         )
 
 
 def ray_down(fleet: Fleet, timeout_s: float) -> list[str]:
     """End the workers, then the coordinator. Return a text for each."""
-    with _connected(fleet.about["ray_address"]) as ray:
+    with _connected(fleet.ray_address) as ray:
         return _stop(ray, _actors_of(ray, fleet.name), timeout_s)
 
 
@@ -178,20 +176,6 @@ def _node_of_coordinator(nodes: list[dict[str, Any]], wanted: str) -> dict[str, 
     raise CommandError(
         f"the Ray cluster has {what} for the coordinator. Set --coordinator-node to one of {known}", USAGE
     )
-
-
-def _refuse_another_plan(there: Mapping[str, Any], folder: FleetFolder, plan: FleetPlan) -> None:
-    """Refuse a plan that differs in more than the number of workers from a running fleet's."""
-    if not there:
-        return
-    before = folder.plan()
-    others = [name for name in before.differences(plan) if name != "--workers"] if before is not None else ["--dir"]
-    if others:
-        raise CommandError(
-            f"a fleet {plan.name} with another {', '.join(others)} already runs on this Ray cluster. End it by "
-            "`penstock down`",
-            USAGE,
-        )
 
 
 def _token(plan: FleetPlan) -> str:

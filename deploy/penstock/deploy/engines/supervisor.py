@@ -2,8 +2,8 @@
 
     python -m penstock.deploy.engines.supervisor FOLDER PLAN    (started by `up --detach`)
 
-It holds the lock of the fleet's folder and keeps the record up to date. On SIGUSR1 it reads the plan again, and adjusts
-the workers. SIGTERM and Ctrl-C end the workers, which migrate their slots, then the coordinator.
+It holds the lock of the fleet's folder and keeps the record up to date. SIGTERM and Ctrl-C end the workers, which
+migrate their slots, then the coordinator.
 """
 
 from __future__ import annotations
@@ -17,13 +17,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from penstock.deploy.console.exit_codes import BUG, INTERRUPTED, PORT_TAKEN, USAGE, CommandError, exit_code
-from penstock.deploy.console.signals import ending_signals
-from penstock.deploy.engines.engine import Fleet, FleetPlan, worker_name
+from penstock.deploy.console.exit_codes import BUG, INTERRUPTED, USAGE, CommandError, exit_code
+from penstock.deploy.engines.engine import Daemon, Fleet, FleetPlan, worker_name
 from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, FleetKeeper
 from penstock.proto.errors import DeadlineError, PenstockError
@@ -36,8 +33,6 @@ _log = logging.getLogger("penstock.deploy.engines")
 
 LEFTOVERS_S = 30.0
 """Longest time in seconds until the daemons of a killed supervisor have ended."""
-RECORD_AGAIN_S = 2.0
-"""Seconds between two attempts to write the record after a failure."""
 
 
 def supervise(
@@ -55,7 +50,6 @@ def supervise(
         raise CommandError(f"a fleet already runs in {folder.path}. End it by `penstock down`", USAGE)
     try:
         folder.hold(lock, Identity.of(os.getpid()))
-        folder.save_plan(plan)
         _end_leftovers(folder)
         try:
             asyncio.run(_Supervisor(plan, folder, ready).run(parent_pid))
@@ -69,12 +63,12 @@ def _end_leftovers(folder: FleetFolder) -> None:
     """Wait until the daemons of a killed supervisor have ended; kill those that do not."""
     fleet = folder.fleet()
     deadline = time.monotonic() + LEFTOVERS_S
-    for daemon in fleet.about["daemons"] if fleet is not None else ():
-        process = Identity(**daemon["identity"]).open() if daemon["identity"] else None
+    for daemon in fleet.daemons if fleet is not None else ():
+        process = daemon.identity.open() if daemon.identity else None
         if process is None:
             continue
         with process:
-            _log.info("waiting for %s of the fleet before this one to end", daemon["name"])
+            _log.info("waiting for %s of the fleet before this one to end", daemon.name)
             if not process.wait(deadline - time.monotonic()):
                 process.kill()
                 process.wait(LEFTOVERS_S)
@@ -83,26 +77,17 @@ def _end_leftovers(folder: FleetFolder) -> None:
 class _Supervisor:
     def __init__(self, plan: FleetPlan, folder: FleetFolder, ready: Callable[[Fleet], None]) -> None:
         self._plan, self._folder, self._announce = plan, folder, ready
-        self._plan_changed = asyncio.Event()
         self._up = False
-        self._adjusted = 0
-        self._unwritten: asyncio.TimerHandle | None = None
-        """Next attempt to write the record after a failure."""
-        self._workers: dict[str, FleetKeeper] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._workers: list[FleetKeeper] = []
         self._tasks: dict[asyncio.Task[None], FleetKeeper] = {}
-        # With port 0: the address that training jobs already use is tried before a new one.
-        before = folder.address
-        host, _, port = plan.listen.rpartition(":")
-        self._again = before if port == "0" and before.rpartition(":")[0] == host else ""
-        self._coordinator = self._make_coordinator()
-
-    def _make_coordinator(self) -> FleetKeeper:
-        def command(line: str) -> list[str]:
-            return self._plan.coordinator_command(str(self._folder.state_dir), line or self._again or self._plan.listen)
-
-        log = self._folder.logs / "coordinator.log"
-        return FleetKeeper("coordinator", command, log, restart_always=True, changed=self._record)
+        self._coordinator = FleetKeeper(
+            "coordinator",
+            # Once port 0 has chosen a port, later starts use it, because peers have its address.
+            lambda line: plan.coordinator_command(str(folder.state_dir), line or plan.listen),
+            folder.logs / "coordinator.log",
+            restart_always=True,
+            changed=self._record,
+        )
 
     async def run(self, parent_pid: int | None) -> None:
         loop = asyncio.get_running_loop()
@@ -112,9 +97,9 @@ class _Supervisor:
                 Process(parent_pid).on_end(stop.set)
             except ProcessLookupError:
                 return
-        for number in (signal.SIGINT, *ending_signals()):
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as under nohup
+        for number in (signal.SIGINT, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,))):
             loop.add_signal_handler(number, stop.set)
-        loop.add_signal_handler(signal.SIGUSR1, self._plan_changed.set)
         stopped = asyncio.ensure_future(stop.wait())
         living = asyncio.ensure_future(self._live())
         try:
@@ -129,62 +114,52 @@ class _Supervisor:
         finally:
             for task in (stopped, living):
                 task.cancel()
-            await self._end()
-            await asyncio.gather(stopped, living, return_exceptions=True)
+            await asyncio.gather(*(kept.stop(WORKER_GRACE_S) for kept in self._workers))
+            await self._coordinator.stop(COORDINATOR_GRACE_S)
+            await asyncio.gather(*self._tasks, stopped, living, return_exceptions=True)
 
     async def _live(self) -> None:
         """Start all daemons, call `ready`, and watch them until the last worker was stopped on request."""
+        plan, logs = self._plan, self._folder.logs
         try:
-            async with asyncio.timeout(self._plan.timeout):
-                await self._start_coordinator()
-                self._folder.address = self._coordinator.line
-                self._adjust()
-                await self._until_ready(list(self._workers.values()))
+            async with asyncio.timeout(plan.timeout):
+                await self._start([self._coordinator])
+                address = self._coordinator.line
+                host = address.rpartition(":")[0]
+                for name in [worker_name(plan.name, number) for number in range(1, plan.workers + 1)]:
+                    command = plan.worker_command(name, address, f"{host}:0")
+                    self._workers.append(
+                        FleetKeeper(
+                            f"worker {name}",
+                            lambda _, command=command: command,  # type: ignore[misc]
+                            logs / f"{name}.log",
+                            restart_always=False,
+                            changed=self._record,
+                        )
+                    )
+                await self._start(self._workers)
         except TimeoutError:
-            waits = [kept.title for kept in (self._coordinator, *self._workers.values()) if not kept.ready.is_set()]
+            waits = [kept.title for kept in (self._coordinator, *self._workers) if not kept.ready.is_set()]
             raise DeadlineError(
-                f"the fleet in {self._folder.path} is not ready after {self._plan.timeout:g} s: it waits for "
-                f"{', '.join(waits)}. See the logs in {self._folder.logs}, or raise --timeout"
+                f"the fleet in {self._folder.path} is not ready after {plan.timeout:g} s: it waits for "
+                f"{', '.join(waits)}. See the logs in {logs}, or raise --timeout"
             ) from None
         self._up = True
         self._record()
         self._announce(self._fleet())
-        while True:
-            plan_changed = asyncio.ensure_future(self._plan_changed.wait())
-            await asyncio.wait([plan_changed, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
-            plan_changed.cancel()
-            if self._plan_changed.is_set():
-                self._plan_changed.clear()
-                self._plan = self._folder.plan() or self._plan
-                _log.info("changing the number of workers to %d", self._plan.workers)
-                self._adjusted += 1
-                self._adjust()
-            for task in [task for task in self._tasks if task.done()]:
+        while not all(worker.state in ("failed", "left") for worker in self._workers):
+            ended, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
                 self._ended(task)
-            if all(worker.state in ("failed", "left") for worker in self._workers.values()):
-                _log.info("the last worker stopped on request: the fleet ends")
-                return
+        _log.info("the last worker stopped on request: the fleet ends")
 
-    async def _start_coordinator(self) -> None:
-        self._keep(self._coordinator)
+    async def _start(self, daemons: list[FleetKeeper]) -> None:
+        """Start daemons and wait until all are ready. Raises the error of one that is given up, or CommandError for
+        one that was stopped before."""
+        self._tasks |= {asyncio.ensure_future(kept.run()): kept for kept in daemons}
+        waits = [asyncio.ensure_future(kept.ready.wait()) for kept in daemons]
         try:
-            await self._until_ready([self._coordinator])
-        except CommandError as error:
-            if not self._again or error.code != PORT_TAKEN:
-                raise
-            _log.warning("the coordinator's former address %s is not available; using a free one", self._again)
-            self._again = ""
-            self._tasks.clear()
-            self._coordinator = self._make_coordinator()
-            self._keep(self._coordinator)
-            await self._until_ready([self._coordinator])
-
-    async def _until_ready(self, kept: list[FleetKeeper]) -> None:
-        """Raises the error of a daemon that is given up, or CommandError for one that was stopped before."""
-        waits = [asyncio.ensure_future(daemon.ready.wait()) for daemon in kept]
-        try:
-            while not all(wait.done() for wait in waits):
-                pending = [wait for wait in waits if not wait.done()]
+            while pending := [wait for wait in waits if not wait.done()]:
                 await asyncio.wait([*pending, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in self._tasks if task.done()]:
                     task.result()
@@ -194,30 +169,6 @@ class _Supervisor:
             for wait in waits:
                 wait.cancel()
 
-    def _keep(self, kept: FleetKeeper) -> None:
-        self._tasks[asyncio.ensure_future(kept.run())] = kept
-
-    def _adjust(self) -> None:
-        """Start or end workers until their number is the plan's; start failed or stopped ones again."""
-        wanted = [worker_name(self._plan.name, number) for number in range(1, self._plan.workers + 1)]
-        for name in [name for name in self._workers if name not in wanted]:
-            leaving = asyncio.ensure_future(self._workers.pop(name).stop(WORKER_GRACE_S))
-            self._leaving.add(leaving)
-            leaving.add_done_callback(self._leaving.discard)
-        host = self._coordinator.line.rpartition(":")[0]
-        for name in wanted:
-            if name in self._workers and self._workers[name].state not in ("left", "failed"):
-                continue
-            self._workers[name] = kept = FleetKeeper(
-                f"worker {name}",
-                lambda _, name=name: self._plan.worker_command(name, self._coordinator.line, f"{host}:0"),  # type: ignore[misc]
-                self._folder.logs / f"{name}.log",
-                restart_always=False,
-                changed=self._record,
-            )
-            self._keep(kept)
-        self._record()
-
     def _ended(self, task: asyncio.Task[None]) -> None:
         kept = self._tasks.pop(task)
         try:
@@ -225,60 +176,40 @@ class _Supervisor:
         except CommandError as error:
             if kept is self._coordinator:
                 raise
-            _log.error("%s. The worker is not started again; to retry, run the same `penstock up`", error)
-            if all(worker.state in ("failed", "left") for worker in self._workers.values()):
+            _log.error("%s. The worker is not started again", error)
+            if all(worker.state in ("failed", "left") for worker in self._workers):
                 raise CommandError(
                     f"the fleet ends because no worker is left; the last one failed: {error}", error.code
                 ) from error
 
-    async def _end(self) -> None:
-        workers = [kept for kept in self._tasks.values() if kept is not self._coordinator]
-        await asyncio.gather(*(kept.stop(WORKER_GRACE_S) for kept in workers), *self._leaving)
-        await self._coordinator.stop(COORDINATOR_GRACE_S)
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
     # ---- record
 
     def _fleet(self) -> Fleet:
+        daemons = []
+        for kept in (self._coordinator, *self._workers):
+            name, identity = kept.title.removeprefix("worker "), None
+            if kept.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    identity = Identity.of(kept.pid)
+            daemons.append(Daemon(name=name, state=kept.state, restarts=kept.restarts, identity=identity))
         return Fleet(
             engine="local",
             name=self._plan.name,
-            folder=str(self._folder.path),
+            dir=str(self._folder.path),
             coordinator=self._coordinator.line,
             token_file=self._plan.token_file,
             tls=self._plan.tls_files,
-            about={
-                "supervisor": asdict(Identity.of(os.getpid())),
-                "ready": self._up,
-                "adjusted": self._adjusted,
-                "daemons": [
-                    _daemon(name, kept) for name, kept in {"coordinator": self._coordinator, **self._workers}.items()
-                ],
-            },
+            daemons=daemons,
+            supervisor=Identity.of(os.getpid()),
         )
 
     def _record(self) -> None:
-        """Write the record. If that fails (a full disk), the fleet keeps running and the write is retried."""
-        if self._unwritten is not None:
-            self._unwritten.cancel()
+        """Write the record. If that fails (a full disk), the fleet keeps running: whoever needs the record, `penstock
+        down`, finds the supervisor by its lock too."""
         try:
             self._folder.save(self._fleet())
         except CommandError as error:
-            if self._unwritten is None:
-                _log.error("%s; the fleet keeps running, and the write is retried every %g s", error, RECORD_AGAIN_S)
-            self._unwritten = asyncio.get_running_loop().call_later(RECORD_AGAIN_S, self._record)
-        else:
-            if self._unwritten is not None:
-                _log.info("the record of the fleet is up to date again")
-            self._unwritten = None
-
-
-def _daemon(name: str, kept: FleetKeeper) -> dict[str, Any]:
-    identity = None
-    if kept.pid:
-        with contextlib.suppress(ProcessLookupError):
-            identity = asdict(Identity.of(kept.pid))
-    return {"name": name, "state": kept.state, "restarts": kept.restarts, "identity": identity}
+            _log.error("%s; the fleet keeps running", error)
 
 
 def main() -> int:

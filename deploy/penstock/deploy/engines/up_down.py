@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 from penstock.deploy.console.exit_codes import INTERRUPTED, USAGE, CommandError
 from penstock.deploy.console.settings import UpSettings, WorkerSettings, flag, resolve
-from penstock.deploy.console.signals import signals_as_errors
 from penstock.deploy.engines import local
 from penstock.deploy.engines.engine import Fleet, FleetPlan, exports
 from penstock.deploy.engines.fleet_folder import FleetFolder, default_folder
@@ -25,8 +25,6 @@ __all__ = ["run_down", "run_up"]
 
 _OF_RAY = ("ray_address", "near", "coordinator_node", "state_dir", "send_token")
 """Settings that only the engine ray has."""
-DOWN_S = 60.0
-"""Seconds for a fleet that is stopped while it starts, before its processes are killed."""
 
 
 def run_up(flags: dict[str, Any], token_file: Path | None, *, detach: bool, as_json: bool, debug: bool) -> None:
@@ -47,26 +45,14 @@ def run_up(flags: dict[str, Any], token_file: Path | None, *, detach: bool, as_j
     tls = settings.tls()
     refuse_unsafe(plan.listen, encrypted=tls is not None and bool(tls.cert), insecure=plan.insecure)
     if detach:
-        _print_exports(_up_detached(plan, folder), as_json)
+        signal.signal(signal.SIGTERM, _interrupted)
+        _print_exports(local.up(plan, folder), as_json)
     else:
         supervise(plan, folder, lambda fleet: _print_exports(fleet, as_json))
 
 
-def _up_detached(plan: FleetPlan, folder: FleetFolder) -> Fleet:
-    """Start the fleet. A signal that ends this process also ends a fleet that is being started, as Ctrl-C does."""
-    signals = signals_as_errors(
-        lambda number: CommandError(
-            f"the fleet in {folder.path} was ended by {number.name} while it was starting", INTERRUPTED
-        )
-    )
-    with signals as check:
-        fleet = local.up(plan, folder)
-        try:
-            check()
-        except CommandError:
-            local.down(folder, DOWN_S)
-            raise
-    return fleet
+def _interrupted(number: int, _: object) -> None:
+    raise CommandError("ended by SIGTERM while the fleet was starting. Start it again", INTERRUPTED)
 
 
 def _plan_of(settings: UpSettings, token_file: Path | None, folder: FleetFolder) -> FleetPlan:
@@ -82,6 +68,11 @@ def _plan_of(settings: UpSettings, token_file: Path | None, folder: FleetFolder)
             raise InvalidArgumentError(
                 f"{flag(name)} must be given only with --engine ray, got --engine local. Omit it"
             )
+    if not is_local and settings.listen.endswith(":0"):
+        raise InvalidArgumentError(
+            "--listen must have a port other than 0 with --engine ray, so that Ray can start the coordinator again at "
+            "the same address"
+        )
     cores = max(1, len(os.sched_getaffinity(0)) // settings.workers)
     slots = settings.slots or (cores if is_local else 8)
     checked = resolve(WorkerSettings, slots=slots, allow=settings.allow, name=settings.name)
@@ -121,15 +112,9 @@ def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
     fleet = folder.fleet()
     if fleet is None or fleet.engine == "local":
         ended = local.down(folder, timeout_s)
-    elif fleet.engine == "ray":
+    else:
         ended = ray_down(fleet, timeout_s)
         folder.forget()
-    else:  # another release wrote the record
-        raise CommandError(
-            f"the engine must be local or ray, got {fleet.engine} for the fleet in {folder.path}. Run `penstock down` "
-            "of the release that started it",
-            USAGE,
-        )
     if as_json:
         about = {"engine": fleet.engine, "name": fleet.name} if fleet is not None else {"engine": None, "name": None}
         print(json.dumps({**about, "dir": str(folder.path), "ended": ended}, indent=2))

@@ -26,8 +26,7 @@ def up(
     """Start a coordinator and workers, and keep them running: here, or on Ray.
 
     Once all are ready, prints the variables by which a training job finds the fleet. In the foreground Ctrl-C ends the
-    fleet; otherwise `penstock down` does. To change the number of workers of a detached local fleet, run the same
-    command with another --workers. To restart workers that have ended, run it again.
+    fleet; otherwise `penstock down` does.
 
     \b
     Examples:
