@@ -45,9 +45,9 @@ LIGHT = (
     *(f"operations.{name}" for name in ("run_daemon", "show_status", "show_state", "state_values")),
     *(f"operations.{name}" for name in ("watch_status", "list_settings")),
     "demo.run_demo",
-    *(f"doctor.{name}" for name in ("loader_check", "loader_report", "trial_process", "findings")),
+    *(f"doctor.{name}" for name in ("loader_check", "loader_report", "findings")),
     *(f"doctor.{name}" for name in ("machine_check", "cluster_check")),
-    *(f"replay.{name}" for name in ("replay_batch", "replay_report", "archive", "replay_processes", "stream_replay")),
+    *(f"replay.{name}" for name in ("replay_batch", "replay_report", "stream_replay")),
     *(f"engines.{name}" for name in ("up_down", "supervisor", "local", "ray")),
 )
 
@@ -205,7 +205,6 @@ def test_unprintable_name_is_escaped(shell: Any) -> None:
         ("state", "job", "--step", "9" * 20),
         ("replay", "job", "--allow", "x", "--step", "9" * 20),
         ("replay", "job", "--allow", "x", "--step", "1", "--box", "9" * 10),
-        ("replay", "job", "--allow", "x", "--step", "1", "--attempt", "9" * 20),
         ("doctor", "os:getcwd", "--seed", "9" * 20),
     ],
 )

@@ -140,7 +140,6 @@ def test_token_is_that_of_the_coordinator(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "token").write_text("announced")
     announce(replace(one(), token_file=str(tmp_path / "token")))
     monkeypatch.setenv("PENSTOCK_TOKEN", "mine")
-    monkeypatch.setattr("penstock.deploy.console.peer.accepts", lambda address: False)
     assert Peer().token() == "announced"
     assert Peer(coordinator="unix:/x/lm").token() == "announced"
     assert Peer(coordinator="head:1").token() == "mine"
@@ -157,27 +156,20 @@ def test_given_tls_files_take_precedence() -> None:
 
 
 @pytest.mark.usefixtures("_no_settings")
-def test_daemon_at_default_address_is_listed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.deploy.console.peer.accepts", lambda address: True)
-    announce(one())
-    assert Peer().address == "unix:/x/lm"  # without a token a command could not call the other one
-    monkeypatch.setenv("PENSTOCK_TOKEN", "of-the-daemon")
-    with pytest.raises(InvalidArgumentError, match=r"2 are known here: .*; the default address: 127.0.0.1:7070"):
-        _ = Peer().address
-    assert Peer(job="lm").address == "unix:/x/lm"
-    assert Peer(coordinator="127.0.0.1:7070").token() == "of-the-daemon"
-    withdraw("/x/lm")
-    assert Peer().address == "127.0.0.1:7070"
-
-
-@pytest.mark.usefixtures("_no_settings")
 def test_fleet_of_up_is_found(tmp_path: Path) -> None:
     folder = FleetFolder(tmp_path / "fleet")
     folder.make()
-    me = {"pid": os.getpid(), **{k: v for k, v in vars(Identity.of(os.getpid())).items() if k != "pid"}}
-    about = {"supervisor": me, "ready": True, "adjusted": 0, "daemons": []}
-    tls = {"tls_ca": "/ca", "tls_key": "/key"}
-    folder.save(Fleet("local", "eval", str(folder.path), "127.0.0.1:1", "/x/token", tls, about))
+    folder.save(
+        Fleet(
+            engine="local",
+            name="eval",
+            dir=str(folder.path),
+            coordinator="127.0.0.1:1",
+            token_file="/x/token",
+            tls={"tls_ca": "/ca", "tls_key": "/key"},
+            supervisor=Identity.of(os.getpid()),
+        )
+    )
     (found,) = announced()
     assert (found.what, found.name, found.address, found.tls) == ("fleet", "eval", "127.0.0.1:1", {"tls_ca": "/ca"})
     assert Peer(job="eval").address == "127.0.0.1:1"

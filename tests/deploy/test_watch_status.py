@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.deploy.operations.watch_status import LEAST_ROWS, Screen, fit
+from penstock.deploy.operations.watch_status import Screen, fit
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.cluster_view import ClusterView, view
 
@@ -85,10 +85,10 @@ def test_failed_slot_stands_above_waiting_slots() -> None:
     assert row.rstrip().endswith("InputFnError: it raised")
 
 
-def test_room_is_dealt_out_by_what_matters() -> None:
-    assert fit([100, 100, 100], 15) == [LEAST_ROWS] * 3
-    assert fit([100, 2, 100], 30) == [3 + 30 - 5 - 4 - 5, 2, 3]
-    assert fit([100, 100], 6) == [4, 0]
+def test_each_table_gets_its_share_of_the_rows() -> None:
+    assert fit([100, 100, 100], 15) == [3, 3, 3]
+    assert fit([100, 2, 100], 30) == [8, 2, 14]
+    assert fit([1, 100], 4) == [0, 2]
     assert fit([], 10) == []
 
 

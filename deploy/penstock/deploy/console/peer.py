@@ -12,7 +12,7 @@ from penstock.deploy.console.settings import PeerSettings, resolve
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.addresses import UNIX
 from penstock.runtime.config.settings import source_of
-from penstock.runtime.process.announcements import Announcement, accepts, announced
+from penstock.runtime.process.announcements import Announcement, announced
 from penstock.runtime.telemetry.logs import printable
 
 if TYPE_CHECKING:  # at run time gRPC is imported only when a command needs it
@@ -65,13 +65,6 @@ class Peer:
     def _named(self) -> str:
         return resolve(PeerSettings, **self._flags).coordinator
 
-    def _unannounced(self, found: list[Announcement]) -> list[str]:
-        """Return a line about the default address if a `penstock coordinator`, which announces nothing, may listen
-        there. Without a set token the command could not call it: it may be another user's."""
-        if not found or not token_source() or self._named in [one.address for one in found] or not accepts(self._named):
-            return []
-        return [f"the default address: {self._named}"]
-
     @cached_property
     def _announcement(self) -> Announcement | None:
         """Announcement of the named address, else of --job, else the only one. Raises InvalidArgumentError for
@@ -82,18 +75,16 @@ class Peer:
         if self._is_named:
             return next((one for one in found if one.address == self._named), None)
         fit = [one for one in found if self._job is None or one.name == self._job]
-        listed = [*map(str, fit), *(self._unannounced(fit) if self._job is None else ())]
-        if len(listed) > 1:
+        here = printable("; ".join(map(str, fit or found))) or "none"
+        if len(fit) > 1:
             raise InvalidArgumentError(
-                f"a coordinator must be named, because {len(listed)} are known here: {printable('; '.join(listed))}. "
-                "Choose one by --job NAME or --coordinator ADDRESS"
+                f"a coordinator must be named, because {len(fit)} are known here: {here}. Choose one by --job NAME or "
+                "--coordinator ADDRESS"
             )
         if self._job is not None and not fit:
-            here = printable("; ".join(map(str, found))) or "none"
-            offer = "Name one of these, or pass" if found else "Pass"
             raise InvalidArgumentError(
                 f"--job must be the job of an embedded appliance that runs here, or the name of a fleet of `penstock "
-                f"up`, got {self._job!r}; running: {here}. {offer} --coordinator ADDRESS"
+                f"up`, got {self._job!r}; running: {here}. Name one of these, or pass --coordinator ADDRESS"
             )
         return fit[0] if fit else None
 

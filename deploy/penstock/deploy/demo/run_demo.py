@@ -3,9 +3,9 @@ workers, and compares all batches with a run without faults."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -14,13 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.console.signals import signals_as_errors
 from penstock.deploy.engines import local
 from penstock.deploy.engines.engine import Fleet, FleetPlan
 from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.proto.errors import WorkerLostError
 from penstock.proto.rpc.calls import CoordinatorClient
-from penstock.runtime.process.identity import Identity
 
 __all__ = ["run_demo"]
 
@@ -31,8 +29,8 @@ INPUT = "penstock.deploy.demo.demo_input"
 
 
 class _Demo:
-    def __init__(self, fleet: Fleet, show: Any) -> None:
-        self._fleet, self._show = fleet, show
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
         self._token = Path(fleet.token_file).read_text().strip()
         self.killed = ""
         self.recoveries = 0
@@ -78,77 +76,61 @@ class _Demo:
             reply = client.status()
         slots = [slot for status in reply.runs if status.run == run for box in status.boxes for slot in box.slots]
         self.killed = slots[0].worker
-        record = FleetFolder(Path(self._fleet.folder)).fleet()
+        record = FleetFolder(Path(self._fleet.dir)).fleet()
         assert record is not None
-        for daemon in record.about["daemons"]:
-            if daemon["name"] == self.killed and daemon["identity"] is not None:
-                Identity(**daemon["identity"]).send(signal.SIGKILL)
-                self._show(f"    step {KILL_AT}: worker {self.killed}, which makes the next batches, is killed")
+        for daemon in record.daemons:
+            if daemon.name == self.killed and daemon.identity is not None:
+                daemon.identity.send(signal.SIGKILL)
+                _show(f"    step {KILL_AT}: worker {self.killed}, which makes the next batches, is killed")
                 return
         raise WorkerLostError(f"worker {self.killed} ended before the demo could kill it. Run the demo again")
 
 
-def run_demo(as_json: bool) -> int:
+def run_demo() -> int:
     """Run the demo and print the result; 0 if the batches with faults equal those without, else 1."""
     began = time.monotonic()
-
-    def show(line: str) -> None:
-        if not as_json:
-            print(line, flush=True)
 
     def took(since: float) -> str:
         return f"({time.monotonic() - since:.1f} s)"
 
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # which ends the daemons too
     for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
         del os.environ[name]  # variables of another installation, which the demo must not use
-    show("Penstock on this machine: a coordinator, two worker daemons, a training loop. All end with the demo.\n")
-    signals = signals_as_errors(lambda number: SystemExit(128 + number))  # so that a signal ends the daemons too
-    with signals, _fleet() as fleet, warnings.catch_warnings():
+    _show("Penstock on this machine: a coordinator, two worker daemons, a training loop. All end with the demo.\n")
+    with _fleet() as fleet, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the warning about the recovery, which the demo reports itself
-        demo = _Demo(fleet, show)
-        show(f"1   penstock up: the coordinator listens on {fleet.coordinator}, with two workers {took(began)}")
+        demo = _Demo(fleet)
+        _show(f"1   penstock up: the coordinator listens on {fleet.coordinator}, with two workers {took(began)}")
         since = time.monotonic()
-        show(f"2   A training loop streams {STEPS} shuffled batches, which both workers make in turn.")
-        show("    The workers import PyTorch first, which takes seconds.")
+        _show(f"2   A training loop streams {STEPS} shuffled batches, which both workers make in turn.")
+        _show("    The workers import PyTorch first, which takes seconds.")
         whole, _ = demo.stream("undisturbed", 2)
-        show(f"    digest of the stream: {whole[STEPS]:016x} {took(since)}")
+        _show(f"    digest of the stream: {whole[STEPS]:016x} {took(since)}")
         since = time.monotonic()
-        show("3   The same again, with a fault.")
+        _show("3   The same again, with a fault.")
         disturbed, state = demo.stream("disturbed", 2, until=SAVE_AT)
-        show(f"    the loop waited {demo.longest_s:.1f} s at most: the coordinator moved the work to another worker")
-        show(f"    step {SAVE_AT}: the loop saves its state and ends {took(since)}")
+        _show(f"    the loop waited {demo.longest_s:.1f} s at most: the coordinator moved the work to another worker")
+        _show(f"    step {SAVE_AT}: the loop saves its state and ends {took(since)}")
         since = time.monotonic()
-        show("4   Resumed from the state, with three workers instead of two.")
+        _show("4   Resumed from the state, with three workers instead of two.")
         resumed, _ = demo.stream("resumed", 3, state=state)
-        show(f"    digest of the stream: {resumed[STEPS]:016x} {took(since)}\n")
-        both = disturbed | resumed
-        same = sum(both.get(step) == digest for step, digest in whole.items())
-        checks = {
-            f"{same} of {STEPS} steps are the same batches": same == len(both) == STEPS,
-            "killed and resumed, the whole stream has the same digest": resumed.get(STEPS) == whole[STEPS],
-            f"worker {demo.killed} was killed, and the loop recovered": demo.recoveries > 0,
-        }
+        _show(f"    digest of the stream: {resumed[STEPS]:016x} {took(since)}\n")
+    both = disturbed | resumed
+    same = sum(both.get(step) == digest for step, digest in whole.items())
+    checks = {
+        f"{same} of {STEPS} steps are the same batches": same == len(both) == STEPS,
+        "killed and resumed, the whole stream has the same digest": resumed.get(STEPS) == whole[STEPS],
+        f"worker {demo.killed} was killed, and the loop recovered": demo.recoveries > 0,
+    }
     for what, well in checks.items():
-        show(f"{'ok  ' if well else 'BAD '}{what}")
-    seconds = time.monotonic() - began
-    show(f"{seconds:.0f} s. Next: penstock up --allow yourmodule, penstock doctor yourmodule:input_fn, and the README.")
-    ok = all(checks.values())
-    if as_json:
-        found = {
-            "ok": ok,
-            "steps": STEPS,
-            "same": same,
-            "digest": f"{whole[STEPS]:016x}",
-            "digest_resumed": f"{resumed[STEPS]:016x}",
-            "killed": {"worker": demo.killed, "step": KILL_AT},
-            "recoveries": demo.recoveries,
-            "longest_wait_s": round(demo.longest_s, 3),
-            "saved_at": SAVE_AT,
-            "workers": [2, 3],
-            "seconds": round(seconds, 1),
-        }
-        print(json.dumps(found, indent=2))
-    return 0 if ok else 1
+        _show(f"{'ok  ' if well else 'BAD '}{what}")
+    next_steps = "penstock up --allow yourmodule, penstock doctor yourmodule:input_fn, and the README"
+    _show(f"{time.monotonic() - began:.0f} s. Next: {next_steps}.")
+    return 0 if all(checks.values()) else 1
+
+
+def _show(line: str) -> None:
+    print(line, flush=True)
 
 
 @contextmanager

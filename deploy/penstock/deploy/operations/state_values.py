@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +17,6 @@ __all__ = ["as_json", "brief"]
 
 BYTES_IN_FULL = 1024
 """Largest bytes value that is shown in full; of a longer one only the size."""
-BRIEF_ITEMS = 8
-"""Most values of a container in the short form."""
-BRIEF_TEXT = 32
-BRIEF_DEPTH = 3
 
 
 def as_json(value: Any) -> Any:
@@ -46,34 +43,25 @@ def as_json(value: Any) -> Any:
     return {"$": type(value).__name__, "text": str(value)}
 
 
-def brief(value: Any, depth: int = 0) -> str:
-    """Return about one line: names and small values in full, the rest as type and size."""
-    if isinstance(value, str):
-        return repr(value if len(value) <= BRIEF_TEXT else value[:BRIEF_TEXT] + "...")
-    if isinstance(value, bytes | bytearray):
-        return f"{len(value)} bytes"
-    shape = _shape(value)
-    if shape is not None:
-        return f"{_dtype(value)}[{', '.join(map(str, shape))}]" if shape else f"{value.item()!r} ({_dtype(value)})"
-    if isinstance(value, Mapping):
-        if depth >= BRIEF_DEPTH and value:
-            return f"{{{len(value)} entries}}"
-        parts = [f"{_name(key)}: {brief(item, depth + 1)}" for key, item in list(value.items())[:BRIEF_ITEMS]]
-        return "{" + _rest(parts, len(value)) + "}"
-    if isinstance(value, list | tuple | set | frozenset):
-        if depth >= BRIEF_DEPTH and value:
-            return f"[{len(value)} items]"
-        return "[" + _rest([brief(item, depth + 1) for item in list(value)[:BRIEF_ITEMS]], len(value)) + "]"
-    return repr(value)
+class _Brief(reprlib.Repr):
+    """One line for a state: names and small values in full, the rest as type and size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring = 3, 48
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = 8
+
+    def repr1(self, x: Any, level: int) -> str:
+        shape = _shape(x)
+        if shape is None:
+            return super().repr1(x, level)
+        return f"{_dtype(x)}[{', '.join(map(str, shape))}]" if shape else f"{x.item()!r} ({_dtype(x)})"
+
+    def repr_bytes(self, x: bytes, level: int) -> str:
+        return f"{len(x)} bytes"
 
 
-def _rest(parts: list[str], count: int) -> str:
-    more = [f"{count - len(parts)} more"] if count > len(parts) else []
-    return ", ".join(parts + more)
-
-
-def _name(key: Any) -> str:
-    return key if isinstance(key, str) else repr(key)
+brief = _Brief().repr
 
 
 def _shape(value: Any) -> list[int] | None:

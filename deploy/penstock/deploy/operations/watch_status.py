@@ -8,6 +8,7 @@ do not fit.
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import textwrap
 import time
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.deploy.console.exit_codes import USAGE, CommandError
 from penstock.deploy.console.peer import Peer
-from penstock.deploy.console.signals import signals_as_errors
 from penstock.deploy.console.tables import Table, drawn
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError
 from penstock.runtime.telemetry.cluster_columns import BOXES, EVENTS, SLOTS, WORKERS, Columns, cells
@@ -35,30 +35,25 @@ __all__ = ["Screen", "watch_status"]
 DEADLINE_S = 5.0
 """Longest wait for an answer in seconds; a later one would not show the present."""
 INTERVAL_S = 1.0
-LEAST_ROWS = 3
-"""Rows that every table gets before one gets more."""
 WIDEST = 1000
 """Width in characters of a drawn table, cut at the right edge: the first columns matter most."""
 STYLES = {"": "", "info": "cyan", "warn": "yellow", "bad": "red"}
 
 
 def watch_status(peer: Peer) -> None:
-    """Show the screen until Ctrl-C; a signal that ends the process raises SystemExit. Only at the start it is an error
-    if the coordinator is out of reach: later training continues meanwhile."""
+    """Show the screen until Ctrl-C or SIGTERM. Only at the start it is an error if the coordinator is out of reach:
+    later training continues meanwhile."""
     from rich.live import Live
 
     console = _terminal()
     with peer.client() as client, contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual end
         address = peer.address
         found, answered_at = view(client.status(deadline_s=DEADLINE_S), address), time.monotonic()
-        live = Live(Screen(found), console=console, screen=True, auto_refresh=False)
-        # A signal restores the terminal too, also in the middle of the first drawing.
-        with signals_as_errors(lambda number: SystemExit(128 + number)) as check, contextlib.ExitStack() as leaving:
-            leaving.callback(live.stop)
-            live.start(refresh=True)
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # which restores the terminal
+        with Live(Screen(found), console=console, screen=True, auto_refresh=False) as live:
+            live.refresh()
             while True:
                 time.sleep(INTERVAL_S)
-                check()
                 away = ""
                 try:
                     found, answered_at = view(client.status(deadline_s=DEADLINE_S), address), time.monotonic()
@@ -86,23 +81,6 @@ def _terminal() -> Console:
 
 
 @dataclass(frozen=True)
-class Section:
-    """Table of the screen, rows sorted by importance. A row's `alarm` decides its color."""
-
-    columns: Columns[Any]
-    headings: Sequence[str]
-    rows: Sequence[Any]
-
-    def table(self, count: int) -> RichTable:
-        *others, last = self.headings
-        shown, more = self.rows[:count], len(self.rows) - count
-        heads = (*others, f"{last.rstrip('>')} ({more} more)" if more else last)
-        table = Table("", heads, cells(self.columns, self.headings, shown))
-        styles = [STYLES[view.alarm] for view in shown]
-        return drawn(table, styles, no_wrap=True, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-
-
-@dataclass(frozen=True)
 class Screen:
     """Screen that rich draws so that it fits the terminal. `away`: why the state is out of date."""
 
@@ -115,11 +93,11 @@ class Screen:
 
         width, height = options.max_width, options.height or console.height
         parts: list[Any] = [Text(line, style) for style, line in self._head(width, height)]
-        sections = [section for section in _sections(self.found) if section.rows]
-        counts = fit([len(section.rows) for section in sections], height - len(parts))
+        sections = [section for section in _sections(self.found) if section[2]]
+        counts = fit([len(rows) for _, _, rows in sections], height - len(parts))
         for section, count in zip(sections, counts, strict=True):
             if count:
-                parts += [Text(""), section.table(count)]
+                parts += [Text(""), _table(*section, count)]
         wide = options.update(width=WIDEST, height=None)
         lines = [line for one in parts for line in console.render_lines(one, wide, pad=False)]
         for line in lines[:height]:
@@ -145,37 +123,40 @@ class Screen:
 
 
 def fit(rows: Sequence[int], height: int) -> list[int]:
-    """Return how many of each table's `rows` fit into `height`, first tables first; a table takes two more lines."""
-    counts = [0] * len(rows)
+    """Return how many of each table's `rows` fit into `height`; a table takes two more lines."""
+    counts = []
     for index, count in enumerate(rows):
-        least = min(count, LEAST_ROWS)
-        if height >= least + 2:
-            counts[index] = least
-            height -= least + 2
-    for index, count in enumerate(rows):
-        if counts[index]:
-            more = min(count - counts[index], height)
-            counts[index] += more
-            height -= more
+        counts.append(max(0, min(count, height // (len(rows) - index) - 2)))
+        height -= counts[-1] + 2 if counts[-1] else 0
     return counts
 
 
-def _sections(found: ClusterView) -> list[Section]:
+def _table(columns: Columns[Any], headings: Sequence[str], rows: Sequence[Any], count: int) -> RichTable:
+    """Return the first `count` rows. A row's `alarm` decides its color."""
+    *others, last = headings
+    shown, more = rows[:count], len(rows) - count
+    table = Table("", (*others, f"{last.rstrip('>')} ({more} more)" if more else last), cells(columns, headings, shown))
+    styles = [STYLES[row.alarm] for row in shown]
+    return drawn(table, styles, no_wrap=True, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+
+
+def _sections(found: ClusterView) -> list[tuple[Columns[Any], Sequence[str], Sequence[Any]]]:
+    """Return the tables of the screen, with their rows sorted by importance."""
     boxes = [box for run in found.open_runs for box in run.boxes]
     slots = [slot for box in boxes for slot in box.slots]
     return [
-        Section(
+        (
             SLOTS,
             ("slot", "waited for>", "queued>", "batches/s>", "worker", "phase", "restarts>", "saved>", "note"),
             sorted(slots, key=lambda slot: slot.urgency, reverse=True),
         ),
-        Section(EVENTS, tuple(EVENTS), sorted(found.events, key=lambda event: (event.fault, event.at), reverse=True)),
-        Section(
+        (EVENTS, tuple(EVENTS), sorted(found.events, key=lambda event: (event.fault, event.at), reverse=True)),
+        (
             BOXES,
             ("box", "state", "step>", "epoch>", "steps/s>", "waits>", "waits for"),
             sorted(boxes, key=lambda box: -box.wait_share),
         ),
-        Section(
+        (
             WORKERS,
             ("worker", "state", "slots used>", "batches/s>", "waited for>", "heard of>"),
             sorted(found.workers, key=lambda worker: -worker.wait_share),

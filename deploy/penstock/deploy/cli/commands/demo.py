@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from penstock.deploy.console.app import quiet_grpc
-from penstock.deploy.console.options import AsJson, Debug
+from penstock.deploy.console.options import Debug
 
 __all__ = ["demo"]
 
 
-def demo(as_json: AsJson = False, debug: Debug = False) -> int:
+def demo(debug: Debug = False) -> int:
     """Show what Penstock does, in under a minute: stream, kill a worker, save, resume elsewhere, compare.
 
     Starts a coordinator and two workers on this machine and ends them again. The exit code is 0 if the stream with
@@ -17,9 +17,8 @@ def demo(as_json: AsJson = False, debug: Debug = False) -> int:
     \b
     Examples:
       penstock demo
-      penstock demo --json | jq .ok
     """
     quiet_grpc()
     from penstock.deploy.demo.run_demo import run_demo
 
-    return run_demo(as_json)
+    return run_demo()
