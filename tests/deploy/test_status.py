@@ -185,7 +185,7 @@ def test_state_in_plain_text(running: Running, found_at_5: Any) -> None:
     assert rows(done.stdout, "Run job/0 at step 5") == [["0", "5", "0", "1", "0 1", "3/3, 2/2", digest]]
     records = rows(done.stdout, "DataLoaderCheckpoint records")
     assert [row[:7] for row in records] == [["0", "0", "0", "5", "3", "12", "0"], ["1", "0", "1", "5", "2", "8", "0"]]
-    assert [row[-1] for row in records] == ["{start: 0, done: 3}", "{start: 0, done: 2}"]
+    assert [row[-1] for row in records] == ["{'done': 3, 'start': 0}", "{'done': 2, 'start': 0}"]
 
 
 def test_state_that_cannot_be_had(running: Running) -> None:
