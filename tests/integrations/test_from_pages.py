@@ -1,4 +1,4 @@
-"""The whole programs of the pages docs/from_*.md, taken out of them, run, saved and resumed."""
+"""The programs of the pages docs/from_*.md, taken out of them, run, saved and resumed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from documented import REPO, blocks
 from neighbours import beside
 
-from penstock.client import Appliance
+from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.data import MDSWriter
 
 STATEFUL, STREAMING = "from_torch", "from_mosaicml_streaming"
@@ -29,6 +29,8 @@ BLOCKS = [
 ]
 """Blocks that this module runs; tests/docs checks that it does."""
 PROGRAMS = {Path(block.page).stem: block for block in BLOCKS}
+LOOPS = {STREAMING: (16, None), ENERGON: (10, 30), TF_DATA: (10, 30)}
+"""Pages that have an input_fn and refer to from_torch's loop: batch size and steps."""
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,7 @@ class Program:
     """Program of the page, imported, with its calls of `step` and `save` recorded."""
 
     def __init__(self, page: str) -> None:
+        self.page = page
         self.module: ModuleType = importlib.import_module(f"{page}_program")
         self.seen: list[Any] = []
         """The batches, as plain values."""
@@ -80,8 +83,21 @@ class Program:
 
     def run(self, saved: Any = None) -> list[Any]:
         self.seen = []
-        self.module.main(*([] if saved is None else [saved]))
+        if self.page in LOOPS:
+            self._loop(*LOOPS[self.page], saved)
+        else:
+            self.module.main(*([] if saved is None else [saved]))
         return self.seen
+
+    def _loop(self, batch_size: int, steps: int | None, saved: Any) -> None:
+        loader = DataLoader(self.module.input_fn, batch_size=batch_size)
+        if saved is not None:
+            loader.load_state_dict(saved)
+        executor = DataExecutor(loader, num_steps=steps, checkpoint_steps=10)
+        for batch in executor:
+            self.module.step(batch)
+            if executor.on_checkpoint_step:
+                self.module.save(loader.state_dict())
 
 
 def plain(batch: Any) -> Any:
