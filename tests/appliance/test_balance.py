@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from fake_cluster import FakeBox, FakeCluster, FakeWorker, limited
 
 from penstock.appliance.core import balance
 from penstock.appliance.core.entities import Slot
 from penstock.appliance.core.launch_restarts import ALONE_S
 from penstock.appliance.limits import Limits
-from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker, limited
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -42,11 +42,7 @@ def planned(world: FakeCluster, room: int = 10) -> list[tuple[int, str]]:
 
 
 def moves(world: FakeCluster, room: int = 10) -> list[balance.SlotMove]:
-    return [
-        move
-        for move in balance.find_moves(world.state_machine.cluster, world.state_machine.placement, world.now, room)
-        if move is not None
-    ]
+    return list(balance.find_moves(world.state_machine.cluster, world.state_machine.placement, world.now, room))
 
 
 def hold_up(slot: Slot, share: float, world: FakeCluster, *, others_ahead: bool = True) -> None:
@@ -243,7 +239,7 @@ def test_coordinator_balances_unless_disabled() -> None:
 def test_recommended_workers_follow_demand(world: FakeCluster) -> None:
     worker, box = world.worker("w", 4), world.open()
     ready(worker)
-    status = world.state_machine.status()
+    status = world.status()
     assert status.runs[0].recommended_workers_per_box == 0  # nothing is known yet
     assert status.recommended_workers == 1  # two slots, four places
     reports = [worker.slot_report(assignment, pb.READY) for assignment in worker.heartbeat().assignments]
@@ -254,13 +250,13 @@ def test_recommended_workers_follow_demand(world: FakeCluster) -> None:
     # 20 steps a second and half of the time waited: 40 would be taken, of which a slot gives 10; a quarter more.
     at.usual_steps_per_s, at.usual_span_s = 20.0, 10.0
     hold_up(at.slots[0], 0.5, world)
-    status = world.state_machine.status()
+    status = world.status()
     assert status.runs[0].recommended_workers_per_box == 5
     assert status.recommended_workers == 2
     hold_up(at.slots[0], 0.0, world)
-    assert world.state_machine.status().runs[0].recommended_workers_per_box == 3
+    assert world.status().runs[0].recommended_workers_per_box == 3
     box.close()
-    assert world.state_machine.status().recommended_workers == 0
+    assert world.status().recommended_workers == 0
 
 
 def test_young_run_needs_as_many_workers(world: FakeCluster) -> None:
@@ -274,7 +270,7 @@ def test_young_run_needs_as_many_workers(world: FakeCluster) -> None:
         worker.heartbeat(*reports)
         box.deliver(30)  # a second: of which a slot gives 10, and a quarter more are asked for
         world.now += 1.0
-        recommended.append(world.state_machine.status().runs[0].recommended_workers_per_box)
+        recommended.append(world.status().runs[0].recommended_workers_per_box)
     assert recommended[0] == 0
     assert set(recommended) == {0, 4}
     assert recommended[10:] == [4] * 50

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.appliance.core.bottleneck import Bottleneck, BoxFacts, SlotFacts, find
+from penstock.appliance.core.bottleneck import BoxFacts, SlotFacts, find
+from penstock.proto.v1 import coordinator_pb2 as pb
 
 FULL = 8.0
 
@@ -18,7 +19,7 @@ def box(slots: Sequence[SlotFacts], number: int = 0, span_s: float = 20.0) -> Bo
     return BoxFacts(number, span_s, sum(slot.wait_share for slot in slots), slots)
 
 
-def found(*boxes: BoxFacts) -> Bottleneck:
+def found(*boxes: BoxFacts) -> pb.Bottleneck:
     finding = find(boxes)
     assert finding is not None
     return finding
@@ -71,7 +72,7 @@ def test_slow_worker_is_named_with_a_slot_ahead() -> None:
 def test_first_slot_is_no_straggler_by_itself() -> None:
     """Slots that are equally slow: the whole wait falls on one of them, for the others use that time."""
     finding = found(box([slot(0, wait_share=0.7, mean_queued=0.5), *(slot(k, mean_queued=0.6) for k in (1, 2, 3))]))
-    assert (finding.kind, finding.slot, finding.worker) == ("workers", None, "")
+    assert (finding.kind, finding.HasField("slot"), finding.worker) == ("workers", False, "")
     assert "all its 4 slots are busy" in finding.text
     assert "Raise num_workers_per_box, or make input_fn faster" in finding.text
 

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
+from fake_cluster import limited
 from served import LIMITS, TOKEN, asking, coordinator, daemon, opening, until_ready
 
 from penstock.appliance.core.state_query import BoxState, StateQuery
 from penstock.appliance.journal.snapshot_store import ClosedRun
 from penstock.appliance.server.closed_runs import ClosedRuns, boxes_of, parts_of
-from penstock.appliance.testing import limited
 from penstock.proto.errors import (
     InvalidArgumentError,
     StateCorruptError,
@@ -66,7 +66,7 @@ def test_closed_run_is_readable_until_reopened(tmp_path: Path) -> None:
         async with coordinator(tmp_path) as address, AsyncCoordinatorClient(address, TOKEN) as client:
             assert await client.fetch_state(newest(attempt=1)) == state
             assert (await client.status()).runs[0].kept_step == 5
-            with pytest.raises(StateUnavailableError, match="step must be 5 for run job/0, got 3"):
+            with pytest.raises(StateUnavailableError, match="step must be 5 for run job/0, which has ended, got 3"):
                 await client.fetch_state(pb.FetchStateRequest(run=RUN, step=3, deadline_s=1))
             await client.open_run(opening(client_id="c1"))
             async with daemon(address, say=user_state):
@@ -85,9 +85,7 @@ def test_closed_run_is_readable_until_reopened(tmp_path: Path) -> None:
             async with AsyncCoordinatorClient(address, TOKEN) as client, daemon(address, say=user_state):
                 await client.open_run(opening(client_id="c1"))
                 await until_ready(client, client_id="c1")
-                with pytest.raises(
-                    InvalidArgumentError, match="a worker's state must have at most 8 bytes to be sent as JSON"
-                ):
+                with pytest.raises(InvalidArgumentError, match="a state must have at most 8 bytes to be sent as JSON"):
                     await client.fetch_state(newest(format=pb.STATE_JSON))
                 await client.open_run(opening(client_id="c2"))
                 await client.close_run(pb.CloseRunRequest(run=RUN, attempt=2, client_id="c2"))

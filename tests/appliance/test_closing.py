@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fake_cluster import FakeCluster
 
 from penstock.appliance.journal.journal import StateDir
-from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import InvalidArgumentError, SupersededError, UnknownRunError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -37,9 +37,9 @@ def test_ending_twice_changes_nothing() -> None:
     world = FakeCluster()
     world.open()
     ended(world, "job/0")
-    events = len(world.state_machine.status().events)
+    events = len(world.status().events)
     assert ended(world, "job/0") == [("job/0", 1, False)]
-    assert len(world.state_machine.status().events) == events
+    assert len(world.status().events) == events
 
 
 def test_job_name_ends_all_its_runs_and_no_other() -> None:
@@ -47,7 +47,7 @@ def test_job_name_ends_all_its_runs_and_no_other() -> None:
     for job, ordinal in (("lm", 0), ("lm", 1), ("lm/0", 0), ("lmx", 0)):
         world.open(job=job, ordinal=ordinal, client_id=f"{job}{ordinal}")
     assert ended(world, "lm") == [("lm/0", 1, True), ("lm/1", 1, True)]
-    assert {run.run for run in world.state_machine.status().runs if run.open} == {"lm/0/0", "lmx/0"}
+    assert {run.run for run in world.status().runs if run.open} == {"lm/0/0", "lmx/0"}
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from fake_cluster import FakeCluster, FakeWorker
 
 from penstock.appliance.core import demand
-from penstock.appliance.testing import FakeCluster, FakeWorker
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -30,7 +30,7 @@ def starved(world: FakeCluster, steps_per_s: float, share: float = 0.9) -> pb.St
         box.waits._seconds, box.waits._late = ([each] * len(box.slots) for each in (10.0 * share / len(box.slots), 0.0))
         for slot in box.slots:
             slot.gauge.mean_queued = 0.0
-    return world.state_machine.status()
+    return world.status()
 
 
 @pytest.mark.parametrize("slots", [2, 6])

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_cluster import FakeCluster
 
 from penstock.appliance.core.gauges import HALF_S, BoxWaits, SlotGauge
 from penstock.appliance.core.recent_events import MOST, RecentEvents
 from penstock.appliance.core.request_checks import check_progress
 from penstock.appliance.server.dashboard import MINUTES, RUNS, SECONDS, SOURCES, OneRunSeries, RunSeries, ShareSeries
 from penstock.appliance.server.recent_queries import RecentQueries
-from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -110,7 +110,7 @@ def test_ranks_that_save_one_step_are_one_entry() -> None:
     fetches = RecentQueries(clock, lambda: 7.0)
     for box, seconds in ((0, 0.25), (1, 0.5)):
         with fetches.noted(asked(fetches, box, 40)) as fetch:
-            fetch.bytes = 10
+            fetch.message.bytes = 10
             clock.now += seconds
     with fetches.noted(asked(fetches, None, 40)):
         pass
@@ -231,13 +231,13 @@ def test_status_has_queues_waits_and_snapshots() -> None:
     world.now += 2
     request = box.progress()
     request.waited_by_slot_s.extend([0.0, 0.0])
-    world.state_machine.attempts.watch_run(request)
+    world.watch(request)
     for _ in range(5):
         world.now += 1
         request.waited_by_slot_s[:] = [0.0, request.waited_by_slot_s[1] + 0.5]
-        world.state_machine.attempts.watch_run(request)
+        world.watch(request)
         worker.heartbeat(ahead, report)
-    (run,) = world.state_machine.status().runs
+    (run,) = world.status().runs
     other, slot = run.boxes[0].slots
     assert (slot.queued, slot.batches_per_s, slot.snapshot_age_s) == (1, 4.0, 7.0)  # one of the two was delivered
     assert slot.wait_share == pytest.approx(0.5)
@@ -248,7 +248,7 @@ def test_status_has_queues_waits_and_snapshots() -> None:
 
 
 def kinds(world: FakeCluster) -> list[tuple[str, int]]:
-    return [(event.kind, event.count) for event in world.state_machine.status().events]
+    return [(event.kind, event.count) for event in world.status().events]
 
 
 def test_lost_worker_is_a_fault_and_slots_recover() -> None:
@@ -267,11 +267,11 @@ def test_lost_worker_is_a_fault_and_slots_recover() -> None:
         report.produced = 3
     second.heartbeat(*reports)
     assert kinds(world)[4:] == [("worker joined", 1), ("slot recovered", 1), ("slot recovered", 1)]
-    (run,) = world.state_machine.status().runs
+    (run,) = world.status().runs
     assert run.recoveries == 2
     world.run_for(20, [second])
     assert ("box lost", 1) in kinds(world)
-    assert world.state_machine.status().events[-1].text.startswith("the training job of box 0 has not reported for")
+    assert world.status().events[-1].text.startswith("the training job of box 0 has not reported for")
 
 
 def test_invalid_waits_are_refused_or_ignored() -> None:
@@ -280,8 +280,8 @@ def test_invalid_waits_are_refused_or_ignored() -> None:
     box = world.open()
     request = box.progress()
     request.waited_by_slot_s.extend([float("nan"), 0.0])
-    with pytest.raises(Exception, match=r"waited_by_slot_s in a request .* must be between 0 and"):
-        world.state_machine.attempts.watch_run(request)
+    with pytest.raises(Exception, match=r"waited_by_slot_s in a request .* must be 0 to"):
+        world.watch(request)
     request.waited_by_slot_s[:] = [1.0] * 5
-    world.state_machine.attempts.watch_run(request)
-    assert world.state_machine.status().runs[0].boxes[0].wait_share == 0.0
+    world.watch(request)
+    assert world.status().runs[0].boxes[0].wait_share == 0.0

@@ -1,17 +1,16 @@
-"""History that the coordinator keeps so that a batch can be made again: in its cluster state, and in its journal when
-an attempt is over."""
+"""History that the coordinator keeps so that a batch can be made again: in its cluster state, and in its files when it
+is gone."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from fake_cluster import FakeBox, FakeCluster, limited
 
 from penstock.appliance.core.box_history import BoxHistory, past
 from penstock.appliance.journal.journal import StateDir
 from penstock.appliance.journal.snapshot_index import SlotKey
-from penstock.appliance.testing import FakeBox, FakeCluster, limited
-from penstock.proto.errors import JournalError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -78,6 +77,7 @@ def test_breaks_outlive_the_coordinator(state: StateDir) -> None:
     history = told(world)
     assert [(cut.epoch, cut.step) for cut in history.abandoned] == [(0, 5)]
     assert [position.step for position in history.known] == [0]
+    assert not history.settled
 
 
 def chained(box: FakeBox, steps: int) -> None:
@@ -163,10 +163,3 @@ def test_what_is_forgotten_is_gone(state: StateDir) -> None:
     box.close(forget=True)
     assert not past(state.path / "journal.db", "job/0", 0)
     assert not world.journal.rows("abandoned")
-
-
-def test_damaged_journal_is_named(state: StateDir) -> None:
-    journal = state.path / "journal.db"
-    journal.write_bytes(b"no database" * 400)
-    with pytest.raises(JournalError, match=r"journal\.db cannot be read"):
-        past(journal, "job/0", 0)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from fake_cluster import FakeBox, FakeCluster, FakeWorker
 
 from penstock.appliance.core.attempts import PAST_ATTEMPTS
 from penstock.appliance.core.state_machine import RETURN_S
@@ -20,7 +21,6 @@ from penstock.appliance.journal.database import SCHEMA
 from penstock.appliance.journal.journal import Journal, StateDir
 from penstock.appliance.journal.snapshot_index import DropAttempt, DurableSnapshot, SlotKey
 from penstock.appliance.journal.snapshot_store import Store
-from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.errors import BoxTakenError, JournalError, SupersededError, TopologyError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -174,8 +174,8 @@ def test_only_the_last_attempts_are_remembered(state: StateDir) -> None:
 def test_ended_attempts_snapshots_drop_at_start(state: StateDir) -> None:
     world, _, _ = running(state)
     store = Store(state)
-    store.put_snapshot(header(KEY, 4, 0, 1), b"data")
-    store.put_snapshot(header(KEY._replace(attempt=7), 4, 0, 1), b"stray")
+    store.put_snapshots([(header(KEY, 4, 0, 1), b"data")])
+    store.put_snapshots([(header(KEY._replace(attempt=7), 4, 0, 1), b"stray")])
     world.journal.close()
     journal = Journal(state)
     world.snapshot_index.load(*store.index(), 0.0)
@@ -233,8 +233,7 @@ def test_coordinators_cannot_share_a_directory(tmp_path: Path) -> None:
     with pytest.raises(JournalError) as caught:
         StateDir(tmp_path)
     assert caught.value.message == (
-        f"the state directory {tmp_path} is in use by another coordinator (process {os.getpid()}): stop that "
-        "coordinator, or pass another --state-dir"
+        f"the state directory {tmp_path} is in use by another coordinator (process {os.getpid()}): stop it"
     )
     first.close()
     StateDir(tmp_path).close()
@@ -242,12 +241,12 @@ def test_coordinators_cannot_share_a_directory(tmp_path: Path) -> None:
 
 def test_directory_open_to_others_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    with pytest.raises(JournalError, match=rf"must have mode 0700, .* got mode 0755: run chmod 700 {tmp_path}"):
+    with pytest.raises(JournalError, match=rf"must have mode 0700, got 0755: run chmod 700 {tmp_path}"):
         StateDir(tmp_path)
     tmp_path.chmod(0o700)
     if os.getuid() == 0:
         os.chown(tmp_path, 12345, 12345)
-        with pytest.raises(JournalError, match=r"owner of the state directory .* must be the coordinator's user"):
+        with pytest.raises(JournalError, match=r"owner of the state directory .* must be user"):
             StateDir(tmp_path)
         os.chown(tmp_path, 0, 0)
     StateDir(tmp_path).close()
@@ -309,15 +308,13 @@ def test_missing_journal_is_not_taken_for_new(state: StateDir, how: str) -> None
     file.unlink()
     if how == "empty":
         file.write_bytes(b"")
-    with pytest.raises(JournalError, match=r"journal\.db is missing or empty, although snapshots\.db"):
+    with pytest.raises(JournalError, match=r"journal\.db is missing or empty, but snapshots\.db"):
         Journal(state)
 
 
 def test_a_network_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.runtime.files.filesystems.filesystem", lambda path, mounts: "nfs4")
-    with pytest.raises(
-        JournalError, match=r"is on a network filesystem \(nfs4\), .* choose a directory on a local disk"
-    ):
+    with pytest.raises(JournalError, match=r"must be on a local disk, got filesystem nfs4"):
         StateDir(tmp_path)
 
 
@@ -328,7 +325,7 @@ def test_unwritable_store_names_its_need(state: StateDir) -> None:
     store = Store(state)
     store._db.execute("PRAGMA max_page_count=10")
     with pytest.raises(JournalError, match=r"snapshots\.db: 1 snapshots of 100000 bytes cannot be written: .*full"):
-        store.put_snapshot(header(KEY, 4, 0, 1), b"x" * 100_000)
+        store.put_snapshots([(header(KEY, 4, 0, 1), b"x" * 100_000)])
     assert store.index() == ([], [])
     store.close()
 

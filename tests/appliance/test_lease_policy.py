@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fake_cluster import FakeCluster, limited
 
 from penstock.appliance.core.leases import (
     LEASE_MAX_S,
@@ -14,45 +15,36 @@ from penstock.appliance.core.leases import (
     SNAPSHOTS_PER_S,
     LeasePolicy,
     PromisedLease,
-    of_boxes,
-    of_workers,
+    lease_policy,
     patience_s,
     share,
     updated_load_factor,
 )
 from penstock.appliance.journal.journal import Journal, StateDir
-from penstock.appliance.limits import MIB, Limits
-from penstock.appliance.testing import FakeCluster, limited
+from penstock.appliance.limits import MIB
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 crowded = limited(heartbeats_per_s=1.0, watches_per_s=0.25)
 """Limits in which a fleet of 10 is a large one."""
-WORKER_S, BOX_S = Limits().worker_lease_s, Limits().client_lease_s
 
 
 @pytest.mark.parametrize(
-    ("workers", "heartbeat_s", "lease_s"), [(0, 1, 3), (100, 1, 3), (2_000, 1, 3), (4_000, 2, 6), (10_000, 5, 15)]
+    ("shortest_s", "peers", "calls_per_s", "heartbeat_s", "lease_s"),
+    [
+        (3, 0, 2000, 1, 3),
+        (3, 2_000, 2000, 1, 3),
+        (3, 10_000, 2000, 5, 15),
+        (10, 200, 200, 1, 10),
+        (10, 2_000, 200, 10, 30),
+        (0.6, 3, 2000, 0.2, 0.6),
+        (3, 10_000, 1000, 10, 30),
+    ],
 )
-def test_workers_interval_and_lease_follow_fleet(workers: int, heartbeat_s: float, lease_s: float) -> None:
-    lease_policy = of_workers(workers, 1.0, WORKER_S)
-    assert [lease_policy.heartbeat_s, lease_policy.lease_s] == pytest.approx([heartbeat_s, lease_s])
-
-
-@pytest.mark.parametrize(
-    ("boxes", "heartbeat_s", "lease_s"), [(1, 1, 10), (200, 1, 10), (1_000, 5, 15), (2_000, 10, 30)]
-)
-def test_boxes_interval_and_lease_follow_number(boxes: int, heartbeat_s: float, lease_s: float) -> None:
-    lease_policy = of_boxes(boxes, 1.0, BOX_S)
-    assert [lease_policy.heartbeat_s, lease_policy.lease_s] == pytest.approx([heartbeat_s, lease_s])
-
-
-def test_a_short_lease_has_a_short_beat() -> None:
-    assert of_workers(3, 1.0, 0.6).heartbeat_s == pytest.approx(0.2)
-
-
-def test_load_factor_slows_large_fleets_only() -> None:
-    assert of_workers(10_000, 2.0, WORKER_S).heartbeat_s == pytest.approx(10)
-    assert of_workers(100, MOST_LOAD_FACTOR, WORKER_S) == of_workers(100, 1.0, WORKER_S)
+def test_interval_and_lease_follow_fleet(
+    shortest_s: float, peers: int, calls_per_s: float, heartbeat_s: float, lease_s: float
+) -> None:
+    policy = lease_policy(shortest_s, peers, calls_per_s)
+    assert [policy.heartbeat_s, policy.lease_s] == pytest.approx([heartbeat_s, lease_s])
 
 
 def test_load_factor_follows_late_ticks() -> None:
@@ -114,7 +106,7 @@ def test_lease_is_never_shorter_than_promised() -> None:
     assert list(world.state_machine.cluster.workers) == ["w0"]
     assert slow.heartbeat().lease_s == 3  # told now; but this reply is lost, and the worker goes on with what it knew
     request = pb.HeartbeatRequest(worker=slow.name, session=slow.session, lease_s=30)
-    world.state_machine.workers.heartbeat(request)
+    world.heartbeat(request)
     world.run_for(29)
     assert "w0" in world.state_machine.cluster.workers
     world.run_for(2)
@@ -124,7 +116,7 @@ def test_lease_is_never_shorter_than_promised() -> None:
 def test_claimed_lease_is_bounded() -> None:
     world = FakeCluster()
     worker = world.worker("w")
-    world.state_machine.workers.heartbeat(pb.HeartbeatRequest(worker=worker.name, session=worker.session, lease_s=1e9))
+    world.heartbeat(pb.HeartbeatRequest(worker=worker.name, session=worker.session, lease_s=1e9))
     assert world.state_machine.cluster.workers["w"].lease_until == world.now + LEASE_MAX_S
 
 
@@ -237,14 +229,14 @@ def test_a_reply_repeats_nothing_that_was_seen() -> None:
     assert len(reply.assignments) == 2
     assert not reply.unchanged
     request = pb.HeartbeatRequest(worker="w", session=worker.session, seen_version=reply.version)
-    seen = world.state_machine.workers.heartbeat(request)
+    seen = world.heartbeat(request)
     assert (seen.unchanged, len(seen.assignments), seen.version) == (True, 0, reply.version)
     worker.lose(reply.assignments[0])
-    assert len(world.state_machine.workers.heartbeat(request).assignments) == 2
+    assert len(world.heartbeat(request).assignments) == 2
     first = box.watch()
     watch = box.progress()
     watch.seen_version = first.version
-    assert (len(first.slots), len(world.state_machine.attempts.watch_run(watch).slots)) == (2, 0)
+    assert (len(first.slots), len(world.watch(watch).slots)) == (2, 0)
 
 
 def test_the_share_in_snapshots_follows_the_slots() -> None:

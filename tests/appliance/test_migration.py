@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake_cluster import FakeBox, FakeCluster, FakeWorker, limited
 
 from penstock.appliance.journal.journal import StateDir
 from penstock.appliance.limits import Limits
-from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker, limited
 from penstock.proto.errors import SupersededError, UnknownWorkerError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -241,7 +241,7 @@ def test_drained_worker_gets_slots_after_undo(world: FakeCluster) -> None:
 def test_a_worker_asks_to_be_drained_by_itself(world: FakeCluster) -> None:
     _old, _box, new = two(world)
     request = pb.HeartbeatRequest(worker="old", session="old-1", leaving=True)
-    assert world.state_machine.workers.heartbeat(request).draining
+    assert world.heartbeat(request).draining
     assert len(new.heartbeat().assignments) == 2
 
 
@@ -299,14 +299,7 @@ def test_drain_is_unknown_until_worker_is_back(tmp_path: Path) -> None:
 
 
 def test_an_unknown_worker_is_named(world: FakeCluster) -> None:
-    with pytest.raises(UnknownWorkerError, match="no worker is registered"):
-        drain(world, "w2")
-    world.worker("w1")
-    with pytest.raises(UnknownWorkerError, match="worker must be one of w1, got 'w2'"):
-        drain(world, "w2")
-    for number in range(9):
-        world.worker(f"v{number}")
-    with pytest.raises(UnknownWorkerError, match="v6, v7 or one of 2 more, got 'w2'"):
+    with pytest.raises(UnknownWorkerError, match="no worker 'w2' is registered"):
         drain(world, "w2")
 
 
@@ -314,5 +307,5 @@ def test_a_worker_that_has_left_is_not_lost(world: FakeCluster) -> None:
     world.worker("stays"), world.worker("goes")
     world.state_machine.workers.deregister_worker(pb.DeregisterWorkerRequest(worker="goes", session="goes-1"))
     world.run_for(4.0)
-    told = [(event.kind, event.worker) for event in world.state_machine.status().events if event.worker]
+    told = [(event.kind, event.worker) for event in world.status().events if event.worker]
     assert told[2:] == [("worker left", "goes"), ("worker lost", "stays")]

@@ -21,7 +21,7 @@ def worker(
 ) -> Worker:
     made = Worker(name, "s", host, capacity, "", "", True, 0.0, 0.0, 1, draining, allow)
     for number in range(used):
-        made.slots.add(SlotKey("other", 1, 0, number))
+        made.slots[SlotKey("other", 1, 0, number)] = 0
     return made
 
 
@@ -74,7 +74,7 @@ def test_choice_equals_the_plain_rule(
             found = room.choose(asked, host, input_fn)
             assert found is plainly(asked, host, input_fn, workers)
             if found is not None:
-                found.slots.add(SlotKey("run", 1, number, 0))
+                found.slots[SlotKey("run", 1, number, 0)] = 0
                 room.offer(found)
         elif what == "replace":
             workers[name] = worker(name, host, 1 + number % 4, 0, allow=ALLOWED[number % 3])
@@ -82,10 +82,10 @@ def test_choice_equals_the_plain_rule(
         elif known is None:
             continue
         elif what == "take" and known.free > 0:
-            known.slots.add(SlotKey("run", 2, number, 0))
+            known.slots[SlotKey("run", 2, number, 0)] = 0
             room.offer(known)
         elif what == "give back" and known.slots:
-            known.slots.discard(min(known.slots))
+            del known.slots[min(known.slots)]
             room.offer(known)
         elif what == "remove":
             del workers[name]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fake_cluster import FakeBox, FakeCluster, FakeWorker
 
 from penstock.appliance.core.placement import LOSS_WINDOW_S
 from penstock.appliance.journal.journal import StateDir
-from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from fake_cluster import FakeBox, FakeCluster, FakeWorker, limited
+
 from penstock.appliance.core.attempts import UNREACHABLE_MAX, UNREACHABLE_PER_S
 from penstock.appliance.core.placement import UNREACHABLE_AGAIN_S
 from penstock.appliance.limits import Limits
-from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker, limited
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 LIMITS = Limits(balance_after_s=0.0)
@@ -17,7 +18,7 @@ def cannot_reach(world: FakeCluster, box: FakeBox, *workers: str) -> list[str]:
     for slot in world.slots():
         if slot.key.box == box.request.box and slot.worker in workers:
             request.unreachable.add(slot=slot.key.slot, generation=slot.generation, why="timed out")
-    world.state_machine.attempts.watch_run(request)
+    world.watch(request)
     return owners(world, box)
 
 
@@ -66,7 +67,7 @@ def test_stale_claims_change_nothing() -> None:
     request = box.progress()
     request.unreachable.add(slot=0, generation=0, why="old")
     request.unreachable.add(slot=7, generation=1, why="no such slot")
-    world.state_machine.attempts.watch_run(request)
+    world.watch(request)
     assert owners(world, box) == ["one", "one"]
 
 

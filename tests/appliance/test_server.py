@@ -200,7 +200,7 @@ def test_missing_parent_prevents_start() -> None:
         (["--listen", "nonsense"], TOKEN, "must be"),
         ([], "", "no token was given: set PENSTOCK_TOKEN"),
         ([], "two words", "one word of 1 to 4096 printable ASCII"),
-        (["--state-dir", "/proc/penstock"], TOKEN, "/proc/penstock cannot be used: No such file or directory; choose"),
+        (["--state-dir", "/proc/penstock"], TOKEN, "/proc/penstock cannot be used: No such file or directory"),
     ],
 )
 def test_start_error_is_one_line_and_exit_2(arguments: list[str], token: str, words: str) -> None:

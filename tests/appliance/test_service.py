@@ -7,14 +7,13 @@ import contextlib
 import sqlite3
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from bearer import metadata
-from coroutines import in_loop
+from fake_cluster import limited
 from served import (
     DEADLINE_S,
     LIMITS,
@@ -31,8 +30,7 @@ from served import (
 
 from penstock.appliance.core.state_query import BoxState
 from penstock.appliance.server.service import REPORT_S
-from penstock.appliance.server.state_stream import LoopTurns, packed, parts
-from penstock.appliance.testing import limited
+from penstock.appliance.server.state_stream import packed, parts
 from penstock.proto.errors import (
     DeadlineError,
     InvalidArgumentError,
@@ -180,7 +178,7 @@ async def test_snapshots_of_the_fenced_are_refused(client: AsyncCoordinatorClien
             await client.put_snapshot(header(3, generation=7), b"x" * 3_000_000)
         with pytest.raises(SupersededError):
             await client.get_snapshots(query(7))
-        with pytest.raises(UnknownRunError, match="has no slot 9 in box 0"):
+        with pytest.raises(UnknownRunError, match="has no box 0 slot 9"):
             await client.put_snapshot(header(3, slot=9), b"x")
 
 
@@ -213,7 +211,7 @@ async def test_stalled_transfer_frees_its_budget(client: AsyncCoordinatorClient,
             await asyncio.Event().wait()
 
         call = CoordinatorStub(channel).PutSnapshot(half(), timeout=DEADLINE_S, metadata=metadata(TOKEN))
-        with pytest.raises(grpc.aio.AioRpcError, match=r"PutSnapshot: no data arrived for 1 s"):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"or none for 1 s"):
             await call
         reply = await client.put_snapshot(header(1), b"x" * 2_500_000)
         assert reply.refused == ""
@@ -315,7 +313,7 @@ async def test_blobs_are_kept_by_content(client: AsyncCoordinatorClient, address
         await client.get_blob("nothing")
     with pytest.raises(
         InvalidArgumentError,
-        match=r"for run job/0 .* cannot be stored: its 2000000 bytes do not fit .*: 5000000 of 6000000 b",
+        match=r"for run job/0 cannot be stored: its 2000000 bytes do not fit .*: 5000000 of 6000000 b",
     ):
         await client.put_blob(b"z" * 2_000_000, "job/0")
     start = Position.start(2, step=7).to_proto()
@@ -374,30 +372,6 @@ def test_small_parts_are_packed() -> None:
     assert [part for one in together for part in (one.parts or [one])] == apart
 
 
-@in_loop
-async def test_event_loop_turns_go_one_at_a_time() -> None:
-    """Take turns in order, past a cancelled one: heartbeats are received between large messages."""
-    got: list[int] = []
-
-    def note(number: int, _: asyncio.Task[None]) -> None:
-        got.append(number)
-
-    turns, loop = LoopTurns(), asyncio.get_running_loop()
-    asks = [loop.create_task(turns.next()) for _ in range(5)]
-    for number, ask in enumerate(asks):
-        ask.add_done_callback(partial(note, number))
-    await asyncio.sleep(0)
-    asks[2].cancel()
-    at_once = []
-    while len(got) < len(asks):
-        before = len(got)
-        await asyncio.sleep(0)
-        at_once.append(len(set(got[before:]) - {2}))
-    assert max(at_once) == 1
-    await turns.next()
-    assert [number for number in got if number != 2] == [0, 1, 3, 4]
-
-
 @on_coordinator()
 async def test_a_deadline_names_who_is_waited_for(client: AsyncCoordinatorClient, address: str) -> None:
     def silent(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
@@ -413,7 +387,7 @@ async def test_a_deadline_names_who_is_waited_for(client: AsyncCoordinatorClient
             await client.fetch_state(asking(0, 2, deadline_s=0.3))
         assert caught.value.message == (
             "the state of run job/0 at step 2 was not complete after 0.3 s; waited for box 0 slot 1 (waiting for a "
-            "worker), box 1 (has not opened the run), box 0 slot 0 on worker w. Retry, or allow more time"
+            "worker), box 1 (has not opened the run), box 0 slot 0 on worker w"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from bearer import metadata
+from fake_cluster import limited
 from grpc.aio import EOF
 from served import (
     DEADLINE_S,
@@ -31,7 +32,6 @@ from penstock.appliance.journal.journal import Journal, Rows
 from penstock.appliance.journal.snapshot_index import BLOB_IDLE_S, Drop, DropAttempt, DropBlob
 from penstock.appliance.journal.snapshot_store import Store
 from penstock.appliance.server.service import Service
-from penstock.appliance.testing import limited
 from penstock.proto.errors import JournalError
 from penstock.proto.rpc.calls import AsyncCoordinatorClient
 from penstock.proto.rpc.channel import CHUNK

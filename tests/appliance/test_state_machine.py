@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from fake_cluster import FakeCluster, FakeWorker, limited
 
 from penstock.appliance.core.workers import HUNG_UP_S
 from penstock.appliance.journal.snapshot_index import DropAttempt, DropSnapshot, DurableSnapshot, SlotKey
 from penstock.appliance.limits import Limits
-from penstock.appliance.testing import FakeCluster, FakeWorker, limited
 from penstock.proto.errors import InvalidArgumentError, SupersededError
 from penstock.proto.rpc.credentials.tickets import check_ticket
 from penstock.proto.state.position import Position
@@ -308,7 +308,7 @@ def test_abandoned_attempt_is_closed() -> None:
 
 
 def test_a_worker_needs_a_name_and_room(world: FakeCluster) -> None:
-    with pytest.raises(InvalidArgumentError, match="slots >= 1, got worker='w', a session and slots=0"):
+    with pytest.raises(InvalidArgumentError, match="slots, got worker='w' and slots=0"):
         world.state_machine.workers.register_worker(pb.RegisterWorkerRequest(worker="w", session="s"))
 
 
@@ -397,7 +397,7 @@ def test_budget_refuses_and_keeps_the_rest() -> None:
     assert snapshot_index.why_blob_refused(600) == ""
     refused = snapshot_index.why_blob_refused(601)
     assert refused.startswith(
-        "its 601 bytes do not fit into the budget: 400 of 1000 bytes of the coordinator's budget are in use; end jobs "
+        "its 601 bytes do not fit into the budget: 400 of 1000 bytes of the coordinator's budget are in use"
     )
     assert "PENSTOCK_COORDINATOR_BUDGET" in refused
 
@@ -470,8 +470,8 @@ def test_status_names_straggler_hides_tickets(world: FakeCluster) -> None:
         box.deliver(10)
     request = box.progress()
     request.waiting_for, request.waited_s = 2, 1.5
-    world.state_machine.attempts.watch_run(request)
-    status = world.state_machine.status()
+    world.watch(request)
+    status = world.status()
     (run,), (node,) = status.runs, status.workers
     assert (run.run, run.attempt, run.input_fn, run.open) == ("job/0", 1, "m:f", True)
     (shown,) = run.boxes
@@ -486,12 +486,12 @@ def test_late_report_does_not_turn_back(world: FakeCluster) -> None:
     box.deliver(5)
     late = box.progress()
     box.deliver(5)
-    world.state_machine.attempts.watch_run(late)
-    assert world.state_machine.status().runs[0].boxes[0].step == 10
+    world.watch(late)
+    assert world.status().runs[0].boxes[0].step == 10
 
 
 def test_a_report_of_another_shape_is_refused(world: FakeCluster) -> None:
     box = world.open()
     box.position = Position.start(3)
-    with pytest.raises(InvalidArgumentError, match="one entry for each of the box's 2 workers, got 3"):
+    with pytest.raises(InvalidArgumentError, match="a reported position must have 2 entries, got 3"):
         box.watch()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from fake_cluster import FakeBox, FakeCluster, FakeWorker, limited
 from queries import ask, respond, values
 
 from penstock.appliance.core.entities import Attempt
 from penstock.appliance.core.state_queries import ANSWERS_FREED
 from penstock.appliance.journal.snapshot_index import SlotKey, SnapshotIndex
-from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker, limited
 from penstock.proto.errors import OverloadedError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb

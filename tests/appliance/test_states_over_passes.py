@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from queries import ask, failure, respond, values
+from fake_cluster import FakeBox, FakeCluster, FakeWorker
+from queries import ask, failure, respond, result, values
 
 from penstock.appliance.core.state_query import EPOCHS_SENT
 from penstock.appliance.journal.journal import StateDir
-from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.errors import InvalidArgumentError, ProtocolError, StateUnavailableError
 from penstock.proto.state.position import Position
 
@@ -68,15 +68,16 @@ def test_record_equals_the_loops_for_all_ends(seed: int, reports: bool, tells_al
             if query.done:
                 break
             respond(worker, starts=starts, only=rng.choice([None, *range(count)]), tells_all=tells_all)
-        if query.result is None and not tells_all:
+        if result(query) is None and not tells_all:
             assert isinstance(failure(query), ProtocolError)
             world.state_machine.state_queries.end(query)
             continue
         assert values(query) == [
             f"0.{slot}:{records[step].epoch}.{total}" for slot, total in enumerate(records[step].total)
         ]
-        assert query.result is not None
-        assert Position.from_proto(query.result.positions[0]).to_proto() == records[step].to_proto()
+        found = result(query)
+        assert found is not None
+        assert Position.from_proto(found.positions[0]).to_proto() == records[step].to_proto()
         world.state_machine.state_queries.end(query)
 
 
@@ -124,7 +125,7 @@ def test_box_that_may_abandon_too_is_waited_for(tmp_path: Path, leaves: bool, re
     query = ask(first, 6)
     respond(worker)
     assert not query.done
-    assert query.waits_for() == "box 1 (has not reported a step beyond 5, after which box 0 abandoned an epoch)"
+    assert query.waits_for() == "box 1 (at step 5, where box 0 abandoned an epoch)"
     second.deliver(1)
     assert not [request for request in worker.heartbeat().state_requests if request.box == 1]
     if leaves:
@@ -180,11 +181,7 @@ def test_disagreeing_workers_are_an_error(world: FakeCluster) -> None:
     for _ in range(3):  # the epoch was left after two batches each; slot 1 insists that it has had one
         respond(worker, starts={(0, 1): 2, (1, 1): 1})
     assert isinstance(failure(query), ProtocolError)
-    assert failure(query).message == (
-        "the state of run job/0 at step 6 cannot be computed: the workers disagree about the batch after which an "
-        "epoch ended. Check that the loader is deterministic in "
-        "box 0 slot 1 on worker w"
-    )
+    assert failure(query).message.endswith("Check that the loader is deterministic in box 0 slot 1 on worker w")
 
 
 def test_later_report_shows_the_earlier_end() -> None:
@@ -196,7 +193,7 @@ def test_later_report_shows_the_earlier_end() -> None:
     box.position = Position(11, 1, [0, 1, 2], 2, [1, 1, 0], [5, 4, 2])
     box.report()
     query = ask(box, 10)
-    assert [slot_request.total for slot_request in query.requests.values()] == [5, 3, 2]
+    assert [slot_request.place[2] for slot_request in query.requests.values()] == [5, 3, 2]
     respond(worker)
     assert values(query) == ["0.0:1.5", "0.1:1.3", "0.2:1.2"]
 
@@ -258,10 +255,7 @@ def test_restart_waits_for_every_boxs_report(restartable: FakeCluster) -> None:
     assert values(query) == ["0.0:0.2", "0.1:0.2", "1.0:1.3", "1.1:1.1"]
     asking.close()
     restartable.restart()
-    assert (
-        "box 0 has closed, and the coordinator has restarted since and lost the last position"
-        in failure(ask(other, 3)).message
-    )
+    assert "box 0 has closed" in failure(ask(other, 3)).message
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -335,7 +329,9 @@ def test_positions_that_start_no_epoch_are_refused(world: FakeCluster, wrong: st
     box.epoch_starts.append(start)
     error = box.refused()
     assert isinstance(error, InvalidArgumentError)
-    says = "must have one entry for each" if wrong == "slots" else "an epoch's start must have no batch of its epoch"
+    says = (
+        "a reported position must have 2 entries" if wrong == "slots" else "an epoch's start must have no batch of it"
+    )
     assert says in error.message
 
 
@@ -351,7 +347,7 @@ def test_a_worker_waits_for_the_end_only_where_another_box_has_reached_it(world:
     one.epoch_ended = True
     one.watch()
     query = ask(one, 4)
-    assert sorted((asked.key.box, asked.at_end) for asked in query.requests.values()) == [
+    assert sorted((asked.key.box, asked.message.at_end) for asked in query.requests.values()) == [
         *((0, False), (0, False), (1, True), (1, True))
     ]
 
@@ -369,7 +365,10 @@ def test_end_that_the_loop_has_seen_is_told(world: FakeCluster) -> None:
         box.position.exhaust()
     box.epoch_ended = True
     box.watch()
-    assert [asked.at_end for asked in query.requests.values()] == [False], "the worker need not wait to learn it"
+    assert [asked.message.at_end for asked in query.requests.values()] == [False], (
+        "the worker need not wait to learn it"
+    )
     respond(worker, tells_all=False)
-    assert query.result is not None
-    assert [record.next_epoch for record, _ in query.result.records] == [True, True]
+    found = result(query)
+    assert found is not None
+    assert [record.next_epoch for record, _ in found.records] == [True, True]

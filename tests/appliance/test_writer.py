@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from coroutines import in_loop
+from fake_cluster import limited
 
 from penstock.appliance.journal.journal import GroupCommit, Journal, Rows, StateDir
 from penstock.appliance.journal.snapshot_index import Drop, DropAttempt
@@ -23,7 +24,6 @@ from penstock.appliance.journal.snapshot_store import (
     Store,
 )
 from penstock.appliance.server.transfers import MinimumRate
-from penstock.appliance.testing import limited
 from penstock.proto.errors import DeadlineError, JournalError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -145,10 +145,10 @@ async def test_sender_keeps_waiting_at_its_rate() -> None:
             await asyncio.sleep(pause_s)
             yield pb.BlobPart(data=b"x")
 
-    with pytest.raises(DeadlineError, match=r"^blob: (no data arrived|the sender must send at least)"):
+    with pytest.raises(DeadlineError, match=r"^blob: .* bytes came in"):
         async for _ in MinimumRate("blob", bytes_in(0.01, 10_000)):
             pass
-    with pytest.raises(DeadlineError, match=r"blob: no data arrived for 0\.2 s"):
+    with pytest.raises(DeadlineError, match=r"or none for 0\.2 s"):
         async for _ in MinimumRate("blob", bytes_in(100.0, 1)):
             pass
 
@@ -163,7 +163,7 @@ async def test_slow_sender_is_told_all_its_seconds() -> None:
         yield pb.BlobPart(data=b"x")
         await asyncio.sleep(100.0)
 
-    with pytest.raises(DeadlineError, match=r"at least 1000000 bytes a second, got 1 bytes in 1 s\."):
+    with pytest.raises(DeadlineError, match=r"1 bytes came in 1 s, of at least 1000000 a second"):
         async for _ in MinimumRate("blob", one_part()):
             pass
 
@@ -297,7 +297,7 @@ async def test_unwritten_rows_are_retried_in_order(state: StateDir) -> None:
     syncing = GroupCommit(journal)
     journal._db.execute("PRAGMA max_page_count=1")
     journal.put("attempts", attempt(1) | {"why": "x" * 100_000})
-    with pytest.raises(JournalError, match="1 changes of 100017 bytes wait"):
+    with pytest.raises(JournalError, match="1 changes wait"):
         await syncing.sync()
     journal._db.execute("PRAGMA max_page_count=100000")
     journal.put("attempts", attempt(1) | {"why": "newer"})

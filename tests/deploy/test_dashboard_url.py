@@ -48,7 +48,7 @@ def test_coordinator_without_dashboard_says_so(shell: Any) -> None:
     started = shell.start("coordinator", "--listen", "127.0.0.1:0", "--state-dir", "state", "--http", "off")
     done = shell.call("dashboard", PENSTOCK_COORDINATOR=started.line)
     assert done.returncode == 2
-    assert done.error == "penstock: the coordinator serves no dashboard: start the coordinator with --http HOST:PORT"
+    assert done.error == "penstock: the coordinator has no dashboard: start it with --http HOST:PORT"
 
 
 class Remote:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import streams
+from fake_cluster import FakeCluster
 from waiting import until
 
-from penstock.appliance.testing import FakeCluster
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.deploy.operations.show_state import as_dict as state_dict
 from penstock.proto.rpc.calls import FetchedState
@@ -208,8 +208,8 @@ def test_waited_share_covers_one_report_interval() -> None:
         world.now += seconds
         request = box.progress()
         request.waited_s = waited_s
-        world.state_machine.attempts.watch_run(request)
-        return world.state_machine.status().runs[0].boxes[0].waited_share
+        world.watch(request)
+        return world.status().runs[0].boxes[0].waited_share
 
     assert after(2, 1.0) == 0.5
     assert after(4, 2.0) == 0.25

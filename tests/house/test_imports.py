@@ -57,7 +57,6 @@ ENTRY_POINTS = {
     "penstock.appliance.journal.journal": "a state directory that is private before a token is written into it",
     "penstock.appliance.server.server": "a coordinator",
     "penstock.appliance.limits": "with other limits than its own",
-    "penstock.appliance.core.box_history": "what is in the files of one that is stopped",
     "penstock.worker.daemon.serving": "a worker",
     "penstock.worker.daemon.worker_settings": "with its settings",
     **dict.fromkeys(

@@ -6,10 +6,10 @@ import asyncio
 import time
 
 import pytest
+from fake_cluster import FakeCluster, limited
 from served import coordinator
 
 from penstock.appliance.server.rate_limits import RateLimiter, address_of
-from penstock.appliance.testing import FakeCluster, limited
 from penstock.proto.errors import OverloadedError
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -95,11 +95,11 @@ def test_workers_and_runs_are_counted() -> None:
     world = FakeCluster()
     world.worker("a")
     world.worker("b")
-    with pytest.raises(OverloadedError, match="at most 2 workers can be registered"):
+    with pytest.raises(OverloadedError, match="at most 2 workers can register"):
         world.worker("c")
     world.worker("b", session="b-2")  # one that comes back is no more
     world.open(job="one")
     world.open(job="two")
-    with pytest.raises(OverloadedError, match="a coordinator must keep at most 2 runs"):
+    with pytest.raises(OverloadedError, match="a coordinator keeps at most 2 runs"):
         world.open(job="three")
     world.open(job="two", client_id="again")

@@ -8,9 +8,9 @@ import os
 
 import pytest
 import streams
+from fake_cluster import FakeCluster, FakeWorker
 
 from penstock.appliance.limits import Limits
-from penstock.appliance.testing import FakeCluster, FakeWorker
 from penstock.proto.errors import InputFnNotAllowedError
 from penstock.proto.state.allowed_modules import under
 from penstock.proto.v1 import coordinator_pb2 as pb

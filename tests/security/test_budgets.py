@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-import weakref
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bearer import metadata
+from fake_cluster import FakeCluster, limited
 from served import coordinator
 
-from penstock.appliance.core import balance, views
-from penstock.appliance.core.box_history import past
 from penstock.appliance.core.migration import MIGRATION_S
 from penstock.appliance.journal.journal import StateDir
 from penstock.appliance.journal.snapshot_index import SnapshotIndex
 from penstock.appliance.journal.snapshot_store import MemoryBudget
 from penstock.appliance.limits import MIB, Limits
-from penstock.appliance.testing import FakeCluster, limited
 from penstock.proto.errors import InvalidArgumentError, OverloadedError
 from penstock.proto.rpc.bounds.reply_parts import blob_name
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, blob_parts
@@ -67,7 +62,7 @@ def test_unplaceable_slots_delay_no_others() -> None:
     world.open(job="served", num_workers_per_box=2, loader=served.loader)
     world.state_machine.workers.register_worker(request)
     for _ in range(8):
-        world.state_machine.workers.heartbeat(pb.HeartbeatRequest(worker="w", session="s"))
+        world.heartbeat(pb.HeartbeatRequest(worker="w", session="s"))
     assert [slot.worker for slot in world.slots()] == [""] * 7 + ["w"] * 2
 
 
@@ -134,33 +129,8 @@ def test_runners_that_end_together_go_in_slices() -> None:
     assert all(slot.restarts == 1 for slot in world.slots())
 
 
-@limited(slots_at_once=1)
-def test_an_end_looks_at_one_slice_of_boxes() -> None:
-    """The last close of a run of 16,384 boxes took 42 ms when it went over all of them."""
-
-    class Counted(list[Any]):
-        looks = 0
-
-        def __iter__(self) -> Any:
-            type(self).looks += 1
-            return super().__iter__()
-
-    world = FakeCluster()
-    boxes = [world.open(number, num_boxes=8, num_workers_per_box=1) for number in range(8)]
-    for box in boxes[:-1]:
-        box.close()
-    (attempt,) = world.state_machine.cluster.open_attempts()
-    for each in attempt.boxes.values():
-        each.slots = Counted(each.slots)
-    world.state_machine.cluster.journal.deferred = True  # its rows are made in another thread
-    boxes[-1].close()
-    assert attempt.state.name == "ENDED"
-    assert Counted.looks == 1
-
-
-@limited(slots_at_once=12)
+@limited(slots_at_once=4)
 def test_boxes_that_are_lost_go_in_slices() -> None:
-    """A box of two slots counts for six, since its own rows take their time too."""
     world = FakeCluster()
     for number in range(6):
         world.open(number, num_boxes=6, num_workers_per_box=2)
@@ -188,73 +158,9 @@ def test_next_attempt_gets_the_freed_slots() -> None:
     assert set(world.state_machine.cluster.workers["w"].slots) == {slot.key for slot in slots}
 
 
-@limited(slots_at_once=3)
-def test_an_attempt_ends_in_slices() -> None:
-    """Its workers lose three slots with each call, and have nothing of the next attempt before they have lost all."""
-    world = FakeCluster()
-    worker = world.worker("w", 8)
-    for number in range(8):
-        world.open(number, num_boxes=8, num_workers_per_box=1, attempt_key="1")
-    held = world.state_machine.cluster.workers["w"].slots
-    while world.state_machine.placement.waiting:
-        world.state_machine.tick()
-    told = worker.heartbeat()
-    world.open(0, num_boxes=8, num_workers_per_box=1, attempt_key="2", client_id="again")
-    attempts = [Counter(key.attempt for key in held)]
-    while attempts[-1] != {2: 1}:
-        reply = worker.heartbeat(*(worker.slot_report(assignment, pb.READY) for assignment in told.assignments))
-        assert {taken.attempt for taken in reply.taken} == {1}
-        assert len(reply.taken) == 8
-        attempts.append(Counter(key.attempt for key in held))
-    assert attempts == [{1: 5}, {1: 2}, {2: 1}]
-    assert world.state_machine.cluster.placed == 1
-
-
-@limited(slots_at_once=10)
-def test_an_ended_attempt_is_freed_in_slices() -> None:
-    """Python would free all its boxes at once, which takes 0.2 s for 16,384 of them."""
-    world = FakeCluster()
-    for number in range(8):
-        world.open(number, num_boxes=8, num_workers_per_box=1, attempt_key="1")
-    (attempt,) = world.state_machine.cluster.open_attempts()
-    boxes = [weakref.ref(box) for box in attempt.boxes.values()]
-    del attempt
-    world.open(0, num_boxes=8, num_workers_per_box=1, attempt_key="2", client_id="again")
-    world.journal.commit()
-    left = []
-    for _ in range(40):
-        world.now += 0.3
-        world.state_machine.tick()
-        left.append(sum(box() is not None for box in boxes))
-    assert [count for number, count in enumerate(left) if number == 0 or count != left[number - 1]] == [8, 6, 4, 2, 0]
-
-
-@limited(slots_at_once=3)
-def test_an_end_in_slices_outlives_a_restart(tmp_path: Path) -> None:
-    """The journal has all of it with the call that ended the attempt: who owned what, and each box's history."""
-    with contextlib.closing(StateDir(tmp_path)) as directory:
-        world = FakeCluster(directory=directory)
-        worker = world.worker("w", 8)
-        boxes = [world.open(number, num_boxes=8, num_workers_per_box=1, attempt_key="1") for number in range(8)]
-        while world.state_machine.placement.waiting:
-            world.state_machine.tick()
-        worker.ready()
-        for box in boxes:
-            box.deliver(5)
-        world.open(0, num_boxes=8, num_workers_per_box=1, attempt_key="2", client_id="again")
-        assert len(world.state_machine.cluster.workers["w"].slots) == 5
-        world.restart(worker)
-        assert {key.attempt for key in world.state_machine.cluster.workers["w"].slots} == {2}
-        assert world.state_machine.cluster.placed == 1
-        for box in boxes:
-            (history,) = past(tmp_path / "journal.db", "job/0", box.request.box)
-            assert history.known[-1].step == 5
-        world.journal.close()
-
-
 @limited(slots_at_once=1)
 def test_hand_overs_end_with_their_attempt() -> None:
-    """Migrate nothing for an attempt that is over, although its slots are still to be removed from workers."""
+    """Migrate nothing for an attempt that is over."""
     world = FakeCluster()
     leaving = world.worker("a", 3)
     for number in range(3):
@@ -267,54 +173,12 @@ def test_hand_overs_end_with_their_attempt() -> None:
     coming.ready()
     assert len(world.state_machine.placement.migrating) == 3
     world.open(0, num_boxes=3, num_workers_per_box=1, attempt_key="2", client_id="again")
-    assert len(world.state_machine.placement.migrating) == 2
+    assert not world.state_machine.placement.migrating
     world.now += MIGRATION_S + 0.1
     world.state_machine.tick()
     world.run_for(3, [leaving, coming])
     assert not world.state_machine.placement.migrating
     assert [slot.worker for slot in world.slots()] == ["b"]
-
-
-@limited(slots_at_once=2)
-def test_a_look_at_the_balance_goes_in_slices() -> None:
-    """Eight boxes of two slots that wait for one of them: three slots each are looked at, with the box."""
-    world = FakeCluster()
-    world.worker("w", 16)
-    for number in range(8):
-        world.open(number, num_boxes=8, num_workers_per_box=2)
-    cluster = world.state_machine.cluster
-    for attempt in cluster.open_attempts():
-        for box in attempt.boxes.values():
-            box.waits.span_s, box.waits._seconds, box.waits._late = 10.0, [9.0, 1.0], [0.0, 0.0]
-    assert list(balance.find_moves(cluster, world.state_machine.placement, world.now, 1)) == [None, None]
-    assert list(balance.find_moves(cluster, world.state_machine.placement, world.now, 0)) == []
-
-
-def test_a_worker_is_told_its_slots_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out of the reply what it has lost between two steps; the next one has it."""
-    monkeypatch.setattr(views, "ASSIGNMENTS", 2)
-    world = FakeCluster()
-    world.worker("w", 8)
-    for number in range(2):
-        world.open(job=f"job{number}", num_workers_per_box=4)
-    request, reply = pb.HeartbeatRequest(worker="w", session="w-1"), pb.HeartbeatReply()
-    steps = world.state_machine.workers.worker_view_steps(request, reply)
-    next(steps)
-    assert [assignment.slot for assignment in reply.assignments] == [0, 1]
-    world.open(job="job1", num_workers_per_box=4, client_id="again")
-    assert len(list(steps)) == 1
-    assert [(one.run, one.slot) for one in reply.assignments] == [("job0/0", slot) for slot in range(4)]
-    request.seen_version = reply.version
-    assert [one.attempt for one in world.state_machine.workers.heartbeat(request).assignments] == [
-        1,
-        1,
-        1,
-        1,
-        2,
-        2,
-        2,
-        2,
-    ]
 
 
 # ---------------------------------------------------------------------------------------------------- held answers
@@ -473,9 +337,7 @@ def test_a_registration_has_so_many_bytes(field: str) -> None:
         request.allow.append("x" * 20_000)
     else:
         setattr(request, field, "x" * 20_000)
-    with pytest.raises(
-        InvalidArgumentError, match="the registration of a worker must have at most 16384 bytes, got 200"
-    ):
+    with pytest.raises(InvalidArgumentError, match="a worker's registration must have at most 16384 bytes, got 200"):
         FakeCluster().state_machine.workers.register_worker(request)
 
 
@@ -485,7 +347,7 @@ def test_a_report_tells_little_of_a_loader() -> None:
     worker = world.worker("w", 2)
     report = worker.slot_report(worker.heartbeat().assignments[0], pb.READY)
     report.capabilities.not_used = "x" * 20_000
-    with pytest.raises(InvalidArgumentError, match="capabilities in a worker's report must have at most 16384 bytes"):
+    with pytest.raises(InvalidArgumentError, match="bytes of a loader's capabilities in a request"):
         worker.heartbeat(report)
 
 
@@ -495,8 +357,8 @@ def test_a_lease_is_a_number_of_seconds(lease_s: float) -> None:
     box = world.open()
     world.worker("w", 1)
     with pytest.raises(InvalidArgumentError, match="lease_s in a request to the coordinator must be"):
-        world.state_machine.workers.heartbeat(pb.HeartbeatRequest(worker="w", session="s", lease_s=lease_s))
+        world.heartbeat(pb.HeartbeatRequest(worker="w", session="s", lease_s=lease_s))
     watch = box.progress()
     watch.lease_s = lease_s
     with pytest.raises(InvalidArgumentError, match="lease_s in a request to the coordinator must be"):
-        world.state_machine.attempts.watch_run(watch)
+        world.watch(watch)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fake_cluster import FakeCluster
 
 from penstock.appliance.journal.journal import StateDir
-from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import AuthenticationError, SupersededError
 from penstock.proto.rpc.credentials.tickets import TERM_S, check_ticket, expiry, lane_key, make_ticket
 

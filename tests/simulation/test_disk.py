@@ -183,10 +183,10 @@ def header(total: int, epoch: int, *, attempt: int = 1) -> pb.SnapshotHeader:
 
 def test_store_keeps_values_until_dropped(media: Media) -> None:
     store = media.store()
-    store.put_snapshot(header(4, 0), b"four")
-    store.put_snapshot(header(4, 1), b"of the next epoch")
-    store.put_snapshot(header(4, 0), b"FOUR again")
-    store.put_snapshot(header(9, 0, attempt=2), b"x")
+    store.put_snapshots([(header(4, 0), b"four")])
+    store.put_snapshots([(header(4, 1), b"of the next epoch")])
+    store.put_snapshots([(header(4, 0), b"FOUR again")])
+    store.put_snapshots([(header(9, 0, attempt=2), b"x")])
     store.put_blob("name", b"blob")
     media.crash()
     store = media.store()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fake_cluster import FakeCluster
 from queries import ask
 from simulated.disk import Disk
 from simulated.reference import BoxPlan, RunPlan
@@ -11,7 +12,6 @@ from simulated.virtual import Violation, World
 
 from penstock.appliance.core.entities import client_of
 from penstock.appliance.journal.snapshot_index import DurableSnapshot, SlotKey
-from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import DeadlineError
 from penstock.proto.v1 import coordinator_pb2 as pb
 

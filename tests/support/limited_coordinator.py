@@ -8,9 +8,10 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from fake_cluster import limited
+
 from penstock.appliance.limits import Limits
 from penstock.appliance.server.server import announcer, serve
-from penstock.appliance.testing import limited
 from penstock.proto.rpc.channel import read_tokens
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from fake_cluster import FakeBox, FakeWorker
+
 from penstock.appliance.core.state_query import StateQuery
-from penstock.appliance.testing import FakeBox, FakeWorker
 from penstock.proto.errors import PenstockError
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -55,10 +58,25 @@ def respond(
         worker.world.state_machine.answer_state(answer, data)
 
 
+class GatheredState(NamedTuple):
+    records: list[tuple[pb.WorkerRecord, bytes]]
+    positions: dict[int, records_pb2.BoxPosition]
+
+
+def result(query: StateQuery) -> GatheredState | None:
+    """States of all boxes; None while incomplete, and after states were dropped."""
+    if query.failure is not None or len(query.boxes) < query.num_boxes:
+        return None
+    states = sorted(query.boxes.items())
+    positions = {number: state.position for number, state in states if state.position is not None}
+    return GatheredState([record for _, state in states for record in state.records], positions)
+
+
 def values(gathering: StateQuery) -> list[str]:
     assert gathering.failure is None
-    assert gathering.result is not None
-    return [data.decode() for _, data in gathering.result.records]
+    found = result(gathering)
+    assert found is not None
+    return [data.decode() for _, data in found.records]
 
 
 def failure(gathering: StateQuery) -> PenstockError:

@@ -8,19 +8,17 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+from fake_cluster import FakeCluster, limited
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 from targets.target import Target, pieces, script, words
 
 from penstock.appliance.core.cluster import ClusterState
-from penstock.appliance.core.recent_events import RecentEvents
 from penstock.appliance.core.recovery import restore
-from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.journal.journal import TABLES, Journal
 from penstock.appliance.journal.snapshot_index import SlotKey
 from penstock.appliance.journal.snapshot_index import SnapshotIndex as Snapshots
 from penstock.appliance.limits import Limits
-from penstock.appliance.testing import FakeCluster, limited
 from penstock.proto.errors import PenstockError, ProtocolError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -95,7 +93,9 @@ def _progress_page_seeds() -> list[bytes]:
 # ---- the coordinator
 
 
-def _calls(state_machine: StateMachine) -> list[tuple[type[Protobuf], Callable[[Any], object]]]:
+def _calls(world: FakeCluster) -> list[tuple[type[Protobuf], Callable[[Any], object]]]:
+    state_machine = world.state_machine
+
     def fetch(request: pb.FetchStateRequest) -> None:
         state_machine.state_queries.end(state_machine.begin_state(request))
 
@@ -110,10 +110,10 @@ def _calls(state_machine: StateMachine) -> list[tuple[type[Protobuf], Callable[[
 
     return [
         (pb.OpenRunRequest, state_machine.attempts.open_run),
-        (pb.WatchRunRequest, state_machine.attempts.watch_run),
+        (pb.WatchRunRequest, world.watch),
         (pb.CloseRunRequest, state_machine.attempts.close_run),
         (pb.RegisterWorkerRequest, state_machine.workers.register_worker),
-        (pb.HeartbeatRequest, state_machine.workers.heartbeat),
+        (pb.HeartbeatRequest, world.heartbeat),
         (pb.DeregisterWorkerRequest, state_machine.workers.deregister_worker),
         (pb.FetchStateRequest, fetch),
         (pb.FetchStateRequest, ask),
@@ -129,7 +129,7 @@ def _coordinator(data: bytes) -> None:
     world = FakeCluster()
     worker, box = world.worker("honest", slots=2), world.open()
     worker.ready()
-    calls = _calls(world.state_machine)
+    calls = _calls(world)
     refused = 0
     for what, piece in pieces(data, 24):
         if what % 12 >= len(calls):
@@ -143,7 +143,7 @@ def _coordinator(data: bytes) -> None:
         except PenstockError:
             refused += 1
     world.run_for(0.5)
-    world.state_machine.status()
+    world.status()
     other = world.worker("other", slots=4)
     other.heartbeat()
     fresh = world.open(job="fresh", client_id="fresh")
@@ -218,9 +218,8 @@ def _journal(data: bytes) -> None:
             rows[table].remove(row)
     journal = _Journal(rows)
     try:
-        cluster = ClusterState(
-            journal, Snapshots(Limits().budget), Limits(), lambda topic: None, RecentEvents(lambda: 0.0, lambda: 0.0)
-        )
+        zero = float  # a clock that stands still
+        cluster = ClusterState(journal, Snapshots(Limits().budget), Limits(), lambda topic: None, zero, zero)
         restore(cluster, {}, 0.0, 3.0, 10.0)
     finally:
         journal.close()

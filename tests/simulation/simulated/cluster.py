@@ -59,8 +59,7 @@ class Before:
         """Whether the coordinator has been awake for SETTLES_S with slots to release or to place."""
         cluster = state_machine.cluster
         room = any(worker.free > 0 for worker in cluster.workers.values())
-        held = (key for worker in cluster.workers.values() for key in worker.slots)
-        if not (state_machine.placement.waiting and room) and all(cluster.slot(key) is not None for key in held):
+        if not (state_machine.placement.waiting and room):
             self.busy_from = math.inf
             return False
         self.busy_from = min(self.busy_from, self.awake(now))
@@ -84,7 +83,7 @@ def check_cluster(fail: Fail, state_machine: StateMachine, settled: bool) -> Non
             fail("nobody holds more than it has room for", f"{name} holds {len(worker.slots)} of {worker.capacity}")
         for key in worker.slots:
             held.setdefault(key, set()).add(name)
-            if cluster.slot(key) is None and settled:
+            if cluster.slot(key) is None:
                 fail("who is superseded owns nothing", f"{name} holds {key}")
     for attempt in cluster.open_attempts():
         if attempt.number != cluster.runs[attempt.run].attempt:

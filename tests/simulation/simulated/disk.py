@@ -105,7 +105,7 @@ class SimulatedJournal(Journal):
     ) -> None:
         self.writer = _Writer(disk, fate, die)
         self.pending = {}
-        self.deferred = False
+        self.name, self.path, self.deferred = "the simulated journal", None, False
         self._disk = disk
         self._changed = changed
         self._written = written
@@ -116,10 +116,6 @@ class SimulatedJournal(Journal):
         self.boots = disk.boots
         self.secret, self.found = disk.secret, disk.commits
         self.marks = CommitMarks(disk.secret, disk.boots.to_bytes(8, "big"), self.found)
-
-    @property
-    def name(self) -> str:
-        return "the simulated journal"
 
     @property
     def committed(self) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from fake_cluster import limited
 from simulated.coordinator import NAME, Coordinator
 from simulated.disk import Disk
 from simulated.network import Network, Weather
@@ -25,7 +26,6 @@ from simulated.worker import Daemon
 
 from penstock.appliance.core.state_machine import STALL_S
 from penstock.appliance.limits import Limits
-from penstock.appliance.testing import limited
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, JournalError, PenstockError
 from penstock.proto.v1 import coordinator_pb2 as pb
 

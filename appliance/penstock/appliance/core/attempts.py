@@ -10,8 +10,6 @@ a time: a box that can reach no worker at all must not move its slots through th
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable
 
 from penstock.appliance.core import box_progress, launch_restarts, opening, views
@@ -32,12 +30,7 @@ from penstock.appliance.core.placement import SLOTS_AT_ONCE, UNREACHABLE_AGAIN_S
 from penstock.appliance.core.request_checks import check_name, check_progress
 from penstock.appliance.journal.journal import TABLES
 from penstock.appliance.journal.snapshot_index import SlotKey
-from penstock.proto.errors import (
-    BoxTakenError,
-    InvalidArgumentError,
-    SupersededError,
-    UnknownRunError,
-)
+from penstock.proto.errors import BoxTakenError, InvalidArgumentError, SupersededError, UnknownRunError
 from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.rpc.channel import VERSION
 from penstock.proto.state.position import Position
@@ -54,10 +47,6 @@ ABANDONED_MAX = 1 << 19
 UNREACHABLE_MAX = 8
 UNREACHABLE_PER_S = 60.0
 """One box can mark at most UNREACHABLE_MAX workers as unreachable within this many seconds."""
-BOX_COST = 4
-"""Fixed cost of releasing a box, in slots; added to its number of slots."""
-FREE_AFTER_S = 5.0
-"""Fewest seconds from an attempt's end until its boxes' memory is freed, when the journal has written them."""
 _MAX_REASON = 300
 """Largest number of characters taken from the reason in a box's report."""
 
@@ -70,25 +59,18 @@ class Attempts:
         cluster: ClusterState,
         placement: Placement,
         promised: PromisedLease,
-        *,
-        clock: Callable[[], float],
-        wall: Callable[[], float],
         fresh_seed: Callable[[], int],
         settle: Callable[[], None],
     ) -> None:
         self._cluster, self._placement, self._promised = cluster, placement, promised
-        self._clock, self._wall, self._fresh_seed, self._settle = clock, wall, fresh_seed, settle
-        self._ended: deque[tuple[Attempt, list[Box]]] = deque()
-        """Attempts that are over, with the boxes whose slots are still to be released, last one first."""
-        self._discarded: deque[Box] = deque()
-        self._free_at = 0.0
-        """Monotonic time from which `_discarded` may be freed; inf between the end of an attempt and the next tick."""
+        self._fresh_seed, self._settle = fresh_seed, settle
 
     # -------------------------------------------------------------------------------------------------------- opening
 
     def open_run(self, request: pb.OpenRunRequest, credential: str = "") -> pb.OpenRunReply:
         """Open a run, or add a box to its open attempt. `credential`: digest of the caller's credential token."""
-        now, cluster = self._clock(), self._cluster
+        cluster = self._cluster
+        now = cluster.clock()
         start = opening.validate(request)
         client, request = opening.without_secret(request)
         name = opening.run_name(request)
@@ -169,9 +151,8 @@ class Attempts:
             cluster.save_slot(slot)
         cluster.save_box(attempt, box)
         cluster.bump_box(attempt, box)
-        text = (
-            f"box {box.number} of {attempt.topology} is in attempt {attempt.number}, from host {request.host_id or '?'}"
-        )
+        where = f"in attempt {attempt.number}, from host {request.host_id or '?'}"
+        text = f"box {box.number} of {attempt.topology} is {where}"
         cluster.events.add("box opened", text, run=attempt.run, attempt=attempt.number, box=box.number)
 
     # ---------------------------------------------------------------------------------------------------------- boxes
@@ -180,9 +161,7 @@ class Attempts:
         attempt = self._cluster.attempt(run, attempt_number)
         box, where = attempt.boxes.get(number), f"box {number} of run {run} (attempt {attempt_number})"
         if box is None:
-            raise UnknownRunError(
-                f"{where} has not been opened: start the job again (gRPC clients: call OpenRun first)"
-            )
+            raise UnknownRunError(f"{where} has not been opened: start the job again")
         if box.client != client_of(client_id):
             raise BoxTakenError(f"{where} is held by {box.who()}: give each process of the job its own box number")
         if box.presence is BoxPresence.CLOSED:
@@ -206,11 +185,6 @@ class Attempts:
         self._cluster.save_box(attempt, box)
         self._cluster.bump_box(attempt, box)
 
-    def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
-        """Record a box's report and return the reply at once: it is the service that waits for a change."""
-        self.report_box(request)
-        return self.box_view(request)
-
     def box_view(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
         cluster = self._cluster
         attempt, box = self._find_box(request.run, request.attempt, request.box, request.client_id)
@@ -218,14 +192,14 @@ class Attempts:
         self._promised.keep(lease_policy.lease_s, box.reported_at)
         box.lease_until = max(box.lease_until, box.reported_at + lease_policy.lease_s)
         cluster.journal.commit()
-        reply = views.watch_reply(cluster, attempt, box, request.seen_version, lease_policy, self._wall())
+        reply = views.watch_reply(cluster, attempt, box, request.seen_version, lease_policy, cluster.wall())
         reply.commit_mark = cluster.journal.mark()
         return reply
 
     def box_hold(self, request: pb.WatchRunRequest) -> float:
         """Return the seconds for which a WatchRun call is held if nothing changes."""
         name = f"{request.run}.{request.box}"
-        return min(request.hold_s, self._cluster.box_lease_policy().left(self._clock(), name))
+        return min(request.hold_s, self._cluster.box_lease_policy().left(self._cluster.clock(), name))
 
     def box_version(self, request: pb.WatchRunRequest) -> int:
         return self._find_box(request.run, request.attempt, request.box, request.client_id)[1].version
@@ -240,7 +214,8 @@ class Attempts:
         return box
 
     def report_box(self, request: pb.WatchRunRequest) -> None:
-        now, cluster = self._clock(), self._cluster
+        cluster = self._cluster
+        now = cluster.clock()
         cluster.journal.confirm(request.commit_mark, f"box {request.box} of run {request.run}")
         attempt, box = self._find_box(request.run, request.attempt, request.box, request.client_id)
         check_progress(request, attempt.num_workers)
@@ -280,9 +255,8 @@ class Attempts:
                 continue
             if len(box.abandoned) >= ABANDONED_MAX:
                 raise InvalidArgumentError(
-                    f"box {box.number} must abandon at most {ABANDONED_MAX} epochs (by `break`) in one launch, got one "
-                    "more: start the job again from its last saved state. A loop that uses "
-                    "DataExecutor(persistent=True) abandons no epoch"
+                    f"box {box.number} must `break` at most {ABANDONED_MAX} epochs in one launch, got one more: use "
+                    "DataExecutor(persistent=True)"
                 )
             if attempt.note_abandoned(box, abandoned_epoch.epoch, abandoned_epoch.step):
                 touched = list(attempt.boxes.values())
@@ -322,7 +296,7 @@ class Attempts:
         attempt.set_presence(box, BoxPresence.CLOSED)
         attempt.set_ended(box, True)
         if attempt.any_live():
-            box.lingers_until = self._clock() + LINGER_S
+            box.lingers_until = cluster.clock() + LINGER_S
             for slot in box.slots:
                 self._placement.waiting.pop(slot.key, None)
             cluster.save_box(attempt, box)
@@ -350,8 +324,7 @@ class Attempts:
         return reply
 
     def end(self, attempt: Attempt, state: AttemptState, why: str) -> None:
-        """End the attempt; its calls are refused with the reason `why`. `release_ended` takes its slots from their
-        workers later, because a run may have 16,384 boxes and other calls would wait meanwhile."""
+        """End the attempt, and take its slots from their workers; its calls are refused with the reason `why`."""
         cluster = self._cluster
         run = cluster.runs[attempt.run]
         attempt.state, attempt.why = state, why
@@ -360,10 +333,7 @@ class Attempts:
         boxes = attempt.boxes.values()
         for credential, count in attempt.credentials.items():
             cluster.slots_held[credential] -= count * attempt.num_workers
-        if boxes:
-            self._ended.append((attempt, list(reversed(boxes))))
-            self._discarded.extend(boxes)
-            self._free_at = math.inf
+        self._release(attempt)
         # the box's number does not matter: `settle` looks at the attempt only
         cluster.touched.add((attempt.run, attempt.number, next(iter(attempt.boxes), 0)))
         run.generation = max(run.generation, attempt.generation)
@@ -382,18 +352,10 @@ class Attempts:
                 cluster.journal.drop(table, run=run.name, attempt=oldest)
         cluster.snapshot_index.drop_attempt(attempt.run, attempt.number)
 
-    def release_ended(self) -> bool:
-        """Take slots of ended attempts from their workers, some SLOTS_AT_ONCE in a call; return whether all are taken.
-        Until then no slot is placed."""
+    def _release(self, attempt: Attempt) -> None:
         cluster = self._cluster
         left: set[str] = set()
-        taken = 0
-        while self._ended and taken < SLOTS_AT_ONCE:
-            attempt, boxes = self._ended[0]
-            box = boxes.pop()
-            if not boxes:
-                self._ended.popleft()
-            taken += len(box.slots)
+        for box in attempt.boxes.values():
             for slot in box.slots:
                 self._placement.cancel_migration(slot)
                 if slot.worker:
@@ -404,7 +366,6 @@ class Attempts:
         for name in sorted(left):
             if name in cluster.workers:
                 cluster.bump_worker(cluster.workers[name])
-        return not self._ended
 
     # ------------------------------------------------------------------------------------------------ periodic checks
 
@@ -429,10 +390,9 @@ class Attempts:
                 why = f"no box of attempt {attempt.number} of run {attempt.run} has reported for {ABANDONED_S:g} s"
                 self.end(attempt, AttemptState.ENDED, why)
         self._cluster.live_boxes = live_boxes
-        self._free_discarded(now)
 
     def _vacate(self, attempt: Attempt, box: Box, presence: BoxPresence, note: str) -> int:
-        """Take the box's slots from their workers: its client is lost or has closed it. Return the cost in slots."""
+        """Take the box's slots from their workers: its client is lost or has closed it. Return the number of slots."""
         cluster = self._cluster
         attempt.set_presence(box, presence)
         kind = "box lost" if presence is BoxPresence.GONE else "box closed"
@@ -443,13 +403,4 @@ class Attempts:
             self._placement.vacate(slot, note)
         cluster.save_box(attempt, box)
         cluster.bump_box(attempt, box)
-        return BOX_COST + len(box.slots)
-
-    def _free_discarded(self, now: float) -> None:
-        """Free boxes of ended attempts, about SLOTS_AT_ONCE slots in one call: Python would free all 16,384 boxes at
-        once, in 0.2 s. The journal's thread has written them by then."""
-        if self._free_at == math.inf:
-            self._free_at = now + FREE_AFTER_S
-        freed = 0
-        while self._discarded and now >= self._free_at and freed < SLOTS_AT_ONCE:
-            freed += BOX_COST + len(self._discarded.popleft().slots)
+        return len(box.slots)

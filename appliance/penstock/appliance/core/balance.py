@@ -11,21 +11,21 @@ quarter of a worker's capacity. A slot on its box's own host stays, because a ba
 never goes to a worker that stragglers of its run were moved away from.
 
 A slot stays if its loader would replay the whole epoch or more than `replay_s` seconds, or if no snapshot holds its
-random state. The check of thousands of slots takes tens of milliseconds, so it is done in slices, between which the
-cluster may change. Pure: the cluster state is read, never changed.
+random state. Pure: the cluster state is read, never changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from heapq import nlargest
 from itertools import chain
 
 from penstock.appliance.core import launch_restarts
-from penstock.appliance.core.bottleneck import Bottleneck, find
+from penstock.appliance.core.bottleneck import find
 from penstock.appliance.core.cluster import ClusterState
 from penstock.appliance.core.entities import Attempt, Box, BoxPresence, Slot, Worker
-from penstock.appliance.core.placement import SLOTS_AT_ONCE, UNREACHABLE_S, Placement
+from penstock.appliance.core.placement import UNREACHABLE_S, Placement
 from penstock.appliance.core.views import facts
 from penstock.appliance.journal.snapshot_index import SlotKey
 from penstock.proto.state.allowed_modules import module_of
@@ -36,10 +36,10 @@ SLOTS_PER_MIGRATION = 100
 """Slots in the fleet for each migration that balance may have under way (at least one). Drains have no such limit."""
 STRAGGLER_WAIT_SHARE = 0.10
 """Smallest share of its time for which a loop must wait for a slot or worker before balance moves a slot."""
+BOXES_AT_ONCE = 512
+"""Boxes in which a check looks for a straggler, those that wait most: 30 us each, in which heartbeats wait."""
 MAX_STRAGGLER_MOVES = 3
 """Largest number of moves of one straggler: a slot that is slow on every worker has slow data."""
-SLICES = 4
-"""Slots checked in one slice, as a multiple of SLOTS_AT_ONCE: a check takes a quarter of the time of a placement."""
 MIN_LOAD_DIFFERENCE = 0.25
 """Smallest difference of loads worth a move, as a share of capacity: fuller worker before, emptier one after it."""
 
@@ -53,36 +53,18 @@ class SlotMove:
     """True if the slot moves because it is a straggler, False to balance the load."""
 
 
-def find_moves(cluster: ClusterState, placement: Placement, now: float, budget: int) -> Iterator[SlotMove | None]:
-    """Yield at most `budget` moves, and None at the end of each slice, where other tasks may run. The caller makes
-    each move before it takes the next. No worker takes a slot if an earlier move gave it one or took one from it."""
+def find_moves(cluster: ClusterState, placement: Placement, now: float, budget: int) -> Iterator[SlotMove]:
+    """Yield at most `budget` moves. The caller makes each move before it takes the next. No worker takes a slot if an
+    earlier move gave it one or took one from it."""
     slots: set[SlotKey] = set()
     taken: set[str] = set()
     for move in chain(_straggler_moves(cluster, placement, now), _load_moves(cluster, now)) if budget > 0 else ():
-        if move is None:
-            yield None
-        elif move.worker.name not in taken and move.slot.key not in slots:
+        if move.worker.name not in taken and move.slot.key not in slots:
             slots.add(move.slot.key)
             taken |= {move.worker.name, move.slot.worker}
             yield move
             if len(slots) >= budget:
                 return
-
-
-class _Slice:
-    """Counter of what the present slice has checked; at its limit other calls run."""
-
-    def __init__(self) -> None:
-        self._limit = SLICES * SLOTS_AT_ONCE
-        self._checked = 0
-
-    def ends(self, checked: int) -> bool:
-        """Count `checked` more slots, boxes and workers; return whether the slice ends here."""
-        self._checked += checked
-        if self._checked < self._limit:
-            return False
-        self._checked = 0
-        return True
 
 
 def _is_movable(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -> bool:
@@ -110,40 +92,29 @@ def _is_cheap(box: Box, slot: Slot) -> bool:
     )
 
 
-def _straggler_moves(cluster: ClusterState, placement: Placement, now: float) -> Iterator[SlotMove | None]:
-    part = _Slice()
+def _straggler_moves(cluster: ClusterState, placement: Placement, now: float) -> Iterator[SlotMove]:
     for attempt in cluster.open_attempts():
-        found: list[Bottleneck] = []
-        for box in list(attempt.boxes.values()):
-            waits = box.waits.share >= STRAGGLER_WAIT_SHARE
-            if waits and box.presence is BoxPresence.LIVE and not box.epoch_ended:
-                found += _acute_bottleneck(cluster, box)
-            if part.ends(1 + waits * len(box.slots)):
-                yield None
+        going = [box for box in attempt.boxes.values() if box.presence is BoxPresence.LIVE and not box.epoch_ended]
+        waiting = [box for box in going if box.waits.share >= STRAGGLER_WAIT_SHARE]
+        most = nlargest(BOXES_AT_ONCE, waiting, key=lambda box: box.waits.share)
+        found = [finding for box in most for finding in _acute_bottleneck(cluster, box)]
         slow = {finding.worker for finding in found}
         for finding in sorted(found, key=lambda finding: -finding.wait_share * finding.blame):
-            assert finding.box is not None
-            assert finding.slot is not None
             slot = attempt.boxes[finding.box].slots[finding.slot]
-            if (
-                not cluster.is_open(slot)
-                or len(slot.was_slow_at) >= MAX_STRAGGLER_MOVES
-                or not _is_movable(cluster, slot, now, 1 << len(slot.was_slow_at))
-            ):
+            times_moved = len(slot.was_slow_at)
+            if times_moved >= MAX_STRAGGLER_MOVES or not _is_movable(cluster, slot, now, 1 << times_moved):
                 continue
             worker = _elsewhere(cluster, placement, slot, slow | slot.was_slow_at | slot.unfit_at(cluster.workers))
             if worker is not None:
                 share = f"{finding.wait_share * finding.blame:.0%}"
                 why = f"box {finding.box} waited {share} of its time for the slot on worker {slot.worker}"
                 yield SlotMove(slot, worker, why, for_straggler=True)
-            if part.ends(len(cluster.workers)):  # `_elsewhere` looks at every worker
-                yield None
 
 
-def _acute_bottleneck(cluster: ClusterState, box: Box) -> list[Bottleneck]:
+def _acute_bottleneck(cluster: ClusterState, box: Box) -> list[pb.Bottleneck]:
     """Return the box's bottleneck if its loop waits for a slot or worker at least STRAGGLER_WAIT_SHARE of its time."""
     finding = find([facts(cluster, box)])
-    if finding is None or finding.kind not in ("straggler", "network") or finding.slot is None:
+    if finding is None or finding.kind not in ("straggler", "network"):
         return []
     return [finding] if finding.wait_share * finding.blame >= STRAGGLER_WAIT_SHARE else []
 
@@ -158,38 +129,32 @@ def _elsewhere(cluster: ClusterState, placement: Placement, slot: Slot, slow: se
 
 
 def _unreachable(cluster: ClusterState, box: Box) -> set[str]:
-    return box.unreachable_since(cluster.events.now - UNREACHABLE_S)
+    return box.unreachable_since(cluster.clock() - UNREACHABLE_S)
 
 
-def _load_moves(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
+def _load_moves(cluster: ClusterState, now: float) -> Iterator[SlotMove]:
     usable = [worker for worker in cluster.workers.values() if worker.registered and not worker.draining]
     fullest = sorted(usable, key=lambda worker: (-worker.load, worker.name))
     emptiest = [worker for worker in reversed(fullest) if worker.free > 0]
-    part = _Slice()
     slow: set[tuple[str, str]] | None = None
     for full, empty in zip(fullest, emptiest, strict=False):
         if full.load - (len(empty.slots) + 1) / empty.capacity < MIN_LOAD_DIFFERENCE:
             return
         if slow is None:
-            slow = set()
-            for attempt in cluster.open_attempts():
-                slow |= {(attempt.run, name) for name in _slow_for(attempt)}
-                if part.ends(attempt.num_boxes * attempt.num_workers):
-                    yield None
-        if cluster.workers.get(full.name) is not full or cluster.workers.get(empty.name) is not empty or not empty.free:
+            slow = {(attempt.run, name) for attempt in cluster.open_attempts() for name in _slow_for(attempt)}
+        if not empty.free:
             continue
-        slots = [cluster.slot(key) for key in full.slots]
-        fitting = [
-            slot
-            for slot in slots
-            if slot is not None and (slot.key.run, empty.name) not in slow and _may_go(cluster, slot, full, empty, now)
-        ]
-        slot = min(fitting, key=lambda slot: slot.key, default=None)
+        slot = next(
+            (
+                slot
+                for slot in cluster.slots_of(full)
+                if (slot.key.run, empty.name) not in slow and _may_go(cluster, slot, full, empty, now)
+            ),
+            None,
+        )
         if slot is not None:
             why = f"worker {full.name} has {len(full.slots)} slots and worker {empty.name} {len(empty.slots)}"
             yield SlotMove(slot, empty, why)
-        if part.ends(len(slots)):
-            yield None
 
 
 def _slow_for(attempt: Attempt) -> set[str]:

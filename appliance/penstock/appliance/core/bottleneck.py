@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from penstock.appliance.core.gauges import AHEAD
+from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.units import INPUT_BOUND, percent
 
 LEAST_S = 3.0
@@ -59,26 +60,19 @@ class BoxFacts:
     slots: Sequence[SlotFacts]
 
 
-@dataclass(frozen=True)
-class Bottleneck:
-    kind: str
-    """starting (first batches are made, or too little is measured), loop, straggler (one slot or worker), network
-    (batches arrive late), workers (too few slots, or a slow input_fn), unplaced (no free capacity), recovering (a
-    slot's new runner starts or replays, or the slot has failed)."""
-    text: str
-    wait_share: float = 0.0
-    box: int | None = None
-    slot: int | None = None
-    worker: str = ""
-    blame: float = 0.0
-    """Share of the box's waiting that the slot or worker causes, from 0 to 1."""
-
-    @property
-    def input_bound(self) -> bool:
-        return self.kind not in ("starting", "loop")
+def _of_box(
+    box: BoxFacts, kind: str, text: str, slot: int | None = None, worker: str = "", blame: float = 0.0
+) -> pb.Bottleneck:
+    """Return a bottleneck. `kind`: starting (first batches are made, or too little is measured), loop, straggler (one
+    slot or worker), network (batches arrive late), workers (too few slots, or a slow input_fn), unplaced (no free
+    capacity), recovering (a slot's new runner starts or replays, or the slot has failed)."""
+    bound, share = kind not in ("starting", "loop"), 0.0 if kind == "starting" and slot is None else box.wait_share
+    return pb.Bottleneck(
+        kind=kind, text=text, input_bound=bound, wait_share=share, box=box.box, slot=slot, worker=worker, blame=blame
+    )
 
 
-def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
+def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> pb.Bottleneck | None:
     """Return the run's bottleneck from the boxes whose loops run; None if there are none. `busy_cores`: cores of the
     workers' machines if the slots keep all busy; else 0."""
     boxes = list(boxes)
@@ -87,7 +81,7 @@ def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
         return stuck
     worst = max(boxes, key=lambda box: (box.span_s >= LEAST_S, box.wait_share))
     if worst.span_s < LEAST_S:
-        return Bottleneck("starting", _beginning(boxes), 0.0, worst.box)
+        return _of_box(worst, "starting", _beginning(boxes))
     top = max(worst.slots, key=lambda slot: slot.wait_share)
     share = worst.wait_share
     if share <= INPUT_BOUND or not top.wait_share:
@@ -95,13 +89,13 @@ def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
             f"Not input-bound: box {worst.box}, which waits most, waits for data {percent(share)} of its time. The "
             "training loop sets the speed."
         )
-        return Bottleneck("loop", text, share, worst.box)
+        return _of_box(worst, "loop", text)
     waits = f"Input-bound: box {worst.box} waits for data {percent(share)} of its time"
     alone = _of_phase(worst, top, waits) or _late(worst, top, waits) or _straggler(worst, top, waits)
     return alone or _few(worst, waits, busy_cores)
 
 
-def _unplaced(box: BoxFacts) -> Bottleneck | None:
+def _unplaced(box: BoxFacts) -> pb.Bottleneck | None:
     """Return a bottleneck if a slot has no worker and waits are measured for less than LEAST_S: no first batch."""
     slot = next((slot for slot in box.slots if slot.phase == "WAITING"), None)
     if slot is None or box.span_s >= LEAST_S:
@@ -110,7 +104,7 @@ def _unplaced(box: BoxFacts) -> Bottleneck | None:
         f"Box {box.box} must wait: no worker has free capacity for its slot {slot.slot}. Start more workers, or "
         "workers with more slots."
     )
-    return Bottleneck("unplaced", text, box.wait_share, box.box, slot.slot)
+    return _of_box(box, "unplaced", text, slot.slot)
 
 
 def _beginning(boxes: Sequence[BoxFacts]) -> str:
@@ -120,7 +114,7 @@ def _beginning(boxes: Sequence[BoxFacts]) -> str:
     return "Starting: not enough has been measured yet."
 
 
-def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
+def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> pb.Bottleneck | None:
     """Return a bottleneck if slot `top` has no ready runner, or one still behind. `waits`: begins its text."""
     if top.phase == "READY" and not top.behind:
         return None
@@ -128,18 +122,18 @@ def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
     prefix = f"{waits}, {percent(blame)} of that for slot {top.slot}"
     if top.phase == "WAITING":
         text = f"{prefix}, for which no worker has free capacity: start more workers, or workers with more slots."
-        return Bottleneck("unplaced", text, box.wait_share, box.box, top.slot, "", blame)
+        return _of_box(box, "unplaced", text, top.slot, "", blame)
     if top.phase == "FAILED":
         text = f"{prefix}, which has failed for good on worker {top.worker}: see its error."
     elif top.restarts or top.behind:
         text = f"{prefix}, whose new runner on worker {top.worker} is still starting or replaying."
     else:
         text = f"{prefix}, whose first batch is being made on worker {top.worker}."
-        return Bottleneck("starting", text, box.wait_share, box.box, top.slot, top.worker, blame)
-    return Bottleneck("recovering", text, box.wait_share, box.box, top.slot, top.worker, blame)
+        return _of_box(box, "starting", text, top.slot, top.worker, blame)
+    return _of_box(box, "recovering", text, top.slot, top.worker, blame)
 
 
-def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
+def _late(box: BoxFacts, top: SlotFacts, waits: str) -> pb.Bottleneck | None:
     if not top.remote or top.late < MIN_BLAME or top.mean_queued < AHEAD:
         return None
     blame = _share(top.wait_share, box)
@@ -147,10 +141,10 @@ def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
         f"{waits}, {percent(blame)} of that for slot {top.slot}, although {top.mean_queued:.1f} batches are ready "
         f"there on average: they arrive late from worker {top.worker}. Check the network to that machine, and its load."
     )
-    return Bottleneck("network", text, box.wait_share, box.box, top.slot, top.worker, blame)
+    return _of_box(box, "network", text, top.slot, top.worker, blame)
 
 
-def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
+def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> pb.Bottleneck | None:
     """Return a bottleneck if the loop waits mainly for one slot or worker, which is slower than the others."""
     by_worker = Counter[str]()
     for slot in box.slots:
@@ -174,7 +168,7 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
             f"batches are ready there on average, {_mean(others):.1f} at each other slot. Check that machine, and the "
             "data that the slot reads."
         )
-        return Bottleneck("straggler", text, box.wait_share, box.box, top.slot, group[0].worker, blame)
+        return _of_box(box, "straggler", text, top.slot, group[0].worker, blame)
     return None
 
 
@@ -184,7 +178,7 @@ def _slower(group: Sequence[SlotFacts], others: Sequence[SlotFacts]) -> bool:
     return not own or not usual or max(own) >= STRAGGLER_FACTOR * median(usual)
 
 
-def _few(box: BoxFacts, waits: str, busy_cores: int) -> Bottleneck:
+def _few(box: BoxFacts, waits: str, busy_cores: int) -> pb.Bottleneck:
     number = len(box.slots)
     many = f"all its {number} slots are busy" if number > 1 else "its one slot is busy"
     text = f"{waits}, and {many} ({_mean(box.slots):.1f} batches are ready at each on average)"
@@ -195,7 +189,7 @@ def _few(box: BoxFacts, waits: str, busy_cores: int) -> Bottleneck:
         )
     else:
         text += ". Raise num_workers_per_box, or make input_fn faster."
-    return Bottleneck("workers", text, box.wait_share, box.box)
+    return _of_box(box, "workers", text)
 
 
 def _share(part: float, box: BoxFacts) -> float:

@@ -14,15 +14,12 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from penstock.appliance.core.entities import Attempt, AttemptState, Box, BoxPresence
-from penstock.appliance.journal.database import check_schema, read_only
-from penstock.appliance.journal.journal import TABLES, checked
+from penstock.appliance.journal.database import damaged, read_only
+from penstock.appliance.journal.journal import checked
 from penstock.appliance.journal.snapshot_index import DurableSnapshot, SlotKey, SnapshotIndex
-from penstock.proto.errors import JournalError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-
-__all__ = ["BoxHistory", "history_of", "past", "with_snapshots"]
 
 KNOWN = 8
 """Approximate number of a box's positions that the journal keeps; with 65,536 slots, one of every box takes 400 KB."""
@@ -49,8 +46,11 @@ class BoxHistory:
     snapshots: Mapping[SlotKey, Sequence[DurableSnapshot]] = field(default_factory=dict)
 
     def message(self) -> pb.History:
-        history = _opened(self.attempt, self.opening, self.start, self.seed)
-        history.settled = self.settled
+        history = pb.History(attempt=self.attempt, opening=self.opening, settled=self.settled)
+        for name in ("attempt_key", "host_id"):
+            history.opening.ClearField(name)
+        history.opening.has_seed, history.opening.seed = True, self.seed
+        history.opening.start.CopyFrom(self.start.to_proto())
         history.mixture_changes.extend(self.mixture_changes)
         history.known.extend(at.to_proto() if isinstance(at, Position) else at for at in self.known)
         history.abandoned.extend(
@@ -60,8 +60,11 @@ class BoxHistory:
             skips = [records_pb2.Skip(epoch=e, total=t, count=n) for (e, t), n in sorted(left_out.items())]
             history.slots.add(skips=skips, capabilities=capabilities)
         for key, kept in self.snapshots.items():
-            headers = (_header(key, one.total, one.epoch, one.size, one.epoch_start) for one in kept)
-            history.slots[key.slot].snapshots.extend(headers)
+            headers = history.slots[key.slot].snapshots
+            for one in kept:
+                headers.add(
+                    **key._asdict(), total=one.total, epoch=one.epoch, size=one.size, epoch_start=one.epoch_start
+                )
         return history
 
     def thinned(self) -> BoxHistory:
@@ -100,33 +103,12 @@ def with_snapshots(attempt: Attempt, box: Box, snapshot_index: SnapshotIndex) ->
     return replace(history_of(attempt, box), snapshots=snapshots)
 
 
-def _opened(attempt: int, opening: pb.OpenRunRequest, start: Position, seed: int) -> pb.History:
-    history = pb.History(attempt=attempt, opening=opening)
-    for name in ("attempt_key", "host_id"):
-        history.opening.ClearField(name)
-    history.opening.has_seed, history.opening.seed = True, seed
-    history.opening.start.CopyFrom(start.to_proto())
-    return history
-
-
-def _header(key: SlotKey, total: int, epoch: int, size: int, epoch_start: bool) -> pb.SnapshotHeader:
-    return pb.SnapshotHeader(**key._asdict(), total=total, epoch=epoch, size=size, epoch_start=epoch_start)
-
-
-# ---- from files
-
-
 def past(journal: Path, run: str, box: int) -> list[pb.History]:
-    """Return the box's histories in all attempts that are over, oldest first. Raises JournalError."""
+    """Return the box's histories in all attempts that are over, oldest first, from the journal that is open."""
     try:
         with read_only(journal, in_use=True) as db:
-            (version,) = db.execute("PRAGMA user_version").fetchone()
-            check_schema(journal, version)
-            keys = ", ".join(TABLES["tracks"][0])
-            rows = db.execute(f"SELECT * FROM tracks WHERE run=? AND box=? ORDER BY {keys}", (run, box)).fetchall()
-            found = [checked("tracks", row, str(journal)) for row in rows]
-            return [pb.History.FromString(row["history"]) for row in found if row["over"]]
+            which = "SELECT * FROM tracks WHERE run=? AND box=? AND over ORDER BY attempt"
+            rows = [checked("tracks", row, str(journal)) for row in db.execute(which, (run, box))]
+            return [pb.History.FromString(row["history"]) for row in rows]
     except (sqlite3.Error, DecodeError) as error:
-        raise JournalError(
-            f"{journal} cannot be read as a coordinator's database: {error}. Restore a copy of the file"
-        ) from error
+        raise damaged(str(journal), error) from error

@@ -47,9 +47,8 @@ def note_epoch_starts(attempt: Attempt, box: Box, request: pb.WatchRunRequest) -
         start = Position.received(owned(message), InvalidArgumentError)
         if not box.is_fresh(start) or start.step < box.start.step:
             raise InvalidArgumentError(
-                f"an epoch's start must have no batch of its epoch, and must be at step {box.start.step} or later, in "
-                f"an epoch after {box.start.epoch}, where this launch began, got step {start.step} (epoch "
-                f"{start.epoch}). {SAME_RELEASE}"
+                f"an epoch's start must have no batch of it and come after step {box.start.step} of epoch "
+                f"{box.start.epoch}, got step {start.step} of epoch {start.epoch}. {SAME_RELEASE}"
             )
         _note_ends(attempt, box, start)
         _note_first(attempt.left, start.epoch - 1, (start.step, box.number))

@@ -22,7 +22,8 @@ Topic = tuple[str | int, ...]
 
 
 class ClusterState:
-    """All runs and workers of a coordinator. `changed`: called with the topic of each change."""
+    """All runs and workers of a coordinator. `changed`: called with the topic of each change; `clock`: monotonic
+    seconds; `wall`: seconds since the Unix epoch."""
 
     def __init__(
         self,
@@ -30,13 +31,12 @@ class ClusterState:
         snapshot_index: SnapshotIndex,
         limits: Limits,
         changed: Callable[[Topic], None],
-        events: RecentEvents,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
     ) -> None:
-        self.journal = journal
-        self.snapshot_index = snapshot_index
-        self.limits = limits
-        self.changed = changed
-        self.events = events
+        self.journal, self.snapshot_index, self.limits = journal, snapshot_index, limits
+        self.changed, self.clock, self.wall = changed, clock, wall
+        self.events = RecentEvents(clock, wall)
         self.runs: dict[str, Run] = {}
         self.workers: dict[str, Worker] = {}
         self.free_capacity = FreeCapacity(self.workers)
@@ -73,7 +73,8 @@ class ClusterState:
         self.changed(("box", attempt.run, attempt.number, box.number))
 
     def worker_lease_policy(self) -> LeasePolicy:
-        return leases.of_workers(max(self.fleet, len(self.workers)), self.load_factor, self.limits.worker_lease_s)
+        peers, calls_per_s = max(self.fleet, len(self.workers)), leases.HEARTBEATS_PER_S / self.load_factor
+        return leases.lease_policy(self.limits.worker_lease_s, peers, calls_per_s)
 
     def count_fleet(self, now: float) -> None:
         """Set the number of workers for the lease policy: a larger fleet at once, a smaller one after
@@ -83,7 +84,8 @@ class ClusterState:
             self.fleet, self.fleet_at = len(self.workers), now
 
     def box_lease_policy(self) -> LeasePolicy:
-        return leases.of_boxes(self.live_boxes, self.load_factor, self.limits.client_lease_s)
+        calls_per_s = leases.WATCHES_PER_S / self.load_factor
+        return leases.lease_policy(self.limits.client_lease_s, self.live_boxes, calls_per_s)
 
     def snapshot_share(self) -> SnapshotShare:
         calls_per_s = (
@@ -114,12 +116,8 @@ class ClusterState:
         if past is not None:
             raise attempt_over(past)
         if number < run.attempt:
-            raise SupersededError(
-                f"attempt (launch) {number} of run {run_name} is over, the newest is {run.attempt}: end this process"
-            )
-        raise UnknownRunError(
-            f"run {run_name} has no attempt (launch) {number}; the newest one is {run.attempt}: start the job again"
-        )
+            raise SupersededError(f"attempt {number} of run {run_name} is over, the newest is {run.attempt}")
+        raise UnknownRunError(f"run {run_name} has no attempt {number}, the newest is {run.attempt}")
 
     def runs_named(self, name: str) -> list[Run]:
         """Return the run JOB/N, or all runs of the job. Raises UnknownRunError."""
@@ -127,10 +125,7 @@ class ClusterState:
             return [self.runs[name]]
         runs = [run for run in self.runs.values() if run.name.rpartition("/")[0] == name]
         if not runs:
-            raise UnknownRunError(
-                f"the coordinator has no run or job {name!r}: give a run (JOB/0) or a job (JOB) of `penstock status "
-                "--all`"
-            )
+            raise UnknownRunError(f"the coordinator has no run or job {name!r}: see `penstock status --all`")
         return runs
 
     def slot(self, key: SlotKey) -> Slot | None:
@@ -143,8 +138,10 @@ class ClusterState:
     def open_attempts(self) -> list[Attempt]:
         return [run.current for run in self.runs.values() if run.current is not None]
 
-    def is_open(self, slot: Slot) -> bool:
-        return self.slot(slot.key) is slot
+    def slots_of(self, worker: Worker) -> list[Slot]:
+        """Return the slots that the worker runs or prepares as migration target, sorted by key."""
+        slots = [self.slot(key) for key in sorted(worker.slots)]
+        return [slot for slot in slots if slot is not None]
 
     def box_of(self, slot: Slot) -> tuple[Attempt, Box]:
         attempt = self.runs[slot.key.run].current

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -492,10 +492,7 @@ class Run:
 def known_run(runs: Mapping[str, Run], name: str) -> Run:
     run = runs.get(name)
     if run is None:
-        raise UnknownRunError(
-            f"the coordinator has no run {name!r}: see `penstock status --all` for its runs, and start the job again "
-            "if it is missing there"
-        )
+        raise UnknownRunError(f"the coordinator has no run {name!r}: see `penstock status --all`")
     return run
 
 
@@ -503,35 +500,6 @@ def attempt_over(past: ClosedAttempt) -> SupersededError:
     if past.state is AttemptState.SUPERSEDED:
         return SupersededError(f"{past.why}: end this process, and give jobs that run side by side different names")
     return SupersededError(f"{past.why}: start the job again to continue from its last checkpoint")
-
-
-class AssignedSlots:
-    """Keys of a worker's slots, and the bytes of their assignments in a heartbeat reply."""
-
-    def __init__(self) -> None:
-        self._sizes: dict[SlotKey, int] = {}
-        self.size = 0
-
-    def add(self, key: SlotKey, size: int = 0) -> None:
-        self.discard(key)
-        self._sizes[key] = size
-        self.size += size
-
-    def discard(self, key: SlotKey) -> None:
-        self.size -= self._sizes.pop(key, 0)
-
-    def clear(self) -> None:
-        self._sizes.clear()
-        self.size = 0
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._sizes
-
-    def __iter__(self) -> Iterator[SlotKey]:
-        return iter(self._sizes)
-
-    def __len__(self) -> int:
-        return len(self._sizes)
 
 
 @dataclass
@@ -554,7 +522,8 @@ class Worker:
     """Empty: not known."""
     cores: int = 0
     """0 = not known."""
-    slots: AssignedSlots = field(default_factory=AssignedSlots)
+    slots: dict[SlotKey, int] = field(default_factory=dict)
+    """Slots that the worker runs or prepares -> bytes of their assignments in a heartbeat reply."""
     more_requests: bool = False
     """True if some requests for states did not fit into the last heartbeat reply."""
     left: bool = False
@@ -572,7 +541,7 @@ class Worker:
     @property
     def free(self) -> int:
         """Slots that the worker can take; 0 if it drains, is not registered, or has ASSIGNMENTS_MAX bytes."""
-        if self.draining or not self.registered or self.slots.size >= ASSIGNMENTS_MAX:
+        if self.draining or not self.registered or sum(self.slots.values()) >= ASSIGNMENTS_MAX:
             return 0
         return self.capacity - len(self.slots)
 
@@ -588,8 +557,6 @@ def client_of(client_id: str) -> str:
 
 def client_in(row: str) -> str:
     """Return the client's digest from a journal row, which in an older release holds the secret itself."""
-    if type(row) is not str:
-        raise TypeError(f"client_id in a row of the journal must be a str, got {type(row).__name__}")
     return row if row.startswith(_DIGEST) else client_of(row)
 
 

@@ -36,9 +36,8 @@ def note_offer(snapshot_index: SnapshotIndex, attempt: Attempt, box: Box, reques
     fits = {(at.step, len(at.total)) for at in positions} == {(positions[0].step, attempt.num_workers)}
     if box.number or len(positions) != attempt.num_boxes or not fits:
         raise InvalidArgumentError(
-            f"the states from which a run restarts must be of all its {attempt.num_boxes} boxes with "
-            f"{attempt.num_workers} workers at one step, and come from box 0, got {len(positions)} from box "
-            f"{box.number}. {SAME_RELEASE}"
+            f"box 0 must send states of one step, of all {attempt.num_boxes} boxes with {attempt.num_workers} workers, "
+            f"got {len(positions)} from box {box.number}. {SAME_RELEASE}"
         )
     in_turn = all(len(at.live) == attempt.num_workers and at.live[at.cursor] == 0 for at in positions)
     stored = all(snapshot_index.has_blob(restart.resume.blob) for restart in request.restarts)

@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from penstock.appliance.journal.database import damaged
 from penstock.appliance.journal.journal import Journal
-from penstock.proto.errors import JournalError
 
 HOLD_SHARE = 1 / 3
 """Longest hold of a long poll, as a share of the lease: a peer may lose two polls in a row."""
@@ -77,17 +77,9 @@ class SnapshotShare:
     bytes_per_s: float
 
 
-def _lease_policy(lease_s: float, peers: int, calls_per_s: float) -> LeasePolicy:
+def lease_policy(lease_s: float, peers: int, calls_per_s: float) -> LeasePolicy:
     heartbeat_s = max(min(HEARTBEAT_S, lease_s * HOLD_SHARE), peers / calls_per_s)
     return LeasePolicy(heartbeat_s, max(lease_s, heartbeat_s / HOLD_SHARE))
-
-
-def of_workers(workers: int, load_factor: float, lease_s: float) -> LeasePolicy:
-    return _lease_policy(lease_s, workers, HEARTBEATS_PER_S / load_factor)
-
-
-def of_boxes(boxes: int, load_factor: float, lease_s: float) -> LeasePolicy:
-    return _lease_policy(lease_s, boxes, WATCHES_PER_S / load_factor)
 
 
 def updated_load_factor(load_factor: float, gap_s: float, tick_s: float) -> float:
@@ -120,10 +112,7 @@ class PromisedLease:
         try:
             self.lease_s = max(shortest_s, float(noted))
         except ValueError as error:
-            raise JournalError(
-                f"{journal.name} is damaged: its value {name} must be a number, got {noted!r}. Restore a copy of "
-                "the file, or move the file away to start anew"
-            ) from error
+            raise damaged(journal.name, f"its value {name} must be a number, got {noted!r}") from error
         self._since = now
 
     def keep(self, lease_s: float, now: float) -> None:

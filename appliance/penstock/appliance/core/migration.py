@@ -16,8 +16,6 @@ A slot migrates because its worker drains, it is a straggler, or emptier workers
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from penstock.appliance.core import balance, launch_restarts
 from penstock.appliance.core.cluster import ClusterState
 from penstock.appliance.core.entities import Slot, Worker
@@ -45,8 +43,6 @@ class Migrations:
     def __init__(self, cluster: ClusterState, placement: Placement) -> None:
         self._cluster, self._placement = cluster, placement
         self._balanced_at = 0.0
-        self._moves: Iterator[balance.SlotMove | None] | None = None
-        """Balance check under way, which yields the slots to move; each tick continues it for a slice."""
 
     # ---- reports of workers
 
@@ -93,8 +89,6 @@ class Migrations:
         for slot in list(self._placement.migrating.values()):
             target = slot.target
             assert target is not None
-            if not cluster.is_open(slot):
-                continue  # `release_ended` is about to release the slot
             if target.ready_at and now - target.ready_at > MIGRATION_S:
                 self._placement.complete_migration(slot, target.why, now)
             elif not target.ready_at and now - target.since > TARGET_READY_S:
@@ -103,18 +97,13 @@ class Migrations:
         for worker in cluster.workers.values():
             if worker.draining:
                 self.drain(worker, now)
-        due = now - self._balanced_at >= min(BALANCE_EVERY_S, balance_after_s)
-        if balance_after_s and due and self._moves is None:
+        if balance_after_s and now - self._balanced_at >= min(BALANCE_EVERY_S, balance_after_s):
             self._balanced_at = now
             budget = max(1, cluster.placed // balance.SLOTS_PER_MIGRATION) - len(self._placement.migrating)
-            self._moves = balance.find_moves(cluster, self._placement, now, budget)
-        for move in self._moves or ():
-            if move is None:
-                return
-            if move.for_straggler:
-                move.slot.was_slow_at |= {move.slot.worker}
-            self._placement.start_migration(move.slot, move.worker, move.why, now)
-        self._moves = None
+            for move in balance.find_moves(cluster, self._placement, now, budget):
+                if move.for_straggler:
+                    move.slot.was_slow_at |= {move.slot.worker}
+                self._placement.start_migration(move.slot, move.worker, move.why, now)
 
     def drain(self, worker: Worker, now: float) -> None:
         """Start migrations of the worker's slots. One whose runner is not ready, or whose loader may have one instance
@@ -153,8 +142,7 @@ class Migrations:
 
     def owned(self, worker: Worker) -> list[Slot]:
         """Return the slots that run on the worker, without those of which it is only the migration target."""
-        slots = [self._cluster.slot(key) for key in sorted(worker.slots)]
-        return [slot for slot in slots if slot is not None and slot.worker == worker.name]
+        return [slot for slot in self._cluster.slots_of(worker) if slot.worker == worker.name]
 
     def stuck(self, worker: Worker, now: float) -> int:
         """Return the slots that cannot leave a draining worker: failed, or without free capacity elsewhere."""
@@ -166,20 +154,10 @@ class Migrations:
         until the worker reports, the reply says that it drains, and a request to end that is refused."""
         worker = self._cluster.workers.get(request.worker)
         if worker is None:
-            names = sorted(self._cluster.workers)
-            if not names:
-                raise UnknownWorkerError(
-                    f"worker must be a registered one, got {request.worker!r}, but no worker is registered: start "
-                    "workers, and see `penstock status`"
-                )
-            more = f" or one of {len(names) - 8} more" if len(names) > 8 else ""
-            raise UnknownWorkerError(
-                f"worker must be one of {', '.join(names[:8])}{more}, got {request.worker!r}: see `penstock status`"
-            )
+            raise UnknownWorkerError(f"no worker {request.worker!r} is registered: see `penstock status`")
         if request.undo and not worker.registered:
             raise UnknownWorkerError(
-                f"worker {request.worker!r} has not reported since the coordinator started: retry once `penstock "
-                "status` shows the worker as live"
+                f"worker {request.worker!r} has not reported since the coordinator started: retry once it is live"
             )
         if not request.look:
             self.set_draining(worker, not request.undo, now)
@@ -199,8 +177,8 @@ class Migrations:
         kind, text = ("worker drains", "migrates its slots") if draining else ("worker back", "takes slots again")
         self._cluster.events.add(kind, f"worker {worker.name} {text}", worker=worker.name)
         if draining:
-            for slot in [self._cluster.slot(key) for key in sorted(worker.slots)]:
-                if slot is not None and slot.worker != worker.name:
+            for slot in self._cluster.slots_of(worker):
+                if slot.worker != worker.name:
                     self._placement.cancel_migration(slot)  # the slot would have to leave this worker again
             self.drain(worker, now)
         else:

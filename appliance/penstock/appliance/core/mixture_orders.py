@@ -33,8 +33,6 @@ from penstock.proto.state.position import Position, advance
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["MixtureOrders", "Proposal"]
-
 TEXTS_MAX = 256
 """Most texts in one order: names of sources, functions and weights together."""
 TEXT_MAX = 200
@@ -44,7 +42,7 @@ CHANGES_SIZE = 64 << 10
 """Largest number of bytes of a run's changes, which each assignment of a slot contains."""
 
 
-_ENDED = "ended while the change was decided: run `penstock mix` again"
+AGAIN = "Run `penstock mix` again"
 
 
 @dataclass
@@ -112,31 +110,25 @@ class MixtureOrders:
         for other, found in zip(trials, plans, strict=True):
             if found != plan:
                 raise InvalidArgumentError(
-                    "the added sources must be the same on all workers, but differ between those of box "
-                    f"{trial.box} slot {trial.slot} and box {other.box} slot {other.slot}: give all workers the same "
-                    "code and data"
+                    "all workers must have the same code and data of the added sources, which differ between those of "
+                    f"box {trial.box} slot {trial.slot} and box {other.box} slot {other.slot}"
                 )
         run = self._run(request.run)
         attempt = self._attempt(run)
         if attempt.number != trial.attempt:
-            raise SupersededError(
-                f"attempt {trial.attempt} of run {run.name} ended meanwhile: run `penstock mix` again"
-            )
+            raise SupersededError(f"attempt {trial.attempt} of run {run.name} ended meanwhile. {AGAIN}")
         self._check_step(attempt, request.from_step)
         if len(run.mixture_changes) != trial.changes:
-            raise OverloadedError(
-                f"another change of the mixture of run {run.name} was made meanwhile: run `penstock mix` again"
-            )
+            raise OverloadedError(f"another change of run {run.name} was made meanwhile. {AGAIN}")
         if _position(_furthest(attempt)).epoch != trial.epoch:
-            raise StateUnavailableError(f"an epoch of run {run.name} {_ENDED}")
+            raise StateUnavailableError(f"an epoch of run {run.name} ended meanwhile. {AGAIN}")
         change = records_pb2.MixtureChange()
         change.CopyFrom(plan.change)
         change.key, change.step, change.attempt = request.key, request.from_step, attempt.number
         size = sum(one.ByteSize() for one in (*run.mixture_changes, change))
         if size > CHANGES_SIZE:
             raise InvalidArgumentError(
-                f"all changes of a run's mixture must have at most {CHANGES_SIZE} bytes, got {size}: put the weights "
-                "into the code as a Schedule, and resume under another job name"
+                f"all changes of a run must have at most {CHANGES_SIZE} bytes, got {size}: write a Schedule instead"
             )
         slots = [slot for box in attempt.boxes.values() for slot in box.slots]
         queued = sum(slot.gauge.queued for slot in slots)
@@ -159,10 +151,7 @@ class MixtureOrders:
         """Return what the order waits for, as text; "" if it can be made now. Raises if it no longer can."""
         attempt, change = proposal.attempt, proposal.change
         if proposal.run.current is not attempt:
-            raise SupersededError(
-                f"attempt {attempt.number} of run {attempt.run} ended meanwhile: {attempt.why}. Run `penstock mix` "
-                "again"
-            )
+            raise SupersededError(f"attempt {attempt.number} ended meanwhile: {attempt.why}. {AGAIN}")
         self._attempt(proposal.run, own=True)
         boxes = [box for _, box in sorted(attempt.boxes.items())]
         heard = [box for box in boxes if box.fence[0] == proposal.fence]
@@ -170,7 +159,7 @@ class MixtureOrders:
         if taken >= change.step:
             raise _too_early(attempt, change.step, taken + 1)
         if any(_position(box).epoch != proposal.epoch for box in boxes):
-            raise StateUnavailableError(f"an epoch of run {attempt.run} {_ENDED}")
+            raise StateUnavailableError(f"an epoch of run {attempt.run} ended meanwhile. {AGAIN}")
         missing = [str(box.number) for box in boxes if box.fence[0] != proposal.fence]
         if missing:
             return f"the answer of box {', '.join(missing[:8])}"
@@ -214,9 +203,7 @@ class MixtureOrders:
         found = self._cluster.runs_named(name)
         if len(found) > 1:
             names = ", ".join(run.name for run in found[:8])
-            raise InvalidArgumentError(
-                f"the run must be one of {names}, got the job {name!r}, which has several runs: name one of them"
-            )
+            raise InvalidArgumentError(f"the run must be one of {names}, got the job {name!r}")
         return found[0]
 
     def _attempt(self, run: Run, *, own: bool = False) -> Attempt:
@@ -224,27 +211,17 @@ class MixtureOrders:
         decided; `own`: its fence is the caller's."""
         attempt = run.current
         if attempt is None:
-            raise UnknownRunError(
-                f"run {run.name} must be open, but its training job has ended: change the weights in the code as a "
-                "Schedule, and resume"
-            )
+            raise UnknownRunError(f"run {run.name} must be open, but its training job has ended")
         missing = [number for number in range(attempt.num_boxes) if not _is_live(attempt, number)]
         if missing:
-            raise StateUnavailableError(
-                f"all boxes of run {run.name} must be live, but box {missing[0]} has not opened the run, has closed "
-                "it, or does not report: run `penstock mix` again once `penstock status` shows the box as live"
-            )
+            raise StateUnavailableError(f"all boxes of run {run.name} must be live, box {missing[0]} is not. {AGAIN}")
         failed = [slot for box in attempt.boxes.values() for slot in box.slots if slot.phase == pb.FAILED]
         if failed:
             raise StateUnavailableError(
-                f"all slots of run {run.name} must work, but {failed[0]} has failed: see its error in `penstock "
-                "status`, and start the job again"
+                f"all slots of run {run.name} must work, but {failed[0]} has failed: see `penstock status`"
             )
         if attempt.fence is not None and not own:
-            raise OverloadedError(
-                f"another change of the mixture of run {run.name} is being decided: run `penstock mix` again once that "
-                "change is made or refused"
-            )
+            raise OverloadedError(f"another change of run {run.name} is being decided. {AGAIN}")
         return attempt
 
     @staticmethod
@@ -278,8 +255,7 @@ def _position(box: Box) -> Position:
 
 def _too_early(attempt: Attempt, step: int, lowest: int) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"--from-step must be at least {lowest} for run {attempt.run}, whose boxes have taken the steps before it, got "
-        f"{step}: give a later step, with some steps to spare if the loop is fast"
+        f"--from-step must be at least {lowest} for run {attempt.run}, got {step}: give a step that is some way ahead"
     )
 
 
@@ -289,22 +265,16 @@ def _check(request: pb.ChangeMixtureRequest) -> None:
     check_measures(deadline_s=request.deadline_s)
     check_counts(from_step=request.from_step)
     if not request.key:
-        raise InvalidArgumentError(
-            'the key of a change must be a random text, got "": order the change by `penstock mix`'
-        )
+        raise InvalidArgumentError("the key of a change must be a random text, got none")
     if not (request.weights or request.retired):
-        raise InvalidArgumentError("a change needs --weights or --retire, got neither: give the new weights")
+        raise InvalidArgumentError("a change needs --weights or --retire, got neither")
     texts = [text for asked in request.weights for text in (asked.source, asked.weight)]
     texts += [text for added in request.added for text in (added.source, added.function)] + list(request.retired)
     if len(texts) > TEXTS_MAX or any(len(text) > TEXT_MAX for text in texts):
         raise InvalidArgumentError(
-            f"a change must have at most {TEXTS_MAX} names, functions and weights together, each of at most {TEXT_MAX} "
-            f"characters, got {len(texts)}, the longest with {max(map(len, texts))} characters: change fewer sources "
-            "at once, or use shorter names"
+            f"a change must have at most {TEXTS_MAX} names, functions and weights, each of at most {TEXT_MAX} "
+            f"characters, got {len(texts)}, the longest with {max(map(len, texts))} characters"
         )
     unprintable = next((text for text in texts if not text.isprintable()), None)
     if unprintable is not None:
-        raise InvalidArgumentError(
-            f"the names, functions and weights of a change must be printable text, got {unprintable!a}: choose another "
-            "name"
-        )
+        raise InvalidArgumentError(f"names, functions and weights must be printable text, got {unprintable!a}")

@@ -64,7 +64,7 @@ class Placement:
             if slot is None:  # its attempt has ended meanwhile
                 continue
             attempt, box = self._cluster.box_of(slot)
-            input_fn, now = box.opening.loader.input_fn, self._cluster.events.now
+            input_fn, now = box.opening.loader.input_fn, self._cluster.clock()
             if input_fn in self._stuck:
                 continue
             far = (box.unreachable_since(now - UNREACHABLE_S), box.unreachable_since(now - UNREACHABLE_AGAIN_S))
@@ -78,7 +78,7 @@ class Placement:
             slot.recovery = slot.restarts > 0 and (
                 slot.ever_ready or bool(self._cluster.snapshot_index.snapshots(slot.key))
             )
-            worker.slots.add(slot.key, box.assignment_size)
+            worker.slots[slot.key] = box.assignment_size
             self._cluster.placed += 1
             self._cluster.save_slot(slot)
             self._cluster.bump_worker(worker)
@@ -89,7 +89,7 @@ class Placement:
         name = slot.worker
         worker = self._cluster.workers.get(name)
         if worker is not None:
-            worker.slots.discard(slot.key)
+            worker.slots.pop(slot.key, None)
         slot.worker = slot.session = ""
         self._cluster.placed -= 1
         return name
@@ -130,7 +130,7 @@ class Placement:
         if len(slot.losses) > LOSSES:
             self._give_up(box, slot)
         restarts = slot.phase == pb.WAITING and launch_restarts.is_due(attempt, box, slot)
-        slot.gauge.restart(self._cluster.events.now)
+        slot.gauge.restart(self._cluster.clock())
         if slot.phase == pb.WAITING and slot.target is not None:
             self._give_to_target(slot)
         elif slot.phase == pb.WAITING:
@@ -216,11 +216,10 @@ class Placement:
 
     def drop_worker(self, worker: Worker, note: str, loss_at: float | None) -> None:
         """Take all slots from the worker, as `move` does. A caller that lost it removes it from `workers`."""
-        for key in sorted(worker.slots):
-            slot = self._cluster.slot(key)
-            if slot is not None and slot.worker == worker.name:
+        for slot in self._cluster.slots_of(worker):
+            if slot.worker == worker.name:
                 self.move(slot, note, loss_at)
-            elif slot is not None:
+            else:
                 self.cancel_migration(slot)
         worker.slots.clear()
 
@@ -232,7 +231,7 @@ class Placement:
         slot.target = MigrationTarget(worker.name, worker.session, slot.reserved, why, now)
         self.migrating[slot.key] = slot
         self._cluster.journal.put("reserved", slot.key._asdict() | {"generation": slot.reserved})
-        worker.slots.add(slot.key, self._cluster.box_of(slot)[1].assignment_size)
+        worker.slots[slot.key] = box.assignment_size
         self._cluster.placed += 1
         self._cluster.bump_worker(worker)
         self._cluster.bump_box(attempt, box)
@@ -247,7 +246,7 @@ class Placement:
             worker = self._cluster.workers.get(name)
             if worker is not None:
                 if name != slot.worker:
-                    worker.slots.discard(slot.key)
+                    worker.slots.pop(slot.key, None)
                 self._cluster.bump_worker(worker)
 
     def complete_migration(self, slot: Slot, note: str, now: float) -> None:

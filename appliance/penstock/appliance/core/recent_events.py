@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from itertools import islice
 
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.logs import about
@@ -27,74 +27,39 @@ FAULTS = frozenset(
 opened, back, closed; attempt superseded, ended; mixture changed, run restarted."""
 
 
-@dataclass
-class Event:
-    kind: str
-    text: str
-    at: float
-    """Monotonic time of the first occurrence, in seconds."""
-    wall_s: float
-    """Time of the first occurrence, in seconds since the Unix epoch."""
-    run: str = ""
-    worker: str = ""
-    place: Mapping[str, int] = field(default_factory=dict)
-    """Numbers of the attempt, box, slot and generation, as far as they apply."""
-    count: int = 1
-
-
 class RecentEvents:
     """List of the latest events, with repetitions counted. `clock`: monotonic; `wall`: seconds since the Unix epoch."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._clock, self._wall = clock, wall
-        self._events: deque[Event] = deque(maxlen=MOST)
-        self._listener: Callable[[Event], None] = lambda event: None
-
-    def listen(self, listener: Callable[[Event], None]) -> None:
-        """Call `listener` with each present event at once, and with later ones; a repetition causes no call."""
-        self._listener = listener
-        for event in self._events:
-            listener(event)
-
-    @property
-    def now(self) -> float:
-        return self._clock()
+        self._events: deque[tuple[float, pb.Event]] = deque(maxlen=MOST)
+        """Events of status replies, each with the monotonic time of its first occurrence."""
 
     def add(self, kind: str, text: str, *, run: str = "", worker: str = "", **place: int) -> None:
-        """Add an event, or count a repetition. `place`: numbers of attempt, box, slot, generation."""
+        """Add and log an event, or count a repetition. `place`: numbers of attempt, box, slot, generation."""
         now = self._clock()
         text, run, worker = text[:_TEXT], run[:_TEXT], worker[:_TEXT]
-        for back in range(1, min(_LOOK_BACK, len(self._events)) + 1):
-            known = self._events[-back]
+        for at, known in islice(reversed(self._events), _LOOK_BACK):
             same = (known.kind, known.text, known.run, known.worker) == (kind, text, run, worker)
-            if same and now - known.at <= TOGETHER_S:
+            if same and now - at <= TOGETHER_S:
                 known.count += 1
                 return
-        event = Event(kind, text, now, self._wall(), run, worker, place)
-        self._events.append(event)
-        self._listener(event)
+        fault = kind in FAULTS
+        event = pb.Event(kind=kind, fault=fault, wall_s=self._wall(), text=text, run=run, worker=worker, count=1)
+        self._events.append((now, event))
+        _log_event(event, place)
 
     def messages(self) -> list[pb.Event]:
         """Return the events for a status reply, oldest first."""
         now = self._clock()
-        return [
-            pb.Event(
-                kind=event.kind,
-                fault=event.kind in FAULTS,
-                wall_s=event.wall_s,
-                age_s=max(0.0, now - event.at),
-                text=event.text,
-                run=event.run,
-                worker=event.worker,
-                count=event.count,
-            )
-            for event in self._events
-        ]
+        for at, event in self._events:
+            event.age_s = max(0.0, now - at)
+        return [event for _, event in self._events]
 
 
-def log_event(event: Event) -> None:
+def _log_event(event: pb.Event, place: Mapping[str, int]) -> None:
     run = f"{event.run}: " if event.run else ""
     named = {"run": event.run, "worker": event.worker}
-    extra = about(**event.place, **{name: value for name, value in named.items() if value})
-    level = logging.WARNING if event.kind in FAULTS else logging.INFO
+    extra = about(**place, **{name: value for name, value in named.items() if value})
+    level = logging.WARNING if event.fault else logging.INFO
     _log.log(level, "%s%s: %s", run, event.kind, event.text, extra=extra)

@@ -25,8 +25,9 @@ from penstock.appliance.core.entities import (
     Worker,
     client_in,
 )
+from penstock.appliance.journal.database import damaged
 from penstock.appliance.journal.snapshot_index import SlotKey
-from penstock.proto.errors import JournalError, PenstockError
+from penstock.proto.errors import PenstockError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -40,11 +41,9 @@ def restore(
     contradict each other."""
     try:
         _fill(cluster, waiting, now, worker_lease_s, client_lease_s)
-    except (LookupError, TypeError, ValueError, AssertionError, DecodeError, PenstockError) as error:
-        raise JournalError(
-            f"{cluster.journal.name} is damaged: its rows contradict each other ({type(error).__name__}: {error}). "
-            "Restore it from a copy, or move it away to start anew"
-        ) from error
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, DecodeError, PenstockError) as error:
+        why = f"its rows contradict each other: {type(error).__name__}: {error}"
+        raise damaged(cluster.journal.name, why) from error
 
 
 def _fill(
@@ -148,7 +147,7 @@ def _slot(cluster: ClusterState, waiting: dict[SlotKey, Slot], row: Mapping[str,
         if worker is None:
             worker = Worker(slot.worker, slot.session, "", 0, "", "", False, now, now, cluster.next_version())
             cluster.workers[worker.name] = worker
-        worker.slots.add(slot.key, box.assignment_size)
+        worker.slots[slot.key] = box.assignment_size
         cluster.placed += 1
     elif slot.phase == pb.WAITING and box.presence is BoxPresence.LIVE:
         waiting[slot.key] = slot

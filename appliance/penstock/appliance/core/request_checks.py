@@ -17,8 +17,6 @@ LONGEST_S = 1e9
 """Largest duration in a request, in seconds: thirty years."""
 REPORTS_PER_SLOT = 2
 """Slot reports in a heartbeat per slot of the worker: it reports those that it runs, and that it could not start."""
-_REMEDY = f". {SAME_RELEASE}"
-"""End of the errors about requests that no program of Penstock sends: the remedy."""
 LONGEST_NAME = 200
 """Longest name of a job or worker in characters: names appear in logs and metrics."""
 
@@ -37,16 +35,25 @@ ANSWER_ENDS_MAX = 4096
 """Most ends of epochs in a worker's answer to a state request; a worker remembers 1,024."""
 
 
+def _check(name: str, value: float, most: float) -> None:
+    if not 0 <= value <= most:  # also false for NaN
+        raise InvalidArgumentError(
+            f"{name} in a request to the coordinator must be 0 to {most}, got {value}. {SAME_RELEASE}"
+        )
+
+
 def check_measures(**values: float) -> None:
     for name, value in values.items():
-        if not 0.0 <= value <= LONGEST_S:  # also false for NaN
-            raise InvalidArgumentError(
-                f"{name} in a request to the coordinator must be between 0 and {LONGEST_S:g}, got {value}{_REMEDY}"
-            )
+        _check(name, value, LONGEST_S)
+
+
+def check_counts(**values: int) -> None:
+    for name, value in values.items():
+        _check(name, value, MOST)
 
 
 def check_reports(reports: Sequence[pb.SlotReport], capacity: int) -> None:
-    check_number("slots in a heartbeat", len(reports), REPORTS_PER_SLOT * capacity)
+    _check("slots in a heartbeat", len(reports), REPORTS_PER_SLOT * capacity)
     for report in reports:
         check_capabilities(report)
         check_measures(
@@ -58,19 +65,15 @@ def check_reports(reports: Sequence[pb.SlotReport], capacity: int) -> None:
 
 
 def check_capabilities(report: pb.SlotReport | pb.StateAnswer) -> None:
-    if report.HasField("capabilities") and (size := report.capabilities.ByteSize()) > CAPABILITIES_MAX:
-        raise InvalidArgumentError(
-            f"the loader's capabilities in a worker's report must have at most {CAPABILITIES_MAX} bytes, got "
-            f"{size}{_REMEDY}"
-        )
+    if report.HasField("capabilities"):
+        _check("bytes of a loader's capabilities", report.capabilities.ByteSize(), CAPABILITIES_MAX)
 
 
 def check_registration(request: pb.RegisterWorkerRequest) -> None:
     if not request.worker or not request.session or request.slots < 1:
         raise InvalidArgumentError(
-            "the registration of a worker must have a name, a session and slots >= 1, got worker="
-            f"{request.worker!r}, {'a session' if request.session else 'no session'} and slots={request.slots}: start "
-            "the worker with --name and --slots"
+            f"a worker must register with a name, a session and slots, got worker={request.worker!r} and slots="
+            f"{request.slots}: start the worker with --name and --slots"
         )
     if request.slots > WORKER_SLOTS_MAX:
         raise InvalidArgumentError(
@@ -78,32 +81,29 @@ def check_registration(request: pb.RegisterWorkerRequest) -> None:
         )
     if (size := request.ByteSize()) > REGISTRATION_MAX:
         raise InvalidArgumentError(
-            f"the registration of a worker must have at most {REGISTRATION_MAX} bytes, got {size}: "
-            "start the worker with fewer or shorter --allow prefixes"
+            f"a worker's registration must have at most {REGISTRATION_MAX} bytes, got {size}: shorten --allow"
         )
 
 
 def check_progress(request: pb.WatchRunRequest, num_workers: int) -> None:
-    check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
+    check_measures(hold_s=request.hold_s, lease_s=request.lease_s, imbalance=request.imbalance)
     check_measures(waited_s=request.waited_s, waited_by_slot_s=sum(request.waited_by_slot_s))
-    check_number("unreachable slots", len(request.unreachable), num_workers)
-    check_measures(imbalance=request.imbalance)
-    check_number("sources in a report", len(request.sources), MOST_GROUPS)
+    _check("unreachable slots", len(request.unreachable), num_workers)
+    _check("sources in a report", len(request.sources), MOST_GROUPS)
     for count in request.sources:
-        check_number("characters of a source's name", len(count.source), MOST_NAME)
+        _check("characters of a source's name", len(count.source), MOST_NAME)
         check_counts(samples=count.samples, tokens=count.tokens)
         check_measures(wanted=count.wanted)
     check_counts(fence_taken=request.fence_taken)
-    check_number("characters of a fence's key", len(request.fence_key), LONGEST_NAME)
-    check_number("abandoned epochs in a report", len(request.abandoned), ABANDONED_AT_ONCE)
+    _check("characters of a fence's key", len(request.fence_key), LONGEST_NAME)
+    _check("abandoned epochs in a report", len(request.abandoned), ABANDONED_AT_ONCE)
     for abandoned_epoch in request.abandoned:
         check_counts(epoch=abandoned_epoch.epoch, step=abandoned_epoch.step)
-    check_number("epoch starts in a report", len(request.epoch_starts), EPOCH_STARTS_AT_ONCE)
+    _check("epoch starts in a report", len(request.epoch_starts), EPOCH_STARTS_AT_ONCE)
     entries = {len(start.slots) for start in request.epoch_starts} | ({len(request.delivered.slots)} - {0})
     if entries - {num_workers}:
         raise InvalidArgumentError(
-            f"a reported position must have one entry for each of the box's {num_workers} workers, got "
-            f"{min(entries - {num_workers})}{_REMEDY}"
+            f"a reported position must have {num_workers} entries, got {min(entries - {num_workers})}. {SAME_RELEASE}"
         )
 
 
@@ -113,44 +113,24 @@ def check_state_query(request: pb.FetchStateRequest) -> None:
     progress = request.progress
     if request.HasField("progress") and (progress.run, progress.attempt) != (request.run, request.attempt):
         raise InvalidArgumentError(
-            f"the progress in a request for a state must be of the same run and attempt, {request.run} "
-            f"({request.attempt}), got {progress.run} ({progress.attempt}){_REMEDY}"
+            f"progress in a request for a state of {request.run} ({request.attempt}) must be of this attempt, got "
+            f"{progress.run} ({progress.attempt}). {SAME_RELEASE}"
         )
 
 
 def check_answer(answer: pb.StateAnswer) -> None:
-    if len(answer.ends) > ANSWER_ENDS_MAX:
-        raise InvalidArgumentError(
-            f"a worker's answer to a state query must list at most {ANSWER_ENDS_MAX} ends of epochs, "
-            f"got {len(answer.ends)}{_REMEDY}"
-        )
+    _check("ends of epochs in an answer", len(answer.ends), ANSWER_ENDS_MAX)
     check_capabilities(answer)
     check_counts(ended_epoch=answer.ended_epoch, ended_total=answer.ended_total)
     for end in answer.ends:
         check_counts(epoch=end.epoch, total=end.total)
 
 
-def check_counts(**values: int) -> None:
-    for name, value in values.items():
-        if not 0 <= value <= MOST:
-            raise InvalidArgumentError(
-                f"{name} in a request to the coordinator must be between 0 and {MOST}, got {value}{_REMEDY}"
-            )
-
-
-def check_number(what: str, number: int, most: int) -> None:
-    """Raise InvalidArgumentError above `most`, because handling each takes time. `what`: name in the plural."""
-    if number > most:
-        raise InvalidArgumentError(f"the number of {what} must be at most {most}, got {number}{_REMEDY}")
-
-
 def check_name(what: str, name: str) -> None:
     """Raise InvalidArgumentError for a name that is too long, not one printable line, or has a blank at an end."""
     if len(name) > LONGEST_NAME:
-        raise InvalidArgumentError(
-            f"the name of a {what} must have at most {LONGEST_NAME} characters, got {len(name)}: choose a shorter name"
-        )
+        raise InvalidArgumentError(f"the name of a {what} must have at most {LONGEST_NAME} characters, got {len(name)}")
     if name != name.strip() or not name.isprintable():
         raise InvalidArgumentError(
-            f"the name of a {what} must be printable text without blanks at its ends, got {name!a}: choose another name"
+            f"the name of a {what} must be printable text without blanks at its ends, got {name!a}"
         )

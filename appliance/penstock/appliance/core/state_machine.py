@@ -25,7 +25,6 @@ from penstock.appliance.core.free_capacity import why_not_allowed
 from penstock.appliance.core.leases import PromisedLease, patience_s, updated_load_factor
 from penstock.appliance.core.migration import Migrations
 from penstock.appliance.core.placement import SLOTS_AT_ONCE, Placement
-from penstock.appliance.core.recent_events import RecentEvents
 from penstock.appliance.core.recovery import restore
 from penstock.appliance.core.request_checks import check_answer, check_state_query
 from penstock.appliance.core.state_queries import StateQueries
@@ -64,33 +63,18 @@ class StateMachine:
         changed: Callable[[Topic], None],
         host: str = "",
     ) -> None:
-        self.clock, self._wall = clock, wall
+        self.clock = clock
         self._started = self._ticked = now = clock()
         self._to_workers = PromisedLease(journal, "worker_lease_s", limits.worker_lease_s, now)
         self._to_boxes = PromisedLease(journal, "client_lease_s", limits.client_lease_s, now)
-        self.cluster = ClusterState(journal, snapshot_index, limits, changed, RecentEvents(clock, wall))
+        self.cluster = ClusterState(journal, snapshot_index, limits, changed, clock, wall)
         self.cluster.tickets_expire = expiry(wall())
         self.placement = Placement(self.cluster)
         self.state_queries = StateQueries(self.cluster)
         self._migrations = Migrations(self.cluster, self.placement)
-        self.attempts = Attempts(
-            self.cluster,
-            self.placement,
-            self._to_boxes,
-            clock=clock,
-            wall=wall,
-            fresh_seed=fresh_seed,
-            settle=self.settle,
-        )
+        self.attempts = Attempts(self.cluster, self.placement, self._to_boxes, fresh_seed, self.settle)
         self.workers = Workers(
-            self.cluster,
-            self.placement,
-            self._migrations,
-            self.state_queries,
-            self._to_workers,
-            clock=clock,
-            wall=wall,
-            settle=self.settle,
+            self.cluster, self.placement, self._migrations, self.state_queries, self._to_workers, self.settle
         )
         away_s = RETURN_S if journal.noted("host", "") not in ("", host) else 0.0
         if journal.noted("host", "") != host:
@@ -100,8 +84,7 @@ class StateMachine:
         restore(self.cluster, self.placement.waiting, now, worker_lease_s, max(self._to_boxes.lease_s, away_s))
 
     def settle(self) -> None:
-        if self.attempts.release_ended():
-            self.placement.place_waiting()
+        self.placement.place_waiting()
         self.state_queries.settle()
         self.cluster.journal.commit()
 
@@ -117,17 +100,14 @@ class StateMachine:
 
     def slot_of_generation(self, key: SlotKey, generation: int) -> Slot:
         """Return the slot, if it has a worker and this generation. Raises UnknownRunError, SupersededError."""
-        attempt = self.cluster.attempt(key.run, key.attempt)
+        self.cluster.attempt(key.run, key.attempt)
         slot = self.cluster.slot(key)
         if slot is None:
-            raise UnknownRunError(
-                f"run {key.run} (attempt {attempt.number}) has no slot {key.slot} in box {key.box}: restart this worker"
-            )
+            raise UnknownRunError(f"run {key.run} has no box {key.box} slot {key.slot}: restart this worker")
         if slot.generation != generation or not slot.worker:
             present = slot.generation if slot.worker else "that of its runner (it has none now)"
             raise SupersededError(
-                f"generation of {slot} of run {key.run} must be {present}, got {generation}: the coordinator has given "
-                "the slot to another runner, or to none, so stop this one"
+                f"generation of {slot} of run {key.run} must be {present}, got {generation}: stop this runner"
             )
         return slot
 
@@ -205,7 +185,7 @@ class StateMachine:
                     box.lease_until += late
 
     def _renew_tickets(self) -> None:
-        expires = expiry(self._wall())
+        expires = expiry(self.cluster.wall())
         if expires != self.cluster.tickets_expire:
             self.cluster.tickets_expire = expires
             for attempt in self.cluster.open_attempts():
@@ -231,14 +211,8 @@ class StateMachine:
                     del waiting[slot.key]
                     self.placement.fail(slot, detail_of(InputFnNotAllowedError(asked[input_fn])))
 
-    def status(self) -> pb.StatusReply:
-        reply = pb.StatusReply()
-        for _ in self.status_steps(reply):
-            pass
-        return reply
-
     def status_steps(self, reply: pb.StatusReply) -> Iterator[None]:
         """Fill the reply to a status call in steps, between which other calls can be served."""
         now = self.clock()
-        reply.wall_s = self._wall()
+        reply.wall_s = self.cluster.wall()
         return views.fill_status(reply, self.cluster, now, now - self._started)

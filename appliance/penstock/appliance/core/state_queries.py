@@ -65,11 +65,9 @@ class StateQueries:
         # caller's last report.
         last_is_known = caller is not None or request.attempt == 0
         if step < first or (step > last and last_is_known):
-            began = boxes[0].launched
             raise StateUnavailableError(
-                f"step must be {first} to {last} for run {run.name}, got {step}: this launch {began} and "
-                f"keeps the states of the last retention_steps={boxes[0].retention} steps. "
-                "Request one of these steps, or raise retention_steps"
+                f"step must be {first} to {last} for run {run.name}, got {step}: this launch {boxes[0].launched} and "
+                f"keeps the states of the last retention_steps={boxes[0].retention} steps"
             )
         key = (run.name, attempt.number, step, "")
         self._forget(attempt, first)
@@ -77,17 +75,14 @@ class StateQueries:
         if query is None:
             query = StateQuery(*key[:3], self._cluster.next_version(), attempt.num_boxes)
             query.at_once = ASKED_AT_ONCE
-        return self._ask(query, now + request.deadline_s)
+        return self.ask(query, now + request.deadline_s)
 
     def begin_aggregation(self, request: pb.FetchStateRequest, box: int, now: float) -> StateQuery:
         """Start or join a query in which a worker of the box aggregates states that the caller uploaded as a blob."""
         attempt = self._cluster.attempt(request.run, request.attempt)
         serial = self._cluster.next_version()
         wanted = Aggregation(attempt.run, attempt.number, request.step, serial, box=box, blob=request.aggregate_blob)
-        return self._ask(self._joinable.get(wanted.key) or wanted, now + request.deadline_s)
-
-    def begin_trial(self, trial: MixtureTrial, deadline: float) -> StateQuery:
-        return self._ask(trial, deadline)
+        return self.ask(self._joinable.get(wanted.key) or wanted, now + request.deadline_s)
 
     def are_open(self, run: str) -> bool:
         """Return whether a state of the run is being fetched or aggregated."""
@@ -95,7 +90,8 @@ class StateQueries:
             query.run == run and not query.done and not isinstance(query, MixtureTrial) for query in self._open.values()
         )
 
-    def _ask(self, query: StateQuery, deadline: float) -> StateQuery:
+    def ask(self, query: StateQuery, deadline: float) -> StateQuery:
+        """Add a caller to the query, which waits until `deadline`. Raises OverloadedError."""
         if query.serial not in self._open:
             self._check_limit(query)
         query.callers += 1
@@ -110,10 +106,7 @@ class StateQueries:
         under_way = sum(one.run == query.run for one in self._open.values())
         limit = QUERIES_MAX + 2 * self._cluster.runs[query.run].num_boxes
         if under_way >= limit:
-            raise OverloadedError(
-                f"at most {limit} states of run {query.run} can be fetched at once, got one request more: retry once "
-                "an earlier request is answered"
-            )
+            raise OverloadedError(f"at most {limit} states of run {query.run} can be fetched at once: retry later")
 
     def sent(self, query: StateQuery, box: int) -> None:
         query.sent[box] += 1
@@ -261,7 +254,7 @@ class StateQueries:
         a box (`StateQuery.finals`) that has taken further steps since."""
         for kept in (self._finished, self._joinable):
             for key, query in list(kept.items()):
-                if key[:2] != (attempt.run, attempt.number) or not isinstance(query, StateQuery):
+                if key[:2] != (attempt.run, attempt.number):
                     continue
                 left_behind = any(attempt.boxes[box].step != step for box, step in query.finals.items())
                 if left_behind or (key[2] < first and kept is self._finished):

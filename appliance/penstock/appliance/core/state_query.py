@@ -49,50 +49,26 @@ need more is refused."""
 
 @dataclass(frozen=True)
 class SlotStateRequest:
-    """Request to a worker for the state of a slot at a position (epoch, delivered in it, total)."""
+    """Request to a worker for the state of a slot at a position, or for another task."""
 
     key: SlotKey
-    generation: int
     worker: str
-    step: int
-    epoch: int
-    delivered: int
-    total: int
-    digests_after: int = field(compare=False)
-    """Slot's total at the box's nearest reported position; the worker returns the digests of the batches after it."""
-    round: int
-    """Answers so far that reported an end of an epoch instead: gives the repeated request a new id."""
-    serial: int
-    abandoned: tuple[tuple[int, int], ...] = field(default=(), compare=False, kw_only=True)
-    """Epochs abandoned before the slot ended them, as (epoch, the slot's total then), all from `abandoned_from` on."""
-    abandoned_from: int = field(default=0, compare=False, kw_only=True)
-    labels: dict[int, int] = field(default_factory=dict, compare=False, kw_only=True)
-    """Labels of epochs (proto/state/epoch_labels.py)."""
-    at_end: bool = field(default=False, compare=False, kw_only=True)
-    """True if the box's loop took its epoch to the end here. The state must say that the slot's epoch ends too: only
-    between two epochs can a pure loader be resumed on another topology."""
+    message: pb.StateRequest
+    """The request without its deadline. Its id is made of its content, so that a late answer is never taken for that
+    to another request."""
 
     @property
     def id(self) -> str:
-        """Made of the request's content, so that a late answer is never taken for that to another request."""
-        where = f"{self.key.run}@{self.key.attempt}/{self.key.box}.{self.key.slot}#{self.generation}"
-        return f"{where}:{self.step}:{self.epoch}.{self.delivered}.{self.total}:{self.round}:{self.serial}"
+        return self.message.request
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Epoch, batches delivered in it, and total."""
+        return self.message.epoch, self.message.position.delivered, self.message.position.total
 
     def request(self, deadline_s: float) -> pb.StateRequest:
-        return pb.StateRequest(
-            request=self.id,
-            **self.key._asdict(),
-            generation=self.generation,
-            step=self.step,
-            epoch=self.epoch,
-            position=records_pb2.SlotPosition(delivered=self.delivered, total=self.total),
-            deadline_s=deadline_s,
-            digests_after=self.digests_after,
-            abandoned=[records_pb2.EpochEnd(epoch=epoch, total=total) for epoch, total in self.abandoned],
-            abandoned_from=self.abandoned_from,
-            labels=to_messages(self.labels),
-            at_end=self.at_end,
-        )
+        self.message.deadline_s = deadline_s
+        return self.message
 
 
 def _abandoned_before(box: Box, position: Position) -> tuple[int, list[tuple[int, dict[int, int]]]]:
@@ -147,14 +123,6 @@ class BoxState:
     def message_size(self) -> int:
         """Upper bound of the bytes of a message with all states of the box."""
         return self.size + sum(len(head) + 8 for head in self.heads)
-
-
-@dataclass
-class GatheredState:
-    records: list[tuple[pb.WorkerRecord, bytes]]
-    positions: dict[int, records_pb2.BoxPosition]
-    finals: dict[int, int]
-    """Box -> its last step, if its epoch had ended before; the result is valid until it takes another."""
 
 
 @dataclass(eq=False)
@@ -221,18 +189,6 @@ class StateQuery:
         return self.failure is not None or self.complete == self.num_boxes
 
     @property
-    def result(self) -> GatheredState | None:
-        """States of all boxes; None while incomplete, and after states were dropped."""
-        if self.failure is not None or len(self.boxes) < self.num_boxes:
-            return None
-        states = sorted(self.boxes.items())
-        return GatheredState(
-            [record for _, state in states for record in state.records],
-            {number: state.position for number, state in states if state.position is not None},
-            self.finals,
-        )
-
-    @property
     def finals(self) -> dict[int, int]:
         return {number: state.final for number, state in self.boxes.items() if state.final is not None}
 
@@ -277,10 +233,7 @@ class StateQuery:
 
     def restarted(self) -> StateUnavailableError:
         """Return the error for a caller whose states do not belong to the present answers."""
-        return StateUnavailableError(
-            f"{self.title}: the run's loaders were restarted from a saved state while this state was sent, because a "
-            "worker was lost: save again"
-        )
+        return StateUnavailableError(f"{self.title}: the run was restarted while this state was sent: save again")
 
     def _begin_again(self, attempt: Attempt) -> None:
         """Drop all answers: the loaders were started anew, from another state, and count from there."""
@@ -340,34 +293,26 @@ class StateQuery:
         if box.presence is BoxPresence.GONE:
             if not attempt.any_live():
                 raise StateUnavailableError(
-                    f"the state of run {self.run} at step {self.step} is not available, because its training processes "
-                    f"have stopped reporting (also that of box {number}), and their workers were freed. Retry once the "
-                    "training processes report again; if they are dead, resume from an earlier state"
+                    f"{self.title}: its training processes have stopped reporting (box {number}), so their workers "
+                    "were freed: retry once they report, or resume from an earlier state"
                 )
-            missing.append(
-                f"box {number} (its training process has stopped reporting, and its workers were freed: if the process "
-                "is dead, start the job again)"
-            )
+            missing.append(f"box {number} (its training process has stopped reporting, so its workers were freed)")
             self._ask(number, {})
             return
         behind = attempt.unreported_abandonment(box, self.step)
         if behind is not None:
             other = attempt.abandoned_after[behind]
-            missing.append(
-                f"box {number} (has not reported a step beyond {behind}, after which box {other} abandoned an epoch)"
-            )
+            missing.append(f"box {number} (at step {behind}, where box {other} abandoned an epoch)")
             self._ask(number, {})
             return
         abandoned_from, left = _abandoned_before(box, position)
+        labels = to_messages(box.labels_to(position.epoch))
         at_end = any(other.epoch_ended and other.step == self.step for other in attempt.boxes.values())
         for slot in box.slots:
             k = slot.key.slot
             place = (position.epoch, position.delivered[k], position.total[k])
             have = self._answers.get((number, k))
-            if (
-                have is not None
-                and (have.slot_request.epoch, have.slot_request.delivered, have.slot_request.total) == place
-            ):
+            if have is not None and have.slot_request.place == place:
                 continue
             if self._denied.get((number, k)) == (place, box.ends, box.abandoned):
                 denied.append(f"{slot} on worker {slot.worker}")
@@ -375,23 +320,24 @@ class StateQuery:
             if slot.phase == pb.FAILED and slot.error is not None:
                 raise self._of_slot(error_of(slot.error), slot.key, slot.worker)
             if slot.phase == pb.READY:
-                rounds, after = self._rounds.get((number, k), 0), start.total[k]
-                abandoned = tuple((epoch, totals[k]) for epoch, totals in left if k in totals)
-                slot_request = SlotStateRequest(
-                    slot.key,
-                    slot.generation,
-                    slot.worker,
-                    self.step,
-                    *place,
-                    after,
-                    rounds,
-                    self.serial,
-                    abandoned=abandoned,
+                where = f"{self.run}@{self.attempt}/{number}.{k}#{slot.generation}"
+                at = f"{position.epoch}.{position.delivered[k]}.{position.total[k]}"
+                # The round gives the request a new id once an answer has reported an end of an epoch instead.
+                request_id = f"{where}:{self.step}:{at}:{self._rounds.get((number, k), 0)}:{self.serial}"
+                message = pb.StateRequest(
+                    request=request_id,
+                    **slot.key._asdict(),
+                    generation=slot.generation,
+                    step=self.step,
+                    epoch=position.epoch,
+                    position=records_pb2.SlotPosition(delivered=position.delivered[k], total=position.total[k]),
+                    digests_after=start.total[k],
+                    abandoned=[records_pb2.EpochEnd(epoch=e, total=totals[k]) for e, totals in left if k in totals],
                     abandoned_from=abandoned_from,
-                    labels=box.labels_to(position.epoch),
+                    labels=labels,
                     at_end=at_end and not _has_seen_end(box, k, position.epoch, position.total[k]),
                 )
-                requests[slot_request.id] = slot_request
+                requests[request_id] = SlotStateRequest(slot.key, slot.worker, message)
             elif slot.phase == pb.STARTING:
                 missing.append(f"{slot} (starting on worker {slot.worker})")
             else:
@@ -401,9 +347,8 @@ class StateQuery:
             return
         if denied or doubtful:
             raise ProtocolError(
-                f"the state of run {self.run} at step {self.step} cannot be computed: the workers disagree about the "
-                "batch after which an epoch ended. Check that the loader is deterministic in "
-                f"{', '.join(denied + doubtful)}"
+                f"{self.title}: the workers disagree about the batch after which an epoch ended. Check that the loader "
+                f"is deterministic in {', '.join(denied + doubtful)}"
             )
         self._record_digest(box, start, position)
         position.labels = box.labels_to(position.epoch)
@@ -422,20 +367,10 @@ class StateQuery:
         """Return the reported position from which the plan starts, and the computed one at the step. A box whose
         computed position is uncertain is added to `doubtful`. Raises StateUnavailableError."""
         where = f"step {self.step} of run {self.run}: box {box.number}"
-        if box.presence is BoxPresence.CLOSED and not any(slot.worker for slot in box.slots):
-            raise StateUnavailableError(
-                f"{where} has closed and its workers were freed: save the state before any rank closes its Appliance"
-            )
-        if box.presence is BoxPresence.CLOSED and not box.reported:
-            raise StateUnavailableError(
-                f"{where} has closed, and the coordinator has restarted since and lost the last position of the box: "
-                "save the state before any rank closes its Appliance"
-            )
+        if box.presence is BoxPresence.CLOSED and not (box.reported and any(slot.worker for slot in box.slots)):
+            raise StateUnavailableError(f"{where} has closed: save the state before any rank closes its Appliance")
         if self.step < box.launch_step and not box.epoch_ended:
-            raise StateUnavailableError(
-                f"{where}: this launch {box.launched}, and earlier states are not kept: request step {box.launch_step} "
-                "or a later one"
-            )
+            raise StateUnavailableError(f"{where}: this launch {box.launched}: request no earlier step")
         at = self.step
         if box.epoch_ended and box.step < self.step:
             at = state.final = box.step
@@ -445,8 +380,7 @@ class StateQuery:
         unkept = box.restored and start is box.start and at < box.step - box.retention
         if start is None or unkept:
             raise StateUnavailableError(
-                f"{where} is more than retention_steps={box.retention} steps past that step, so the state was dropped: "
-                "request a later step, or raise retention_steps"
+                f"{where} is more than retention_steps={box.retention} steps past it: request a later step"
             )
         position = advance(start, at, box.ends, box.abandoned)
         if sum(position.total) - sum(start.total) != at - start.step or box.is_refuted(position):
@@ -475,10 +409,10 @@ class StateQuery:
         if answer.ended:
             self._ended(attempt, box, slot_request, answer)
             return
-        if len(answer.digests) > max(0, slot_request.total - answer.digests_after):
+        most = max(0, slot_request.place[2] - answer.digests_after)
+        if len(answer.digests) > most:
             raise InvalidArgumentError(
-                f"a worker's answer must have at most one digest for each of batches {answer.digests_after + 1} to "
-                f"{slot_request.total}, got {len(answer.digests)}. {SAME_RELEASE}"
+                f"an answer must have at most {most} digests, got {len(answer.digests)}. {SAME_RELEASE}"
             )
         place = (slot_request.key.box, slot_request.key.slot)
         before = self._answers.get(place)
@@ -487,11 +421,11 @@ class StateQuery:
         self.refresh(attempt, slot_request.key.box)
 
     def _ended(self, attempt: Attempt, box: Box, slot_request: SlotStateRequest, answer: pb.StateAnswer) -> None:
-        if (answer.ended_epoch, answer.ended_total) >= (slot_request.epoch, slot_request.total):
+        asked_epoch, _, total = slot_request.place
+        if (answer.ended_epoch, answer.ended_total) >= (asked_epoch, total):
             error = ProtocolError(
-                f"an epoch end in the answer must be before batch {slot_request.total} of epoch {slot_request.epoch}, "
-                f"got the end of epoch {answer.ended_epoch} after batch {answer.ended_total}: check that the loader is "
-                "deterministic"
+                f"an epoch must end before batch {total} of epoch {asked_epoch}, got epoch {answer.ended_epoch} after "
+                f"batch {answer.ended_total}: check that the loader is deterministic"
             )
             self.fail(self._of_slot(error, slot_request.key, slot_request.worker))
             return
@@ -504,8 +438,7 @@ class StateQuery:
             box.ends[end] = min(total, box.ends.get(end, total))
         self._rounds[slot] = self._rounds.get(slot, 0) + 1
         if box.ends == before:
-            place = (slot_request.epoch, slot_request.delivered, slot_request.total)
-            self._denied[slot] = (place, before, dict(box.abandoned))
+            self._denied[slot] = (slot_request.place, before, dict(box.abandoned))
         self.refresh(attempt, box.number)
 
     def _record_digest(self, box: Box, start: Position, position: Position) -> None:
@@ -524,9 +457,9 @@ class StateQuery:
         box = attempt.boxes[number]
         for slot in box.slots:
             have = self._answers.pop((number, slot.key.slot))
-            answer, epoch = have.answer, have.slot_request.epoch
+            answer, (epoch, _, total) = have.answer, have.slot_request.place
             # A runner that took over may not have come to the end that the loop has seen.
-            seen = _has_seen_end(box, slot.key.slot, epoch, have.slot_request.total)
+            seen = _has_seen_end(box, slot.key.slot, epoch, total)
             capabilities = answer.capabilities if answer.HasField("capabilities") else slot.capabilities
             record = pb.WorkerRecord(
                 local_worker_id=slot.key.slot,
@@ -534,7 +467,7 @@ class StateQuery:
                 num_boxes=attempt.num_boxes,
                 box=number,
                 step=self.step,
-                worker_step=have.slot_request.total,
+                worker_step=total,
                 samples_streamed=answer.samples_streamed,
                 state_bytes=len(have.data),
                 epoch=epoch,
@@ -548,26 +481,6 @@ class StateQuery:
 
 
 # ---- tasks for one worker, which wait and answer as a state query does
-
-
-@dataclass(frozen=True)
-class TaskRequest(SlotStateRequest):
-    """Request to one worker to aggregate the states in a blob, or to try a change of a mixture."""
-
-    blob: str = ""
-    trial: pb.MixtureTrial | None = field(default=None, compare=False)
-
-    @property
-    def id(self) -> str:
-        return f"{super().id}:{self.blob}"
-
-    def request(self, deadline_s: float) -> pb.StateRequest:
-        request = super().request(deadline_s)
-        if self.trial is None:
-            request.aggregate_blob = self.blob
-        else:
-            request.mixture.CopyFrom(self.trial)
-        return request
 
 
 @dataclass(eq=False)
@@ -596,21 +509,19 @@ class Aggregation(StateQuery):
     def _refresh(self, attempt: Attempt, number: int) -> None:
         box = attempt.boxes.get(self.box)
         if box is None:
-            raise StateUnavailableError(
-                f"the states of run {self.run} cannot be aggregated yet, because box {self.box}, whose worker does "
-                "this, has not opened the run: retry once the box has opened the run"
-            )
+            raise StateUnavailableError(f"{self.title}: box {self.box}, which aggregates it, has not opened the run")
         able = box.slots if self.slot is None else [box.slots[self.slot]]
         ready = next((slot for slot in able if slot.phase == pb.READY), None)
         self._missing[number] = [] if ready is not None else [f"a worker of box {self.box}"]
         slot_requests: dict[str, SlotStateRequest] = {}
         if ready is not None:
-            task = TaskRequest(
-                *(ready.key, ready.generation, ready.worker, self.step, 0, 0, 0, 0, 0, self.serial),
-                blob=self.blob,
-                trial=self.trial,
-            )
-            slot_requests[task.id] = task
+            task = pb.StateRequest(**ready.key._asdict(), generation=ready.generation, step=self.step)
+            task.request = f"{self.run}@{self.attempt}/{ready}#{ready.generation}:{self.step}:{self.serial}:{self.blob}"
+            if self.trial is None:
+                task.aggregate_blob = self.blob
+            else:
+                task.mixture.CopyFrom(self.trial)
+            slot_requests[task.request] = SlotStateRequest(ready.key, ready.worker, task)
         self._ask(number, slot_requests)
 
     def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from penstock.appliance.core import launch_restarts, quarantine, views
 from penstock.appliance.core.cluster import ClusterState
-from penstock.appliance.core.entities import AssignedSlots, Slot, Worker
+from penstock.appliance.core.entities import Slot, Worker
 from penstock.appliance.core.leases import LEASE_MAX_S, PromisedLease
 from penstock.appliance.core.migration import Migrations
 from penstock.appliance.core.placement import SLOTS_AT_ONCE, Placement
@@ -48,18 +48,16 @@ class Workers:
         migrations: Migrations,
         state_queries: StateQueries,
         promised: PromisedLease,
-        *,
-        clock: Callable[[], float],
-        wall: Callable[[], float],
         settle: Callable[[], None],
     ) -> None:
         self._cluster, self._placement, self._migrations = cluster, placement, migrations
         self._state_queries, self._promised = state_queries, promised
-        self._clock, self._wall, self._settle = clock, wall, settle
+        self._settle = settle
         self._old_sessions: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def register_worker(self, request: pb.RegisterWorkerRequest) -> pb.RegisterWorkerReply:
-        now, cluster = self._clock(), self._cluster
+        cluster = self._cluster
+        now = cluster.clock()
         check_registration(request)
         cluster.journal.confirm(request.commit_mark, f"worker {request.worker}")
         if (request.worker, request.session) in self._old_sessions:
@@ -67,12 +65,9 @@ class Workers:
                 f"another process has since registered as worker {request.worker}: give every worker its own --name"
             )
         if request.worker not in cluster.workers and len(cluster.workers) >= WORKERS_MAX:
-            raise OverloadedError(
-                f"at most {WORKERS_MAX} workers can be registered, got one more: start fewer workers with more --slots "
-                "each"
-            )
+            raise OverloadedError(f"at most {WORKERS_MAX} workers can register: start fewer, with more --slots each")
         old = cluster.workers.get(request.worker)
-        keeps = AssignedSlots()
+        keeps: dict[SlotKey, int] = {}
         draining = request.draining
         if old is not None and old.session == request.session:
             keeps, draining = old.slots, old.draining or request.draining
@@ -113,31 +108,21 @@ class Workers:
 
     def _restore_slots(self, worker: Worker) -> None:
         """Take what exceeds the capacity of a worker that is back, and tell boxes its addresses, perhaps new."""
-        for key in sorted(worker.slots)[worker.capacity :]:
-            slot = self._cluster.slot(key)
-            if slot is not None and slot.worker == worker.name:
+        for slot in self._cluster.slots_of(worker)[worker.capacity :]:
+            if slot.worker == worker.name:
                 self._placement.move(slot, f"worker {worker.name} came back with {worker.capacity} slots", None)
-            elif slot is not None:
+            else:
                 self._placement.cancel_migration(slot)
-        for key in sorted(worker.slots):
-            slot = self._cluster.slot(key)
-            if slot is not None:
-                self._cluster.bump_box(*self._cluster.box_of(slot))
+        for slot in self._cluster.slots_of(worker):
+            self._cluster.bump_box(*self._cluster.box_of(slot))
 
     def _registered(self, name: str, session: str) -> Worker | None:
         worker = self._cluster.workers.get(name)
         return worker if worker is not None and worker.session == session and worker.registered else None
 
-    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
-        """Record a worker's report and return the reply at once: it is the service that waits for a change."""
-        self.report_worker(request)
-        reply = pb.HeartbeatReply()
-        for _ in self.worker_view_steps(request, reply):
-            pass
-        return reply
-
     def report_worker(self, request: pb.HeartbeatRequest) -> None:
-        now, cluster = self._clock(), self._cluster
+        cluster = self._cluster
+        now = cluster.clock()
         check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
         worker = self._registered(request.worker, request.session)
         if worker is not None:
@@ -152,27 +137,21 @@ class Workers:
                 self._migrations.set_draining(worker, True, now)
             self._settle()
 
-    def worker_view_steps(self, request: pb.HeartbeatRequest, reply: pb.HeartbeatReply) -> Iterator[None]:
-        """Fill the reply in steps, between which other calls are served. It has the version at the first step, so a
-        change between steps is in the next reply."""
+    def worker_view(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
         cluster, worker = self._cluster, self._registered(request.worker, request.session)
         if worker is None:
             cluster.journal.commit()
-            reply.register_again = True
-            return
+            return pb.HeartbeatReply(register_again=True)
         lease_policy = cluster.worker_lease_policy()
         self._promised.keep(lease_policy.lease_s, worker.seen_at)
         worker.lease_until = max(worker.lease_until, worker.seen_at + lease_policy.lease_s)
         cluster.journal.commit()
-        slot_requests = self._state_queries.slot_requests(worker.name, self._clock())
-        stuck = self._migrations.stuck(worker, self._clock()) if worker.draining else 0
-        yield from views.fill_heartbeat(
-            reply, cluster, worker, request, lease_policy, self._wall(), slot_requests, stuck
-        )
-        reply.commit_mark = cluster.journal.mark()
+        slot_requests = self._state_queries.slot_requests(worker.name, cluster.clock())
+        stuck = self._migrations.stuck(worker, cluster.clock()) if worker.draining else 0
+        return views.heartbeat_reply(cluster, worker, request, lease_policy, slot_requests, stuck)
 
     def worker_hold(self, request: pb.HeartbeatRequest) -> float:
-        return min(request.hold_s, self._cluster.worker_lease_policy().left(self._clock(), request.worker))
+        return min(request.hold_s, self._cluster.worker_lease_policy().left(self._cluster.clock(), request.worker))
 
     def worker_version(self, request: pb.HeartbeatRequest) -> int:
         """Return the version of the worker's view; -1, which no peer has seen, if it must register again."""
@@ -184,7 +163,7 @@ class Workers:
         worker = self._registered(name, session)
         if worker is not None:
             longer = self._cluster.worker_lease_policy().lease_s / self._cluster.limits.worker_lease_s
-            worker.lease_until = min(worker.lease_until, self._clock() + HUNG_UP_S * longer)
+            worker.lease_until = min(worker.lease_until, self._cluster.clock() + HUNG_UP_S * longer)
 
     def deregister_worker(self, request: pb.DeregisterWorkerRequest) -> None:
         worker = self._registered(request.worker, request.session)
@@ -195,7 +174,7 @@ class Workers:
         self._settle()
 
     def drain_worker(self, request: pb.DrainWorkerRequest) -> pb.DrainWorkerReply:
-        reply = self._migrations.order(request, self._clock())
+        reply = self._migrations.order(request, self._cluster.clock())
         self._settle()
         return reply
 

@@ -22,20 +22,6 @@ from pathlib import Path
 
 from penstock.proto.errors import JournalError
 
-__all__ = [
-    "META",
-    "SCHEMA",
-    "CommitMarks",
-    "CommitNumber",
-    "behind",
-    "check_commits",
-    "check_schema",
-    "damaged",
-    "open_database",
-    "read_only",
-    "transaction",
-]
-
 SCHEMA = 2
 
 META = "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT) STRICT;"
@@ -46,15 +32,6 @@ log = logging.getLogger("penstock.appliance")
 
 def damaged(name: str, why: object) -> JournalError:
     return JournalError(f"{name} is damaged ({why}): restore a copy of the file, or move the file away to start anew")
-
-
-def check_schema(path: Path | None, found: int) -> None:
-    """Raise JournalError if another version of Penstock, with another format, wrote the database."""
-    if found != SCHEMA:
-        raise JournalError(
-            f"the format of database {path or ':memory:'} must be {SCHEMA}, got {found}, from another version of "
-            "Penstock. Run that version, or start on an empty state directory"
-        )
 
 
 def open_database(path: Path | None, script: str) -> sqlite3.Connection:
@@ -70,26 +47,23 @@ def open_database(path: Path | None, script: str) -> sqlite3.Connection:
             if path is not None:
                 (mode,) = db.execute("PRAGMA journal_mode=WAL").fetchone()
                 if mode != "wal":
-                    raise JournalError(
-                        f"SQLite cannot use its write-ahead log for {path} (journal mode {mode!r}): choose a state "
-                        "directory on a local disk"
-                    )
+                    raise JournalError(f"{path} must be on a local disk: SQLite's journal mode is {mode!r}")
             db.execute("PRAGMA synchronous=FULL")
             db.execute("PRAGMA journal_size_limit=67108864")
             if found == 0:
                 db.executescript(f"BEGIN IMMEDIATE;\n{META}\n{script}\nPRAGMA user_version={SCHEMA};\nCOMMIT;")
-            else:
-                check_schema(path, found)
+            elif found != SCHEMA:
+                raise JournalError(
+                    f"the format of database {name} must be {SCHEMA}, got {found}, from another version of Penstock: "
+                    "run that version"
+                )
             return db
         except BaseException:
             db.close()
             raise
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR")):
-            raise JournalError(
-                f"{name} cannot be written ({error}); its content is unchanged. Free space on the disk, or repair the "
-                "disk, and start again"
-            ) from error
+            raise JournalError(f"{name} cannot be written ({error}): free space on the disk, or repair it") from error
         raise _unreadable(name, error) from error
 
 
@@ -97,13 +71,10 @@ def _unreadable(name: object, error: Exception) -> JournalError:
     code = getattr(error, "sqlite_errorname", "")
     if code.startswith(("SQLITE_BUSY", "SQLITE_CANTOPEN")) or code in ("SQLITE_READONLY", "SQLITE_READONLY_DIRECTORY"):
         return JournalError(
-            f"{name} cannot be opened as a coordinator's database ({error}): give the coordinator's user access to the "
-            "file and its folder, and end other programs that use the file"
+            f"{name} cannot be opened ({error}): give the coordinator's user access to the file and its folder, and "
+            "end other programs that use it"
         )
-    return JournalError(
-        f"{name} cannot be read as a coordinator's database ({error}): restore a copy of the file, or move the file "
-        "away to start anew"
-    )
+    return damaged(str(name), error)
 
 
 @contextmanager
@@ -156,10 +127,7 @@ class CommitNumber:
             try:
                 self._open()
             except OSError as error:
-                raise JournalError(
-                    f"{self._file} cannot be used: {error}. Free space on the disk, and give the coordinator's user "
-                    "access to the file"
-                ) from error
+                raise JournalError(f"{self._file} cannot be used: {error}. Free space or correct its rights") from error
 
     def _open(self) -> None:
         self._fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -211,7 +179,7 @@ def check_commits(path: Path) -> int:
                 (schema,) = db.execute("PRAGMA user_version").fetchone()
                 found = _number_in(db) if schema <= SCHEMA else expected or 0
     except OSError as error:
-        raise JournalError(f"{file} cannot be read: {error}. Give the coordinator's user access to the file") from error
+        raise JournalError(f"{file} cannot be read: {error}. Correct its rights") from error
     except (sqlite3.Error, ValueError) as error:
         raise _unreadable(path, error) from error
     if expected is not None and found < expected:
@@ -224,9 +192,8 @@ def check_commits(path: Path) -> int:
 def behind(path: Path | str, found: int, expected: int, witness: str) -> JournalError:
     """Return the error for a database that lacks commit `expected`. `witness`: names the proof that it was made."""
     return JournalError(
-        f"{path} ends at commit {found}, but commit {expected} was made, {witness}: the log {path}-wal is damaged or "
-        "missing, or the database is an older copy. Restore a current copy of the whole directory; or move the "
-        "directory away to start anew, and start the jobs from their checkpoints"
+        f"{path} ends at commit {found}, but commit {expected} was made, {witness}: the database or its log {path}-wal "
+        "is damaged or an older copy. Restore a current copy of the whole directory, or move it away to start anew"
     )
 
 
@@ -247,8 +214,8 @@ def recorded(file: Path) -> int | None:
     number = int(line[:20]) if line[:20].isdigit() else 0
     if line != _line(number):
         raise JournalError(
-            f"{file} is damaged: it must hold the number of the last commit of the database beside it. Restore a copy "
-            "of the directory; or, if you are sure that the database is complete, remove the file"
+            f"{file} is damaged: it must hold the number of the database's last commit. Restore a copy of the "
+            "directory; or remove the file, if you are sure that the database is complete"
         )
     return number
 

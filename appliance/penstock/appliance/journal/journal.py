@@ -79,14 +79,10 @@ def make_private(path: Path) -> None:
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid != os.geteuid():
         raise JournalError(
-            f"the owner of the state directory {path} must be the coordinator's user {os.geteuid()}, got user "
-            f"{found.st_uid}, who could have changed its files: choose another directory"
+            f"the owner of the state directory {path} must be user {os.geteuid()}, got {found.st_uid}: choose another"
         )
     if mode & 0o077:
-        raise JournalError(
-            f"the state directory {path} must have mode 0700, because it holds a secret key, got mode {mode:04o}: run "
-            f"chmod 700 {path}"
-        )
+        raise JournalError(f"the state directory {path} must have mode 0700, got {mode:04o}: run chmod 700 {path}")
 
 
 class StateDir:
@@ -99,24 +95,17 @@ class StateDir:
             make_private(self.path)
             kind = filesystems.filesystem(self.path, Path("/proc/self/mountinfo").read_text())
             if kind in filesystems.NETWORK:
-                raise JournalError(
-                    f"the state directory {self.path} is on a network filesystem ({kind}), where SQLite's journal is "
-                    "not safe: choose a directory on a local disk"
-                )
+                raise JournalError(f"the state directory {self.path} must be on a local disk, got filesystem {kind}")
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise JournalError(
-                f"the state directory {self.path} cannot be used: {error.strerror}; choose a folder that the "
-                "coordinator's user can create and write to (--state-dir)"
-            ) from error
+            raise JournalError(f"the state directory {self.path} cannot be used: {error.strerror}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             holder = os.pread(self._lock, 64, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._lock)
             raise JournalError(
-                f"the state directory {self.path} is in use by another coordinator (process {holder}): stop that "
-                "coordinator, or pass another --state-dir"
+                f"the state directory {self.path} is in use by another coordinator (process {holder}): stop it"
             ) from error
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
@@ -139,17 +128,18 @@ class Journal:
     """Journal: collects rows, writes them at a commit, and returns whole tables at the start."""
 
     def __init__(self, directory: StateDir | None) -> None:
-        self._path = directory.path / "journal.db" if directory else None
-        if self._path is not None and self._path.with_name("snapshots.db").exists() and _is_blank(self._path):
+        self.path = directory.path / "journal.db" if directory else None
+        self.name = str(self.path or "the journal in memory")
+        if self.path is not None and self.path.with_name("snapshots.db").exists() and _is_blank(self.path):
             # The journal is made before snapshots.db. SQLite would take an empty file for a new database.
             raise JournalError(
-                f"{self._path} is missing or empty, although snapshots.db beside it shows that it was written before: "
-                "restore a copy of the file, or move the whole directory away to start anew"
+                f"{self.path} is missing or empty, but snapshots.db is beside it: restore a copy of the file, or move "
+                "the directory away to start anew"
             )
-        self._commits = CommitNumber(self._path)
+        self._commits = CommitNumber(self.path)
         self.found = self._commits.number
         """Last commit on disk at the start."""
-        self._db = open_database(self._path, "\n".join(f"{_table(table)};" for table in TABLES))
+        self._db = open_database(self.path, "\n".join(f"{_table(table)};" for table in TABLES))
         self._db.row_factory = sqlite3.Row
         self.pending: Rows = {}
         self.deferred = False
@@ -178,14 +168,6 @@ class Journal:
         self._db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (name, default))
         (value,) = self._db.execute("SELECT value FROM meta WHERE name=?", (name,)).fetchone()
         return str(value)
-
-    @property
-    def path(self) -> Path | None:
-        return self._path
-
-    @property
-    def name(self) -> str:
-        return str(self._path or "the journal in memory")
 
     def note(self, name: str, value: str) -> None:
         """Store a small value with the next commit."""
@@ -264,8 +246,8 @@ class Journal:
                         self._db.execute(sql, _made(values))
         except sqlite3.Error as error:
             raise JournalError(
-                f"{self.name} cannot be written ({error}); {len(rows)} changes of {_bytes_of(rows)} bytes wait. Free "
-                "space on the disk, or make the file writable; the next call tries again"
+                f"{self.name} cannot be written ({error}); {len(rows)} changes wait. Free space on the disk, or make "
+                "the file writable; the next call tries again"
             ) from error
 
     # ---- commit marks that peers keep
@@ -317,13 +299,6 @@ def checked(table: str, row: sqlite3.Row, name: str) -> dict[str, Any]:
         at = ", ".join(f"{key} {found[key]}" for key in keys)
         raise damaged(name, f"table {table}, row with {at}: its checksum does not match")
     return found
-
-
-def _bytes_of(rows: Rows) -> int:
-    """Return the bytes of the rows' values, without `put_all`'s. SQLite writes whole pages, and so more."""
-    put = (values for _, values in rows.values() if not callable(values))
-    made = (value for values in put for value in values if value is not _SUM)
-    return sum(len(value) if isinstance(value, str | bytes) else 8 for value in made)
 
 
 COMMIT_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
@@ -389,10 +364,15 @@ class GroupCommit:
                     failure = error
                 else:
                     self.seconds.add(time.perf_counter() - began)
-            for written in waiting:
-                if written.done():  # the waiting call was cancelled
-                    continue
-                if failure is None:
-                    written.set_result(None)
-                else:
-                    written.set_exception(failure)
+            settle(waiting, failure)
+
+
+def settle(waiting: Iterable[asyncio.Future[None]], failure: Exception | None) -> None:
+    """Let waiting calls continue, or raise `failure`."""
+    for written in waiting:
+        if written.done():  # the waiting call was cancelled
+            continue
+        if failure is None:
+            written.set_result(None)
+        else:
+            written.set_exception(failure)

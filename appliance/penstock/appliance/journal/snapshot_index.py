@@ -25,10 +25,7 @@ BLOB_TOKEN_SHARE = 0.6
 """Share of the budget for the blobs of one credential token, if there are several tokens."""
 BLOB_IDLE_S = 3600.0
 """Age in seconds at which an unused blob is dropped; boxes send blobs before they open the run."""
-_MORE = (
-    "end jobs that are no longer needed, or raise the budget (penstock coordinator --budget; "
-    "PENSTOCK_COORDINATOR_BUDGET, which an embedded coordinator reads too)"
-)
+_MORE = "end other jobs, or raise the budget (--budget, PENSTOCK_COORDINATOR_BUDGET)"
 
 
 class SlotKey(NamedTuple):
@@ -130,8 +127,7 @@ class SnapshotIndex:
         return list(self._of(key))
 
     def _of(self, key: SlotKey) -> Sequence[DurableSnapshot]:
-        of_attempt = self._snapshots.get((key.run, key.attempt))
-        return of_attempt.get(key, ()) if of_attempt is not None else ()
+        return self._snapshots.get((key.run, key.attempt), {}).get(key, ())
 
     def find(self, key: SlotKey, total: int, epoch: int) -> DurableSnapshot:
         """Return the snapshot at this position; one of size 0 if the index does not have it."""
@@ -144,10 +140,7 @@ class SnapshotIndex:
     def why_refused(self, key: SlotKey, size: int) -> str:
         """Return why a snapshot of `size` bytes may not be written now, with a remedy; "" if it may."""
         if size > VALUE_MAX:
-            return (
-                f"a snapshot must have at most {VALUE_MAX} bytes, got {size}: return less from the "
-                "loader's state_dict()"
-            )
+            return f"a snapshot must have at most {VALUE_MAX} bytes, got {size}: return less from state_dict()"
         share = REPLAY_SHARE if self._of(key) else 1.0
         limit = int(self.budget * share)
         if self.used + self.coming + size > limit:
@@ -219,10 +212,7 @@ class SnapshotIndex:
         """Return why a blob may not be written now, with a remedy; "" if it may. `credential`: digest of the token; ""
         = no limit for a single one."""
         if size > VALUE_MAX:
-            return (
-                f"a stored value must have at most {VALUE_MAX} bytes, got {size}: give input_fn smaller "
-                "arguments, or return less from the loader's state_dict()"
-            )
+            return f"a stored value must have at most {VALUE_MAX} bytes, got {size}: give input_fn smaller arguments"
         if self.used + self.coming + size > self.budget:
             used = f"{self.used + self.coming} of {self.budget} bytes of the coordinator's budget are in use"
             return f"its {size} bytes do not fit into the budget: {used}; {_MORE}"

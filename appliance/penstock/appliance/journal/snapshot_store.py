@@ -8,12 +8,12 @@ import sqlite3
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from penstock.appliance.journal.database import CommitNumber, open_database, transaction
-from penstock.appliance.journal.journal import StateDir
+from penstock.appliance.journal.journal import StateDir, settle
 from penstock.appliance.journal.snapshot_index import (
     Drop,
     DropAttempt,
@@ -81,13 +81,9 @@ class Store:
             blobs = self._db.execute("SELECT name, size FROM blobs").fetchall()
         kept = []
         for *key, total, epoch, size, header in rows:
-            kept.append(
-                (SlotKey(*key), DurableSnapshot(total, epoch, size, pb.SnapshotHeader.FromString(header).epoch_start))
-            )
+            epoch_start = pb.SnapshotHeader.FromString(header).epoch_start
+            kept.append((SlotKey(*key), DurableSnapshot(total, epoch, size, epoch_start)))
         return kept, blobs
-
-    def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> None:
-        self.put_snapshots([(header, data)])
 
     def put_snapshots(self, snapshots: Sequence[tuple[pb.SnapshotHeader, bytes]]) -> None:
         """Write these snapshots in one commit, all or none."""
@@ -98,10 +94,8 @@ class Store:
                 row = (*place, len(data), header.SerializeToString(), data)
                 self._db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with transaction(self._db, self._commits):
-            yield
+    def _transaction(self) -> AbstractContextManager[None]:
+        return transaction(self._db, self._commits)
 
     def snapshot(self, key: SlotKey, kept: DurableSnapshot) -> tuple[pb.SnapshotHeader, bytes] | None:
         """Return the snapshot's header and data; None if it was removed."""
@@ -290,13 +284,7 @@ class SnapshotWriter:
                 await self.run(self._store.put_snapshots, [(header, data) for header, data, _ in batch])
             except Exception as error:
                 failure = error
-            for _, _, written in batch:
-                if written.done():  # its call was cancelled
-                    continue
-                if failure is None:
-                    written.set_result(None)
-                else:
-                    written.set_exception(failure)
+            settle((written for _, _, written in batch), failure)
 
     @property
     def is_dropping(self) -> bool:

@@ -63,8 +63,7 @@ class ClosedRuns:
             return None
         if not request.newest and request.step != one.step:
             raise StateUnavailableError(
-                f"step must be {one.step} for run {one.run}, got {request.step}: the run has ended, and only its last "
-                "fetched state is kept. Request that step, or the newest state"
+                f"step must be {one.step} for run {one.run}, which has ended, got {request.step}"
             )
         return one
 

@@ -11,13 +11,11 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from penstock.appliance.core.cluster import Topic
-from penstock.appliance.core.mixture_orders import MixtureOrders, Proposal
+from penstock.appliance.core.mixture_orders import AGAIN, MixtureOrders, Proposal
 from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.core.state_query import BoxState, MixtureTrial, StateQuery
-from penstock.proto.errors import DeadlineError, ProtocolError
+from penstock.proto.errors import SAME_RELEASE, DeadlineError, ProtocolError
 from penstock.proto.v1 import coordinator_pb2 as pb
-
-__all__ = ["MixtureCalls"]
 
 LOOK_S = 0.2
 """Longest time in seconds until a waiting change is checked again."""
@@ -71,7 +69,7 @@ class MixtureCalls:
     ) -> pb.MixturePlan:
         state_machine = self._state_machine
         async with turns:
-            state_machine.state_queries.begin_trial(trial, state_machine.cluster.events.now + deadline_s)
+            state_machine.state_queries.ask(trial, state_machine.clock() + deadline_s)
             try:
                 state_machine.settle()
                 state = await self._complete(trial, 0, until, deadline_s)
@@ -80,10 +78,7 @@ class MixtureCalls:
         try:
             return pb.MixturePlan.FromString(state.records[0][1])
         except DecodeError as error:
-            raise ProtocolError(
-                f"a worker's answer to the trial of a mixture cannot be read: {error}. Use one release of Penstock on "
-                "all machines"
-            ) from error
+            raise ProtocolError(f"a worker's answer to a trial cannot be read: {error}. {SAME_RELEASE}") from error
 
     async def _make(self, proposal: Proposal, until: float) -> None:
         """Make the change once all boxes wait before its step. Raises DeadlineError at `until`, in the loop's time."""
@@ -96,8 +91,7 @@ class MixtureCalls:
                     event.clear()
                     if asyncio.get_running_loop().time() > until:
                         raise DeadlineError(
-                            f"the mixture of run {proposal.run.name} has not changed: the order still waited for "
-                            f"{waits_for} at its deadline. Run `penstock mix` again"
+                            f"the mixture of run {proposal.run.name} is unchanged: waited for {waits_for}. {AGAIN}"
                         )
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(LOOK_S):
@@ -109,8 +103,7 @@ class MixtureCalls:
 
 
 async def _all(waits: Iterable[Awaitable[T]]) -> list[T]:
-    results = await asyncio.gather(*waits, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for result in results if not isinstance(result, BaseException)]
+    """Wait for all, also if one fails. Raises the first error."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return [task.result() for task in tasks]

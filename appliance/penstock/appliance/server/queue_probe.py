@@ -16,8 +16,6 @@ import grpc.aio
 
 from penstock.proto.rpc.channel import connect_aio
 
-__all__ = ["QueueProbe"]
-
 _log = logging.getLogger("penstock.appliance")
 
 METHOD = "/penstock.QueueProbe/Probe"

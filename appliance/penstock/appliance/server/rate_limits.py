@@ -14,9 +14,6 @@ from urllib.parse import unquote
 
 from penstock.proto.errors import OverloadedError
 
-__all__ = ["RateLimiter", "address_of"]
-
-
 PEER_PER_S = 200.0
 PEER_BURST = 12_000
 """Largest burst of an address: machines may share one, and a whole fleet registers at once after a restart."""
@@ -66,9 +63,7 @@ class RateLimiter:
         whose = f"from {peer}" if peer_wait_s else "from all addresses together"
         per_s = PEER_PER_S if peer_wait_s else ALL_PER_S
         wait_s = max(peer_wait_s, all_wait_s)
-        error = OverloadedError(
-            f"at most {per_s:g} {what} calls a second {whose} are allowed, got more: retry in {wait_s:.1f} s"
-        )
+        error = OverloadedError(f"at most {per_s:g} {what} calls a second {whose} are allowed: retry in {wait_s:.1f} s")
         error.retry_after_s = wait_s
         raise error
 

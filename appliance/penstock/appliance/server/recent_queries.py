@@ -28,25 +28,17 @@ class StateFetch:
 
     run: str
     attempt: int
-    caller: str
     at: float
-    wall_s: float
-    step: int
-    seconds: float = 0.0
-    bytes: int = 0
-    error: str = ""
-    callers: int = 1
+    message: pb.StateFetch
 
     def of(self, query: StateQuery) -> None:
         """Set attempt and step to the query's: the request may have asked for the newest step."""
-        self.attempt, self.step = query.attempt, query.step
+        self.attempt, self.message.step = query.attempt, query.step
 
-    def is_with(self, other: StateFetch) -> bool:
-        """Return whether this request and `other` belong to the same checkpoint."""
-        same = (self.run, self.attempt, self.step) == (other.run, other.attempt, other.step)
-        return (
-            same and (self.caller == OPERATOR) == (other.caller == OPERATOR) and bool(self.error) == bool(other.error)
-        )
+    def key(self) -> tuple[object, ...]:
+        """Requests of one checkpoint have the same key."""
+        message = self.message
+        return self.run, self.attempt, message.step, message.asker == OPERATOR, bool(message.error)
 
 
 class RecentQueries:
@@ -60,25 +52,26 @@ class RecentQueries:
     def noted(self, request: pb.FetchStateRequest) -> Iterator[StateFetch]:
         """Return a context that adds a request once answered, with the error that ended it, also a lost connection."""
         caller = f"box {request.progress.box}" if request.HasField("progress") else OPERATOR
-        fetch = StateFetch(request.run, request.attempt, caller, self._clock(), self._wall(), request.step)
+        message = pb.StateFetch(asker=caller, wall_s=self._wall(), step=request.step, askers=1)
+        fetch = StateFetch(request.run, request.attempt, self._clock(), message)
         try:
             yield fetch
         except (GeneratorExit, asyncio.CancelledError):
-            fetch.error = "the caller disconnected"
+            message.error = "the caller disconnected"
             raise
         except BaseException as error:
-            fetch.error = str(error)[:_ERROR] or type(error).__name__
+            message.error = str(error)[:_ERROR] or type(error).__name__
             raise
         finally:
-            fetch.seconds = self._clock() - fetch.at
+            message.seconds = self._clock() - fetch.at
             if not request.aggregate_blob:  # an aggregation fetches no state: the caller has the states already
                 self._enter(fetch)
 
     def _enter(self, fetch: StateFetch) -> None:
         for known in reversed(self._done):
-            if fetch.is_with(known) and fetch.at - known.at <= TOGETHER_S:
-                known.callers += 1
-                known.seconds = max(known.seconds, fetch.seconds)
+            if fetch.key() == known.key() and fetch.at - known.at <= TOGETHER_S:
+                known.message.askers += 1
+                known.message.seconds = max(known.message.seconds, fetch.message.seconds)
                 return
         self._done.append(fetch)
 
@@ -86,14 +79,5 @@ class RecentQueries:
         """Return run -> its requests for a status reply, oldest first."""
         by_run: defaultdict[str, list[pb.StateFetch]] = defaultdict(list)
         for fetch in self._done:
-            message = pb.StateFetch(
-                step=fetch.step,
-                asker=fetch.caller,
-                wall_s=fetch.wall_s,
-                seconds=fetch.seconds,
-                bytes=fetch.bytes,
-                error=fetch.error,
-                askers=fetch.callers,
-            )
-            by_run[fetch.run].append(message)
+            by_run[fetch.run].append(fetch.message)
         return by_run

@@ -22,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 from secrets import randbits
 
-from penstock.appliance.core.recent_events import log_event
 from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.journal.journal import Journal, StateDir
 from penstock.appliance.journal.snapshot_index import SnapshotIndex
@@ -127,7 +126,6 @@ async def serve(
             changed=signals.changed,
             host=host_id(),
         )
-        state_machine.cluster.events.listen(log_event)
         probe = _queue_probe(limits, closing)
         service = Service(state_machine, store, signals, probe.unreceived_s if probe else lambda: 0.0)
         closing.callback(service.close)

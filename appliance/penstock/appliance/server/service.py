@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
 
@@ -34,7 +34,7 @@ from penstock.appliance.server.closed_runs import ClosedRuns, boxes_of, parts_of
 from penstock.appliance.server.mixture_calls import MixtureCalls
 from penstock.appliance.server.rate_limits import RateLimiter, address_of
 from penstock.appliance.server.recent_queries import RecentQueries
-from penstock.appliance.server.state_stream import LoopTurns, in_json, packed, parts
+from penstock.appliance.server.state_stream import in_json, packed, parts
 from penstock.appliance.server.transfers import MinimumRate, Transfer, ended_when_slow
 from penstock.proto.errors import (
     DeadlineError,
@@ -69,6 +69,7 @@ REPORT_S = 2.0
 """Longest wait in seconds for a box's position, before its history is sent."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+_Key = TypeVar("_Key")
 
 
 class TopicWaiter(asyncio.Event):
@@ -109,6 +110,18 @@ class TopicSignals:
                 del self._waiting[topic]
 
 
+@contextlib.contextmanager
+def _counted(counts: Counter[_Key], key: _Key) -> Iterator[None]:
+    """Return a context that `counts` contains once more."""
+    counts[key] += 1
+    try:
+        yield
+    finally:
+        counts[key] -= 1
+        if not counts[key]:
+            del counts[key]
+
+
 @dataclass(frozen=True)
 class CoordinatorCounters:
     """Figures that are in the metrics but not in a status reply."""
@@ -145,7 +158,8 @@ class Service(CoordinatorServicer):
         self._reads = InflowBudget(READS_MAX)
         self._queries: Counter[str] = Counter()
         """Digest of a credential token -> its state queries under way."""
-        self._turns = LoopTurns()
+        self._turn = asyncio.Lock()
+        """Lets each turn (iteration) of the event loop send only one large message (state_stream.py)."""
         self._drops: list[Drop] = []
         self._heartbeats: Counter[tuple[str, str]] = Counter()
         """(name, session) of a worker -> its heartbeats under way."""
@@ -185,11 +199,7 @@ class Service(CoordinatorServicer):
             one = self._closed.of(query, parts)
             gone = self._closed.superfluous(one)
             if gone is None:
-                log.info(
-                    "run %s is closed; its last state has %d bytes, more than are kept for ended runs, and is dropped",
-                    one.run,
-                    one.size,
-                )
+                log.info("run %s is closed; its last state of %d bytes is too large to be kept", one.run, one.size)
                 continue
             try:
                 await self._disk.run(self._store.keep_closed, one, parts, gone)
@@ -272,11 +282,11 @@ class Service(CoordinatorServicer):
         with self._counted_query(credential()), self._fetches.noted(request) as noted:
             closed = self._closed.find(request) if self._is_over(request) else None
             if closed is not None:
-                noted.attempt, noted.step = closed.attempt, closed.step
+                noted.attempt, noted.message.step = closed.attempt, closed.step
                 for state in boxes_of(await self._disk.run(self._store.closed_parts, closed.run)):
-                    noted.bytes += state.size
+                    noted.message.bytes += state.size
                     for part in parts([await self._written(state, request)]):
-                        await self._turns.next()
+                        await self._next_turn()
                         yield part
                 return
             try:
@@ -288,7 +298,7 @@ class Service(CoordinatorServicer):
                     async with self._journal.synced():
                         states = await self._message(query, sent, until, request)
                     before = loop.time()
-                    noted.bytes += sum(state.size for state in states)
+                    noted.message.bytes += sum(state.size for state in states)
                     written = [await self._written(state, request) for state in states]
                     if query.restarts != restarts:  # what was sent does not belong to the present answers
                         if sent and not request.packs:
@@ -298,7 +308,7 @@ class Service(CoordinatorServicer):
                         sent, restarts = 0, query.restarts
                         continue
                     for message in packed(written) if request.packs else parts(written):
-                        await self._turns.next()
+                        await self._next_turn()
                         yield message
                         # The time that a slow reader of the answer takes does not count against the workers' deadline.
                         until, before = until + loop.time() - before, loop.time()
@@ -311,26 +321,22 @@ class Service(CoordinatorServicer):
                 if query is not None:  # the query counts this caller, even if the journal could not be written
                     self._state_machine.state_queries.end(query, sent if query.restarts == restarts else 0)
 
+    async def _next_turn(self) -> None:
+        async with self._turn:
+            await asyncio.sleep(0)
+
     @contextlib.contextmanager
     def _counted_query(self, token: str) -> Iterator[None]:
         """Count a state query of this token while the context is open. Raises OverloadedError above the limit."""
         if self._queries[token] >= QUERIES_OF_TOKEN_MAX:
-            raise OverloadedError(
-                f"one token must have at most {QUERIES_OF_TOKEN_MAX} open state queries, got one more: "
-                "retry once an earlier query is answered"
-            )
-        self._queries[token] += 1
-        try:
+            raise OverloadedError(f"one token must have at most {QUERIES_OF_TOKEN_MAX} open state queries: retry later")
+        with _counted(self._queries, token):
             yield
-        finally:
-            self._queries[token] -= 1
-            if not self._queries[token]:
-                del self._queries[token]
 
     def _is_over(self, request: pb.FetchStateRequest) -> bool:
         run = self._state_machine.cluster.runs.get(request.run)
-        own = request.HasField("progress") or request.aggregate_blob
-        return run is not None and run.current is None and not own
+        of_job = request.HasField("progress") or request.aggregate_blob
+        return run is not None and run.current is None and not of_job
 
     async def _written(self, state: BoxState, request: pb.FetchStateRequest) -> BoxState:
         if request.format != pb.STATE_JSON or request.aggregate_blob:
@@ -365,8 +371,7 @@ class Service(CoordinatorServicer):
                         await event.wait()
                 except TimeoutError as error:
                     raise DeadlineError(
-                        f"the {query.title} was not complete after {deadline_s:g} s; waited for {query.waits_for()}. "
-                        "Retry, or allow more time"
+                        f"the {query.title} was not complete after {deadline_s:g} s; waited for {query.waits_for()}"
                     ) from error
         if query.failure is not None:
             raise error_of(detail_of(query.failure))  # a copy, because several callers raise it
@@ -381,28 +386,21 @@ class Service(CoordinatorServicer):
             return self._state_machine.workers.register_worker(request)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: _Context) -> pb.HeartbeatReply:
-        state_machine, who = self._state_machine, (request.worker, request.session)
-        self._heartbeats[who] += 1
-        try:
-            async with self._journal.synced():
-                state_machine.workers.report_worker(request)
-                hold_s, seen = state_machine.workers.worker_hold(request), request.seen_version
-                topic = ("worker", request.worker)
-                await self._hold(topic, hold_s, seen, lambda: state_machine.workers.worker_version(request))
-                reply = pb.HeartbeatReply()
-                for _ in state_machine.workers.worker_view_steps(request, reply):
-                    await asyncio.sleep(0)  # thousands of slots go into the reply in steps
-                return reply
-        except asyncio.CancelledError:
-            # A worker with another heartbeat under way is alive: the worker has reconnected before the old
-            # connection's end was noticed.
-            if self._heartbeats[who] == 1 and not self._closing:
-                state_machine.workers.worker_hung_up(*who)
-            raise
-        finally:
-            self._heartbeats[who] -= 1
-            if not self._heartbeats[who]:
-                del self._heartbeats[who]
+        workers, who = self._state_machine.workers, (request.worker, request.session)
+        with _counted(self._heartbeats, who):
+            try:
+                async with self._journal.synced():
+                    workers.report_worker(request)
+                    hold_s, seen = workers.worker_hold(request), request.seen_version
+                    topic = ("worker", request.worker)
+                    await self._hold(topic, hold_s, seen, lambda: workers.worker_version(request))
+                    return workers.worker_view(request)
+            except asyncio.CancelledError:
+                # A worker with another heartbeat under way is alive: the worker has reconnected before the old
+                # connection's end was noticed.
+                if self._heartbeats[who] == 1 and not self._closing:
+                    workers.worker_hung_up(*who)
+                raise
 
     async def DeregisterWorker(
         self, request: pb.DeregisterWorkerRequest, context: _Context
@@ -464,8 +462,7 @@ class Service(CoordinatorServicer):
         answer, queries = first.answer, self._state_machine.state_queries
         if answer.state_bytes > VALUE_MAX:
             raise InvalidArgumentError(
-                f"a worker's state must have at most {VALUE_MAX} bytes, got {answer.state_bytes}: return "
-                "less from the loader's state_dict()"
+                f"a state must have at most {VALUE_MAX} bytes, got {answer.state_bytes}: return less from state_dict()"
             )
         if not queries.wanted(answer.request):
             return pb.PutStateReply()  # a late answer: no query needs its bytes
@@ -497,9 +494,8 @@ class Service(CoordinatorServicer):
                         await event.wait()
                 except TimeoutError as error:
                     raise DeadlineError(
-                        f"a worker's state of {answer.state_bytes} bytes (request {answer.request}) was not accepted "
-                        "before its deadline, because the coordinator's memory for states is full: fetch fewer states "
-                        "at once, and read them faster"
+                        f"the coordinator had no memory for a state of {answer.state_bytes} bytes (request "
+                        f"{answer.request}) before its deadline: fetch fewer states at once"
                     ) from error
 
     # ---------------------------------------------------------------------------------------------- blobs, operators
@@ -519,10 +515,7 @@ class Service(CoordinatorServicer):
     def _check_blob(self, first: pb.BlobPart) -> None:
         refused = self._snapshot_index.why_blob_refused(first.size, "" if jobs_share_token() else credential())
         if refused:
-            raise InvalidArgumentError(
-                f"the value for run {first.run_hint or '?'} (a state to resume from, or large arguments) cannot be "
-                f"stored: {refused}"
-            )
+            raise InvalidArgumentError(f"the value for run {first.run_hint or '?'} cannot be stored: {refused}")
 
     async def _take_blob(self, first: pb.BlobPart, coming: MinimumRate[pb.BlobPart]) -> None:
         self._check_blob(first)
@@ -533,9 +526,7 @@ class Service(CoordinatorServicer):
                 transfer.add(part.data)
             data = transfer.all()
             if await self._disk.run(blob_name, data) != name:
-                raise ProtocolError(
-                    f"PutBlob: the {size} bytes received do not have the declared digest {name}: send them again"
-                )
+                raise ProtocolError(f"PutBlob: the {size} bytes received do not have the declared digest {name}")
             self._spare(DropBlob(name))
             await self._disk.run(self._store.put_blob, name, data)
 
@@ -544,8 +535,7 @@ class Service(CoordinatorServicer):
             data = await self._disk.run(self._store.blob, request.blob)
             if data is None:
                 raise StateUnavailableError(
-                    f"the coordinator does not have the value {request.blob!r} (a state to resume from, or large "
-                    "arguments), because its run is over or the value was never sent: start the job again"
+                    f"the coordinator does not have the value {request.blob!r}: start the job again"
                 )
             async for piece in self._read("GetBlob", data):
                 yield pb.BlobPart(data=piece)
@@ -553,9 +543,9 @@ class Service(CoordinatorServicer):
     async def _read(self, what: str, data: bytes) -> AsyncIterator[bytes]:
         with ended_when_slow(what) as reader:
             for piece in pieces(data):
-                await self._turns.next()
+                await self._next_turn()
                 yield piece
-                reader.took(len(piece))
+                reader.taken += len(piece)
 
     async def FetchHistory(self, request: pb.FetchHistoryRequest, context: _Context) -> AsyncIterator[pb.HistoryPart]:
         if request.HasField("snapshot"):
@@ -567,8 +557,7 @@ class Service(CoordinatorServicer):
                 found = await self._disk.run(self._store.snapshot, key, kept)
                 if found is None:
                     raise StateUnavailableError(
-                        f"the snapshot after batch {at.total} of box {at.box} slot {at.slot} of run {at.run} was "
-                        "dropped, because a newer one has replaced it or its attempt is over: retry"
+                        f"the snapshot after batch {at.total} of box {at.box} slot {at.slot} was dropped"
                     )
                 async for piece in self._read("FetchHistory", found[1]):
                     yield pb.HistoryPart(data=piece)
@@ -601,9 +590,7 @@ class Service(CoordinatorServicer):
     async def OpenDashboard(self, request: pb.OpenDashboardRequest, context: _Context) -> pb.OpenDashboardReply:
         if not self.dashboard:
             if self.open_dashboard is None:
-                raise InvalidArgumentError(
-                    "the coordinator serves no dashboard: start the coordinator with --http HOST:PORT"
-                )
+                raise InvalidArgumentError("the coordinator has no dashboard: start it with --http HOST:PORT")
             return pb.OpenDashboardReply(url=await self.open_dashboard())
         return pb.OpenDashboardReply(url=self.dashboard)
 

@@ -6,8 +6,6 @@ are serialised once for all callers, and each turn of the event loop sends only 
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -17,32 +15,6 @@ from penstock.proto.rpc.calls import pieces
 from penstock.proto.rpc.channel import CHUNK
 from penstock.proto.state.state_json import state_as_json
 from penstock.proto.v1 import coordinator_pb2 as pb
-
-__all__ = ["LoopTurns", "in_json", "packed", "parts"]
-
-
-class LoopTurns:
-    """Queue of callers for turns (iterations) of the event loop, each for one caller, in order of arrival."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    async def next(self) -> None:
-        loop = asyncio.get_running_loop()
-        turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.append(turn)
-        if len(self._waiting) == 1:
-            loop.call_soon(self._give, loop)
-        await turn
-
-    def _give(self, loop: asyncio.AbstractEventLoop) -> None:
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():  # else its call was cancelled
-                turn.set_result(None)
-                break
-        if self._waiting:
-            loop.call_soon(self._give, loop)
 
 
 def parts(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
@@ -61,8 +33,8 @@ def in_json(state: BoxState, limit: int) -> BoxState:
     for record, data in state.records:
         if len(data) > limit:
             raise InvalidArgumentError(
-                f"a worker's state must have at most {limit} bytes to be sent as JSON, got {len(data)} from box "
-                f"{record.box} slot {record.local_worker_id}: fetch the state in binary form (format STATE_ENVELOPE)"
+                f"a state must have at most {limit} bytes to be sent as JSON, got {len(data)} from box {record.box} "
+                f"slot {record.local_worker_id}: fetch it in binary form (STATE_ENVELOPE)"
             )
         changed, text = pb.WorkerRecord(), state_as_json(data)
         changed.CopyFrom(record)

@@ -12,9 +12,6 @@ from typing import Generic, Protocol, TypeVar
 
 from penstock.proto.errors import DeadlineError, ProtocolError
 
-__all__ = ["MinimumRate", "Transfer", "TransferReader", "ended_when_slow"]
-
-
 log = logging.getLogger(__name__)
 
 
@@ -51,14 +48,10 @@ class MinimumRate(Generic[_Part]):
             async with asyncio.timeout(min(left_s, PART_S)):
                 part = await anext(self._parts)
         except TimeoutError as error:
-            if left_s >= PART_S:
-                raise DeadlineError(
-                    f"{self._what}: no data arrived for {PART_S:g} s. Check the network, and send again"
-                ) from error
             waited_s = self._waited_s + loop.time() - begun
             raise DeadlineError(
-                f"{self._what}: the sender must send at least {LEAST_BYTES_PER_S} bytes a second, got {self._came} "
-                f"bytes in {waited_s:.0f} s. Check the network, and send again"
+                f"{self._what}: {self._came} bytes came in {waited_s:.0f} s, of at least {LEAST_BYTES_PER_S} a second, "
+                f"or none for {PART_S:g} s. Check the network, and send again"
             ) from error
         self._waited_s += loop.time() - begun
         self._came += len(part.data)
@@ -75,55 +68,41 @@ class Transfer:
 
     def add(self, piece: bytes) -> None:
         if self._data.tell() + len(piece) > self._size:
-            raise ProtocolError(
-                f"{self._what}: the data must have the declared {self._size} bytes, got more: send the value again"
-            )
+            raise ProtocolError(f"{self._what}: the data must have the declared {self._size} bytes, got more")
         self._data.write(piece)
 
     def all(self) -> bytes:
         if self._data.tell() != self._size:
             raise ProtocolError(
-                f"{self._what}: the data must have the declared {self._size} bytes, got {self._data.tell()}: send the "
-                "value again"
+                f"{self._what}: the data must have the declared {self._size} bytes, got {self._data.tell()}"
             )
         return self._data.getvalue()
 
 
-class TransferReader:
-    """Progress of one reader: the bytes read, and the time since it began."""
+class _Reader:
+    """Reader of a value, which took `taken` bytes; its task is cancelled if it reads below the minimum rate."""
 
-    def __init__(self) -> None:
-        self._begun = asyncio.get_running_loop().time()
-        self._taken = 0
-        self.timer: asyncio.TimerHandle
+    def __init__(self, what: str) -> None:
+        self._what, self._task, self._loop = what, asyncio.current_task(), asyncio.get_running_loop()
+        self.taken = 0
+        self._begun = self._loop.time()
+        self.timer = self._loop.call_later(PART_S, self._check)
 
-    def took(self, size: int) -> None:
-        self._taken += size
-
-    def left_s(self) -> float:
-        """Return the seconds until the caller falls below the minimum rate if it reads nothing more."""
-        passed = asyncio.get_running_loop().time() - self._begun
-        return PART_S + self._taken / LEAST_BYTES_PER_S - passed
+    def _check(self) -> None:
+        left_s = PART_S + self.taken / LEAST_BYTES_PER_S - (self._loop.time() - self._begun)
+        if left_s > 0:
+            self.timer = self._loop.call_later(left_s, self._check)
+            return
+        log.warning("%s was cancelled: its caller reads less than %d bytes a second", self._what, LEAST_BYTES_PER_S)
+        assert self._task is not None
+        self._task.cancel()
 
 
 @contextmanager
-def ended_when_slow(what: str) -> Iterator[TransferReader]:
+def ended_when_slow(what: str) -> Iterator[_Reader]:
     """Cancel the current task if its caller reads below the minimum rate: the value takes memory for which others
     wait. A timeout would have no effect, because the handler may wait inside gRPC."""
-    task, loop, reader = asyncio.current_task(), asyncio.get_running_loop(), TransferReader()
-    assert task is not None
-
-    def check() -> None:
-        left_s = reader.left_s()
-        if left_s > 0:
-            reader.timer = loop.call_later(left_s, check)
-        else:
-            log.warning(
-                "%s was cancelled, because its caller reads less than %d bytes a second", what, LEAST_BYTES_PER_S
-            )
-            task.cancel()
-
-    reader.timer = loop.call_later(PART_S, check)
+    reader = _Reader(what)
     try:
         yield reader
     finally:

@@ -81,6 +81,22 @@ class FakeCluster:
                 one.report()
             self.state_machine.tick()
 
+    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
+        """Record a worker's report and return the reply at once: it is the service that waits for a change."""
+        self.state_machine.workers.report_worker(request)
+        return self.state_machine.workers.worker_view(request)
+
+    def watch(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
+        """Record a box's report and return the reply at once."""
+        self.state_machine.attempts.report_box(request)
+        return self.state_machine.attempts.box_view(request)
+
+    def status(self) -> pb.StatusReply:
+        reply = pb.StatusReply()
+        for _ in self.state_machine.status_steps(reply):
+            pass
+        return reply
+
     def slots(self) -> list[Slot]:
         return [s for a in self.state_machine.cluster.open_attempts() for box in a.boxes.values() for s in box.slots]
 
@@ -126,7 +142,7 @@ class FakeWorker:
 
     def heartbeat(self, *reports: pb.SlotReport) -> pb.HeartbeatReply:
         request = pb.HeartbeatRequest(worker=self.name, session=self.session, slots=reports)
-        return self.world.state_machine.workers.heartbeat(request)
+        return self.world.heartbeat(request)
 
     def report(self) -> None:
         self.heartbeat()
@@ -175,7 +191,7 @@ class FakeBox:
         return request
 
     def watch(self) -> pb.WatchRunReply:
-        return self.world.state_machine.attempts.watch_run(self.progress())
+        return self.world.watch(self.progress())
 
     def report(self) -> None:
         self.watch()
