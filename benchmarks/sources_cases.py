@@ -59,9 +59,8 @@ def readers(dataset: torch.utils.data.Dataset[Any], processes: int) -> dict[str,
         return lambda: torch.utils.data.DataLoader(dataset, BATCH, num_workers=processes, **settings)
 
     def ours(reseed: bool) -> Make:
-        return lambda: MapLoader(
-            dataset, batch_size=BATCH, shuffle=True, seed=1, fetch_processes=processes, reseed=reseed
-        )
+        loader = MapLoader(dataset, batch_size=BATCH, shuffle=True, seed=1, reseed=reseed)
+        return lambda: torch.utils.data.DataLoader(loader, batch_size=None, num_workers=processes)
 
     one_rank: Any = torch.utils.data.DistributedSampler(dataset, num_replicas=1, rank=0)
     return {

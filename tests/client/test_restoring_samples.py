@@ -41,7 +41,7 @@ def test_sample_is_reread_with_the_runs_seed() -> None:
         assert [loader.restore_sample(key) for key in batch["keys"]] == batch["batch"].tolist()
         assert loader.config() == {"input_fn": loader.name, "loader": whole.config()}
     assert random.getstate() == before
-    error = pytest.raises(StateMismatchError, match="the restore key must come from a loader with the same source")
+    error = pytest.raises(StateMismatchError, match="the restore key must have the digest")
     with Appliance(seed=12), error:
         loader.restore_sample(batch["keys"][0])
 

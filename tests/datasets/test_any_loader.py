@@ -34,7 +34,6 @@ UNEQUAL = [7, 0, 23, 1, 9]
 LOADERS: dict[str, Callable[..., Any]] = {
     "map": lambda dataset, **options: MapLoader(range(40), shuffle=True, **options),
     "streaming": lambda dataset, **options: StreamingLoader(dataset, shuffle=True, **options),
-    "streaming, threads": lambda dataset, **options: StreamingLoader(dataset, shuffle=True, fetch_threads=3, **options),
     "known lengths": lambda dataset, **options: ShardLoader(Listed(UNEQUAL), **options),
     "found lengths": lambda dataset, **options: ShardLoader(Listed(UNEQUAL, known=False), **options),
     "endless": lambda dataset, **options: ShardLoader(Counting(4), **options),
@@ -53,6 +52,8 @@ def make(request: pytest.FixtureRequest, dataset: StreamingDataset) -> Make:
 
 
 finite = pytest.mark.parametrize("make", [kind for kind in LOADERS if kind != "endless"], indirect=True)
+of_two_families = pytest.mark.parametrize("make", ["map", "found lengths"], indirect=True)
+"""Of a loader that computes positions and one that reads along, where processes are started."""
 
 
 @finite
@@ -175,36 +176,27 @@ def test_collate_draws_are_keyed_by_position(make: Make) -> None:
     assert next(skipped) == rest[0], "behind a batch that is passed over"
     assert len({tuple(batch["drawn"]) for batch in [first, *rest]}) == 3
     assert capture_rng() == before
-
-
-def test_restartable_without_callers_randomness(make: Make) -> None:
-    before = capture_rng()
-    loader = make()
-    assert len(list(islice(iter(loader), 8))) == 8
-    loader.state_dict()
     assert isinstance(loader, RestartableDataLoader)
-    assert capture_rng() == before
 
 
 # ---- in torch's loaders
 
 
-@finite
-@pytest.mark.parametrize("workers", [0, 2])
-def test_in_torch_s_loaders(make: Make, workers: int) -> None:
+@of_two_families
+def test_in_torch_s_loaders(make: Make) -> None:
     whole = [list(loader) for loader in [make()] for _ in range(2)]
     loader = make()
     for epoch in range(2):
         loader.set_epoch(epoch)
-        got = list(torch.utils.data.DataLoader(loader, batch_size=None, num_workers=workers))
+        got = list(torch.utils.data.DataLoader(loader, batch_size=None, num_workers=2))
         assert got == whole[epoch]
-    first, again = (StatefulDataLoader(make(), batch_size=None, num_workers=workers) for _ in range(2))
+    first, again = (StatefulDataLoader(make(), batch_size=None, num_workers=2) for _ in range(2))
     got = list(islice(iter(first), 3))
     again.load_state_dict(first.state_dict())
     assert got + list(again) == whole[0]
 
 
-@finite
+@of_two_families
 def test_slots_in_torchs_worker_processes(make: Make) -> None:
     """Each slot's batches come in its own order, whichever process makes them."""
     for slot in range(2):
@@ -213,6 +205,7 @@ def test_slots_in_torchs_worker_processes(make: Make) -> None:
             assert got == list(make())
 
 
+@of_two_families
 def test_state_resumes_in_worker_processes(make: Make) -> None:
     loader, other = make(), make()
     stream = iter(loader)
@@ -241,7 +234,7 @@ def test_keys_are_a_field_of_the_batch(make: Make) -> None:
         ):
             next(iter(taken))
         assert taken.state_dict()["done"] == 0
-    with pytest.raises(StateMismatchError, match=r"the same (source|dataset), seed"):
+    with pytest.raises(StateMismatchError, match="must have the digest"):
         make(seed=10).restore_sample(batch["key"][0])
 
 
@@ -272,7 +265,7 @@ def test_state_of_other_tail_is_refused_by_name(make: Make) -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"seed": 4}, "worker 1 and worker 0 differ.*seed (was )?9 and (is )?4"),
+        ({"seed": 4}, "From worker 0 to worker 1.*seed (was )?9 and (is )?4"),
         ({"batch_size": 2}, "topology"),
     ],
 )
@@ -322,17 +315,17 @@ def test_one_workers_state_is_not_that_of_all(make: Make) -> None:
     cluster = AllWorkers(make, (1, 2))
     cluster.take(2)
     state = cluster.workers[0].state_dict()
-    with pytest.raises(StateMismatchError, match="returned, which fits any topology"):
+    with pytest.raises(StateMismatchError, match="or state_after"):
         make().load_state_dict(state)
     for loader in (cluster.workers[1], make()):
-        with pytest.raises(StateMismatchError, match="got the state of one worker"):
+        with pytest.raises(StateMismatchError, match="got one worker's"):
             loader.deaggregate_state_dict(state)
 
 
 SPOILT: list[dict[str, Any]] = [
     *({"epoch": bad} for bad in (-1, 10**30)),
     {"done": "3"},
-    {"start": True},
+    *({"start": bad} for bad in (True, -1, -(1 << 62))),
     {"topology": {}},
     {"topology": {"boxes": 0, "workers": 1, "batch": 4}},
     {"first": 1},
@@ -350,7 +343,7 @@ def test_a_state_that_cannot_be_is_refused(make: Make) -> None:
     with pytest.raises(StateVersionError):
         loader.load_state_dict({**loader.state_dict(), "format": 4})
     for other in ({}, None, {"model": 3}, [1]):
-        with pytest.raises(StateMismatchError, match="got the state of another loader"):
+        with pytest.raises(StateMismatchError, match="got another loader's"):
             loader.load_state_dict(other)
 
 
@@ -362,22 +355,22 @@ def test_numbers_of_numpy_are_numbers(make: Make) -> None:
     assert list(islice(iter(other), 3)) == list(islice(stream, 3))
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"batch_size": None}, "exactly one of batch_size"),
-        ({"batch_size": 3, "global_batch_size": 3}, "exactly one of batch_size"),
-        ({"batch_size": 0}, "batch_size=0 must give each of 1 boxes at least one row"),
-        ({"batch_size": 2.5}, "batch_size must be a whole number, got 2.5"),
-        ({"batch_size": None, "global_batch_size": "4"}, "global_batch_size must be a whole number, got '4'"),
-        ({"tail": "none"}, "tail must be one of .* got 'none'"),
-        ({"seed": 1.0}, "seed must be a whole number, got 1.0"),
-        ({"keys": ""}, "keys must be the name of a field to add to each batch, got ''"),
-        ({"rank": 0}, "rank must be a pair .*, got 0"),
-        ({"rank": (1,)}, r"rank must be a pair .*, got \(1,\)"),
-        ({"rank": (0, 1.0)}, "ranks must be a whole number, got 1.0"),
-    ],
-)
-def test_settings_that_cannot_be_meant(make: Make, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=says):
-        make(**options)
+INVALID: list[tuple[dict[str, Any], str]] = [
+    ({"batch_size": None}, "exactly one of batch_size"),
+    ({"batch_size": 3, "global_batch_size": 3}, "exactly one of batch_size"),
+    ({"batch_size": 0}, "batch_size=0 must give each of 1 boxes at least one row"),
+    ({"batch_size": 2.5}, "batch_size must be a whole number, got 2.5"),
+    ({"batch_size": None, "global_batch_size": "4"}, "global_batch_size must be a whole number, got '4'"),
+    ({"tail": "none"}, "tail must be one of .* got 'none'"),
+    ({"seed": 1.0}, "seed must be a whole number, got 1.0"),
+    ({"keys": ""}, "keys must be the name of a field to add to each batch, got ''"),
+    ({"rank": 0}, "rank must be a pair .*, got 0"),
+    ({"rank": (1,)}, r"rank must be a pair .*, got \(1,\)"),
+    ({"rank": (0, 1.0)}, "ranks must be a whole number, got 1.0"),
+]
+
+
+def test_settings_that_cannot_be_meant(make: Make) -> None:
+    for options, says in INVALID:
+        with pytest.raises(InvalidArgumentError, match=says):
+            make(**options)

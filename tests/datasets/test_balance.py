@@ -51,7 +51,7 @@ def costs_of(rows: Any) -> npt.NDArray[np.float64]:
     return found
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.sampled_from([1, 2, 5]),
     st.sampled_from(["emit", "pad", "drop", "carry"]),
@@ -164,7 +164,7 @@ def test_a_column_of_a_hugging_face_dataset() -> None:
     given: dict[str, Any] = {"global_batch_size": 16, "shuffle": True, "seed": 1}
     named = MapLoader(table, balance=Balance("cost", 2), collate_fn=collate, **given)
     assert [batch["number"].tolist() for batch in named] == list(loader(2))
-    with pytest.raises(InvalidArgumentError, match=r"must be a column of the dataset \(number, cost\), got 'size'"):
+    with pytest.raises(InvalidArgumentError, match=r"must be one of the columns number, cost, got 'size'"):
         MapLoader(table, balance=Balance("size"), **given)
 
 
@@ -201,17 +201,17 @@ def test_state_names_costs_that_decide_the_order() -> None:
 @pytest.mark.parametrize(
     ("balance", "words"),
     [
-        (Balance(COSTS[1:]), "must have one number for each of the dataset's 203 samples, got 202"),
+        (Balance(COSTS[1:]), "must have one number for each of 203 samples, got 202"),
         (Balance(np.where(np.arange(ROWS) == 7, math.nan, COSTS)), "got nan for sample 7"),
         (Balance(-COSTS), "must be finite and at least 0, got -"),
         (Balance(np.full(ROWS, math.inf)), "got inf for sample 0"),
-        (Balance(lambda ids: ids[1:]), "must return one number for each of 203 samples, got 202"),
+        (Balance(lambda ids: ids[1:]), "must return 203 numbers, .* got 202"),
         (Balance(lambda ids: [ids]), "the cost function must return a one-dimensional array of numbers"),
         (Balance("length"), "needs a dataset with columns, got range"),
         (Balance(np.zeros((ROWS, 2))), "a one-dimensional array of numbers"),
         (Balance(None), "a one-dimensional array of numbers"),
         (Balance(COSTS, 0), "over_steps must be at least 1"),
-        (Balance(COSTS, 1 << 20), "at most 65536 with 16 rows"),
+        (Balance(COSTS, 1 << 20), "at most 65536 with global batches of 16"),
         (COSTS, "balance must be a penstock.data.Balance"),
         (Balance(COSTS, cast(Any, None)), "over_steps must be at least 1, got None"),
         (Balance(COSTS, report=cast(Any, "x")), "report must be True or False"),
@@ -225,7 +225,7 @@ def test_bad_costs_name_the_remedy(balance: Any, words: str) -> None:
 def test_batches_larger_than_a_window_are_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(balance_module, "WINDOW_LIMIT", 8)
     assert len(list(loader(1))) == len(list(loader(None)))
-    with pytest.raises(InvalidArgumentError, match="over_steps must be at most 1 with 16 rows"):
+    with pytest.raises(InvalidArgumentError, match="over_steps must be at most 1 with global batches of 16"):
         loader(2)
 
 

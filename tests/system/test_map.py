@@ -42,18 +42,16 @@ def train(
     ], states[0]
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more processes than processors
 def test_workers_boxes_and_processes_come_and_go(appliance: Appliance) -> None:
-    """Read in a plain process first; then over the ends of two epochs, each leg on another topology and read in another
-    way."""
+    """Read in a plain process first; then over the ends of two epochs, each leg on another topology."""
     plain = mapped(**OPTIONS)
     whole = [rows_of(batch) for _ in range(3) for batch in plain]
     assert len(whole) * 12 == 3 * SAMPLES
-    legs: list[tuple[tuple[int, int], int, dict[str, Any]]] = [((1, 2), 11, {"fetch_processes": 2}), ((3, 1), 8, {})]
+    legs = [((1, 2), 11), ((3, 1), 8)]
     got: list[list[Row]] = []
     state = None
-    for number, (shape, steps, options) in enumerate(legs):
-        rows, state = train(appliance, f"map{number}", shape, steps, state, **options)
+    for number, (shape, steps) in enumerate(legs):
+        rows, state = train(appliance, f"map{number}", shape, steps, state)
         got += rows
     assert got == whole[: len(got)]
     # What a batch's key says, anybody can read again.
@@ -61,13 +59,13 @@ def test_workers_boxes_and_processes_come_and_go(appliance: Appliance) -> None:
     assert [(sample["number"], tuple(sample["noise"].tolist())) for sample in samples] == [row[:2] for row in got[10]]
     # A loss spike behind the next step: the run goes around its samples.
     first = len(got) * 12
-    rows, _ = train(appliance, "around", (2, 2), 2, state, skip=[range(first + 12, first + 36)], fetch_processes=1)
+    rows, _ = train(appliance, "around", (2, 2), 2, state, skip=[range(first + 12, first + 36)])
     assert rows == [whole[len(got)], whole[len(got) + 3]]
 
 
 def test_error_names_the_sample_in_the_job(appliance: Appliance) -> None:
     with pytest.raises(InputFnError, match=r"raised by Augmented for sample 5 \(epoch 0, position 5\)"):
-        train(appliance, "broken", (1, 1), 20, shuffle=False, broken=5, fetch_processes=1)
+        train(appliance, "broken", (1, 1), 20, shuffle=False, broken=5)
 
 
 @pytest.mark.parametrize("when", ["before the run", "at the first step's eve"])

@@ -231,7 +231,7 @@ def _repeat(cluster: Cluster, asked: Any) -> None:
         ({"web": "1", "cod": "1"}, {}, r"a source must be one of web, code, got 'cod'"),
         ({"web": "1", "code": "-1"}, {}, r"weights\['code'\] must be at least 0, got -1"),
         ({"web": "1", "code": "nan"}, {}, r"weights\['code'\] must be a finite number, got 'nan'"),
-        ({"web": "1"}, {}, r"--weights must have each source that has a weight now, got none for code"),
+        ({"web": "1"}, {}, r"--weights or --retire must name each source, got none for code"),
         ({"web": "0", "code": "0"}, {}, r"at least one weight must be above 0"),
         ({}, {}, r"a change needs --weights or --retire, got neither"),
         ({"web": "1", "code": "1", "few": "1"}, {"added": {"few": "mixed:few"}}, r"'few' must have 8 shards"),

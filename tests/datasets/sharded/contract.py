@@ -29,7 +29,7 @@ __all__ = ["CURSOR_CHECKS", "LOADER_CHECKS", "Fleet", "Make", "Shape", "encoded"
 
 Make = Callable[[], ShardedSource]
 SEED = 11
-MOST = 30
+MOST = 16
 """Samples of a shard that are looked at."""
 
 

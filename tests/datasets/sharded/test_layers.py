@@ -66,9 +66,9 @@ def test_sample_positions_continue_across_epochs() -> None:
 @pytest.mark.parametrize("known", [True, False])
 def test_shard_without_samples_is_named(known: bool) -> None:
     source = Repeated(Given([[1], []], known=known))
-    with pytest.raises(DatasetError, match=r"shard 1 of the 2 shards of .* has no sample in epoch 0.*fewer shards"):
+    with pytest.raises(DatasetError, match=r"shard 1 of 2 is empty in epoch 0.*fewer shards"):
         next(source.open(1, 0, 1))
-    with pytest.raises(DatasetError, match="shard 1 of the 2 shards"):
+    with pytest.raises(DatasetError, match="shard 1 of 2 is empty"):
         source.open(1, 0, 1).skip(1)
 
 
@@ -77,7 +77,7 @@ def test_later_empty_epoch_is_an_error() -> None:
     cursor = source.open(0, 0, 1)
     assert len(list(itertools.islice(cursor, 4))) == 4
     cursor = again(source, cursor)
-    with pytest.raises(DatasetError, match=r"shard 0 of the 1 shards of .* has no sample in epoch 1"):
+    with pytest.raises(DatasetError, match=r"shard 0 of 1 is empty in epoch 1"):
         next(cursor)
 
 
@@ -237,7 +237,7 @@ def test_nothing_is_searched_for_ever(
     ):
         next(over(Repeated(Given(NUMBERS))).open(0, 0, 1))
     assert whole(over(Given(NUMBERS))) == []
-    with pytest.raises(DatasetError, match=r"shard 0 of the 2 shards of .* has no sample in epoch 0"):
+    with pytest.raises(DatasetError, match=r"shard 0 of 2 is empty in epoch 0"):
         next(Repeated(over(Given(NUMBERS))).open(0, 0, 1))
 
 

@@ -27,7 +27,7 @@ def read(cursor: Cursor, count: int) -> list[bytes]:
     return [encode_state(sample) for sample in itertools.islice(cursor, count)]
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
 @given(stacks(), st.integers(0, 1), st.integers(0, 2), STEPS)
 def test_cut_anywhere(make: Make, shard: int, epoch: int, steps: list[tuple[bool, int]]) -> None:
     source = make()
@@ -35,7 +35,7 @@ def test_cut_anywhere(make: Make, shard: int, epoch: int, steps: list[tuple[bool
     try:
         expected = read(source.open(shard, epoch, 3), MOST)
     except DatasetError as error:
-        if "has no sample in epoch" not in str(error):
+        if "is empty in epoch" not in str(error):
             raise
         assume(False)  # what is repeated has lost all of its samples below
     ends = len(expected) < MOST
@@ -57,7 +57,7 @@ def test_cut_anywhere(make: Make, shard: int, epoch: int, steps: list[tuple[bool
 SHAPES = st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (3, 1), (1, 5), (2, 5), (1, 11), (1, 12), (3, 4)])
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
 @given(stacks(), st.lists(st.tuples(SHAPES, st.integers(0, 6)), min_size=1, max_size=5), st.integers(3, 6))
 def test_any_stack_keeps_its_order_over_any_chain(make: Make, chain: list[Any], batch: int) -> None:
     whole = Fleet(make, (1, 1), global_batch_size=batch, tail="drop")

@@ -68,7 +68,7 @@ def test_a_window_that_has_become_smaller() -> None:
     cursor = WindowShuffled(Given([range(9)]), 10).open(0, 0, 1)
     cursor.skip(7)
     cursor = WindowShuffled(Given([range(6)]), 10).open(0, 0, 1, cursor.saved_position())
-    with pytest.raises(DatasetError, match="shard 0, epoch 0: window 0 must have more than the 7 items"):
+    with pytest.raises(DatasetError, match="shard 0, epoch 0: window 0 must have more than 7 items"):
         next(cursor)
 
 

@@ -33,7 +33,7 @@ def source_of(paths: list[Path], shards: int, **options: Any) -> LogicalShards:
     return LogicalShards([LineFile(path) for path in paths], shards=shards, **options)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     lines=st.lists(st.sampled_from([b"", b"1", b"22", b"333333", b"4\r"]), max_size=30),
     last=st.booleans(),
@@ -119,9 +119,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     paths[0].write_text(paths[0].read_text() + "{}\n")
     with pytest.raises(StateMismatchError, match=r"data"):
         ShardLoader(source_of(paths, 4, names=["a"]), batch_size=4, collate_fn=list).load_state_dict(state)
-    with pytest.raises(
-        DatasetError, match=r"0\.jsonl must keep the \d+ bytes that it had when the LineFile was made, got \d+"
-    ):
+    with pytest.raises(DatasetError, match=r"0\.jsonl must keep its \d+ bytes, got \d+"):
         next(source.open(0, 0, 0))
     with pytest.raises(DatasetError, match="cannot be read: No such file"):
         LineFile(tmp_path / "none")
@@ -137,7 +135,7 @@ def test_a_line_that_cannot_be_parsed_is_named(tmp_path: Path) -> None:
 def test_too_few_pieces_are_counted(tmp_path: Path) -> None:
     paths = write(tmp_path, 3, 3, 3, 3)
     along = LogicalShards([lambda: iter([1, 2])] * 4, shards=12)
-    with pytest.raises(InvalidArgumentError, match=r"in each shard, got 4 pieces, 12 shards: .* LineFile"):
+    with pytest.raises(InvalidArgumentError, match=r"in each shard, got 4 pieces, 12 shards.* LineFile"):
         Repeated(Mapped(along, str))
     with pytest.raises(InvalidArgumentError, match="needs a sample in each shard, got 5 records, 12 shards"):
         Repeated(LogicalShards([range(5)], shards=12))

@@ -59,7 +59,7 @@ def dealt(lengths: list[int], legs: list[tuple[Shape, int, int]], tail: Any) -> 
 
 
 @pytest.mark.filterwarnings("ignore:the epoch's last batch has fewer samples than there are boxes")
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     st.lists(st.integers(0, 12), min_size=1, max_size=7).filter(lambda lengths: sum(lengths) >= 9),
     st.booleans(),
@@ -117,7 +117,7 @@ def test_known_lengths_are_not_searched_for() -> None:
 # ---- endless
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     st.sampled_from([(1, 1), (1, 4), (2, 3), (3, 2), (4, 1), (5, 1)]),
     st.lists(st.tuples(st.sampled_from(SHAPES[:6]), st.integers(4, 9), st.integers(0, 7)), min_size=1, max_size=5),
@@ -189,7 +189,7 @@ def test_epoch_after_an_endless_one_differs(caplog: pytest.LogCaptureFixture) ->
 
 def test_an_endless_source_that_ends_is_an_error() -> None:
     stream = iter(loader_of(Counting(4, empty=2), batch_size=3, partitions=4))
-    with pytest.raises(DatasetError, match=r"shard 2 of 4 must have sample 0.*endless"):
+    with pytest.raises(DatasetError, match=r"shard 2 must have sample 0"):
         next(stream)
 
 
@@ -209,9 +209,9 @@ def test_an_epoch_without_a_batch_is_an_error(known: bool) -> None:
     def first(source: Listed, **options: Any) -> Any:
         return next(iter(loader_of(source, **options)))
 
-    with pytest.raises(DatasetError, match=r"epoch 0 of 2 shards: .* got 0"):
+    with pytest.raises(DatasetError, match=r"epoch 0 must have enough samples.* got 0"):
         first(Listed([0, 0], known=known), batch_size=1)
-    with pytest.raises(DatasetError, match="one batch of 6 rows, got 5 with tail='drop'"):
+    with pytest.raises(DatasetError, match="one batch of 6 rows, got 5"):
         first(Listed([2, 3], known=known), batch_size=6, tail="drop")
 
 
@@ -249,7 +249,7 @@ def test_batches_of_the_source_s_own() -> None:
         while (rows := fleet.step_rows()) is not None:
             steps.append(rows)
         assert steps == [[0, 1000, 1], [1001, 2, 1002], [3, 0, 1000]]
-    with pytest.raises(InvalidArgumentError, match="Leave them out"):
+    with pytest.raises(InvalidArgumentError, match="must be None with unbatched=True"):
         ShardLoader(Listed([4]), unbatched=True, batch_size=1)
 
 
@@ -264,13 +264,13 @@ def test_its_length_where_that_is_known() -> None:
 @pytest.mark.parametrize(
     ("source", "options", "says"),
     [
-        (Listed([3]), {"batch_size": 1, "partitions": 2}, "partitions must be 1 for a finite source, .* got 2"),
-        (Listed([3]), {"batch_size": 1, "block": 2}, "block must be None for a finite source, .* got 2"),
+        (Listed([3]), {"batch_size": 1, "partitions": 2}, "partitions must be 1 for a finite source, got 2"),
+        (Listed([3]), {"batch_size": 1, "block": 2}, "block must be None for a finite source, got 2"),
         (Counting(4), {"batch_size": 1, "partitions": 0}, "partitions must be at least 1, got 0"),
         (Counting(4), {"batch_size": 1, "block": 0}, "block must be at least 1, got 0"),
         (Counting(4), {"batch_size": 1, "partitions": 3}, "partitions must divide the source's 4 shards, got 3"),
         (Listed([]), {"batch_size": 1}, "num_shards of the source must be at least 1, got 0"),
-        ([1, 2, 3], {"batch_size": 1}, "needs a source in logical shards, got list. Wrap it in LogicalShards"),
+        ([1, 2, 3], {"batch_size": 1}, "needs a source in logical shards, got list. Use LogicalShards"),
         (Counting(4), {"batch_size": 1, "partitions": None}, "partitions must be at least 1, got None"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import pickle
 from collections.abc import Iterator, Sequence
@@ -263,14 +262,8 @@ def test_position_in_other_shards_is_refused(was: Any, source: Any, changed: dic
     state = loader_of(was).state_dict()
     other = loader_of(source, **changed)
     for strict in (True, False):
-        with pytest.raises(StateMismatchError, match=f"{says}.*strict=False cannot load the state either"):
+        with pytest.raises(StateMismatchError, match=f"{says}.*the position depends on"):
             other.load_state_dict(state, strict=strict)
-
-
-def test_workers_of_two_topologies_are_refused() -> None:
-    states = [loader_of(Listed([7, 3]), batch_size=size).state_dict() for size in (2, 3)]
-    with pytest.raises(StateMismatchError, match=r"topology\.batch was 2 and is 3 now\. Pass the states that one run"):
-        loader_of(Listed([7, 3])).aggregate_state_dict(states)
 
 
 def test_differences_are_named_by_their_path() -> None:
@@ -285,50 +278,9 @@ def test_differences_are_named_by_their_path() -> None:
     assert list(differences({"a": [1]}, {}).values()) == ["a was [1] and is absent now"]
 
 
-@pytest.mark.parametrize(
-    "source", [Listed(UNEQUAL), Listed(UNEQUAL, known=False), Counting(6)], ids=["known", "found", "endless"]
-)
-@pytest.mark.parametrize(("ranks", "batch"), [(1, 3), (3, 6), (2, 4)])
-def test_only_workers_state_fits_any_topology(source: Any, ranks: int, batch: int) -> None:
-    """Resume from the state of a rank's only worker, saved at every step of an epoch and a half."""
-    loader = loader_of(source)
-    whole = [row for _ in range(1 if source.endless else 3) for row in itertools.islice(flat(loader), 150)]
-    loader, place = loader_of(source), 0
-    stream = iter(loader)
-    for _ in range(17):
-        rows = next(stream, None)
-        if rows is None:
-            stream = iter(loader)
-            continue
-        place += len(rows)
-        then = []
-        for rank in range(ranks):
-            then.append(loader_of(source, batch_size=None, global_batch_size=batch, rank=(rank, ranks)))
-            then[-1].load_state_dict(saved(loader.state_dict()))
-        steps = list(itertools.islice(zip(*then, strict=True), 4))
-        got = [step[at % ranks][at // ranks] for step in steps for at in range(sum(map(len, step)))]
-        if source.endless:  # in batches of another size the columns are others, and no sample is lost or repeated
-            assert {row[:2] for row in got}.isdisjoint(row[:2] for row in whole[:place])
-            assert len({row[:2] for row in got}) == len(got) == 4 * batch
-        else:
-            left = min(len(got), -place % sum(UNEQUAL) or len(got))
-            assert got[:left] == whole[place:][:left]
-            assert left >= min(batch, -place % sum(UNEQUAL))
-
-
 def flat(loader: ShardLoader) -> Iterator[Any]:
     for batch in loader:
         yield from batch
-
-
-def test_workers_of_another_order_are_refused() -> None:
-    """os.listdir gives another one on each machine."""
-    made = iter([["b.txt", "a.txt"], ["a.txt", "b.txt"], ["b.txt", "a.txt"]])
-    fleet = Fleet(lambda: LogicalShards([[1, 2], [3, 4]], shards=2, names=next(made)), (1, 2), batch_size=1)
-    with pytest.raises(
-        StateMismatchError, match=r"worker 1 and worker 0 differ.*names\[0\] was 'b.txt' and is 'a.txt'"
-    ):
-        fleet.state()
 
 
 @pytest.mark.parametrize("source", [LogicalShards([partial(iter, range(40))] * 2, shards=2), Counting(4)])
@@ -403,7 +355,7 @@ def test_an_order_in_other_blocks_is_refused() -> None:
         with pytest.raises(StateMismatchError, match=r"block must be 8, .* got 4\. Leave block out"):
             loader_of(Counting(4), block=4).load_state_dict(state, strict=strict)
     older = {**state, "format": 1, "legs": [[4, 0, 0, []]]}
-    with pytest.raises(StateVersionError, match="must be 3, got 1: another version of Penstock"):
+    with pytest.raises(StateVersionError, match="must be 3, got 1 of another version of Penstock"):
         loader_of(Counting(4)).load_state_dict(older)
 
 
@@ -421,12 +373,10 @@ def test_shards_that_ended_early_are_named() -> None:
     other.load_state_dict(loader.state_dict())
     other.source = cast(Any, other.source)
     cast(Any, other.source).lengths = lambda epoch: [9, 9]
-    with pytest.raises(
-        DatasetError, match=r"shard 1 of 2 must have sample 3 in epoch 0, because lengths\(\) of the source"
-    ):
+    with pytest.raises(DatasetError, match=r"shard 1 must have sample 3 in epoch 0"):
         list(other)
     cast(Any, other.source).lengths = lambda epoch: [9]
-    with pytest.raises(DatasetError, match="for each of its 2 shards, got 1"):
+    with pytest.raises(DatasetError, match="must have 2 items, got 1"):
         list(other)
 
 

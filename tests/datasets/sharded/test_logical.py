@@ -72,7 +72,7 @@ def test_each_record_is_in_exactly_one_shard(count: int) -> None:
     cursor.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any),
     st.integers(1, 12),

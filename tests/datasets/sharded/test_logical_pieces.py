@@ -191,12 +191,12 @@ class Frame:
     ("pieces", "options", "message"),
     [
         ([], {}, "pieces must have at least one piece"),
-        ([[1], (x for x in [1])], {}, "piece 1 must be readable repeatedly, got a generator"),
-        ([iter([1])], {"names": ["a.txt"]}, r"piece 0 \(a.txt\) must be readable repeatedly, got a list_iterator"),
-        (["a.txt"], {}, "piece 0 is a str, which is not a sequence of records"),
-        ([{"a": 1}], {}, "piece 0 is a dict, which is not a sequence of records"),
+        ([[1], (x for x in [1])], {}, "piece 1 must be readable repeatedly, got generator"),
+        ([iter([1])], {"names": ["a.txt"]}, r"piece 0 \(a.txt\) must be readable repeatedly, got list_iterator"),
+        (["a.txt"], {}, "piece 0 is a str, not a sequence of records"),
+        ([{"a": 1}], {}, "piece 0 is a dict, not a sequence of records"),
         ([Frame()], {}, "piece 0 is a Frame, which iterates over columns"),
-        ([5], {}, "piece 0 must have len.. .* got int"),
+        ([5], {}, "piece 0 must be indexable or iterable.* got int"),
         ([[1]], {"shards": 0}, "shards must be at least 1, got 0"),
         ([[1]], {"max_open": 0}, "max_open must be at least 1, got 0"),
         ([[1]], {"shuffle_block": 0}, "shuffle_block must be at least 1, got 0"),
@@ -207,14 +207,14 @@ class Frame:
         (
             torch.utils.data.TensorDataset(torch.arange(4)),
             {},
-            r"pieces must be a list .*\[piece\] .* got TensorDataset",
+            r"pieces must be a list of pieces, got TensorDataset",
         ),
         (torch.zeros(3, 2), {}, "pieces must be a list .* got Tensor"),
         (lambda: iter([1]), {}, "pieces must be a list .* got function"),
         ("abc", {}, "pieces must be a list .* got str"),
         ([[1]], {"shards": None}, "shards must be at least 1, got None"),
         ([[1]], {"counts": 1}, "counts must be a list"),
-        ([[1]], {"counts": [None]}, "got None. Pass all numbers"),
+        ([[1]], {"counts": [None]}, "got None"),
         ([[1]], {"names": "a"}, "names must be a list"),
     ],
 )
@@ -276,7 +276,7 @@ def test_a_table_that_became_shorter(counts: list[int] | None, why: str) -> None
 def test_a_function_that_opens_fewer_records() -> None:
     lengths = iter([3, 2])
     source = LogicalShards([lambda: range(next(lengths))], shards=1)
-    with pytest.raises(DatasetError, match="piece 0 must have 3 records, as when the source was made, got 2"):
+    with pytest.raises(DatasetError, match="piece 0 must have 3 records, as at first, got 2"):
         rest(source)
 
 
@@ -303,7 +303,7 @@ def test_piece_with_a_wrong_state_is_read_again() -> None:
     position = position_after(LogicalShards([lambda: Counter(9)], shards=1), 5)
     other = LogicalShards([lambda: Counter(9, 100)], shards=1)
     with (
-        pytest.warns(UserWarning, match="piece 0: its state_dict after 1 samples must restore"),
+        pytest.warns(UserWarning, match="piece 0: its state_dict after 1 samples does not restore"),
         pytest.raises(ReplayMismatchError, match="piece 0 must yield the same samples"),
     ):
         rest(other, position)
@@ -391,9 +391,7 @@ def test_users_stop_iteration_is_an_error(loader: Callable[[], Any], out_of: str
 
 def test_used_generator_is_an_error() -> None:
     once = (number for number in range(3))
-    with pytest.raises(
-        DatasetError, match=r"piece 2 must be a new iterable .* got a generator that was read or closed before"
-    ):
+    with pytest.raises(DatasetError, match=r"piece 2 must be a new iterable .* got a generator that was read before"):
         rest(LogicalShards([lambda: iter([7]), lambda: once, lambda: once], shards=1))
 
 
@@ -402,8 +400,8 @@ def test_used_generator_is_an_error() -> None:
     [
         ({"a", "b"}, "piece 0 is a set, whose order differs between processes"),
         (lambda: frozenset("ab"), "piece 0 opens a frozenset, whose order"),
-        (lambda: "all of a file", "piece 0 opens a str, which is not a sequence of records"),
-        (lambda: {"columns": [1, 2]}, "piece 0 opens a dict, which is not a sequence of records"),
+        (lambda: "all of a file", "piece 0 opens a str, not a sequence of records"),
+        (lambda: {"columns": [1, 2]}, "piece 0 opens a dict, not a sequence of records"),
     ],
 )
 def test_opened_pieces_are_checked_like_given(piece: Any, message: str) -> None:

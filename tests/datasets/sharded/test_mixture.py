@@ -66,7 +66,7 @@ def test_odd_weights_are_rounded_to_parts(weights: list[float]) -> None:
         ([float("nan")], r"weights\[0\] must be a finite number, got nan"),
         ([1, float("inf")], r"weights\[1\] must be a finite number, got inf"),
         ([1, None], r"weights\[1\] must be a finite number, got None"),
-        ([1, 1e-6], r"weights\[1\] must be at least 1/65,536 .* \(1\), got 1e-06"),
+        ([1, 1e-6], r"weights\[1\] must be 0, or at least 1/65,536 .*, got 1e-06"),
     ],
 )
 def test_invalid_weights_are_refused(weights: Any, message: str) -> None:
@@ -94,7 +94,7 @@ def worst(parts: Sequence[int], order: Any) -> Fraction:
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any), st.integers(0, 3))
 def test_shares_are_exact_to_one_sample(parts: list[int], block: int) -> None:
     order = shares_of(tuple(parts)).many(np.arange((block + 2) * mixture_order.POSITIONS))
@@ -260,12 +260,12 @@ def test_much_is_passed_over_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     ("sources", "weights", "stop", "message"),
     [
         ([], [], "never", "at least one source, got none"),
-        ([marked("a", [1])], [1, 2], "never", "got 1 sources and 2 weights"),
-        (marked("a", [1]), [1], "never", "Mixture needs a list of sources"),
-        ([marked("a", [1])], 1, "never", "and a list of weights"),
+        ([marked("a", [1])], [1, 2], "never", "one weight for each of 1 sources, got 2"),
+        (marked("a", [1]), [1], "never", "Mixture needs two lists or dicts"),
+        ([marked("a", [1])], 1, "never", "Mixture needs two lists or dicts"),
         ([marked("a", [1])], [1], "soon", "stop must be one of never, first, last, got 'soon'"),
-        ([marked("a", [1]), marked("b", [1, 1])], [1, 2], "never", r"sources\[0\] has 1, sources\[1\] has 2"),
-        ([marked("a", [1]), Repeated(marked("b", [1]))], [1, 2], "first", r"sources\[1\] never ends. Use stop='never'"),
+        ([marked("a", [1]), marked("b", [1, 1])], [1, 2], "never", r"the same number of shards, got \[1, 2\]"),
+        ([marked("a", [1]), Repeated(marked("b", [1]))], [1, 2], "first", r"got sources\[1\]. Put Repeated"),
     ],
 )
 def test_settings_that_cannot_be_meant(sources: Any, weights: Any, stop: Any, message: str) -> None:

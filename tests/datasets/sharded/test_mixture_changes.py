@@ -66,7 +66,7 @@ def test_changed_run_equals_the_schedule(by: Any, saved: int) -> None:
     third.lose(1)
     fourth = AllWorkers(lambda: ordered([], by=by), (1, 1), third)  # only the state has the changes
     assert len(got) < 40
-    with pytest.raises(StateMismatchError, match="which `penstock mix --add` added"):
+    with pytest.raises(StateMismatchError, match="from `penstock mix --add`"):
         loader([2, 1], by).load_state_dict(third.state())
     got += fourth.take(40 - len(got))
     assert got == whole
@@ -90,7 +90,7 @@ def test_state_from_before_the_order_goes_on(by: Any, more: dict[str, Any]) -> N
             )
             beyond = done > 0 and worker + 3 * (done - 1) + 1 >= STEP
             if beyond:
-                with pytest.raises(ReplayMismatchError, match="made with the earlier weights"):
+                with pytest.raises(ReplayMismatchError, match="lacks the weights"):
                     new.workers[worker].load_state_dict(state)
                 continue
             new.workers[worker].load_state_dict(state)
@@ -119,7 +119,7 @@ def test_keys_lead_to_samples_on_both_sides() -> None:
     for batch in _some(iter(made), 16):
         for sample, key in zip(batch["batch"], batch["key"], strict=True):
             assert made.restore_sample(key) == sample
-    with pytest.raises(StateMismatchError, match="must come from a loader with the same source"):
+    with pytest.raises(StateMismatchError, match="must have the digest"):
         loader([2, 1], keys="key").restore_sample(key)
 
 
@@ -276,14 +276,14 @@ def test_retired_source_needs_no_weights() -> None:
         ({"a": "nan", "b": "2"}, {}, [], r"weights\['a'\] must be a finite number, got 'nan'"),
         ({"a": "1e400", "b": "0"}, {}, ["x"], r"must be one of a, b, got 'x'"),
         ({"a": "0", "b": "0"}, {}, [], r"at least one weight must be above 0"),
-        ({"a": "1e400", "b": "1"}, {}, [], r"at least 1/65,536 of the sum of all weights \(more than 1e\+308\), got 1"),
+        ({"a": "1e400", "b": "1"}, {}, [], r"at least 1/65,536 of the sum of all weights, got 1"),
         ({"a": "1e999999999", "b": "1"}, {}, [], r"must be 0 or from 1e-400 to 1e400, got '1e999999999'"),
-        ({"a": "1"}, {}, [], r"got none for b. Give each of them a weight, or name it in --retire"),
+        ({"a": "1"}, {}, [], r"--retire must name each source, got none for b"),
         ({"a": "1", "b": "1"}, {}, ["b"], r"got 'b' in both"),
         ({}, {}, ["x"], r"must be one of a, b, got 'x'"),
         ({}, {"c": "sources:c"}, [], r"must have a weight for the added source 'c'"),
         ({"a": "1", "b": "1"}, {"a": "sources:c"}, [], r"--add must name a new source, got 'a'"),
-        ({"a": "1", "b": "1", "c": "1"}, {"c": "sources:few"}, [], r"'c' must have 4 shards, as the others, got 1"),
+        ({"a": "1", "b": "1", "c": "1"}, {"c": "sources:few"}, [], r"'c' must have 4 shards, got 1"),
     ],
 )
 def test_impossible_plans_are_refused(weights: Any, added: Any, retired: Any, says: str) -> None:
@@ -310,7 +310,7 @@ def test_position_must_be_in_range() -> None:
 )
 def test_mixture_without_positions_is_refused(stack: Any, got: str) -> None:
     made = ShardLoader(stack(), batch_size=2, collate_fn=list)
-    refused = rf"the uppermost source must be a Mixture.*, got {got}\."
+    refused = rf"the uppermost source must be a Mixture.*, got {got}$"
     with pytest.raises(InvalidArgumentError, match=refused):
         made.plan_change(3, 0, None, {"a": "1"}, {}, [])
     with pytest.raises(InvalidArgumentError, match=refused):

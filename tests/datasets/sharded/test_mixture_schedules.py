@@ -40,7 +40,7 @@ def mixed(weights: Any, by: Any = "samples", shards: int = 6) -> Mixture:
 # ---- shares
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(WEIGHTS, CHANGES)
 def test_shares_hold_in_every_segment(begin: list[int], changes: list[tuple[int, list[int], int]]) -> None:
     weights = schedule(begin, changes)
@@ -110,7 +110,7 @@ def test_source_of_weight_0_does_not_move() -> None:
         ]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(WEIGHTS, CHANGES)
 def test_token_shares_hold_in_every_segment(begin: list[int], changes: list[tuple[int, list[int], int]]) -> None:
     weights = schedule(begin, changes)
@@ -268,13 +268,13 @@ def test_wanted_shares_under_packing() -> None:
         (lambda: Schedule([1]), r"needs a dict from positions to weights"),  # type: ignore[arg-type]
         (lambda: Schedule({5: [1]}), r"first position of a Schedule must be 0, got 5"),
         (lambda: Schedule({0: [1], 9: [1], 4: [1]}), r"must ascend, got 4 after 9"),
-        (lambda: Schedule({-3: [1]}), r"a position of a Schedule must be a whole number >= 0, .* got -3"),
+        (lambda: Schedule({-3: [1]}), r"a position of a Schedule must be from 0 to .* got -3"),
         (lambda: Schedule({0.5: [1]}), r"a position of a Schedule must be a whole number, got 0.5"),  # type: ignore[dict-item]
         (
             lambda: Schedule({0: [1], 1 << 50: [1]}, rows_per_step=1 << 13),
-            r"at most 562949953421311, got 1125899906842624",
+            r"from 0 to 562949953421311, got 1125899906842624",
         ),
-        (lambda: Schedule({True: [1]}), r"a position of a Schedule must be a whole number >= 0, .* got True"),
+        (lambda: Schedule({True: [1]}), r"a position of a Schedule must be from 0 to .* got True"),
         (lambda: Schedule({0: [1]}, rows_per_step=0), r"rows_per_step must be at least 1, got 0"),
         (
             lambda: mixed(Schedule({0: [1, 1, 1], 7: [1, -1, 1]})),
@@ -297,7 +297,7 @@ def test_wanted_shares_under_packing() -> None:
         (lambda: mixed(Schedule({0: Ramp([1, 1, 1], 5)})), r"Ramp at position 0 .* Give Ramp\(..., start=\)"),
         (
             lambda: mixed(Schedule({0: [1, 1, 1], 5: Ramp([1, 0, 0], 6), 10: [1, 1, 1]}, rows_per_step=3)),
-            r"Ramp at position 5 .* must end at or before the next position, 10, got over=6. Make it at most 5 long",
+            r"Ramp at position 5 must end at most at 10, got over=6",
         ),
         (lambda: mixed(Schedule({0: [1, 1, 1], 5: Ramp([1, 0, 0], 0)})), r"Ramp\(over=\) must be at least 1, got 0"),
         (

@@ -90,7 +90,7 @@ def cut_in_the_middle(source: Packed, rows: list[Any]) -> None:
     assert lists(list(again(source, cursor))) == rows[at:]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(SIZES, st.integers(1, 12), st.sampled_from(["split", "whole", "truncate"]), st.booleans())
 def test_fields_equal_those_made_by_hand(sizes: list[int], length: int, how: str, narrow: bool) -> None:
     documents = column_documents(sizes)
@@ -111,7 +111,7 @@ def test_fields_equal_those_made_by_hand(sizes: list[int], length: int, how: str
     cut_in_the_middle(source, expected)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(SIZES, st.integers(1, 12), st.integers(1, 6), st.sampled_from(["split", "truncate"]))
 def test_best_fit_has_each_token_once(sizes: list[int], length: int, window: int, long: Any) -> None:
     documents = column_documents(sizes)
@@ -141,7 +141,7 @@ def test_best_fit_has_each_token_once(sizes: list[int], length: int, window: int
     cut_in_the_middle(source, rows)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(SIZES, st.integers(1, 12), st.integers(1, 9), st.booleans())
 def test_pieces_are_joined(sizes: list[int], length: int, piece: int, repeated: bool) -> None:
     """Rows over a Chunked are those of whole documents, but for the label where a line and a piece end together."""
@@ -218,10 +218,10 @@ def test_images_stay_with_their_documents() -> None:
     [
         ({"tokens": [1] * 9}, {"split": False, "pad": 0, "long": "refuse"}, "at most length=4 tokens, got 9.*Filtered"),
         ({"tokens": [1 << 31]}, {"dtype": "int32"}, "tokens must fit dtype='int32', got 2147483648"),
-        ({"tokens": [1, 2], "weight": [1]}, {"payload": ["weight"]}, "'weight' must have one value for each of the 2"),
-        ({"tokens": [1, 2]}, {"payload": ["weight"]}, "must be a dict with the fields .*weight.* got .*tokens"),
-        ([1, 2], {"payload": ["weight"]}, "must be a dict with the fields .* got list"),
-        ({"tokens": [1], "weight": ["a"]}, {"payload": ["weight"]}, "'weight' must be a tensor, an array or a list"),
+        ({"tokens": [1, 2], "weight": [1]}, {"payload": ["weight"]}, "'weight' must have 2 values"),
+        ({"tokens": [1, 2]}, {"payload": ["weight"]}, "must be a dict with .*weight.* got .*tokens"),
+        ([1, 2], {"payload": ["weight"]}, "must be a dict with .* got list"),
+        ({"tokens": [1], "weight": ["a"]}, {"payload": ["weight"]}, "'weight' must be an array"),
         ({"tokens": [1], "weight": 3}, {"payload": ["weight"]}, r"got int64 of shape \(\)"),
         ({"tokens": [1], "weight": torch.ones(1).bfloat16()}, {"payload": ["weight"]}, "got torch.bfloat16"),
     ],
@@ -246,18 +246,18 @@ def test_rows_with_different_fields_are_named() -> None:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"window": 3}, "Pass split=False"),
-        ({"long": "refuse"}, "Pass split=False"),
-        ({"split": False, "pad": 0, "long": "cut"}, "long must be 'split', 'truncate' or 'refuse', got 'cut'"),
+        ({"window": 3}, "need split=False"),
+        ({"long": "refuse"}, "need split=False"),
+        ({"split": False, "pad": 0, "long": "cut"}, "long must be one of split, truncate, refuse, got 'cut'"),
         ({"labels": True, "bos": 1}, "bos and eos must be left out if lines are dicts"),
         ({"attached": ["images"]}, "attached needs split=False"),
         ({"payload": "weight"}, "payload must be a list of names"),
         ({"payload": ["labels"], "labels": True}, "a name of its own, got .'labels'."),
         ({"payload": ["max_seqlen"], "cu_seqlens": True}, "a name of its own, got .'max_seqlen'."),
-        ({"loss_mask": ["answer"]}, "loss_mask must be True or False or a column's name"),
+        ({"loss_mask": ["answer"]}, "loss_mask must be True or False"),
         ({"labels": "yes"}, "labels must be True or False, got 'yes'"),
         ({"ignore_index": None}, "ignore_index must be a whole number, got None"),
-        ({"dtype": "int16"}, "dtype must be 'int32' or 'int64'"),
+        ({"dtype": "int16"}, "dtype must be one of int32, int64"),
         ({"dtype": "int32", "pad": 1 << 31}, "pad must fit int32"),
     ],
 )

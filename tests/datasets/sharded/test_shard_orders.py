@@ -87,7 +87,7 @@ def test_a_grid_deals_column_by_column(endless_order: EndlessOrder) -> None:
         assert endless_order.counts(position).tolist() == [before.count(shard) for shard in range(endless_order.shards)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(GRIDS, st.integers(0, 40), st.integers(0, 9), st.integers(1, 4), st.integers(1, 5))
 def test_own_shards_are_those_of_the_workers_rows(
     endless_order: EndlessOrder, start: int, more: int, boxes: int, workers: int

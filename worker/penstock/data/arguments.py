@@ -11,18 +11,6 @@ from typing import overload
 
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = [
-    "at_least_one",
-    "byte_count",
-    "column_names",
-    "one_of",
-    "real_number",
-    "sample_count",
-    "seconds_count",
-    "truth",
-    "whole",
-]
-
 _BYTES = {"kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40, "pb": 1 << 50, "b": 1}
 _SAMPLES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
@@ -91,6 +79,16 @@ def _counted(name: str, value: int | str | None, units: Mapping[str, int], examp
     if not re.fullmatch(r"\d+(\.\d+)?", digits):
         raise InvalidArgumentError(f"{name} must be a whole number or a text such as {examples}, got {value!r}")
     return int(Fraction(digits) * units.get(unit, 1))
+
+
+def apportioned(shares: Sequence[Fraction], total: int) -> list[int]:
+    """Divide `total` by shares that sum up to 1. The largest remainders are rounded up."""
+    exact = [total * share for share in shares]
+    parts = [int(part) for part in exact]
+    by_rest = sorted(range(len(parts)), key=lambda number: (parts[number] - exact[number], number))
+    for number in by_rest[: total - sum(parts)]:
+        parts[number] += 1
+    return parts
 
 
 def one_of(name: str, value: str, known: Sequence[str]) -> None:

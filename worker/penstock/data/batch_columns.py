@@ -12,19 +12,6 @@ import numpy.typing as npt
 
 from penstock.data.ordering.permutation import Ints
 
-__all__ = [
-    "ColumnSource",
-    "Columns",
-    "Values",
-    "as_python_numbers",
-    "by_number",
-    "columns_match_samples",
-    "joined",
-    "placed",
-    "stacked",
-    "stacked_slices",
-]
-
 Array = npt.NDArray[Any]
 
 Values = Array | list[Any]

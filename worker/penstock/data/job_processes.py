@@ -26,8 +26,6 @@ from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import Spawned, module, spawn
 from penstock.runtime.process.watch import wait_for_any, wait_for_parent_end
 
-__all__ = ["JOB", "do_jobs", "in_processes", "memory_file", "serve_jobs"]
-
 JOB = struct.Struct("<Q")
 """Layout of a job's number in the file JOBS."""
 END_S = 60.0
@@ -124,5 +122,4 @@ def memory_file(stack: contextlib.ExitStack, content: bytes) -> int:
 
 def _error_of(said: Mapping[str, Any]) -> PenstockError:
     kind = getattr(errors, str(said["error"]), DatasetError)
-    made: PenstockError = kind(said["message"])
-    return made
+    return kind(said["message"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-__all__ = ["many_numbers", "one_number"]
-
 
 def one_number(index: Any, length: int, name: str, what: str = "a sample's number") -> int:
     """Return the sample number of an index; a negative one counts from the end. `name`, `what`: for errors."""
@@ -32,8 +30,6 @@ def many_numbers(index: Any, length: int, name: str, what: str = "a sample's num
         return None
     if values and type(values[0]) is bool:
         if len(values) != length:
-            raise IndexError(
-                f"{name}: a list of bools must have {length} entries, one for each sample, got {len(values)}"
-            )
+            raise IndexError(f"{name}: a list of bools must have {length} entries, got {len(values)}")
         return [number for number, chosen in enumerate(values) if chosen]
     return [one_number(each, length, name, what) for each in values]

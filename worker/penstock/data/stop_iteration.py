@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from penstock.proto.errors import DatasetError
 
-__all__ = ["forbid_stop_iteration", "stop_iteration_error"]
-
 
 def stop_iteration_error(what: str) -> DatasetError:
     return DatasetError(

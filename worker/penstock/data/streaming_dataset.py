@@ -52,8 +52,6 @@ from penstock.data.streams import (
 )
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["StreamingDataset"]
-
 LISTED_BOUNDS = 1 << 14
 """Most opened pieces whose first samples are kept in a list, which is searched faster than an array."""
 
@@ -133,13 +131,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         """
         if (remote is None and local is None) == (not streams):
             raise InvalidArgumentError(
-                "a StreamingDataset needs either streams, or a dataset's folder as remote, local or both, got "
-                + ("streams and a folder" if streams else "none of them")
+                "a StreamingDataset needs either streams, or a dataset's folder as remote, local or both"
             )
         if streams and (split is not None or storage_options is not None):
-            raise InvalidArgumentError(
-                "split and storage_options must be left out with streams. Give them to each Stream"
-            )
+            raise InvalidArgumentError("split and storage_options must be left out with streams")
         given = tuple(streams) or (Stream(remote, local, split, storage_options=storage_options or {}),)
         self.streams = tuple(with_plain_values(number, stream) for number, stream in enumerate(given))
         check_weights(self.streams)
@@ -257,15 +252,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._reads_bulk = any({*fact.formats} - {"mds", "json", "xsv", "csv", "tsv"} for fact in facts)
         self._set_starts()
         if not len(self):
-            raise DatasetError(
-                f"{self.name}: the index lists no samples. Write the dataset to its end, or give another folder"
-            )
+            raise DatasetError(f"{self.name}: the index lists no samples")
         for stream, layout, (_, _, name) in zip(self.streams, self.layouts, remotes, strict=True):
             if (stream.proportion or stream.repeat or stream.choose) and not layout.units.sum():
-                raise DatasetError(
-                    f"{name}: the index lists no samples, but an epoch needs some of this stream. Write the dataset to "
-                    "its end, or leave the stream out"
-                )
+                raise DatasetError(f"{name}: the index lists no samples, but an epoch needs some of this stream")
         self.fingerprint = joint_fingerprint(self.layouts)
         """Digest of what the indexes say of all data: names, sizes and hashes of files, numbers of samples. It stays
         the same if the data are moved, or converted by `penstock data convert`."""
@@ -313,10 +303,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return self._open.get(shard, self._opened)[at - self._starts[shard]]
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[dict[str, Any]]:
-        if self.is_overridden:
-            return [self[index] for index in indices]
-        samples: list[dict[str, Any]] = self[list(indices)]
-        return samples
+        return self.get_many(np.array(many_numbers(list(indices), len(self), self.name), np.int64))
 
     @property
     def is_overridden(self) -> bool:
@@ -407,8 +394,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 
     def units_of(self, samples: Ints) -> Ints:
         """Return the unit (row group, span or file) that must be read for each sample."""
-        found: Ints = np.searchsorted(self._units.unit_bounds, samples, side="right") - 1
-        return found
+        return np.searchsorted(self._units.unit_bounds, samples, side="right") - 1
 
     def fetch_stats(self) -> FetchStats:
         """Return what this process has fetched of all streams so far, and what it has prefetched and not used yet."""

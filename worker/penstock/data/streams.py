@@ -11,26 +11,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.data.arguments import real_number, sample_count, whole
+from penstock.data.arguments import apportioned, real_number, sample_count, whole
 from penstock.data.formats.index import INDEX
 from penstock.data.formats.records.energon_folder import is_prepared
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.remote.prepared_meta import fetch_meta
 from penstock.data.writing.uploads import local_folder
 from penstock.proto.errors import InvalidArgumentError, ShardUnavailableError
-
-__all__ = [
-    "Stream",
-    "check_weights",
-    "group_id",
-    "local_source",
-    "prepared_folder",
-    "remote_of",
-    "samples_of_epoch",
-    "stream_names",
-    "with_plain_values",
-]
-
 
 PREPARED_WAIT_S = 60.0
 """Longest wait in seconds for a remote's answer whether Energon has prepared its folder."""
@@ -81,14 +68,9 @@ def remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
     """Return (remote folder or None, cache or local folder, name for errors) of a stream."""
     below = stream.split or ""
     if Path(below).is_absolute() or ".." in Path(below).parts:
-        raise InvalidArgumentError(
-            f"split must be the path of a subfolder, relative to the dataset's folder and without '..', got "
-            f"{stream.split!r}"
-        )
+        raise InvalidArgumentError(f"split must be the relative path of a subfolder without '..', got {stream.split!r}")
     if stream.remote is None and stream.local is None:
-        raise InvalidArgumentError(
-            "a Stream must have remote, local or both, got neither. Pass the dataset's folder or URL"
-        )
+        raise InvalidArgumentError("a Stream must have remote, local or both, got neither")
     if prepared_folder(stream) is not None:
         below = ""  # a folder that Energon prepared has the archives of all splits side by side, see select_split
     if stream.remote is None:
@@ -152,9 +134,7 @@ def group_id(name_or_id: str | int | None) -> int | None:
     try:
         return grp.getgrnam(name_or_id).gr_gid
     except KeyError as error:
-        raise InvalidArgumentError(
-            f"cache_group must be a group of this machine, got {name_or_id!r}. List the groups with `getent group`"
-        ) from error
+        raise InvalidArgumentError(f"cache_group must be a group of this machine, got {name_or_id!r}") from error
 
 
 def check_weights(streams: Sequence[Stream]) -> None:
@@ -164,10 +144,7 @@ def check_weights(streams: Sequence[Stream]) -> None:
         for stream in streams
     }
     if len(kinds) > 1 or len(next(iter(kinds))) > 1:
-        raise InvalidArgumentError(
-            "all streams must give the same one of proportion, repeat and choose, or none of them, got different ones. "
-            "Give each stream one value of the same kind"
-        )
+        raise InvalidArgumentError("all streams must give the same one of proportion, repeat and choose, or none")
     for number, stream in enumerate(streams):
         for name in ("proportion", "repeat", "choose"):
             value = getattr(stream, name)
@@ -180,8 +157,7 @@ def samples_of_epoch(streams: Sequence[Stream], totals: Sequence[int], epoch_siz
     if streams[0].repeat is not None or streams[0].choose is not None:
         if epoch_size is not None:
             raise InvalidArgumentError(
-                f"epoch_size must be None with streams that give repeat or choose, because these define the size, got "
-                f"{epoch_size}. Leave it out, or give proportions"
+                f"epoch_size must be None with streams that give repeat or choose, got {epoch_size}"
             )
         return [
             int(stream.choose) if stream.choose is not None else round((stream.repeat or 0) * total)
@@ -189,20 +165,11 @@ def samples_of_epoch(streams: Sequence[Stream], totals: Sequence[int], epoch_siz
         ]
     own = streams[0].proportion is not None
     weights = [stream.proportion or 0.0 for stream in streams] if own else [float(total) for total in totals]
-    return _apportioned(weights, sum(totals) if epoch_size is None else epoch_size)
+    return apportioned(_shares(weights), sum(totals) if epoch_size is None else epoch_size)
 
 
-def _apportioned(weights: Sequence[float], total: int) -> list[int]:
-    """Divide `total` in proportion to `weights`, by largest remainders."""
-    exact_weights = [Fraction(weight) for weight in weights]
-    together = sum(exact_weights)
-    if together <= 0:
-        raise InvalidArgumentError(
-            "at least one stream must have a proportion above 0, got 0 for all. Raise one of them"
-        )
-    exact = [total * weight / together for weight in exact_weights]
-    shares = [int(share) for share in exact]
-    by_rest = sorted(range(len(shares)), key=lambda number: (shares[number] - exact[number], number))
-    for number in by_rest[: total - sum(shares)]:
-        shares[number] += 1
-    return shares
+def _shares(weights: Sequence[float]) -> list[Fraction]:
+    exact = [Fraction(weight) for weight in weights]
+    if sum(exact) <= 0:
+        raise InvalidArgumentError("at least one stream must have a proportion above 0")
+    return [weight / sum(exact) for weight in exact]

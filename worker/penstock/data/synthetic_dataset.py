@@ -14,8 +14,6 @@ from penstock.data.sample_numbers import many_numbers, one_number
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["SyntheticDataset"]
-
 HIGHEST = 128
 """Exclusive upper bound of random integers in samples, which therefore fit any dtype."""
 
@@ -69,7 +67,7 @@ def _check(spec: Any, path: str) -> None:
             _check(value, f"{path}[{number}]")
     elif not isinstance(spec, torch.Tensor) and not callable(spec):
         raise InvalidArgumentError(
-            f"{path} must be a tensor, or a function that takes (index, generator), got {type(spec).__name__}"
+            f"{path} must be a tensor or a function of (index, generator), got {type(spec).__name__}"
         )
 
 

@@ -17,8 +17,6 @@ from penstock.data.stop_iteration import forbid_stop_iteration
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.worker.batch.building import collate
 
-__all__ = ["checked_collate", "collate_columns", "collates_as_torch", "empty_batch", "may_draw", "without_rows"]
-
 _TORCHS_OWN: dict[Any, Any] = {
     torch.Tensor: torchs.collate_tensor_fn,
     np.ndarray: torchs.collate_numpy_array_fn,
@@ -34,10 +32,7 @@ _TORCHS_OWN: dict[Any, Any] = {
 def checked_collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Let `collate_fn` raise DatasetError for a StopIteration, which would silently end the epoch."""
     if not callable(collate_fn):
-        raise InvalidArgumentError(
-            f"collate_fn must be a function from a list of samples to a batch, got {collate_fn!r}. Pass a function, or "
-            "leave it out"
-        )
+        raise InvalidArgumentError(f"collate_fn must be a function of a list of samples, got {collate_fn!r}")
     return partial(_collated, collate_fn)  # a partial can be pickled for a process
 
 
@@ -73,9 +68,8 @@ def empty_batch(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
     empty list, so [sample] and [sample, sample] are collated: if one makes 3 rows and two make 6, none makes 0. That
     works for stacked tensors, lists, running offsets ([0, 7], then [0, 7, 14], so [0]) and counts."""
     warnings.warn(
-        "the epoch's last batch has fewer samples than there are boxes, so some boxes get a batch without rows, and "
-        "the mean of its loss is NaN. Pass tail='pad' or 'drop' to avoid batches without rows",
-        UserWarning,
+        "the epoch's last batch has fewer samples than there are boxes, and the mean of a loss over no rows is NaN. "
+        "Pass tail='pad' or 'drop'",
         stacklevel=2,
     )
     return _less(collate_fn([sample]), collate_fn([sample, sample]), "the batch")

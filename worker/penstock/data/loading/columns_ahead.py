@@ -14,8 +14,6 @@ import numpy as np
 from penstock.data.batch_columns import Columns, ColumnSource, Values
 from penstock.data.ordering.epoch_plan import BatchPlan
 
-__all__ = ["ColumnsAhead"]
-
 AHEAD_BYTES = 512 << 10
 """Bytes of several batches read in one call, estimated from the call before. A single one may be larger."""
 AHEAD_BATCHES = 32

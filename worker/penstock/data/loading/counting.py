@@ -34,8 +34,6 @@ from penstock.proto.state.counts import (
     saved_rows,
 )
 
-__all__ = ["CountedBatch", "Counts", "LoaderCounts", "SampleCounter", "skipped_rows"]
-
 TOKEN_FIELDS = ("input_ids", "tokens", "token_ids")
 """Fields in which tokens are looked for if `Counts` names none; the first that the sample has."""
 
@@ -70,10 +68,7 @@ class Counts:
         for name in ("by", "tokens", "truncated"):
             value = getattr(self, name)
             if value is not None and not callable(value) and (not isinstance(value, str) or not value):
-                raise InvalidArgumentError(
-                    f"Counts({name}=...) must be the name of a field or a function of a sample, got {value!r:.100}. "
-                    "Pass one of these"
-                )
+                raise InvalidArgumentError(f"Counts({name}=...) must name a field or be a function, got {value!r:.100}")
 
 
 class CountedBatch(NamedTuple):
@@ -123,10 +118,7 @@ class SampleCounter:
         if isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0:
             value = value.item()
         if not isinstance(value, bool | int | np.bool_):
-            raise DatasetError(
-                f"Counts(truncated=...) must give True or False for each sample, got {value!r:.100}. Name another "
-                "field, or correct the function"
-            )
+            raise DatasetError(f"Counts(truncated=...) must give True or False for each sample, got {value!r:.100}")
         return bool(value)
 
     def _keys(self, samples: Sequence[Any]) -> list[str]:
@@ -161,10 +153,7 @@ class SampleCounter:
         if isinstance(value, bytes):
             return cut_name(value.decode("utf-8", "replace"))
         if not isinstance(value, str | int | float):
-            raise DatasetError(
-                f"Counts(by=...) must give a text or a number for each sample, got a {type(value).__name__}. Name "
-                "another field, or correct the function"
-            )
+            raise DatasetError(f"Counts(by=...) must give a text or a number, got a {type(value).__name__}")
         return cut_name(str(value))
 
     def _length(self, sample: Any) -> int | None:
@@ -184,8 +173,7 @@ class SampleCounter:
             length = -1
         if not 0 <= length <= MOST_TOKENS:
             raise DatasetError(
-                f"Counts(tokens=...) must give a number from 0 to {MOST_TOKENS}, or a value with len(), for each "
-                f"sample, got {value!r:.100}. Name another field, or correct the function"
+                f"Counts(tokens=...) must give 0 to {MOST_TOKENS}, or a value with len(), got {value!r:.100}"
             )
         return int(length)
 
@@ -243,8 +231,7 @@ def _value(sample: Any, part: _Part, what: str) -> Any:
     except (KeyError, AttributeError):
         fields = f"has the fields {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else "has none"
         raise DatasetError(
-            f"Counts({what}={part!r}) needs a field of this name in each sample, but a {type(sample).__name__} "
-            f"{fields}. Name a field that all samples have, or give a function of a sample"
+            f"Counts({what}={part!r}) needs this field in each sample, but a {type(sample).__name__} {fields}"
         ) from None
 
 
@@ -254,9 +241,7 @@ class LoaderCounts:
 
     def __init__(self, counts: Counts | None, shares: Mapping[str, tuple[int, int]] | None = None) -> None:
         if counts is not None and not isinstance(counts, Counts):
-            raise InvalidArgumentError(
-                f"counts must be a penstock.data.Counts or None, got {type(counts).__name__}. Pass Counts(...)"
-            )
+            raise InvalidArgumentError(f"counts must be a penstock.data.Counts or None, got {type(counts).__name__}")
         self.counter = None if counts is None else SampleCounter(counts)
         self._by = None if counts is None or counts.by is None else _named(counts.by)
         self._shares = shares or {}
@@ -286,27 +271,17 @@ class LoaderCounts:
         counts = state.get(COUNTS)
         if not isinstance(counts, Mapping):
             if self.tally is not None and state.get("done"):
-                warnings.warn(
-                    "the loaded state has no counts, so counting begins at its position. Only later batches are "
-                    "counted",
-                    UserWarning,
-                    stacklevel=4,
-                )
+                warnings.warn("the loaded state has no counts, so only later batches are counted", stacklevel=4)
             self.begin({})
             return
         if self.tally is None:
-            warnings.warn(
-                "the loaded state has counts, but the loader was made without counts=, so counting ends here. Pass "
-                "counts= to continue it",
-                stacklevel=4,
-            )
+            warnings.warn("the loaded state has counts, which end here. Pass counts= to continue them", stacklevel=4)
             return
         by = counts.get("by")
         if by != self._by:
             if strict:
                 raise StateMismatchError(
-                    f"Counts(by=) must be {by!r}, as in the saved state, got {self._by!r}. Use the saved setting, or "
-                    "load with strict=False to begin the counts at zero"
+                    f"Counts(by=) must be {by!r}, as in the state, got {self._by!r}. Begin at zero by strict=False"
                 )
             self.begin({})
             return

@@ -20,9 +20,6 @@ from penstock.data.ordering.permutation import mix
 from penstock.proto.state.found_generators import capture, defining_modules, find_generators, reseed, restore
 from penstock.proto.state.generators import capture_rng, restore_rng
 
-__all__ = ["CONTAINERS", "Generators", "Seeds", "draws_nothing", "seed_generators", "seeded", "seeds_of"]
-
-
 _PYTHON, _OTHERS = 0, 1
 """Mixed into seeds, so that Python's generator and the others get different ones."""
 

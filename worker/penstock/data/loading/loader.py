@@ -25,8 +25,6 @@ from penstock.data.ordering.order_states import TAKEN, Topology, progress_of
 from penstock.proto.errors import InvalidArgumentError, StateMismatchError
 from penstock.proto.state.counts import Tally
 
-__all__ = ["Loader"]
-
 
 class Loader(torch.utils.data.IterableDataset[Any], ABC):
     """Loader of batches. One iteration is one epoch, or the rest of an epoch after a loaded state."""
@@ -124,8 +122,7 @@ class Loader(torch.utils.data.IterableDataset[Any], ABC):
         without `balance`."""
         if self._balance is None:
             raise InvalidArgumentError(
-                f"{self._name}: imbalance() needs the costs of samples. Pass balance=Balance(cost, report=True) to the "
-                "loader"
+                f"{self._name}: imbalance() needs the costs of samples. Pass balance=Balance(cost, report=True)"
             )
         return self._imbalance(at_least_one("steps", steps))
 
@@ -166,9 +163,8 @@ class Loader(torch.utils.data.IterableDataset[Any], ABC):
         if "others" in state_dict or (before.done and before.topology != topology):
             if "others" not in state_dict and not self._is_whole(before.topology):
                 raise StateMismatchError(
-                    f"{self._name}: the state of one of several workers must be loaded in its own topology, "
-                    f"{before.topology}, got {topology}. Load a state that aggregate_state_dict or state_after "
-                    "returned, which fits any topology"
+                    f"{self._name}: the state of one of several workers fits only its topology, {before.topology}, got "
+                    f"{topology}. Load a state from aggregate_state_dict or state_after"
                 )
             position = self._part(state_dict, strict=strict)
             counts = {**state_dict, **self._counts_part(state_dict)}
@@ -180,10 +176,7 @@ class Loader(torch.utils.data.IterableDataset[Any], ABC):
     def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
         """Merge all workers' states, in order of global_worker_id, into one that fits any topology."""
         if not worker_states:
-            raise InvalidArgumentError(
-                "aggregate_state_dict needs the states of all workers, got an empty list. Pass one state for each "
-                "worker"
-            )
+            raise InvalidArgumentError("aggregate_state_dict needs the states of all workers, got an empty list")
         return {**self._aggregated(worker_states), **LoaderCounts.aggregated(worker_states)}
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
@@ -192,10 +185,7 @@ class Loader(torch.utils.data.IterableDataset[Any], ABC):
         self._check_order(aggregated, strict=strict)
         progress = progress_of(aggregated)
         if "others" not in aggregated and progress.done and not self._is_whole(progress.topology):
-            raise StateMismatchError(
-                "deaggregate_state_dict needs a state that aggregate_state_dict returned, got the state of one "
-                "worker. Merge the states of all workers first"
-            )
+            raise StateMismatchError("deaggregate_state_dict needs a state from aggregate_state_dict, got one worker's")
         return {**self._state_of(self._part(aggregated, strict=strict)), **self._counts_part(aggregated)}
 
     def config(self) -> dict[str, Any]:

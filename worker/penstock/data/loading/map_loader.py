@@ -4,29 +4,24 @@ workers."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch.utils.data
 
 from penstock.data.arguments import whole
 from penstock.data.batch_columns import columns_match_samples
-from penstock.data.loading.collating import checked_collate, may_draw
 from penstock.data.loading.counting import Counts, LoaderCounts
-from penstock.data.loading.fetching import ReadAhead, check_threads, in_processes, in_threads
+from penstock.data.loading.fetching import check_threads
 from penstock.data.loading.keyed_random import draws_nothing
 from penstock.data.loading.map_reading import MapReader
-from penstock.data.loading.position_loader import PositionLoader, balanced_order, check_settings
+from penstock.data.loading.position_loader import PositionLoader, check_settings
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.balance import Balance
-from penstock.data.ordering.epoch_plan import SampleOrder, WorkerBatches
+from penstock.data.ordering.epoch_plan import SampleOrder
 from penstock.data.ordering.partition import Tail
 from penstock.data.ordering.unsharded_order import UnshardedOrder
 from penstock.proto.errors import DatasetError, InvalidArgumentError
-from penstock.proto.state.generators import derive_seed
 from penstock.worker.batch.building import collate
-
-__all__ = ["MapLoader"]
 
 
 class MapLoader(PositionLoader):
@@ -58,7 +53,6 @@ class MapLoader(PositionLoader):
         tail: Tail = "emit",
         skip: Iterable[range] = (),
         fetch_threads: int = 0,
-        fetch_processes: int = 0,
         reseed: bool | None = None,
         keys: str | None = None,
         counts: Counts | None = None,
@@ -83,7 +77,6 @@ class MapLoader(PositionLoader):
             skip: ranges of samples to leave out, named by epoch * num_samples + position in the epoch's order. The
                 others keep their order. A resumed run may add ranges after its position.
             fetch_threads: threads that read samples ahead; 0: none. The dataset must be thread-safe.
-            fetch_processes: processes that make batches ahead; 0: none.
             reseed: True: seed generators before each sample from seed, epoch and position, so that random augmentation
                 depends on nothing else: the global ones of python, numpy and torch, and those that dataset, transforms
                 and collate function or their modules hold. They are also seeded for the collate function, from the
@@ -106,15 +99,11 @@ class MapLoader(PositionLoader):
         Raises InvalidArgumentError or DatasetError for invalid arguments.
         """
         shuffle_block, num_samples = whole("shuffle_block", shuffle_block), whole("num_samples", num_samples)
-        fetch_threads, fetch_processes = (
-            whole("fetch_threads", fetch_threads),
-            whole("fetch_processes", fetch_processes),
-        )
-        seed = whole("seed", seed)
+        seed, fetch_threads = whole("seed", seed), whole("fetch_threads", fetch_threads)
         identity = WorkerIdentity.now(rank)
         batch = global_batch(batch_size, global_batch_size, identity.boxes)
         check_settings(tail, shuffle_block=shuffle_block, num_samples=num_samples)
-        _check_fetching(fetch_threads, fetch_processes, reseed)
+        check_threads(fetch_threads, reseed)
         seed = identity.seed if seed is None else seed
         name, self._length = type(dataset).__qualname__, _length_of(dataset)
         order: SampleOrder = UnshardedOrder(
@@ -129,70 +118,43 @@ class MapLoader(PositionLoader):
             "shuffle_block": (shuffle_block or "all") if shuffle else None,
             "tail": tail,
         }
-        balanced = balanced_order(balance, order, dataset, self._length, batch, described)
-        self.dataset, self._seed = dataset, seed
-        self._threads, self._processes = fetch_threads, fetch_processes
+        self.dataset = dataset
         own_counts = LoaderCounts(counts)
         own_samples = not (columns_match_samples(dataset) or draws_nothing(dataset))
         own_samples |= getattr(dataset, "clips_draw", False) is True
-        own_collate = may_draw(collate_fn)
-        self._reader = MapReader(
+        reader = MapReader(
             dataset,
             name,
             len(order),
-            checked_collate(collate_fn),
+            collate_fn,
             seed=seed,
-            reseed=own_samples and not fetch_threads if reseed is None else reseed,
-            reseed_collate=(own_samples or own_collate) and not fetch_threads if reseed is None else reseed,
+            reseed=False if reseed is None and fetch_threads else reseed,
+            threads=fetch_threads,
             counter=own_counts.counter,
             own_samples=own_samples,
-            own_collate=own_collate,
         )
         super().__init__(
             name,
-            balanced.order if balanced else order,
+            order,
             described,
+            reader,
             identity=identity,
             batch=batch,
             tail=tail,
             skip=skip,
             keys=keys,
-            balance=balanced,
+            balance=balance,
             counts=own_counts,
+            samples=self._length,
+            threads=fetch_threads,
         )
 
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator over the next epoch, or over the rest of the epoch in which a loaded state lies."""
         length = _length_of(self.dataset)
         if length != self._length:
-            raise DatasetError(
-                f"{self._name} must keep the {self._length} samples that it had when the loader was made, got "
-                f"{length}. Make a new loader"
-            )
+            raise DatasetError(f"{self._name} must keep its {self._length} samples, got {length}. Make a new loader")
         return super().__iter__()
-
-    def _fetcher(self, own_batches: WorkerBatches) -> ReadAhead | None:
-        if self._threads:
-            return ReadAhead(own_batches, partial(in_threads, reader=self._reader, threads=self._threads))
-        if self._processes:
-            seed = derive_seed(self._seed, "fetch", self._identity.number, own_batches.remainder.epoch)
-            return ReadAhead(
-                own_batches, partial(in_processes, reader=self._reader, processes=self._processes, seed=seed)
-            )
-        return None
-
-
-def _check_fetching(threads: int, processes: int, reseed: bool | None) -> None:
-    check_threads(threads, reseed)
-    if processes < 0:
-        raise InvalidArgumentError(
-            f"fetch_processes must be at least 0, got {processes}. Pass 0 to read without processes"
-        )
-    if threads and processes:
-        raise InvalidArgumentError(
-            f"one of fetch_threads and fetch_processes must be 0, got {threads} and {processes}. Pass at most one of "
-            "them"
-        )
 
 
 def _length_of(dataset: Any) -> int:
@@ -200,8 +162,7 @@ def _length_of(dataset: Any) -> int:
     name = type(dataset).__qualname__
     if not hasattr(type(dataset), "__getitem__") or isinstance(dataset, torch.utils.data.IterableDataset):
         raise InvalidArgumentError(
-            f"dataset must be map-style, with __getitem__, got {name}. Pass an iterable dataset to torch's "
-            "DataLoader, or in LogicalShards([dataset], shards=) to ShardLoader"
+            f"dataset must be map-style, got {name}. Read an iterable one by ShardLoader(LogicalShards([dataset]))"
         )
     try:
         length = len(dataset)

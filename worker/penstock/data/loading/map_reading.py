@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.data.batch_columns import Columns, columns_match_samples
-from penstock.data.loading.collating import collate_columns, collates_as_torch, empty_batch
+from penstock.data.loading.collating import checked_collate, collate_columns, collates_as_torch, empty_batch, may_draw
 from penstock.data.loading.columns_ahead import ColumnsAhead
 from penstock.data.loading.counting import CountedBatch, SampleCounter
 from penstock.data.loading.keyed_random import Generators, Seeds, seeds_of
@@ -19,8 +19,6 @@ from penstock.proto.errors import DatasetError
 from penstock.proto.state.counts import cut_name
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["MapReader"]
-
 
 class MapReader:
     """Reader that makes batches. It has only dataset and settings, so it can be sent to another process."""
@@ -30,25 +28,25 @@ class MapReader:
         dataset: Any,
         name: str,
         epoch_size: int,
-        collate: Callable[[list[Any]], Any],
+        collate_fn: Callable[[list[Any]], Any],
         *,
         seed: int,
-        reseed: bool,
-        reseed_collate: bool | None = None,
+        reseed: bool | None,
+        threads: int,
+        counter: SampleCounter | None,
+        own_samples: bool,
         many: Callable[[Ints], list[Any]] | None = None,
-        counter: SampleCounter | None = None,
-        own_samples: bool = True,
-        own_collate: bool = True,
     ) -> None:
-        """reseed, reseed_collate: seed before samples are read, before a batch is collated (None: as `reseed`). many:
-        reads samples by numbers, with errors that name them; not with `reseed`. counter: batches become CountedBatches.
-        own_samples, own_collate: user code that may draw runs there. Without own_collate, `collate` does what torch's
-        default_collate does, so that batches may be made from whole columns."""
-        self.dataset, self.collate = dataset, collate
+        """reseed: seed generators before samples are read and batches are collated; None: where user code may draw, but
+        not for samples that `threads` read. counter: batches become CountedBatches. own_samples: user code that may
+        draw reads the samples. many: reads samples by numbers, with errors that name them; unless these are seeded."""
+        self.dataset, self.collate = dataset, checked_collate(collate_fn)
         self.name, self._length = name, epoch_size
-        self._key = derive_seed(seed, "sample") if reseed else None
-        reseed_collate = reseed if reseed_collate is None else reseed_collate
-        self._collate_key = derive_seed(seed, "collate") if reseed_collate else None
+        own_collate = may_draw(collate_fn)
+        seeds_samples = own_samples and not threads if reseed is None else reseed
+        seeds_collate = own_collate if reseed is None else reseed
+        self._key = derive_seed(seed, "sample") if seeds_samples else None
+        self._collate_key = derive_seed(seed, "collate") if seeds_collate else None
         self._many, self._counter = many, counter
         self._found: Generators | None = None
         self.draws_nothing = not ((own_samples and self._key is None) or (own_collate and self._collate_key is None))
@@ -127,8 +125,7 @@ class MapReader:
         found = list(names(numbers))
         if len(found) != len(numbers) or not all(isinstance(name, str) for name in set(found)):
             raise DatasetError(
-                f"{self.name}: the method sources_of must return a text for each of {len(numbers)} samples, got "
-                f"{found!r:.100}. Correct the method"
+                f"{self.name}: sources_of must return a text for each of {len(numbers)} samples, got {found!r:.100}"
             )
         return [cut_name(str(name)) for name in found]
 
@@ -156,9 +153,7 @@ class MapReader:
         try:
             found = self.dataset.__getitems__(numbers)
             if isinstance(found, Mapping):  # iterating over the dict would yield its keys as samples
-                raise DatasetError(
-                    f"{self.name}: __getitems__ must return a list of samples, got a dict. Correct the method"
-                )
+                raise DatasetError(f"{self.name}: __getitems__ must return a list of samples, got a dict")
             found = list(found)
         except Exception as error:
             first = ", ".join(self._sample_position(plan, row) for row in range(min(3, len(numbers))))
@@ -166,8 +161,7 @@ class MapReader:
             raise
         if len(found) != len(numbers):
             raise DatasetError(
-                f"{self.name}: __getitems__ must return one sample for each of the {len(numbers)} numbers, got "
-                f"{len(found)}. Correct the method"
+                f"{self.name}: __getitems__ must return one sample for each of {len(numbers)} numbers, got {len(found)}"
             )
         return found
 

@@ -35,9 +35,6 @@ from penstock.data.ordering.skips import ranges_of
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
 from penstock.proto.state.counts import Group, Row, merged_rows, note_imbalance
 
-__all__ = ["PositionLoader", "balanced_order", "check_settings"]
-
-
 COUNTED_AT_ONCE = 1 << 16
 """Skipped samples whose sources are asked for in one call."""
 
@@ -50,6 +47,7 @@ class PositionLoader(Loader):
         name: str,
         order: SampleOrder,
         described: dict[str, Any],
+        reader: MapReader,
         *,
         identity: WorkerIdentity,
         batch: int,
@@ -57,14 +55,21 @@ class PositionLoader(Loader):
         skip: Iterable[range],
         keys: str | None,
         counts: LoaderCounts,
-        balance: Balanced | None = None,
+        balance: Balance | None,
+        samples: int,
+        threads: int,
     ) -> None:
-        """Begin at epoch 0, or if `skip` leaves out all of it, at the first epoch with a batch."""
-        super().__init__(name, identity, batch, keys, counts, balance)
-        self._order, self._described = order, described
+        """Begin at epoch 0, or if `skip` leaves out all of it, at the first epoch with a batch. samples: of the
+        dataset."""
+        balanced = None if balance is None else Balanced(balance, order, reader.dataset, samples, batch)
+        if balanced and balanced.described:  # it changes which step has a row
+            described["balance"] = balanced.described
+        super().__init__(name, identity, batch, keys, counts, balanced)
+        self._order, self._described = balanced.order if balanced else order, described
+        self._reader, self._threads = reader, threads
         self._epochs = EpochPlan(len(order), tail, ranges_of(skip))
         self._keys = PositionKeys.of(described, len(order))
-        self._promise(draws_nothing=self._reader.draws_nothing)
+        self._promise(draws_nothing=reader.draws_nothing)
         self._last: tuple[EpochRemainder, int] | None = None
         """Batch returned or skipped last, by its number in the rest of the epoch."""
         self._epoch = self._start = self._done = self._first = 0
@@ -76,10 +81,7 @@ class PositionLoader(Loader):
         self._epochs_begun = 0
         """Grows when an iteration begins and the position is set: earlier iterators have then ended."""
         if EpochPlan(len(order), tail).remainder(0, 0, batch, identity.boxes).batches == 0:
-            raise DatasetError(
-                f"{name}: a global batch must have at most {len(order)} rows, the samples of an epoch, with "
-                f"tail={tail!r}, got {batch}. Use a smaller batch or another tail"
-            )
+            raise DatasetError(f"{name}: the global batch must have at most {len(order)} rows ({tail=}), got {batch}")
         self._epoch, self._start = self._worker_batches().remainder.position_after(0)
         self._count_from_here()
 
@@ -91,18 +93,11 @@ class PositionLoader(Loader):
 
     # ---- methods of subclasses
 
-    _reader: MapReader
-    """Set by a subclass before it calls `__init__`."""
-
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
         """Prefetch for the next batches. Called from time to time."""
 
     def _approach(self, plan: BatchPlan) -> None:
         """Prefetch what is needed soon. Called before each batch."""
-
-    def _fetcher(self, own_batches: WorkerBatches) -> ReadAhead | None:
-        """Return what makes an epoch's batches ahead; None: each is made when needed."""
-        return None
 
     # ---- epochs
 
@@ -171,9 +166,8 @@ class PositionLoader(Loader):
             return progress
         if progress.done and topology.workers > 1:
             raise StateMismatchError(
-                f"{self._name}: the state of one of several workers must be loaded with the same skip, {skip}, got "
-                f"{self._epochs.skip}. Load a state that aggregate_state_dict or state_after returned, which fits any "
-                "skip"
+                f"{self._name}: the state of one of several workers must be loaded with its skip, {skip}, got "
+                f"{self._epochs.skip}. Load a state from aggregate_state_dict or state_after"
             )
         start = replanned(state, self._epochs, progress.done, strict=strict)
         return OrderProgress(progress.epoch, start, 0, topology, progress.first)
@@ -249,9 +243,8 @@ class PositionLoader(Loader):
             return
         if self._partitioned_for.workers > 1:
             raise StateMismatchError(
-                f"{self._name}: the loader must be read in the topology for which its state was loaded, "
-                f"{self._partitioned_for}, got {topology}. Load the state in the processes that read (torchdata's "
-                "StatefulDataLoader does), or load a state from this loader's state_after(batches)"
+                f"{self._name}: the loader must be read in its state's topology, {self._partitioned_for}, got "
+                f"{topology}. Load the state in the processes that read, or one from state_after(batches)"
             )
         self._move_to(*self._worker_batches().remainder.position_after(self._done))
 
@@ -268,18 +261,16 @@ class PositionLoader(Loader):
         return self._epochs.remainder(epoch, start, self._batch, self._identity.boxes)
 
 
-class _Epoch:
+class _Epoch(Iterator[Any]):
     """Iterator over one epoch's batches, which advances its loader."""
 
     def __init__(self, loader: PositionLoader, own_batches: WorkerBatches) -> None:
         self._loader, self._worker_batches, self._number = loader, own_batches, loader._epochs_begun
-        self._fetcher = loader._fetcher(own_batches)
+        threads = loader._threads
+        self._fetcher = ReadAhead(own_batches, loader._reader, threads) if threads else None
         self._ahead = loader._reader.columns_ahead()
         self._ready: list[BatchPlan] = []
         """The next batch last."""
-
-    def __iter__(self) -> _Epoch:
-        return self
 
     def __next__(self) -> Any:
         loader, plan = self._loader, self._plan()
@@ -349,19 +340,6 @@ class _Epoch:
     def _close(self) -> None:
         if self._fetcher is not None:
             self._fetcher.close()
-
-
-def balanced_order(
-    balance: Balance | None, order: SampleOrder, dataset: Any, length: int, batch: int, described: dict[str, Any]
-) -> Balanced | None:
-    """Return what assigns rows to boxes by cost, if balanced; added to `described` if it changes which step has a
-    row."""
-    if balance is None:
-        return None
-    balanced = Balanced(balance, order, dataset, length, batch)
-    if balanced.described:
-        described["balance"] = balanced.described
-    return balanced
 
 
 def check_settings(tail: str, **numbers: int | None) -> None:

@@ -11,17 +11,13 @@ import xxhash
 
 from penstock.proto.errors import InvalidArgumentError, StateMismatchError
 
-__all__ = ["PositionKeys", "checked_name", "with_keys"]
-
 KIND = "p"
 """First letter of keys of epoch, position and a digest of the order."""
 
 
 def checked_name(keys: str | None) -> str | None:
     if keys is not None and (not isinstance(keys, str) or not keys):
-        raise InvalidArgumentError(
-            f"keys must be the name of a field to add to each batch, got {keys!r}. Pass a name, such as 'keys'"
-        )
+        raise InvalidArgumentError(f"keys must be the name of a field to add to each batch, got {keys!r}")
     return keys
 
 
@@ -30,9 +26,7 @@ def with_keys(batch: Any, name: str, keys: Sequence[str]) -> dict[str, Any]:
     if not isinstance(batch, dict):
         return {"batch": batch, name: list(keys)}
     if name in batch:
-        raise InvalidArgumentError(
-            f"keys must be a field name that the batch does not have yet, got {name!r}. Choose another name"
-        )
+        raise InvalidArgumentError(f"keys must be a field name that the batch does not have yet, got {name!r}")
     return {**batch, name: list(keys)}
 
 
@@ -56,18 +50,11 @@ class PositionKeys:
         numbers, _, order = rest.rpartition(":")
         epoch, _, position = numbers.partition(":")
         if kind != KIND or not all(part.isascii() and part.isdecimal() for part in (epoch, position)):
-            raise InvalidArgumentError(
-                f"a restore key must be a text from the batch's field that the loader's argument keys= names, got "
-                f"{key!r}. Pass the unchanged text"
-            )
+            raise InvalidArgumentError(f"a restore key must be the unchanged text from a batch's field, got {key!r}")
         if order != self.order:
             raise StateMismatchError(
-                f"the restore key {key!r} must come from a loader with the same dataset, seed and order (digest "
-                f"{self.order}), got digest {order}. Make the loader with the settings of that run"
+                f"the restore key {key!r} must have the digest {self.order} of this loader's dataset, seed and order"
             )
         if int(position) >= self.length:
-            raise InvalidArgumentError(
-                f"the restore key {key!r} must have a position below {self.length}, the length of an epoch. Use "
-                "the unchanged text from a batch"
-            )
+            raise InvalidArgumentError(f"the restore key {key!r} must have a position below {self.length}")
         return int(epoch), int(position)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -13,11 +12,10 @@ import numpy as np
 from penstock.data.arguments import byte_count, one_of, sample_count, seconds_count, whole
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.indexes.order_layout import OrderLayout, joined_files, mean_sample_bytes
-from penstock.data.loading.collating import checked_collate, may_draw
 from penstock.data.loading.counting import Counts, LoaderCounts
-from penstock.data.loading.fetching import PREFETCHED_BATCHES, ReadAhead, check_threads, in_threads
+from penstock.data.loading.fetching import PREFETCHED_BATCHES, check_threads
 from penstock.data.loading.map_reading import MapReader
-from penstock.data.loading.position_loader import PositionLoader, balanced_order, check_settings
+from penstock.data.loading.position_loader import PositionLoader, check_settings
 from penstock.data.loading.upcoming_shards import ReadingRate, UpcomingShards
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.balance import Balance
@@ -37,8 +35,6 @@ from penstock.data.streaming_dataset import StreamingDataset
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.counts import COUNTS, cut_name
 from penstock.worker.batch.building import collate
-
-__all__ = ["StreamingLoader"]
 
 BLOCK = 1 << 18
 """Default of shuffle_block, in samples."""
@@ -155,13 +151,11 @@ class StreamingLoader(PositionLoader):
         check_threads(fetch_threads, reseed)
         if not isinstance(dataset, StreamingDataset):
             raise InvalidArgumentError(
-                f"dataset must be a StreamingDataset, got {type(dataset).__qualname__}. Use MapLoader for other "
-                "map-style datasets"
+                f"dataset must be a StreamingDataset, got {type(dataset).__qualname__}. Use MapLoader for others"
             )
         if fetch_threads and reseed is None and dataset.clips_draw:
             raise InvalidArgumentError(
-                f"fetch_threads must be 0 if the dataset's clips may draw random numbers, got {fetch_threads}: threads "
-                "share the process's generators. Use more workers, or pass reseed=False if nothing is drawn"
+                f"fetch_threads must be 0 with random clips, got {fetch_threads}. Use more workers or reseed=False"
             )
         # `_follow` makes the loader again, perhaps where the identity of the worker is no longer known.
         identity = getattr(self, "_identity", None) or WorkerIdentity.now(rank)
@@ -191,19 +185,17 @@ class StreamingLoader(PositionLoader):
         wanted = zip(dataset.stream_names, shares, strict=True)
         millionths = {cut_name(name): (round(1e6 * share / sum(shares)), 0) for name, share in wanted}
         own_counts = LoaderCounts(counts, millionths)
-        own_samples, own_collate = dataset.is_overridden or dataset.clips_draw, may_draw(collate_fn)
         reader = MapReader(
             dataset,
             type(dataset).__qualname__,
             len(order),
-            checked_collate(collate_fn),
+            collate_fn,
             seed=seed,
-            reseed=own_samples and not fetch_threads if reseed is None else reseed,
-            reseed_collate=own_collate if reseed is None else reseed,
-            many=dataset.get_many,
+            reseed=reseed,
+            threads=fetch_threads,
             counter=own_counts.counter,
-            own_samples=own_samples,
-            own_collate=own_collate,
+            own_samples=dataset.is_overridden or dataset.clips_draw,
+            many=dataset.get_many,
         )
         mixed = len(shares) > 1
         described: dict[str, Any] = {
@@ -224,13 +216,9 @@ class StreamingLoader(PositionLoader):
             _check_memory(dataset, shuffle_block, shuffle_memory)
         if balance is not None and interleave == "batches" and mixed:
             raise InvalidArgumentError(
-                "balance must be None with interleave='batches', because it may move rows to a batch of another "
-                "stream. Use another interleave"
+                "balance must be None with interleave='batches', because it moves rows to other streams' batches"
             )
-        balanced = balanced_order(balance, order, dataset, int(order.starts[-1]), batch, described)
-        self.dataset, self._shards, self._reader = dataset, order, reader
-        self._threads = fetch_threads
-        self._shuffle = shuffle
+        self.dataset, self._shards, self._shuffle = dataset, order, shuffle
         self._decoded: Ints = np.zeros(0, np.int64)
         self._decoded_ahead = partitions * inner if shuffle and inner else DECODED_AHEAD
         self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
@@ -244,15 +232,18 @@ class StreamingLoader(PositionLoader):
         self._listed_for: EpochRemainder | None = None
         super().__init__(
             dataset.name,
-            balanced.order if balanced else order,
+            order,
             described,
+            reader,
             identity=identity,
             batch=batch,
             tail=tail,
             skip=skip,
             keys=keys,
-            balance=balanced,
+            balance=balance,
             counts=own_counts,
+            samples=int(order.starts[-1]),
+            threads=fetch_threads,
         )
 
     # ---- versions of the data
@@ -301,11 +292,6 @@ class StreamingLoader(PositionLoader):
         topology = progress_of(state).topology
         begun = state_of(OrderProgress(epoch, 0, 0, topology), self._described)
         return {**begun, **{name: state[name] for name in ("workers", "others", COUNTS) if name in state}}
-
-    def _fetcher(self, own_batches: WorkerBatches) -> ReadAhead | None:
-        if not self._threads:
-            return None
-        return ReadAhead(own_batches, partial(in_threads, reader=self._reader, threads=self._threads))
 
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
         """Decode the next batches' row groups in the background, and list shards to download."""
@@ -412,9 +398,8 @@ def _check_memory(dataset: StreamingDataset, shuffle_block: int | None, shuffle_
     limit = max(MEMORY.limit, dataset.decoded_limit or 0)
     if needed > limit:
         warnings.warn(
-            f"{dataset.name}: decoded_limit must be at least {needed} bytes, the row groups that are shuffled with "
-            f"each other, got {limit} bytes, so each row group will be decoded many times. Give StreamingDataset a "
-            "decoded_limit of twice as much, or the loader a smaller shuffle_memory",
+            f"{dataset.name}: decoded_limit must be at least {needed} bytes, got {limit} bytes, or each row group is "
+            "decoded many times. Give StreamingDataset twice as much, or the loader a smaller shuffle_memory",
             stacklevel=3,
         )
 
@@ -423,17 +408,14 @@ def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: l
     """Refuse settings with which a global batch could have samples of two streams."""
     if batch % partitions:
         raise InvalidArgumentError(
-            f"with interleave='batches' the global batch must be a multiple of partitions={partitions} rows, got "
-            f"{batch}. Change the batch size or partitions"
+            f"with interleave='batches' the global batch must be a multiple of {partitions=}, got {batch}"
         )
     if tail == "carry":
         raise InvalidArgumentError(
-            "tail must not be 'carry' with interleave='batches', because the carried samples would shift all batches, "
-            "and each would mix two streams. Use another tail"
+            "tail must not be 'carry' with interleave='batches': the carried samples would shift all batches"
         )
     for number in (number for piece in ranges_of(skip) for number in piece):
         if number % length % batch:
             raise InvalidArgumentError(
-                f"skip must begin and end at whole batches of {batch} samples with interleave='batches', counted from "
-                f"the beginning of each epoch of {length} samples, got sample {number}. Round the ranges' ends"
+                f"with interleave='batches' skip must begin and end at multiples of {batch} samples, got {number}"
             )

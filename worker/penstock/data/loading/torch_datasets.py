@@ -15,8 +15,6 @@ from penstock.data.ordering.partition import Tail
 from penstock.proto.state.assignment import process_assignment
 from penstock.worker.batch.building import collate
 
-__all__ = ["read_batches", "stream_batches"]
-
 
 class _OnlySample:
     """For `batch_size=None`: each sample is a batch."""

@@ -14,8 +14,6 @@ import numpy as np
 
 from penstock.data.ordering.permutation import Ints
 
-__all__ = ["ReadingRate", "UpcomingShards", "Window"]
-
 MEASURE_S = 0.25
 """Shortest time over which the rate is measured."""
 MARKS = 64

@@ -15,8 +15,6 @@ from penstock.data.ordering.partition import WorkerTurn
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.assignment import NEUTRAL, process_assignment
 
-__all__ = ["WorkerIdentity", "global_batch"]
-
 
 @dataclass(frozen=True)
 class WorkerIdentity:
@@ -80,14 +78,12 @@ def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: i
         return boxes
     if unbatched:
         raise InvalidArgumentError(
-            "batch_size and global_batch_size must be None with unbatched=True, because the source's samples are "
-            "the batches. Leave them out"
+            "batch_size and global_batch_size must be None with unbatched=True: the samples are the batches"
         )
     batch_size, global_batch_size = whole("batch_size", batch_size), whole("global_batch_size", global_batch_size)
     if (batch_size is None) == (global_batch_size is None):
         raise InvalidArgumentError(
-            "exactly one of batch_size (rows of a box's batch) and global_batch_size (rows of all boxes' batches) "
-            f"must be given, got {batch_size!r} and {global_batch_size!r}. Pass one of the two"
+            f"exactly one of batch_size and global_batch_size must be given, got {batch_size} and {global_batch_size}"
         )
     batch = batch_size * boxes if batch_size is not None else global_batch_size
     assert batch is not None
@@ -101,8 +97,7 @@ def _torchrun_rank() -> tuple[int, int]:
     rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdecimal() and ranks.isdecimal()):
         raise InvalidArgumentError(
-            f"the environment variables RANK and WORLD_SIZE must be whole numbers from 0, got RANK={rank} and "
-            f"WORLD_SIZE={ranks}. Unset both, or let torchrun set them"
+            f"RANK and WORLD_SIZE must be whole numbers from 0, got {rank} and {ranks}. Let torchrun set them"
         )
     return int(rank), int(ranks)
 
@@ -111,12 +106,8 @@ def _checked(pair: tuple[int, int]) -> tuple[int, int]:
     try:
         rank, ranks = pair
     except (TypeError, ValueError):
-        raise InvalidArgumentError(
-            f"rank must be a pair (this rank, number of ranks), got {pair!r}. Pass such a pair, such as (0, 8)"
-        ) from None
+        raise InvalidArgumentError(f"rank must be a pair (this rank, number of ranks), got {pair!r}") from None
     rank, ranks = whole("rank", rank), whole("ranks", ranks)
     if not 0 <= rank < ranks:
-        raise InvalidArgumentError(
-            f"rank must be at least 0 and below the {ranks} ranks, got {rank}. Count ranks from 0"
-        )
+        raise InvalidArgumentError(f"rank must be at least 0 and below the {ranks} ranks, got {rank}")
     return rank, ranks

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heapreplace
 from typing import Any
 
@@ -20,24 +21,11 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from penstock.data.arguments import at_least_one
+from penstock.data.arguments import at_least_one, truth
 from penstock.data.ordering.epoch_plan import EpochRemainder, SampleOrder
-from penstock.data.ordering.permutation import Ints
+from penstock.data.ordering.permutation import Ints, gathered
+from penstock.data.recent import Recent
 from penstock.proto.errors import DatasetError, InvalidArgumentError
-
-__all__ = [
-    "Balance",
-    "Balanced",
-    "BalancedOrder",
-    "Cost",
-    "Costs",
-    "Imbalance",
-    "assign_in_turn",
-    "assign_to_boxes",
-    "assign_to_steps",
-    "cost_ratio",
-]
-
 
 WINDOW_LIMIT = 1 << 20
 STEPS_LIMIT = 1 << 16
@@ -86,12 +74,9 @@ class BalancedOrder:
         steps = at_least_one("over_steps", steps)
         most = max(1, min(STEPS_LIMIT, WINDOW_LIMIT // batch))
         if steps > most:
-            raise InvalidArgumentError(
-                f"over_steps must be at most {most} with {batch} rows in a global batch, got {steps}. Pass a smaller "
-                "number"
-            )
+            raise InvalidArgumentError(f"over_steps must be at most {most} with global batches of {batch}, got {steps}")
         self._own, self._costs, self._batch, self._window = own, costs, batch, steps * batch
-        self._assigned: dict[tuple[int, int], Ints] = {}
+        self._assigned = Recent[tuple[int, int], Ints](WINDOWS_KEPT)
         """Samples by (epoch, number of a window in it)."""
 
     def __len__(self) -> int:
@@ -101,56 +86,28 @@ class BalancedOrder:
         at = np.asarray(positions, np.int64)
         if self._window == self._batch:  # a window of one step has the same rows as without balance
             return self._own.ids(epoch, at)
-        windows = at // self._window
-        found = np.empty_like(at)
-        for number in np.unique(windows).tolist():
-            chosen = windows == number
-            found[chosen] = self._in_window(epoch, number)[at[chosen] - number * self._window]
-        return found
+        windows, inside = np.divmod(at, self._window)
+        return gathered(windows, inside, lambda number, rows: self._window_of(epoch, number)[rows])
+
+    def _window_of(self, epoch: int, number: int) -> Ints:
+        return self._assigned.get((epoch, number), partial(self._in_window, epoch, number))
 
     def _in_window(self, epoch: int, number: int) -> Ints:
         """Return the window's samples, step by step. An incomplete last batch keeps its rows."""
-        assigned = self._assigned.get((epoch, number))
-        if assigned is None:
-            begin = number * self._window
-            ids = self._own.ids(epoch, np.arange(begin, min(begin + self._window, len(self))))
-            whole_rows = len(ids) - len(ids) % self._batch
-            steps = assign_to_steps(self._costs.of(ids[:whole_rows]), whole_rows // self._batch)
-            assigned = np.concatenate([*(ids[rows] for rows in steps), ids[whole_rows:]])
-            kept = list(self._assigned.items())[1 - WINDOWS_KEPT :]
-            self._assigned = {**dict(kept), (epoch, number): assigned}
-        return assigned
+        begin = number * self._window
+        ids = self._own.ids(epoch, np.arange(begin, min(begin + self._window, len(self))))
+        whole_rows = len(ids) - len(ids) % self._batch
+        steps = assign_to_steps(self._costs.of(ids[:whole_rows]), whole_rows // self._batch)
+        return np.concatenate([*(ids[rows] for rows in steps), ids[whole_rows:]])
 
 
-class Balanced:
-    """Balance of one loader: the order, and the costs that assign a step's rows to boxes."""
+class StepBalance:
+    """Costs that assign a step's rows to boxes."""
 
-    def __init__(self, balance: Balance, plain: SampleOrder, dataset: Any, length: int, batch: int) -> None:
-        if not isinstance(balance, Balance):
-            raise InvalidArgumentError(
-                f"balance must be a penstock.data.Balance or None, got {balance!r}. Pass Balance(cost, over_steps=1)"
-            )
-        if not isinstance(balance.report, bool):
-            raise InvalidArgumentError(f"balance: report must be True or False, got {balance.report!r}. Pass one")
-        self._plain, self._costs = plain, Costs(balance.cost, dataset, length)
-        self._assigned = BalancedOrder(plain, self._costs, batch, balance.over_steps)
-        self.order: SampleOrder = plain if balance.report else self._assigned
+    def __init__(self, balance: Balance, dataset: Any, length: int) -> None:
+        self._costs = Costs(checked_balance(balance).cost, dataset, length)
         self.assigns = not balance.report
         """False if the balance only reports what it would bring."""
-        over_steps = not balance.report and balance.over_steps > 1
-        self.described = {"cost": self._costs.digest, "rows": batch, "steps": balance.over_steps} if over_steps else {}
-        """Settings that decide the order, for the state; empty if each step keeps its rows."""
-
-    def imbalance(self, epoch: EpochRemainder, steps: int) -> Imbalance:
-        boxes, numbers = epoch.boxes, range(min(steps, epoch.batches))
-        plain, assigned = [], []
-        for number in numbers:
-            rows = epoch.all_positions(number)
-            costs = self._costs.of(self._plain.ids(epoch.epoch, rows))
-            plain.append(cost_ratio(costs, assign_in_turn(len(costs), boxes)))
-            costs = self._costs.of(self._assigned.ids(epoch.epoch, rows))
-            assigned.append(cost_ratio(costs, assign_to_boxes(costs, boxes, number)))
-        return Imbalance(float(np.mean(plain)), float(np.mean(assigned)))
 
     def assign(self, ids: Ints, boxes: int, turn: int) -> tuple[Sequence[Ints], float]:
         """Return each box's rows of a step, and its imbalance. `turn`: of the step; decides which box gets the
@@ -158,6 +115,41 @@ class Balanced:
         costs = self._costs.of(ids)
         rows = assign_to_boxes(costs, boxes, turn) if self.assigns else assign_in_turn(len(costs), boxes)
         return rows, cost_ratio(costs, rows)
+
+    def plain_ratio(self, ids: Ints, boxes: int) -> float:
+        return cost_ratio(self._costs.of(ids), assign_in_turn(len(ids), boxes))
+
+    def balanced_ratio(self, ids: Ints, boxes: int, turn: int) -> float:
+        costs = self._costs.of(ids)
+        return cost_ratio(costs, assign_to_boxes(costs, boxes, turn))
+
+
+def checked_balance(balance: Balance) -> Balance:
+    if not isinstance(balance, Balance):
+        raise InvalidArgumentError(f"balance must be a penstock.data.Balance or None, got {balance!r}")
+    truth("balance: report", balance.report)
+    return balance
+
+
+class Balanced(StepBalance):
+    """Balance of a loader whose order maps positions to samples."""
+
+    def __init__(self, balance: Balance, plain: SampleOrder, dataset: Any, length: int, batch: int) -> None:
+        super().__init__(balance, dataset, length)
+        self._plain = plain
+        self._assigned = BalancedOrder(plain, self._costs, batch, balance.over_steps)
+        self.order: SampleOrder = plain if balance.report else self._assigned
+        over_steps = not balance.report and balance.over_steps > 1
+        self.described = {"cost": self._costs.digest, "rows": batch, "steps": balance.over_steps} if over_steps else {}
+        """Settings that decide the order, for the state; empty if each step keeps its rows."""
+
+    def imbalance(self, epoch: EpochRemainder, steps: int) -> Imbalance:
+        plain, assigned = [], []
+        for number in range(min(steps, epoch.batches)):
+            rows = epoch.all_positions(number)
+            plain.append(self.plain_ratio(self._plain.ids(epoch.epoch, rows), epoch.boxes))
+            assigned.append(self.balanced_ratio(self._assigned.ids(epoch.epoch, rows), epoch.boxes, number))
+        return Imbalance(float(np.mean(plain)), float(np.mean(assigned)))
 
 
 Cost = Any | str | Callable[[Ints], npt.ArrayLike]
@@ -178,8 +170,7 @@ class Costs:
         else:
             if len(self._array) != length:
                 raise InvalidArgumentError(
-                    f"balance: cost must have one number for each of the dataset's {length} samples, got "
-                    f"{len(self._array)}. Pass the costs of this dataset"
+                    f"balance: cost must have one number for each of {length} samples, got {len(self._array)}"
                 )
             for begin in range(0, length, CHUNK):
                 digest.update(self.of(np.arange(begin, min(begin + CHUNK, length))).tobytes())
@@ -195,15 +186,13 @@ class Costs:
             costs = _array(self._function(ids), "the cost function must return")
             if len(costs) != len(ids):
                 raise InvalidArgumentError(
-                    f"balance: the cost function must return one number for each of {len(ids)} samples, got "
-                    f"{len(costs)}. Correct the function"
+                    f"balance: the cost function must return {len(ids)} numbers, one for each sample, got {len(costs)}"
                 )
         found: npt.NDArray[np.float64] = np.asarray(costs, np.float64)
         wrong = np.flatnonzero(~((found >= 0) & (found < np.inf)))
         if len(wrong):
             raise DatasetError(
-                f"balance: the cost of a sample must be finite and at least 0, got {found[wrong[0]]} for sample "
-                f"{int(ids[wrong[0]])}. Correct the costs, or give such samples a cost of 0"
+                f"balance: costs must be finite and at least 0, got {found[wrong[0]]} for sample {int(ids[wrong[0]])}"
             )
         return found
 
@@ -215,8 +204,7 @@ def _array(given: Any, must: str = "cost must be a column's name, a function, or
     array = np.asarray(given)
     if array.ndim != 1 or array.dtype.kind not in "iufb":
         raise InvalidArgumentError(
-            f"balance: {must} a one-dimensional array of numbers, got an array with {array.ndim} dimensions of "
-            f"{array.dtype}. Correct the costs"
+            f"balance: {must} a one-dimensional array of numbers, got {array.ndim} dimensions of {array.dtype}"
         )
     return array
 
@@ -228,15 +216,9 @@ def _column(name: str, dataset: Any) -> Any:
     known = getattr(dataset, "column_names", None)
     if isinstance(known, list) and hasattr(dataset, "with_format"):
         if name not in known:
-            raise InvalidArgumentError(
-                f"balance: cost must be a column of the dataset ({', '.join(known)}), got {name!r}. Name one of these "
-                "columns"
-            )
+            raise InvalidArgumentError(f"balance: cost must be one of the columns {', '.join(known)}, got {name!r}")
         return dataset.select_columns([name]).with_format("numpy")[:][name]
-    raise InvalidArgumentError(
-        f"balance: cost={name!r} needs a dataset with columns, got {kind}. Pass an array with the cost of each sample, "
-        "or a function from sample numbers to costs"
-    )
+    raise InvalidArgumentError(f"balance: cost={name!r} needs a dataset with columns, got {kind}. Pass an array")
 
 
 SMALLEST_RUN = 16
@@ -302,8 +284,7 @@ def _runs(rows: int) -> list[int]:
 def _units(costs: npt.NDArray[np.float64]) -> Ints:
     """Return costs as integers of a sum up to _SCALE, each rounded by itself: sums of floats depend on their order."""
     largest = max(float(costs.max(initial=0)), np.finfo(float).tiny)
-    units: Ints = (costs / largest * (_SCALE // max(1, len(costs)))).astype(np.int64)
-    return units
+    return (costs / largest * (_SCALE // max(1, len(costs)))).astype(np.int64)
 
 
 def _assigned(units: Ints, room: Sequence[int]) -> list[Ints]:

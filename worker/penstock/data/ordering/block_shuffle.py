@@ -15,18 +15,16 @@ them, so few files are needed. In it parts are permuted, and samples within grou
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.data.ordering.permutation import Ints, Words, mix, permuted
-
-__all__ = ["Blocks", "Consecutive", "NestedBlocks", "PartSequence", "Zeros"]
-
+from penstock.data.recent import Recent
 
 RANKS = 1 << 16
 """File runs whose places are computed at a time, which limits the memory needed."""
@@ -52,28 +50,14 @@ class Consecutive:
 
 
 @dataclass(frozen=True)
-class Zeros:
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, at: Ints) -> Ints:
-        return np.zeros_like(at)
-
-    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Ints:
-        return np.zeros(self.count, np.int64)
-
-
-@dataclass(frozen=True)
 class ShardParts:
     """Parts of an epoch, whole shards and pieces; arrays by part."""
 
     shard: Ints | Consecutive
     count: Ints
-    first: Ints | Zeros
+    first: Ints
     """Index in the shard's shuffled order at which the part begins; 0 for a whole shard."""
-    key: Words | Zeros
+    key: Words
     """Key of the permutation of the shard of which this is a piece."""
 
     def __len__(self) -> int:
@@ -86,8 +70,8 @@ class ShardParts:
         return ShardParts(
             np.concatenate([np.asarray(part.shard) for part in parts]),
             np.concatenate([part.count for part in parts]),
-            np.concatenate([np.asarray(part.first) for part in parts]),
-            np.concatenate([np.asarray(part.key).astype(np.uint64) for part in parts]),
+            np.concatenate([part.first for part in parts]),
+            np.concatenate([part.key for part in parts]),
         )
 
 
@@ -107,7 +91,8 @@ def parts_of(
     count, total = len(sizes), int(sizes.sum())
     times, rest = divmod(share, total) if total else (0, 0)
     if (times, rest) == (1, 0):
-        return ShardParts(Consecutive(first_shard, count), sizes, Zeros(count), Zeros(count))
+        zeros = np.broadcast_to(np.uint64(0), count)  # needs no memory
+        return ShardParts(Consecutive(first_shard, count), sizes, zeros.view(np.int64), zeros)
     whole = np.tile(np.arange(first_shard, first_shard + count), times)
     parts = [ShardParts(whole, np.tile(sizes, times), np.zeros(len(whole), np.int64), np.zeros(len(whole), np.uint64))]
     repeat, at = divmod(epoch * rest, total) if total else (0, 0)
@@ -165,7 +150,7 @@ class PartSequence:
         self._runs: Ints | Consecutive = _runs(parts.shard, files)
         """First part of each file run, then the number of parts; shape (file runs + 1,)."""
         self._nested = shuffle and files is not None
-        self._known: OrderedDict[int, NestedBlocks] = OrderedDict()
+        self._known = Recent[int, NestedBlocks](2 * partitions)  # the present and the next block of each partition
         self._length = int(self._part_bounds[-1])
         self._bounds = self._run_bounds(parts.count if files is None else np.diff(self._part_bounds[self._runs]))
         """By rank: index in the sequence at which a file run begins; then the length. Shape (file runs + 1,)."""
@@ -201,8 +186,7 @@ class PartSequence:
             if self._shuffle:
                 inside = permuted(inside, self._sizes[shard[cut]], self._parts.key[part[cut]])
             offset[cut] = inside
-        ids: Ints = self._starts[shard] + offset
-        return ids
+        return self._starts[shard] + offset
 
     def blocks(self, positions: Ints) -> Blocks:
         """Return the blocks of these positions, each once, with its shards."""
@@ -227,13 +211,8 @@ class PartSequence:
         found = []
         for begin in np.unique(low).tolist():
             chosen = np.flatnonzero(low == begin)
-            nested = self._known.pop(begin, None)
-            if nested is None:
-                nested = self._nested_blocks(begin, int(high[chosen[0]]), int(keys[chosen[0]]))
-            self._known[begin] = nested
-            while len(self._known) > 2 * self._partitions:  # the present and the next block of each partition
-                self._known.popitem(last=False)
-            found.append((chosen, nested))
+            block = partial(self._nested_blocks, begin, int(high[chosen[0]]), int(keys[chosen[0]]))
+            found.append((chosen, self._known.get(begin, block)))
         return found
 
     def _nested_blocks(self, low: int, high: int, key: int) -> NestedBlocks:
@@ -245,8 +224,7 @@ class PartSequence:
 
     def _at(self, positions: Ints) -> Ints:
         """Return each position's index before samples are permuted within blocks."""
-        at: Ints = self._partition_starts[positions % self._partitions] + positions // self._partitions
-        return at
+        return self._partition_starts[positions % self._partitions] + positions // self._partitions
 
     def _blocks(self, at: Ints, partition: Ints) -> tuple[Ints, Ints, Words]:
         """Return beginning, end and key of the block of each index `at` in its partition."""

@@ -23,8 +23,6 @@ import numpy as np
 
 from penstock.data.ordering.permutation import Ints
 
-__all__ = ["MAX_DEVIATION", "Interleaving"]
-
 MAX_DEVIATION = 1.68
 """Exclusive bound of the deviation of a sequence from its share in any prefix."""
 
@@ -49,8 +47,7 @@ class _Inner:
         # the remainder survives the overflow of the products, and shows which candidate is exact.
         with np.errstate(over="ignore"):
             rest = 2 * part * units + n - found * (2 * n)
-        exact: Ints = found - (rest < 0) + (rest >= 2 * n)
-        return exact
+        return found - (rest < 0) + (rest >= 2 * n)
 
 
 class Interleaving:

@@ -12,34 +12,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec.structs import replace
 
 from penstock.data.ordering.epoch_plan import EpochPlan, EpochRemainder
 from penstock.data.ordering.partition import Tail, WorkerTurn
 from penstock.data.ordering.skips import Ranges, added_before
 from penstock.proto.errors import StateCorruptError, StateMismatchError, StateVersionError
 from penstock.proto.state.envelope import damaged_state
-
-__all__ = [
-    "TAKEN",
-    "VERSIONS",
-    "OrderProgress",
-    "Topology",
-    "aggregated",
-    "check_format",
-    "check_order",
-    "check_same_order",
-    "common_progress",
-    "deaggregated",
-    "differences",
-    "epoch_to_begin",
-    "others_of",
-    "progress_of",
-    "replanned",
-    "skip_of",
-    "state_of",
-]
 
 FORMAT = 3
 VERSIONS = "versions"
@@ -48,45 +30,35 @@ TAKEN = "taken"
 """Entry of an advanced state: `done` before the advance."""
 NUMBER_LIMIT = 1 << 62
 """Exclusive bound of every number in a state."""
+Number = Annotated[int, msgspec.Meta(ge=0, lt=NUMBER_LIMIT)]
+Count = Annotated[int, msgspec.Meta(ge=1, lt=NUMBER_LIMIT)]
 
 
-@dataclass(frozen=True)
-class Topology:
+class Topology(msgspec.Struct, frozen=True):
     """Boxes, workers of each box, and samples in a global batch."""
 
-    boxes: int
-    workers: int
-    batch: int
+    boxes: Count
+    workers: Count
+    batch: Count
 
 
-@dataclass(frozen=True)
-class OrderProgress:
-    """Progress of one worker, or of all workers of a box."""
+class OrderProgress(msgspec.Struct, frozen=True):
+    """Progress of one worker, or of all workers of a box. `msgspec.to_builtins` makes it an entry of a state."""
 
-    epoch: int
-    start: int
+    epoch: Number
+    start: Annotated[int, msgspec.Meta(gt=-NUMBER_LIMIT, lt=NUMBER_LIMIT)]
     """Position from which batches are counted; negative if samples of earlier epochs were left."""
-    done: int
+    done: Number
     topology: Topology
-    first: int = 0
+    first: Number = 0
     """Worker, in each box, of the first batch after `start`."""
-
-    def plain(self) -> dict[str, Any]:
-        """As `dataclasses.asdict`, which takes 10 us: a loop may save at every step."""
-        topology = {"boxes": self.topology.boxes, "workers": self.topology.workers, "batch": self.topology.batch}
-        return {"epoch": self.epoch, "start": self.start, "done": self.done, "topology": topology, "first": self.first}
 
     @classmethod
     def parsed(cls, state: Mapping[str, Any]) -> OrderProgress:
-        """Raises KeyError, TypeError or ValueError. The limits of `start` depend on the order."""
-        topology = Topology(**state["topology"])
-        progress = cls(state["epoch"], state["start"], state["done"], topology, state["first"])
-        _in_range("epoch", progress.epoch, 0)
-        _in_range("done", progress.done, 0)
-        _in_range("boxes", topology.boxes, 1)
-        _in_range("workers", topology.workers, 1)
-        _in_range("batch", topology.batch, 1)
-        _in_range("first", progress.first, 0, topology.workers)
+        """Raises ValueError. The limits of `start` depend on the order."""
+        progress = msgspec.convert(state, cls)
+        if progress.first >= progress.topology.workers:
+            raise ValueError(f"first must be below {progress.topology.workers}, got {progress.first}")
         return progress
 
     def turn(self, number: int) -> WorkerTurn:
@@ -96,13 +68,8 @@ class OrderProgress:
         return replace(self, done=self.turn(number).done(self.done))
 
 
-def _in_range(name: str, number: object, least: int, limit: int = NUMBER_LIMIT) -> None:
-    if type(number) is not int or not least <= number < limit:
-        raise ValueError(f"{name} must be an integer from {least} to {limit - 1}, got {number!r}")
-
-
 def state_of(progress: OrderProgress, order: Mapping[str, Any], skip: Ranges = ()) -> dict[str, Any]:
-    state = {"format": FORMAT, **progress.plain(), "order": dict(order)}
+    state = {"format": FORMAT, **msgspec.to_builtins(progress), "order": dict(order)}
     return {**state, "skip": [list(piece) for piece in skip]} if skip else state
 
 
@@ -111,9 +78,8 @@ def progress_of(state: Any) -> OrderProgress:
     check_format(state, "a StreamingLoader or MapLoader")
     try:
         progress = OrderProgress.parsed(state)
-        _in_range("start", progress.start, 1 - NUMBER_LIMIT)
         skip_of(state)
-    except (KeyError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise damaged_state("the loader's state is damaged", error) from error
     return progress
 
@@ -146,19 +112,14 @@ def check_format(state: Any, loader: str, *names: str) -> None:
     """Raise `progress_of`'s errors for a format. `loader`: kind, for errors. `names`: entries besides "format" and
     "order"."""
     if not isinstance(state, Mapping) or not {"format", "order", *names} <= state.keys():
-        raise StateMismatchError(
-            f"the state must come from {loader}, got the state of another loader: {str(state)[:200]}. Load it with "
-            "the loader that saved it"
-        )
+        raise StateMismatchError(f"the state must come from {loader}, got another loader's: {str(state)[:200]}")
     if type(state["format"]) is not int or state["format"] < 1 or not isinstance(state["order"], Mapping):
         raise StateCorruptError(
-            "a loader's state must have an integer >= 1 as its entry 'format' and a dict as its entry 'order', got "
-            f"{str(state)[:200]}. Load an older state"
+            f"a loader's state needs an integer 'format' >= 1 and a dict 'order', got {str(state)[:200]}"
         )
     if state["format"] != FORMAT:
         raise StateVersionError(
-            f"the format of a loader's state must be {FORMAT}, got {state['format']}: another version of Penstock "
-            "wrote it. Load the state with that version"
+            f"the format of a loader's state must be {FORMAT}, got {state['format']} of another version of Penstock"
         )
 
 
@@ -167,10 +128,7 @@ def others_of(state: Mapping[str, Any], default: Any = None) -> Mapping[str, Any
     None: StateCorruptError."""
     others = state.get("others", default)
     if not isinstance(others, Mapping):
-        raise StateCorruptError(
-            f"the loader's state is damaged: its entry 'others' must be a dict, got {others!r:.200}. Load an older "
-            "state"
-        )
+        raise StateCorruptError(f"the loader's state is damaged: 'others' must be a dict, got {others!r:.200}")
     return others
 
 
@@ -195,16 +153,9 @@ def check_same_order(states: Sequence[Mapping[str, Any]]) -> None:
     orders = [{**state["order"], "topology": dict(state["topology"]), "skip": skip_of(state)} for state in states]
     for number, order in enumerate(orders):
         if order != orders[0] and (differing := differences(orders[0], order)):
-            if all(name.startswith("topology.") for name in differing):
-                raise StateMismatchError(
-                    f"the states of all workers must have the same numbers of boxes and workers, and the same global "
-                    f"batch. From worker 0 to worker {number}, {', '.join(differing.values())}. Pass the states that "
-                    "one run saved, and give the loader the same batch size on each worker"
-                )
             raise StateMismatchError(
-                f"all workers must read samples in the same order, but worker {number} and worker 0 differ. From "
-                f"worker 0 to worker {number}, {', '.join(differing.values())}. Make the same loader on each worker, "
-                "for example from a sorted list of files"
+                f"all workers must have the same order and topology. From worker 0 to worker {number}, "
+                f"{', '.join(differing.values())}. Make the same loader on each, from a sorted list of files"
             )
 
 
@@ -252,8 +203,7 @@ def _check_same_epochs(workers: Mapping[str, Any], identity: Mapping[str, Any]) 
             f"{name} is {workers.get(name)!r} on the workers and {identity.get(name)!r} here" for name in names
         )
         raise StateMismatchError(
-            "the loader that aggregates the states must have the data and settings of the workers' loaders: "
-            f"{differing}. Make the same loader in the training process as on the workers"
+            f"the loader that aggregates must have the workers' data and settings: {differing}. Make the same one"
         )
 
 
@@ -267,7 +217,7 @@ def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict:
     """Return each box's position after `done` batches from `start`, by the saved run's skips. StateMismatchError if the
     loader skips others before it (strict=False: warns)."""
     progress, saved = progress_of(state), skip_of(state)
-    position = _remainder(progress, replace(epochs, skip=saved)).position(done)
+    position = _remainder(progress, EpochPlan(epochs.length, epochs.tail, saved)).position(done)
     number = progress.epoch * epochs.length + position
     added = added_before(saved, epochs.skip, number)
     if added is not None:
@@ -285,7 +235,7 @@ def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], ep
     check_same_order(states)
     _check_same_epochs(states[0]["order"], order)
     whole, _ = common_progress(workers_progress)
-    whole = replace(whole, done=min(whole.done, _remainder(whole, replace(epochs, skip=skip)).batches))
+    whole = replace(whole, done=min(whole.done, _remainder(whole, EpochPlan(epochs.length, epochs.tail, skip)).batches))
     workers = whole.topology.workers
     others = {
         str(number): state_of(progress, {})

@@ -12,8 +12,6 @@ import numpy as np
 
 from penstock.data.ordering.permutation import Ints
 
-__all__ = ["APART", "Partition", "Tail", "WorkerTurn"]
-
 Tail = Literal["emit", "pad", "drop", "carry"]
 APART: Literal["emit apart"] = "emit apart"
 """`tail` where "rows" are batches: an incomplete last group is emitted, never added to the group before."""

@@ -8,10 +8,10 @@ Saved states are positions in this order, so the arithmetic must never change; a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
-
-__all__ = ["Ints", "Words", "mix", "permuted"]
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -39,6 +39,15 @@ def mix(key: int, *parts: npt.ArrayLike) -> Words:
         for part in parts:
             words = _scrambled((words ^ np.asarray(part).astype(np.uint64)) + _GOLDEN)
     return words
+
+
+def gathered(groups: Ints, places: Ints, values: Callable[[int, Ints], npt.ArrayLike]) -> Ints:
+    """Return values(group, places in it) for elements of several groups, with one call for each group."""
+    found = np.empty(len(groups), np.int64)
+    for group in np.unique(groups).tolist():
+        chosen = groups == group
+        found[chosen] = values(group, places[chosen])
+    return found
 
 
 def permuted(positions: npt.ArrayLike, count: npt.ArrayLike, keys: npt.ArrayLike) -> Ints:

@@ -17,7 +17,6 @@ The memory used is a few numbers for each part of an epoch, however many samples
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -27,11 +26,9 @@ import numpy.typing as npt
 from penstock.data.ordering.block_shuffle import PartSequence, ShardParts, parts_of
 from penstock.data.ordering.interleave import Interleaving
 from penstock.data.ordering.permutation import Ints
+from penstock.data.recent import Recent
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.generators import derive_seed
-
-__all__ = ["Interleave", "ShardedOrder"]
-
 
 Interleave = Literal["shards", "samples", "batches"]
 
@@ -71,8 +68,7 @@ class ShardedOrder:
         self._length = sum(self._shares)
         if not 0 < self._length < SAMPLE_LIMIT:
             raise DatasetError(
-                f"an epoch must have at least 1 sample and fewer than {SAMPLE_LIMIT}, got {self._length}. Check the "
-                "dataset, its split, epoch_size and the streams' weights"
+                f"an epoch must have 1 to {SAMPLE_LIMIT - 1} samples, got {self._length}. Check split and epoch_size"
             )
         self._seed, self._shuffle, self._block, self._inner = seed, shuffle, block, inner
         self._files = files
@@ -85,7 +81,7 @@ class ShardedOrder:
         self._units, self._rests = lengths // self._unit, lengths % self._unit
         self._rest_ends = np.cumsum(self._rests)
         self._interleaving = Interleaving(self._units.tolist())
-        self._epochs: OrderedDict[int, list[PartSequence]] = OrderedDict()
+        self._epochs = Recent[int, list[PartSequence]](KEPT_EPOCHS)
 
     def __len__(self) -> int:
         return self._length
@@ -104,8 +100,7 @@ class ShardedOrder:
         return ids
 
     def shards_of(self, ids: Ints) -> Ints:
-        found: Ints = np.searchsorted(self._starts, ids, side="right") - 1
-        return found
+        return np.searchsorted(self._starts, ids, side="right") - 1
 
     def shards(self, epoch: int, positions: npt.ArrayLike) -> Ints:
         """Return all shards of these positions' blocks, in the order in which they are needed."""
@@ -138,13 +133,7 @@ class ShardedOrder:
             yield sequences[number], chosen, self._units[number] * self._unit + at[chosen] - begin
 
     def _epoch(self, epoch: int) -> list[PartSequence]:
-        sequences = self._epochs.get(epoch)
-        if sequences is None:
-            sequences = [self._sequence(number, epoch) for number in range(len(self._groups))]
-            self._epochs[epoch] = sequences
-            while len(self._epochs) > KEPT_EPOCHS:
-                self._epochs.popitem(last=False)
-        return sequences
+        return self._epochs.get(epoch, lambda: [self._sequence(number, epoch) for number in range(len(self._groups))])
 
     def _sequence(self, group: int, epoch: int) -> PartSequence:
         parts = []

@@ -13,8 +13,6 @@ import numpy as np
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["KeptPositions", "Ranges", "added_before", "ranges_of"]
-
 Ranges = tuple[tuple[int, int], ...]
 """(first, end), ascending, none empty, with gaps."""
 
@@ -27,10 +25,7 @@ def ranges_of(skip: Iterable[range]) -> Ranges:
     found = []
     for piece in skip:
         if not isinstance(piece, range) or piece.step != 1 or not 0 <= piece.start <= piece.stop <= MAX_DISTANCE:
-            raise InvalidArgumentError(
-                f"skip must hold ranges of sample numbers, such as range(6400, 12800), got {piece!r}. Pass a list of "
-                "ranges"
-            )
+            raise InvalidArgumentError(f"skip must hold ranges of sample numbers, as range(64, 128), got {piece!r}")
         if piece:
             found.append((piece.start, piece.stop))
     joined: list[tuple[int, int]] = []
@@ -81,5 +76,4 @@ class KeptPositions:
         if self._arrays is None:
             return ranks
         firsts, out = self._arrays
-        found: Ints = ranks + out[np.searchsorted(firsts, ranks, side="right")]
-        return found
+        return ranks + out[np.searchsorted(firsts, ranks, side="right")]

@@ -16,8 +16,6 @@ from penstock.data.ordering.permutation import Ints, mix, permuted
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["UnshardedOrder"]
-
 SAMPLE_LIMIT = 1 << 48
 _BLOCKS, _SHORT, _INSIDE = 0, 1, 2
 """Mixed into keys: for the order of a repeat's blocks, the place of the short block, and the order within a block."""
@@ -27,8 +25,7 @@ class UnshardedOrder:
     def __init__(self, count: int, epoch_size: int, *, seed: int, shuffle: bool, block: int | None = None) -> None:
         if not 0 < count < SAMPLE_LIMIT or not 0 < epoch_size < SAMPLE_LIMIT:
             raise DatasetError(
-                f"the dataset and an epoch must have at least 1 sample and fewer than {SAMPLE_LIMIT}, got {count} and "
-                f"{epoch_size}. Check the dataset and num_samples"
+                f"the dataset and an epoch must have 1 to {SAMPLE_LIMIT - 1} samples, got {count} and {epoch_size}"
             )
         self._count, self._length, self._shuffle = count, epoch_size, shuffle
         self._block = count if block is None else min(block, count)
@@ -41,8 +38,7 @@ class UnshardedOrder:
         repeat, first = divmod(epoch * self._length, self._count)  # a Python int: epoch * length may exceed 64 bits
         at = np.asarray(positions, np.int64) + first
         if not self._shuffle:
-            ids: Ints = at % self._count
-            return ids
+            return at % self._count
         repeats = (at // self._count).astype(np.uint64) + np.uint64(repeat & (2**64 - 1))
         return self._permuted(at % self._count, mix(self._key, repeats))
 
@@ -60,8 +56,7 @@ class UnshardedOrder:
         chosen = permuted(np.minimum(slot, blocks - 1), blocks, _mixed(keys, _BLOCKS))
         chosen = np.where(inside_short, blocks, chosen)
         size = np.where(inside_short, max(1, rest), block)
-        found: Ints = chosen * block + permuted(offset, size, _mixed(_mixed(keys, _INSIDE), chosen))
-        return found
+        return chosen * block + permuted(offset, size, _mixed(_mixed(keys, _INSIDE), chosen))
 
 
 def _mixed(keys: npt.NDArray[np.uint64], part: npt.ArrayLike) -> npt.NDArray[np.uint64]:
@@ -69,5 +64,4 @@ def _mixed(keys: npt.NDArray[np.uint64], part: npt.ArrayLike) -> npt.NDArray[np.
 
 
 def _chosen(keys: npt.NDArray[np.uint64], count: int) -> Ints:
-    found: Ints = (_mixed(keys, _SHORT) % np.uint64(count)).astype(np.int64)
-    return found
+    return (_mixed(keys, _SHORT) % np.uint64(count)).astype(np.int64)

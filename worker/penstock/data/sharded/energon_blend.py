@@ -29,9 +29,6 @@ from penstock.data.streaming_dataset import StreamingDataset
 from penstock.data.streams import Stream, prepared_folder, stream_names
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["BlendMember", "BlendPlan", "energon_blend", "energon_concat", "read_plan"]
-
-
 SampleLoader = Callable[[dict[str, Any]], dict[str, Any]]
 READ_S = 60.0
 
@@ -148,8 +145,7 @@ def _opened(
     unknown = [name for name in loaders if name not in known]
     if unknown:
         raise InvalidArgumentError(
-            f"sample_loaders must name folders of the blend ({', '.join(sorted(known))}), got {', '.join(unknown)}. "
-            "Correct the names"
+            f"sample_loaders must name folders of the blend ({', '.join(sorted(known))}), got {', '.join(unknown)}"
         )
     return [_dataset(plan, member, local, loaders.get(member.name), options) for member in plan.members]
 
@@ -172,10 +168,7 @@ def _dataset(
     stream = Stream(member.path, cache, member.split, storage_options=options["storage_options"] or {})
     folder = prepared_folder(stream)
     if folder is None:
-        raise DatasetError(
-            f"{member.path} must be a folder that Energon prepared, but has no .nv-meta/split.yaml. Correct the path, "
-            "or run `energon prepare` and index_folder"
-        )
+        raise DatasetError(f"{member.path} must have .nv-meta/split.yaml. Run `energon prepare` and index_folder")
     named = sample_loader_of(folder)
     if named and loader is None:
         raise DatasetError(
@@ -247,14 +240,11 @@ class _Reader:
         """`outer`: subflavors from the files that lead to this one; `depth`: their number."""
         if depth > DEEPEST:
             raise DatasetError(
-                f"{path}: metadataset files must not name each other in a chain of more than {DEEPEST}. Remove the "
-                "cycle, or nest fewer files"
+                f"{path}: metadataset files must not name each other more than {DEEPEST} deep. Remove the cycle"
             )
         splits = self._splits(path)
         if split not in splits:
-            raise InvalidArgumentError(
-                f"{path}: split must be one of {', '.join(map(str, splits))}, got {split!r}. Pass one of these"
-            )
+            raise InvalidArgumentError(f"{path}: split must be one of {', '.join(map(str, splits))}, got {split!r}")
         content = splits[split]
         if not isinstance(content, dict):
             raise DatasetError(f"{path}: the split {split!r} must be a mapping, got {content!r:.200}. Correct the file")
@@ -264,14 +254,11 @@ class _Reader:
         self._refuse(path, content)
         if len(listed) != 1 or len(content) > 1:
             raise DatasetError(
-                f"{path}: the split {split!r} must have path, or one of {', '.join(_KINDS)}, got "
-                f"{', '.join(map(str, content)) or 'nothing'}. Correct the file"
+                f"{path}: the split {split!r} must have path or one of {', '.join(_KINDS)}, got {[*content]}"
             )
         entries, kind = content[listed[0]], _KINDS[listed[0]]
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            raise DatasetError(
-                f"{path}: {listed[0]} must be a list of mappings, got {entries!r:.200}. Correct the file"
-            )
+            raise DatasetError(f"{path}: {listed[0]} must be a list of mappings, got {entries!r:.200}")
         return kind, self._joined(path, kind, entries, split, outer, depth)
 
     def _joined(
@@ -280,19 +267,13 @@ class _Reader:
         weights = [_number(path, entry, "weight") for entry in entries]
         total = sum(weights)
         if kind == "blend" and not total:
-            raise DatasetError(
-                f"{path}: at least one weight must be above 0, got {len(weights)} weights of 0. Correct the file"
-            )
+            raise DatasetError(f"{path}: at least one weight must be above 0, got {len(weights)} weights of 0")
         members: list[BlendMember] = []
         for entry, weight in zip(entries, weights, strict=True):
             inner, found = self._member(path, entry, split, outer, depth)
             if inner not in (kind, "concat"):
-                why = "weights and repetitions do not combine"
-                if kind == "concat":
-                    why = "a concat has neither weights nor repetitions"
                 raise DatasetError(
-                    f"{path}: {entry['path']} must not be a {inner} within a {kind}, because {why}; Energon refuses "
-                    "it, too. Use one of them in both files"
+                    f"{path}: {entry['path']} must not be a {inner} within a {kind}, as in Energon. Use one of them"
                 )
             if kind == "blend":
                 found = [replace(one, weight=one.weight * weight / total) for one in found]
@@ -319,8 +300,7 @@ class _Reader:
             return self.split(where, part, flavors, depth + 1)
         if where.endswith((".jsonl", ".json")):
             raise DatasetError(
-                f"{path}: {target} must be a folder of archives, got a file of lines. Remove the entry, index the "
-                "file's folder with index_folder, and add it to the Mixture in the code as one more source"
+                f"{path}: {target} must be a folder, got a file of lines. Index its folder as a source of its own"
             )
         return "concat", [BlendMember(where, part, flavors)]
 
@@ -335,10 +315,7 @@ class _Reader:
             raise DatasetError(f"{path} cannot be read: {error}. Correct the file") from error
         found = content.get("splits") if isinstance(content, dict) else None
         if not isinstance(found, dict) or content.get("__class__", _CLASSES[0]) not in _CLASSES:
-            raise DatasetError(
-                f"{path} must be a metadataset of Energon, with splits, got {content!r:.200}. Pass the path of a "
-                "metadataset file"
-            )
+            raise DatasetError(f"{path} must be a metadataset of Energon, with splits, got {content!r:.200}")
         return {str(name): value for name, value in found.items()}
 
     def _refuse(self, path: str, entry: Mapping[str, Any]) -> None:
@@ -349,9 +326,7 @@ class _Reader:
         over = entry.get("shuffle_over_epochs_multiplier", 1)
         if type(over) is not int or over < 1:
             raise DatasetError(
-                f"{path}: shuffle_over_epochs_multiplier must be at least 1, got {over!r}. Sampling with replacement "
-                "(-1) is not supported, and shuffling cannot be turned off (null) for one folder alone. Leave the "
-                "field out; to turn shuffling off for all folders, pass shuffle=False to energon_blend"
+                f"{path}: shuffle_over_epochs_multiplier must be at least 1, got {over!r}. Pass shuffle=False"
             )
 
 
@@ -373,8 +348,6 @@ def _repetitions(path: str, entry: Mapping[str, Any]) -> int:
     times = _number(path, entry, "repetitions")
     if times.denominator != 1 or not times:
         raise DatasetError(
-            f"{path}: repetitions must be a whole number of at least 1, got {entry['repetitions']}: with a fraction, "
-            "each epoch would have a different part of the folder. Use whole numbers; or `blend` instead of "
-            "`blend_epochized`, with the weight repetitions * number of samples for each folder"
+            f"{path}: repetitions must be a whole number >= 1, got {entry['repetitions']}. For fractions use `blend`"
         )
     return int(times)

@@ -8,18 +8,13 @@ in any other case the batch's own rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from penstock.data.ordering.partition import Partition
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.shard_cursors import ShardReaders
-from penstock.data.sharded.shard_orders import RoundRobin, Tail
+from penstock.data.sharded.shard_states import FixedOrder, ShardedPosition
 from penstock.proto.errors import DatasetError
-
-__all__ = ["EpochStream", "Rows"]
-
 
 Rows = list[tuple[int, int, bool]]
 """(shard, index in the shard, True if the row pads the batch) of each row."""
@@ -28,25 +23,14 @@ Rows = list[tuple[int, int, bool]]
 class EpochStream:
     """Rest of an epoch from position `start` on, divided into global batches, and the rows of one box in each."""
 
-    def __init__(
-        self,
-        round_robin: RoundRobin,
-        readers: ShardReaders,
-        *,
-        ended: Mapping[int, int],
-        start: int,
-        batch: int,
-        box: int,
-        boxes: int,
-        tail: Tail,
-        every: int,
-    ) -> None:
-        """`ended`: lengths of shards read to their end; `tail`: see ordering/partition.py; `every`: workers of a
-        box."""
-        self._round_robin, self._readers = round_robin, readers
-        self._start, self._batch, self._tail, self._every = start, batch, tail, every
-        self._box, self._boxes = box, boxes
-        self._found = dict(ended)
+    def __init__(self, fixed_order: FixedOrder, position: ShardedPosition, readers: ShardReaders, box: int) -> None:
+        progress = position.progress
+        self._start, topology, self._tail = progress.start, progress.topology, fixed_order.tail
+        self._batch, self._boxes, self._workers = topology.batch, topology.boxes, topology.workers
+        self._round_robin = fixed_order.round_robin(progress.epoch, position.ended)
+        self._readers, self._box = readers, box
+        self._found = dict(position.ended)
+        """Lengths of shards read to their end."""
         self._reached = 0
 
     @property
@@ -64,29 +48,25 @@ class EpochStream:
             self._look_ahead(begin, read)
         # the number of samples is unknown, so assume enough positions for any batch
         if self._round_robin.length is None:
-            return self._rows(np.arange(begin + self._box, begin + self._batch, self._boxes))
-        partition = Partition(self._round_robin.length, self._start, self._batch, self._boxes, self._tail)
-        if self._round_robin.length < self._start:
-            raise DatasetError(
-                f"the epoch must have the {self._start} samples that come before the loaded state's position, got "
-                f"{self._round_robin.length}. Use the data of the saved run, or start without the state"
-            )
-        if number >= partition.batches:
-            return None
-        return self._rows(partition.rows(number, self._box), begin)
+            shards, indices = self._round_robin.at(np.arange(begin + self._box, begin + self._batch, self._boxes))
+            return list(zip(shards, indices, [False] * len(shards), strict=True))
+        return self._rows(number, self._box, self._boxes)
 
     def all_rows(self, number: int) -> Rows | None:
         """Return the rows of all boxes in a batch, by position; None after the last. Only for known lengths."""
-        length, begin = self._round_robin.length, self._start + number * self._batch
-        assert length is not None
-        partition = Partition(length, self._start, self._batch, self._boxes, self._tail)
+        return self._rows(number, 0, 1)
+
+    def _rows(self, number: int, box: int, boxes: int) -> Rows | None:
+        assert self._round_robin.length is not None
+        partition = Partition(self._round_robin.length, self._start, self._batch, self._boxes, self._tail)
+        if self._round_robin.length < self._start:
+            raise DatasetError(
+                f"the epoch must have the {self._start} samples of the loaded state, got {self._round_robin.length}"
+            )
         if number >= partition.batches:
             return None
-        boxes = [partition.rows(number, box) for box in range(self._boxes)]
-        positions = np.empty(sum(map(len, boxes)), np.int64)
-        for box, own in enumerate(boxes):
-            positions[box :: self._boxes] = own
-        again = (positions != begin + np.arange(len(positions))).tolist()
+        positions, first = partition.rows(number, box, boxes), self._start + number * self._batch + box
+        again = (positions != first + boxes * np.arange(len(positions))).tolist()
         return list(zip(*self._round_robin.at(positions), again, strict=True))
 
     def first(self, number: int) -> tuple[int, int]:
@@ -98,13 +78,6 @@ class EpochStream:
         least = self._batch if self._tail == "drop" else 1
         self._pass_over(self._start + least)
         return self._round_robin.length is None or self._round_robin.length >= self._start + least
-
-    def _rows(self, positions: Ints, begin: int | None = None) -> Rows:
-        """`begin`: first position of the batch, to recognise rows that pad it; None: no row does."""
-        again = [False] * len(positions)
-        if begin is not None:
-            again = (positions != begin + self._box + self._boxes * np.arange(len(positions))).tolist()
-        return list(zip(*self._round_robin.at(positions), again, strict=True))
 
     def _look_ahead(self, begin: int, read: bool) -> None:
         """Read or skip samples until it is certain which rows the batch at `begin` has."""
@@ -138,7 +111,7 @@ class EpochStream:
     def _is_own(self, row: int, read: bool) -> bool:
         """Return True if this worker must read a row (counted from the batch's first) now: it is of this batch, may be
         added to it at the epoch's end, or is of the next batch, if this worker makes that."""
-        if row < self._batch or self._every > 1:
+        if row < self._batch or self._workers > 1:
             return read and row % self._boxes == self._box
         return (read and row % self._boxes == self._box) or (row - self._batch) % self._boxes == self._box
 

@@ -21,9 +21,6 @@ from penstock.data.streams import stream_names
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.plain_files import read_plain
 
-__all__ = ["MegatronPart", "megatron_blend"]
-
-
 MegatronPart = Literal["train", "valid", "test"]
 PARTS: tuple[MegatronPart, ...] = get_args(MegatronPart)
 MAX_BYTES = 64 << 20
@@ -83,10 +80,7 @@ def _given(blend: str | os.PathLike[str] | Sequence[str | float], part: Megatron
     try:
         text = read_plain(path, MAX_BYTES).decode()
     except (OSError, ValueError) as error:
-        raise DatasetError(
-            f"the blend file {path} cannot be read: {error}. Correct the path, or pass a list of prefixes to name the "
-            "token files directly"
-        ) from error
+        raise DatasetError(f"the blend file {path} cannot be read: {error}") from error
     if path.suffix != ".json":
         return text.split()
     try:
@@ -94,8 +88,7 @@ def _given(blend: str | os.PathLike[str] | Sequence[str | float], part: Megatron
         return [str(each).strip() for each in lists[part]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DatasetError(
-            f"the blend file {path} must be a JSON object with a list for {part!r}: {type(error).__name__}: {error}. "
-            "Correct the file"
+            f"the blend file {path} must be a JSON object with a list for {part!r}: {error!r}"
         ) from error
 
 
@@ -113,8 +106,7 @@ def _listed(given: list[str]) -> tuple[list[str], list[float] | None]:
             continue
     if weights and len(weights) < len(given) // 2:
         raise InvalidArgumentError(
-            f"blend must have a weight before each prefix, or no weights, got {' '.join(given)[:300]!r}. Correct the "
-            "list"
+            f"blend must have a weight before each prefix, or none, got {' '.join(given)[:300]!r}"
         )
     return (given[1::2], weights) if weights else (given, None)
 
@@ -128,9 +120,7 @@ def _bounds(split: str, part: MegatronPart) -> tuple[float, float]:
     weights += [0.0] * (len(PARTS) - len(weights))
     total = sum(weights)
     if len(weights) > len(PARTS) or not total:
-        raise InvalidArgumentError(
-            f"split must be up to three weights such as '969,30,1', got {split!r:.100}. Pass such a text"
-        )
+        raise InvalidArgumentError(f"split must be up to three weights such as '969,30,1', got {split!r:.100}")
     ends = [0.0, *itertools.accumulate(weight / total for weight in weights)]
     at = PARTS.index(part)
     return ends[at], ends[at + 1]
@@ -140,7 +130,6 @@ def _part(documents: MegatronDocuments, bounds: tuple[float, float], part: Megat
     begin, end = (round(bound * float(len(documents))) for bound in bounds)
     if begin >= end:
         raise DatasetError(
-            f"{documents.prefix}: the part {part!r} must have documents, got none of {len(documents)}. Change split "
-            "(None: all documents), or leave the file out of this part's blend"
+            f"{documents.prefix}: the part {part!r} has none of {len(documents)} documents. Change split"
         )
     return documents if (begin, end) == (0, len(documents)) else documents[begin:end]

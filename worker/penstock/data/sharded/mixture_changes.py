@@ -7,9 +7,11 @@ code had a Schedule with it, so which sample is at a position does not depend on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from penstock.data.ordering.order_states import NUMBER_LIMIT, Number
 from penstock.data.sharded.layers.layer import checked
 from penstock.data.sharded.layers.mapped import Mapped
 from penstock.data.sharded.layers.mixture import Mixture
@@ -19,46 +21,25 @@ from penstock.data.sharded.runs import take
 from penstock.data.sharded.shard_cursors import HeldSample
 from penstock.data.sharded.shard_keys import KeyStage, digest_of
 from penstock.data.sharded.shard_states import described
-from penstock.proto.errors import InvalidArgumentError, ReplayMismatchError, StateCorruptError, StateMismatchError
+from penstock.proto.errors import InvalidArgumentError, ReplayMismatchError, StateMismatchError
 from penstock.proto.state.envelope import damaged_state
-
-__all__ = [
-    "CHANGES",
-    "LoadSource",
-    "MixtureChange",
-    "changed",
-    "in_epoch",
-    "listed",
-    "merged",
-    "mixture_of",
-    "new_parts",
-    "new_position",
-    "refuse_to_import",
-    "shares_at",
-    "stages_of",
-    "still_to_come",
-    "try_sources",
-    "with_all_changes",
-]
 
 LoadSource = Callable[[str], Any]
 """From a name ("module:function") to the source that the user's function returns (`penstock mix --add`)."""
 CHANGES = "mixture_changes"
-NUMBER_LIMIT = 1 << 62
 
 
-@dataclass(frozen=True)
-class MixtureChange:
+class MixtureChange(msgspec.Struct, frozen=True):
     key: str
-    position: int
+    position: Number
     """Position in the epoch at which the new weights begin."""
-    parts: Mapping[str, int]
+    parts: dict[str, Number]
     """New weight of each source; a missing name means 0."""
-    added: Mapping[str, str] = field(default_factory=dict)
+    added: dict[str, str] = {}
     """By name of each added source: the function ("module:function") that returns it."""
     required: bool = False
     """True if ordered in the run's present attempt: a state of a later position is refused unless it lists it."""
-    epoch: int = 0
+    epoch: Number = 0
     """First epoch to which the change applies, from `position` on, as in all later epochs."""
 
     @property
@@ -70,46 +51,16 @@ class MixtureChange:
         return self.epoch <= earlier.epoch and self.position <= earlier.position
 
     def plain(self) -> dict[str, Any]:
-        return {
-            "key": self.key,
-            "epoch": self.epoch,
-            "position": self.position,
-            "parts": dict(self.parts),
-            "added": dict(self.added),
-        }
-
-    @classmethod
-    def parsed(cls, entry: Mapping[str, Any]) -> MixtureChange:
-        try:
-            change = cls(
-                entry["key"],
-                entry["position"],
-                dict(entry["parts"]),
-                dict(entry["added"]),
-                entry.get("required", False) is True,
-                entry.get("epoch", 0),
-            )
-            texts = [change.key, *change.parts, *change.added, *change.added.values()]
-            numbers = [change.epoch, change.position, *change.parts.values()]
-            if not all(type(text) is str for text in texts):
-                raise TypeError(f"the names in its {CHANGES} must be texts, got {texts!r:.200}")
-            if not all(type(number) is int and 0 <= number < NUMBER_LIMIT for number in numbers):
-                raise ValueError(
-                    f"the numbers in its {CHANGES} must be from 0 to {NUMBER_LIMIT - 1}, got {numbers!r:.200}"
-                )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise damaged_state("the ShardLoader's state is damaged", error) from error
-        return change
+        entry: dict[str, Any] = msgspec.to_builtins(self)
+        del entry["required"]
+        return entry
 
 
 def listed(state: Mapping[str, Any]) -> list[MixtureChange]:
-    entries = state.get(CHANGES, ())
-    if not isinstance(entries, list | tuple):
-        raise StateCorruptError(
-            f"the ShardLoader's state is damaged: its entry {CHANGES} must be a list, got {entries!r:.200}. Load an "
-            "older state"
-        )
-    return [MixtureChange.parsed(entry) for entry in entries]
+    try:
+        return msgspec.convert(state.get(CHANGES, []), list[MixtureChange])
+    except msgspec.ValidationError as error:
+        raise damaged_state(f"the ShardLoader's state is damaged: {CHANGES}", error) from error
 
 
 def in_epoch(changes: Iterable[MixtureChange], epoch: int) -> list[MixtureChange]:
@@ -143,10 +94,8 @@ def merged(
     for change in assigned:
         if change.required and change.begins < taken and change.key not in listed_keys:
             raise ReplayMismatchError(
-                f"the state must have the weights that `penstock mix` gave the mixture from position {change.position} "
-                f"of epoch {change.epoch} on, because the state lies beyond this position, but it was made with the "
-                "earlier weights. Load a state from before this position, or one that was saved after the change was "
-                "ordered"
+                f"the state lies beyond position {change.position} of epoch {change.epoch}, but lacks the weights "
+                "that `penstock mix` gave it there. Load a state from before, or one that was saved later"
             )
     before_the_run = [change for change in saved if change.key not in own_keys]
     later = [one for one in assigned if one.key in listed_keys or one.begins >= (taken if one.required else reached)]
@@ -180,8 +129,7 @@ def with_all_changes(
 def refuse_to_import(name: str) -> Any:
     """LoadSource outside of a run: a name in a state must not lead to the import of any module."""
     raise StateMismatchError(
-        f"the state has a source of {name!r}, which `penstock mix --add` added. Load the state in a run of an "
-        "Appliance, or add the source to the Mixture in the code"
+        f"the state has a source of {name!r} from `penstock mix --add`. Load it in a run of an Appliance"
     )
 
 
@@ -191,12 +139,10 @@ def mixture_of(source: ShardedSource) -> Mixture:
     while isinstance(inner, Mapped) and inner.one_to_one:
         inner = inner.source
     if not isinstance(inner, Mixture) or not inner.endless:
-        where = f"below {type(inner).__name__}" if hasattr(inner, "source") else "in this loader"
         got = "a Mixture with another stop" if isinstance(inner, Mixture) else type(inner).__name__
         got = f"{got} with skip_failures" if isinstance(inner, Mapped) else got
         raise InvalidArgumentError(
-            "the uppermost source must be a Mixture(stop='never'), or Mapped layers without skip_failures over one, "
-            f"got {got}. The weights {where} cannot change during a run"
+            f"the uppermost source must be a Mixture(stop='never'), or Mapped over one, got {got}"
         )
     return inner
 
@@ -216,10 +162,6 @@ def _around(source: Any, mixture: Mixture) -> ShardedSource:
     if isinstance(source, Mixture):
         return mixture
     return source.over(_around(source.source, mixture))  # type: ignore[no-any-return]
-
-
-def shares_at(mixture: Mixture, position: int) -> dict[str, float]:
-    return dict(zip(mixture.names, mixture.wanted(position), strict=True))
 
 
 def stages_of(
@@ -250,16 +192,6 @@ def try_sources(source: ShardedSource, names: Iterable[str], seed: int) -> list[
     return found
 
 
-def new_position(begin: int, steps: int, batch: int) -> int:
-    """Return the position `steps` global batches after `begin`. Raises InvalidArgumentError above the limit."""
-    position = begin + steps * batch
-    if position >= NUMBER_LIMIT:
-        raise InvalidArgumentError(
-            f"--from-step must name a step before sample {NUMBER_LIMIT}, got sample {position}. Pass a smaller step"
-        )
-    return position
-
-
 def new_parts(
     mixture: Mixture, position: int, weights: Mapping[str, Any], added: Iterable[str], retired: Sequence[str]
 ) -> dict[str, int]:
@@ -272,29 +204,20 @@ def new_parts(
     before = dict(zip(mixture.names, mixture.parts_at(position), strict=True))
     for name in added:
         if name in mixture.names:
-            raise InvalidArgumentError(
-                f"--add must name a new source, got {name!r}, which the mixture has. Choose another name, or use "
-                "--weights"
-            )
+            raise InvalidArgumentError(f"--add must name a new source, got {name!r}. Use --weights for others")
         if name not in weights:
             raise InvalidArgumentError(f"--weights must have a weight for the added source {name!r}. Give one")
     for name in (*weights, *retired):
         if name not in names:
             raise InvalidArgumentError(
-                f"a source must be one of {', '.join(names)}, got {name!r}. Correct the name, or add the source by "
-                "--add"
+                f"a source must be one of {', '.join(names)}, got {name!r}. Use --add for new ones"
             )
     for name in retired:
         if name in weights:
-            raise InvalidArgumentError(
-                f"a source must be in --weights or --retire, got {name!r} in both. Leave out one"
-            )
+            raise InvalidArgumentError(f"a source must be in --weights or --retire, got {name!r} in both")
     given: Mapping[str, Any] = weights or before
     missing = [name for name, part in before.items() if part and name not in given and name not in retired]
     if missing:
-        raise InvalidArgumentError(
-            f"--weights must have each source that has a weight now, got none for {', '.join(missing)}. Give each of "
-            "them a weight, or name it in --retire"
-        )
+        raise InvalidArgumentError(f"--weights or --retire must name each source, got none for {', '.join(missing)}")
     values = [0 if name in retired else given.get(name, 0) for name in names]
     return dict(zip(names, parts_of(values, names), strict=True))

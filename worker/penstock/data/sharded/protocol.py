@@ -26,22 +26,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from penstock.data.ordering.permutation import Ints
 
-__all__ = [
-    "NOWHERE",
-    "Cursor",
-    "KnownRecords",
-    "Origin",
-    "PositionOf",
-    "SavedPosition",
-    "ShardedSource",
-    "cursor_origin",
-    "is_traced",
-    "known_records",
-    "summed",
-]
-
-
 SavedPosition = Any
+"""What `Cursor.saved_position` returns; None: the beginning."""
 
 PositionOf = Callable[[int], int]
 """From the index of a sample in one shard to its position in the order of all shards' samples."""
@@ -84,11 +70,6 @@ def cursor_origin(cursor: Any) -> Origin:
     return found if isinstance(found, Origin) else NOWHERE
 
 
-def is_traced(cursor: Any) -> bool:
-    """Return True if a cursor's samples may have different origins. A layer that changes the order must keep each."""
-    return getattr(cursor, "traced", False) is True
-
-
 def summed(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
     return {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
 
@@ -126,12 +107,7 @@ class ShardedSource(Protocol):
         """Return the number of samples in each shard; None if it is unknown before the shards are read."""
 
     def open(
-        self,
-        shard: int,
-        epoch: int,
-        seed: int,
-        saved: SavedPosition | None = None,
-        position_of: PositionOf | None = None,
+        self, shard: int, epoch: int, seed: int, saved: SavedPosition = None, position_of: PositionOf | None = None
     ) -> Cursor:
         """Return a cursor at the shard's beginning, or at a saved position.
 

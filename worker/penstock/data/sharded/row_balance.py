@@ -5,46 +5,34 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.data.ordering.balance import Balance, Costs, assign_in_turn, assign_to_boxes, cost_ratio
+from penstock.data.ordering.balance import Balance, StepBalance, checked_balance
+from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.epoch_stream import Rows
 from penstock.data.sharded.protocol import ShardedSource, known_records
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["RowBalance"]
 
-
-class RowBalance:
+class RowBalance(StepBalance):
     def __init__(self, balance: Balance, source: ShardedSource) -> None:
-        if not isinstance(balance, Balance):
-            raise InvalidArgumentError(
-                f"balance must be a penstock.data.Balance or None, got {balance!r}. Pass Balance(cost)"
-            )
-        if balance.over_steps != 1:
-            raise InvalidArgumentError(
-                f"over_steps must be 1 in a ShardLoader, whose shards are read forwards, got {balance.over_steps}. "
-                "Leave over_steps out, or use a MapLoader"
-            )
+        if checked_balance(balance).over_steps != 1:
+            raise InvalidArgumentError(f"over_steps must be 1 in a ShardLoader, got {balance.over_steps}")
         records = known_records(source)
         if records is None:
             raise InvalidArgumentError(
-                "balance needs a source that knows which record each sample is: LogicalShards of indexable pieces, or "
-                f"Mapped or Repeated over it, got {source!r:.200}. Leave balance out, or use pieces with len() and "
-                "records by index"
+                f"balance needs LogicalShards of indexable pieces, or Mapped or Repeated over it, got {source!r:.200}"
             )
-        self._numbers, self._costs = records.numbers, Costs(balance.cost, source, records.total)
-        self.assigns = not balance.report
+        super().__init__(balance, source, records.total)
+        self._numbers = records.numbers
 
     def own(self, opening: tuple[int, int], rows: Rows, box: int, boxes: int, turn: int) -> tuple[Rows, float]:
         """Return a box's rows, and the step's imbalance. `turn`: the step, which decides who gets the costliest row."""
-        costs, plain = self.costs(opening, rows), assign_in_turn(len(rows), boxes)
-        assigned = assign_to_boxes(costs, boxes, turn) if self.assigns else plain
-        return [rows[row] for row in assigned[box].tolist()], cost_ratio(costs, assigned)
+        assigned, ratio = self.assign(self._ids(opening, rows), boxes, turn)
+        return [rows[row] for row in assigned[box].tolist()], ratio
 
     def ratios(self, opening: tuple[int, int], rows: Rows, boxes: int, turn: int) -> tuple[float, float]:
-        costs = self.costs(opening, rows)
-        plain, assigned = assign_in_turn(len(rows), boxes), assign_to_boxes(costs, boxes, turn)
-        return cost_ratio(costs, plain), cost_ratio(costs, assigned)
+        ids = self._ids(opening, rows)
+        return self.plain_ratio(ids, boxes), self.balanced_ratio(ids, boxes, turn)
 
-    def costs(self, opening: tuple[int, int], rows: Rows) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def _ids(self, opening: tuple[int, int], rows: Rows) -> Ints:
         shards, indices = (np.array([row[part] for row in rows], np.int64) for part in (0, 1))
-        return self._costs.of(self._numbers(*opening, shards, indices))
+        return self._numbers(*opening, shards, indices)

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, Self
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, SavedPosition, cursor_origin
 
-__all__ = ["Run", "RunCursor", "take", "take_with_positions"]
-
 
 def _no_position(number: int) -> SavedPosition:
     raise AssertionError(f"a run without position() must have at most one sample, asked for sample {number}")

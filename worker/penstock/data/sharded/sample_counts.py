@@ -10,8 +10,6 @@ from penstock.data.sharded.protocol import PositionOf, SavedPosition, ShardedSou
 from penstock.data.sharded.shard_cursors import HeldSample
 from penstock.proto.state.counts import Group, Row, cut_name, merged_rows
 
-__all__ = ["changes_shares", "counted_samples", "wanted_shares"]
-
 
 def counted_samples(counter: SampleCounter, samples: Sequence[HeldSample]) -> dict[Group, Row]:
     """Return the counts of a batch's samples, and of those that layers left out just before each of them."""
@@ -36,7 +34,7 @@ def changes_shares(source: ShardedSource) -> bool:
 
 
 def wanted_shares(
-    source: ShardedSource, shard: int = 0, saved: SavedPosition | None = None, position_of: PositionOf | None = None
+    source: ShardedSource, shard: int = 0, saved: SavedPosition = None, position_of: PositionOf | None = None
 ) -> dict[str, tuple[int, int]]:
     """Return the share that each source should have: by name, (share of samples, share of tokens) in millionths, one of
     them 0. Empty without a mixture, or if nested mixtures use both units. `saved`: where the weights are looked up."""

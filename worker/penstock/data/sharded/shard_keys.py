@@ -21,8 +21,6 @@ from penstock.data.sharded.sources.opaque import without_snapshots
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError
 from penstock.proto.state.codec import decode_state, encode_state
 
-__all__ = ["KeyStage", "SampleKey", "as_made_before", "digest_of"]
-
 LARGEST = 4096
 """Largest encoded saved position in a key, in bytes. Without it, all samples before are skipped."""
 
@@ -59,7 +57,7 @@ class SampleKey:
     order: str
     at: int
     """Index at which the cursor is opened: `index` with a saved position, otherwise 0."""
-    saved: SavedPosition | None
+    saved: SavedPosition
     block: int | None
 
     @staticmethod
@@ -75,10 +73,7 @@ class SampleKey:
         """Raises InvalidArgumentError if the text is no key, StateCorruptError if it is damaged."""
         parts = text.split(".") if isinstance(text, str) else []
         if len(parts) != 5 or not all(part.isdecimal() and len(part) < 19 for part in parts[:3]):
-            raise InvalidArgumentError(
-                f"a restore key must be a text that a ShardLoader with keys= put into a batch, got {text!r:.200}. Copy "
-                "the text from the batch's field"
-            )
+            raise InvalidArgumentError(f"a restore key must be the text that keys= put into a batch, got {text!r:.200}")
         epoch, shard, index = (int(part) for part in parts[:3])
         try:
             more: Any = decode_state(base64.b64decode(parts[4], altchars=b"-_", validate=True))
@@ -87,9 +82,7 @@ class SampleKey:
                 raise ValueError(f"block must be an int >= 1, got {block!r:.100}")
             return SampleKey(epoch, shard, index, parts[3], index if "saved" in more else 0, more.get("saved"), block)
         except (AttributeError, TypeError, ValueError, binascii.Error, StateCorruptError) as error:
-            raise StateCorruptError(
-                f"the restore key must be the unchanged text from a batch, got {text!r:.200}. Copy it again"
-            ) from error
+            raise StateCorruptError(f"the restore key is damaged: {text!r:.200}") from error
 
 
 def digest_of(order: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from penstock.data.loading.loader import Loader
 from penstock.data.loading.restore_keys import with_keys
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.balance import Balance, Imbalance
-from penstock.data.ordering.order_states import OrderProgress, Topology, differences
+from penstock.data.ordering.order_states import NUMBER_LIMIT, OrderProgress, Topology, check_format, differences
 from penstock.data.ordering.partition import APART, Partition
 from penstock.data.sharded.layers.layer import is_keyed
 from penstock.data.sharded.layers.packed_rows import collate_packed
@@ -31,9 +31,7 @@ from penstock.data.sharded.mixture_changes import (
     merged,
     mixture_of,
     new_parts,
-    new_position,
     refuse_to_import,
-    shares_at,
     stages_of,
     still_to_come,
     try_sources,
@@ -46,11 +44,11 @@ from penstock.data.sharded.shard_cursors import HeldSample
 from penstock.data.sharded.shard_keys import KeyStage, digest_of
 from penstock.data.sharded.shard_orders import Tail
 from penstock.data.sharded.shard_states import (
+    KIND,
     FixedOrder,
     ShardedPosition,
     check_order,
     check_source,
-    check_state,
     described,
 )
 from penstock.data.sharded.worker_share import SharePlan, WorkerShare
@@ -58,8 +56,6 @@ from penstock.proto.errors import InvalidArgumentError, StateMismatchError
 from penstock.proto.state.counts import Group, Row, note_imbalance
 from penstock.proto.state.generators import derive_seed
 from penstock.worker.batch.building import collate
-
-__all__ = ["ShardLoader"]
 
 _log = logging.getLogger(__name__)
 
@@ -202,10 +198,7 @@ class ShardLoader(Loader):
         lengths = None if self.source.endless else self.source.lengths(self._begun.progress.epoch)
         if lengths is None:
             why = "is endless" if self.source.endless else "does not report the lengths of its shards"
-            raise TypeError(
-                f"len() of a ShardLoader needs a finite source with known lengths, but the source {why}. Count the "
-                "batches while iterating"
-            )
+            raise TypeError(f"len() of a ShardLoader needs a finite source with known lengths, but the source {why}")
         partition = Partition(sum(map(int, lengths)), 0, self._batch, self._identity.boxes, self._tail)
         return self._identity.turn().done(partition.batches)
 
@@ -276,7 +269,7 @@ class ShardLoader(Loader):
         return with_all_changes(states, taken)
 
     def _check_order(self, state: Any, *, strict: bool) -> None:
-        check_state(state)
+        check_format(state, *KIND)
         until = self._adopt(state) if self._assigned or CHANGES in state else None
         check_order(self._with_later_weights(state, until), self._described, strict=strict)
 
@@ -294,7 +287,7 @@ class ShardLoader(Loader):
     def change_mixture(self, changes: Sequence[Mapping[str, Any]], load: LoadSource) -> None:
         """Apply weights that an operator changed (`MixtureChange.plain`), before a state is loaded. `load`: from
         "module:function" to the user's source. Raises InvalidArgumentError if they do not fit the uppermost mixture."""
-        self._assigned, self._load_source = [MixtureChange.parsed(change) for change in changes], cache(load)
+        self._assigned, self._load_source = listed({CHANGES: changes}), cache(load)
         self._history = self._assigned
         self._use(self._assigned, 0)
 
@@ -325,7 +318,9 @@ class ShardLoader(Loader):
         if epochs:
             epoch, begin = epoch + epochs, 0
             self._use(self._changes, epoch)
-        position, before = new_position(begin, steps, self._batch), mixture_of(self.source)
+        position, before = begin + steps * self._batch, mixture_of(self.source)
+        if position >= NUMBER_LIMIT:
+            raise InvalidArgumentError(f"--from-step must name a step before sample {NUMBER_LIMIT}, got {position}")
         parts = new_parts(before, position, weights, added, retired)
         functions = {**{name: fn for one in self._changes for name, fn in one.added.items() if name in parts}, **added}
         at = replace(self._begun, progress=OrderProgress(epoch, position, 0, self._topology())).state(self._described)
@@ -333,7 +328,7 @@ class ShardLoader(Loader):
         check_order(self._with_later_weights({**at, "others": {}}), self._described, strict=True)
         beside = max(before.names, key=parts.__getitem__)
         self._try_sources([*([beside] if added and parts[beside] else []), *added])
-        was, now = shares_at(before, position), shares_at(mixture_of(self.source), position)
+        was, now = before.wanted_by_name(position), mixture_of(self.source).wanted_by_name(position)
         return digest_of(self._described), (epoch, position), parts, was, now, functions
 
     def _try_sources(self, names: Sequence[str]) -> None:
@@ -382,7 +377,9 @@ class ShardLoader(Loader):
             own = part.endless_order.own(
                 progress.start + turn.number * batch, batch, turn.of, identity.box, identity.boxes
             )
-            return replace(part, cursors=part.cursors.among(set(own.tolist())))
+            return replace(
+                part, cursors={shard: part.cursors[shard] for shard in own.tolist() if shard in part.cursors}
+            )
         if moved and not self._plan.has_rows(part):
             return ShardedPosition(OrderProgress(progress.epoch + 1, 0, 0, progress.topology))
         return part
@@ -448,13 +445,10 @@ class ShardLoader(Loader):
         return without_rows(sample) if self._collate is _only else empty_batch(self._collate, sample)
 
 
-class _Epoch:
+class _Epoch(Iterator[Any]):
     def __init__(self, loader: ShardLoader) -> None:
         self._loader = loader
         self._share: WorkerShare | None = loader._begin()
-
-    def __iter__(self) -> _Epoch:
-        return self
 
     def __next__(self) -> Any:
         samples = self._next(read=True)

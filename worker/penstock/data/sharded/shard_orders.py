@@ -10,9 +10,6 @@ import numpy as np
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.protocol import PositionOf
 
-__all__ = ["EndlessOrder", "RoundRobin", "Tail"]
-
-
 Tail = Literal["emit", "pad", "drop", "emit apart"]
 """See Partition. "carry" of other loaders would move samples to the next epoch."""
 
@@ -115,8 +112,8 @@ class EndlessOrder:
         rows = np.full(self.columns, column_blocks * self.block, np.int64)
         rows[:column] += self.block
         rows[column] += inside
-        found: Ints = np.maximum(0, -(-(rows[:, None] - np.arange(self.partitions)) // self.partitions)).reshape(-1)
-        return found
+        counts: Ints = np.maximum(0, -(-(rows[:, None] - np.arange(self.partitions)) // self.partitions))
+        return counts.reshape(-1)
 
     def position_of(self, shard: int) -> PositionOf:
         column, partition = divmod(shard, self.partitions)
@@ -137,5 +134,4 @@ class EndlessOrder:
         for first in range(0, begins, at_once := max(1, POSITIONS_PER_CALL // len(rows))):
             starts = start + step * np.arange(first, min(begins, first + at_once))
             own[self.at((starts[:, None] + rows).reshape(-1) % period)[0]] = True
-        found: Ints = np.flatnonzero(own)
-        return found
+        return np.flatnonzero(own)

@@ -18,10 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
+import msgspec
+
 from penstock.data.arguments import one_of
 from penstock.data.ordering.order_states import (
     FORMAT,
     TAKEN,
+    Count,
+    Number,
     OrderProgress,
     Topology,
     check_format,
@@ -44,16 +48,6 @@ from penstock.proto.errors import (
 )
 from penstock.proto.state.envelope import damaged_state
 
-__all__ = [
-    "FixedOrder",
-    "ShardedPosition",
-    "check_order",
-    "check_source",
-    "check_state",
-    "described",
-]
-
-NUMBER_LIMIT = 1 << 62
 KIND = ("a ShardLoader", "shards")
 
 
@@ -65,24 +59,35 @@ TurnOf = Callable[[int], WorkerTurn]
 class ShardedPosition:
     progress: OrderProgress
     """`start` is a number of samples from the epoch's beginning."""
-    cursors: CursorStates = field(default_factory=CursorStates)
+    cursors: CursorStates = field(default_factory=dict)
     ended: Mapping[int, int] = field(default_factory=dict)
     """Number of samples in each shard whose end was found by reading."""
     endless_order: EndlessOrder | None = None
 
     def state(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """The cursor states are three lists: a thousand take 60 us to encode, and 740 us as separate dicts."""
-        indices, saved = self.cursors.columns
         more: dict[str, Any] = {
-            "shards": list(indices),
-            "indices": list(indices.values()),
-            "saved_positions": list(saved.values()),
+            "shards": list(self.cursors),
+            "indices": [index for index, _ in self.cursors.values()],
+            "saved_positions": [saved for _, saved in self.cursors.values()],
         }
         if self.endless_order is not None:
             more["block"] = self.endless_order.block
         else:
             more["ended"], more["lengths"] = list(self.ended), list(self.ended.values())
-        return {"format": FORMAT, **self.progress.plain(), "order": dict(order), **more}
+        return {"format": FORMAT, **msgspec.to_builtins(self.progress), "order": dict(order), **more}
+
+
+class _Entries(msgspec.Struct):
+    """Entries of a state besides the progress."""
+
+    shards: list[Number]
+    indices: list[Number]
+    saved_positions: list[Any]
+    block: Count | None = None
+    ended: list[Number] = []
+    lengths: list[Number] = []
+    taken: Number = 0
 
 
 @dataclass(frozen=True)
@@ -99,53 +104,37 @@ class FixedOrder:
         """Return the order of a finite source's epoch, from the lengths that it reports, or those found by reading."""
         lengths = self.source.lengths(epoch)
         if lengths is not None and len(lengths) != self.source.num_shards:
-            raise DatasetError(
-                f"lengths() of the source must return one length for each of its {self.source.num_shards} shards, got "
-                f"{len(lengths)}. Correct lengths()"
-            )
+            raise DatasetError(f"lengths() of the source must have {self.source.num_shards} items, got {len(lengths)}")
         if lengths is not None and len(lengths) and min(lengths) < 0:
-            raise DatasetError(
-                f"lengths() of the source must be at least 0, got {min(lengths)} in epoch {epoch}. Correct lengths()"
-            )
+            raise DatasetError(f"lengths() of the source must be at least 0, got {min(lengths)} in epoch {epoch}")
         return RoundRobin(self.source.num_shards, ended if lengths is None else [int(length) for length in lengths])
 
     def endless_order(self, block: int) -> EndlessOrder | None:
         return EndlessOrder(self.source.num_shards, self.partitions, block) if self.source.endless else None
 
-    def _endless_order_of(self, state: Mapping[str, Any]) -> EndlessOrder | None:
+    def _endless_order_of(self, block: int | None) -> EndlessOrder | None:
         if not self.source.endless:
             return None
-        block = state["block"]
-        if type(block) is not int or not 1 <= block < NUMBER_LIMIT:
-            raise ValueError(f"block must be an int >= 1, got {block!r:.100}")
+        if block is None:
+            raise ValueError("its entry 'block' is missing")
         if self.block not in (None, block):
-            raise StateMismatchError(
-                f"block must be {block}, as in the saved state, because it decides the order of samples, got "
-                f"{self.block}. Leave block out to continue with the saved value"
-            )
+            raise StateMismatchError(f"block must be {block}, as in the saved state, got {self.block}. Leave block out")
         return self.endless_order(block)
 
     def read(self, state: Any) -> ShardedPosition:
         check_format(state, *KIND)
         try:
-            progress = OrderProgress.parsed(state)
-            cursors = CursorStates(
-                *(dict(zip(state["shards"], state[name], strict=True)) for name in ("indices", "saved_positions"))
-            )
-            numbers = [progress.start, state.get(TAKEN, 0), *state["indices"]]
-            endless_order = self._endless_order_of(state)
-            ended = {} if endless_order is not None else dict(zip(state["ended"], state["lengths"], strict=True))
-            numbers += [*ended.values(), *(self.source.num_shards - 1 - shard for shard in (*cursors.indices, *ended))]
-            numbers += [*cursors.indices, *ended]
-            if any(type(number) is not int or not 0 <= number < NUMBER_LIMIT for number in numbers):
-                raise ValueError(
-                    f"its numbers must be at least 0, and its shards below {self.source.num_shards}, got {progress}, "
-                    f"ended shards {ended}, indices {cursors.indices}"[:400]
-                )
+            progress, entries = OrderProgress.parsed(state), msgspec.convert(state, _Entries)
+            shards, endless_order = entries.shards, self._endless_order_of(entries.block)
+            places = zip(entries.indices, entries.saved_positions, strict=True)
+            cursors = dict(zip(shards, places, strict=True))
+            ended = {} if endless_order is not None else dict(zip(entries.ended, entries.lengths, strict=True))
+            if progress.start < 0 or max([*shards, *ended], default=0) >= self.source.num_shards:
+                raise ValueError(f"its shards must be below {self.source.num_shards}, and its start at least 0")
             length = None if endless_order is not None else self.round_robin(progress.epoch, ended).length
             if length is not None and progress.start > length:
                 raise ValueError(f"its position must be within the {length} samples of the epoch, got {progress}")
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except ValueError as error:
             raise damaged_state("the ShardLoader's state is damaged", error) from error
         return ShardedPosition(progress, cursors, ended, endless_order)
 
@@ -155,7 +144,7 @@ class FixedOrder:
         progress, dones = common_progress([each.progress for each in positions])
         now, workers = [each for each in positions if each.progress.epoch == progress.epoch], progress.topology.workers
         ended = {shard: length for each in now for shard, length in each.ended.items()}
-        whole = ShardedPosition(progress, CursorStates(), ended, now[0].endless_order)
+        whole = ShardedPosition(progress, {}, ended, now[0].endless_order)
         whole = replace(whole, cursors=self._furthest(whole, now))
         taken = {}
         if any(TAKEN in state for state in states):
@@ -218,7 +207,7 @@ class FixedOrder:
         """Return the (epoch, position) up to which a state lists all changes: `reached` before it was advanced."""
         if TAKEN not in state:
             return self.reached(state, turn)
-        progress = replace(self.read(state).progress, done=state[TAKEN])
+        progress = msgspec.structs.replace(self.read(state).progress, done=state[TAKEN])
         if "others" in state:
             return progress.epoch, _after(progress, progress.done)
         return progress.epoch, _reached(progress, turn(progress.first))
@@ -258,11 +247,11 @@ class FixedOrder:
             counts: Ints = whole.endless_order.counts(position)
         else:
             counts = self.round_robin(whole.progress.epoch, whole.ended).counts(position)
-        found = CursorStates()
+        found: CursorStates = {}
         for each in positions:
-            for shard, index in each.cursors.indices.items():
-                if found.indices.get(shard, -1) < index <= counts[shard]:
-                    found.put(shard, index, each.cursors.saved[shard])
+            for shard, (index, saved) in each.cursors.items():
+                if found.get(shard, (-1, None))[0] < index <= counts[shard]:
+                    found[shard] = index, saved
         return found
 
 
@@ -278,10 +267,6 @@ def _reached(progress: OrderProgress, turn: WorkerTurn) -> int:
     return _after(progress, turn.batch(done - 1) + 1 if done else 0)
 
 
-def check_state(state: Any) -> None:
-    check_format(state, *KIND)
-
-
 def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
     """Raise StateMismatchError if a state has another order. strict=False: only warn about differences that leave the
     position meaningful, which are not those of shards, partitions and `endless`."""
@@ -292,16 +277,11 @@ def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
     message = f"the state was saved with another order of samples: {', '.join(found.values())}"
     fixed = [name for name in ("shards", "partitions", "endless") if name in found]
     if fixed:
-        names = " and ".join(fixed)
         raise StateMismatchError(
-            f"{message}. Use the settings of the saved run. strict=False cannot load the state either, because its "
-            f"position depends on {names}"
+            f"{message}. Use the settings of the saved run: the position depends on {' and '.join(fixed)}"
         )
     if strict:
-        raise StateMismatchError(
-            f"{message}. Use the settings of the saved run; or load with strict=False to continue, and samples may be "
-            "missing or repeated in this epoch"
-        )
+        raise StateMismatchError(f"{message}. Use the settings of the saved run, or load with strict=False")
     warnings.warn(f"{message}. Samples may be missing or repeated in this epoch", UserWarning, stacklevel=4)
 
 
@@ -312,8 +292,7 @@ def described(source: ShardedSource) -> Any:
         json.dumps(found, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(
-            f"described() of {type(source).__name__} must return a JSON value: {error}. Return a dict of texts, "
-            "numbers and lists"
+            f"described() of {type(source).__name__} must return a JSON value: {error}"
         ) from None
     return found
 
@@ -322,20 +301,10 @@ def check_source(source: ShardedSource, partitions: int, block: int | None, tail
     shards = checked(source, "ShardLoader").num_shards
     one_of("tail", tail, [name for name in get_args(Tail) if name != APART])
     if shards < 1:
-        raise InvalidArgumentError(
-            f"num_shards of the source must be at least 1, got {shards}. Make the source with more shards"
-        )
+        raise InvalidArgumentError(f"num_shards of the source must be at least 1, got {shards}")
     if not source.endless and partitions != 1:
-        raise InvalidArgumentError(
-            f"partitions must be 1 for a finite source, whose shards are read round robin, got {partitions}. Leave "
-            "partitions out, or wrap the source in Repeated to make it endless"
-        )
+        raise InvalidArgumentError(f"partitions must be 1 for a finite source, got {partitions}. Wrap it in Repeated")
     if not source.endless and block is not None:
-        raise InvalidArgumentError(
-            f"block must be None for a finite source, whose order does not depend on the batch size, got {block}. "
-            "Leave block out"
-        )
+        raise InvalidArgumentError(f"block must be None for a finite source, got {block}")
     if shards % partitions:
-        raise InvalidArgumentError(
-            f"partitions must divide the source's {shards} shards, got {partitions}. Pass a divisor of it"
-        )
+        raise InvalidArgumentError(f"partitions must divide the source's {shards} shards, got {partitions}")

@@ -18,8 +18,6 @@ from penstock.data.sharded.shard_states import FixedOrder, ShardedPosition
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["SharePlan", "WorkerShare"]
-
 
 @dataclass(frozen=True)
 class SharePlan:
@@ -58,18 +56,7 @@ class SharePlan:
         )
 
     def stream(self, position: ShardedPosition, readers: ShardReaders) -> EpochStream:
-        progress = position.progress
-        return EpochStream(
-            self.fixed_order.round_robin(progress.epoch, position.ended),
-            readers,
-            ended=position.ended,
-            start=progress.start,
-            batch=progress.topology.batch,
-            box=self.box,
-            boxes=progress.topology.boxes,
-            tail=self.fixed_order.tail,
-            every=progress.topology.workers,
-        )
+        return EpochStream(self.fixed_order, position, readers, self.box)
 
     def endless_rows(self, position: ShardedPosition, number: int, first: int, every: int) -> Rows:
         """Return row `first` of an endless source's batch, and each `every`-th row after it."""
@@ -102,13 +89,11 @@ class SharePlan:
         stages = {stage.order: stage for stage in stages_of(found.epoch)}
         if found.order not in stages:
             raise StateMismatchError(
-                "the restore key must come from a loader with the same source, seed, shards and partitions (digest "
-                f"{[*stages][-1]}), got digest {found.order}. Make the loader with the settings of that run"
+                f"the restore key must have the digest {[*stages][-1]} of this loader's order, got {found.order}"
             )
         if found.shard >= source.num_shards or (found.block is None) == source.endless:
             raise InvalidArgumentError(
-                f"the restore key {key!r:.200} must have a shard below {source.num_shards}, and a block only for an "
-                f"endless source, got shard {found.shard} and block {found.block}. Use the unchanged text from a batch"
+                f"the restore key {key!r:.200} must have a shard below {source.num_shards}, and a block only if endless"
             )
         endless_order = None if found.block is None else self.fixed_order.endless_order(found.block)
         position_of = None if endless_order is None else endless_order.position_of(found.shard)
@@ -119,8 +104,7 @@ class SharePlan:
             return next(cursor)
         except StopIteration:
             raise DatasetError(
-                f"shard {found.shard} of epoch {found.epoch} must have the sample {found.index} of the restore key, "
-                "but ends before. Use the data from which the key was made; they may have changed"
+                f"shard {found.shard} of epoch {found.epoch} must have the sample {found.index} of the restore key"
             ) from None
         finally:
             cursor.close()
@@ -134,15 +118,7 @@ class SharePlan:
 
     def check_length(self, epoch: int, length: int, batch: int, boxes: int) -> None:
         if Partition(length, 0, batch, boxes, self.fixed_order.tail).batches == 0 or length == 0:
-            hint = (
-                " with tail='drop'. Use a smaller batch, or another tail"
-                if length
-                else ". Check that the source's list of files or pieces is not empty"
-            )
-            raise DatasetError(
-                f"epoch {epoch} of {self.fixed_order.source.num_shards} shards: the epoch must have enough samples for "
-                f"one batch of {batch} rows, got {length}{hint}"
-            )
+            raise DatasetError(f"epoch {epoch} must have enough samples for one batch of {batch} rows, got {length}")
 
 
 def following_rows(rows: Sequence[tuple[int, int, bool]]) -> list[int]:
@@ -232,8 +208,8 @@ class WorkerShare:
         """Return the shard that was read last, and its cursor's saved position, at which a mixture's present weights
         are looked up; if none was read, the starting position's furthest one."""
         states = self._begun.cursors
-        furthest = max(states.indices, key=lambda shard: (states.indices[shard], shard), default=None)
-        return self._readers.latest() or (None if furthest is None else (furthest, states.saved[furthest]))
+        furthest = max(states, key=lambda shard: (states[shard][0], shard), default=None)
+        return self._readers.latest() or (None if furthest is None else (furthest, states[furthest][1]))
 
     @property
     def begun_at_end(self) -> bool:

@@ -18,8 +18,6 @@ from penstock.data.sharded.protocol import Cursor, Origin, PositionOf, SavedPosi
 from penstock.data.sharded.runs import Run, RunCursor
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["Chunked"]
-
 
 class Chunked(Layer):
     """Layer that splits documents of tokens into pieces of at most `length` tokens: int64 tensors of shape (tokens,).
@@ -74,12 +72,7 @@ class Chunked(Layer):
         return settings
 
     def open(
-        self,
-        shard: int,
-        epoch: int,
-        seed: int,
-        saved: SavedPosition | None = None,
-        position_of: PositionOf | None = None,
+        self, shard: int, epoch: int, seed: int, saved: SavedPosition = None, position_of: PositionOf | None = None
     ) -> Cursor:
         (index, piece), inner = entered(saved, "Chunked", "index", "piece")
         cursor = self.source.open(shard, epoch, seed, inner)
@@ -101,8 +94,6 @@ class _ChunkedCursor(RunCursor):
         """Tokens of the document, with BOS and EOS, of which some pieces were returned and some not."""
         self._documents = self._cut = 0
         """For the mean: documents and their pieces, without those that take several calls of `take`."""
-
-    traced = True
 
     def take(self, count: int) -> Run:
         found = self._reader.ready(1 + (count - 1) * self._documents // max(1, self._cut))
@@ -185,10 +176,7 @@ class _ChunkedCursor(RunCursor):
 
     def _pieces(self, size: int) -> int:
         if self._longest is not None and size > self._longest:
-            raise DatasetError(
-                f"{self._reader.where()} must have at most longest={self._longest} tokens, got {size}. Allow more, or "
-                "leave such documents out by Filtered"
-            )
+            raise DatasetError(f"{self._reader.where()} must have at most longest={self._longest} tokens, got {size}")
         return -(-(size + len(self._between)) // self._length)
 
     def _separated(self, block: Block, at: int, until: int) -> Ints:

@@ -21,9 +21,6 @@ from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, SavedPositio
 from penstock.data.sharded.runs import Run, take_with_positions
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["Block", "DocumentParser", "DocumentReader", "located", "token_of"]
-
-
 MAX_TOKEN = (1 << 63) - 1
 READ_AHEAD = 256
 
@@ -65,9 +62,8 @@ class DocumentParser:
         missing = [name for name in (fields.tokens, *self._columns) if name not in self._names(sample)]
         if missing:
             raise DatasetError(
-                f"{self.where(index)} must be a dict with the fields {sorted({fields.tokens, *self._columns})}, got "
-                f"{self._names(sample) or type(sample).__name__}. Make it with "
-                "Mapped(source, function), or name the columns that the samples have"
+                f"{self.where(index)} must be a dict with {sorted({fields.tokens, *self._columns})}, got "
+                f"{self._names(sample) or type(sample).__name__}"
             )
         full = self._array(sample[fields.tokens], index)
         tokens = self._cut(full, index)
@@ -88,12 +84,8 @@ class DocumentParser:
         most, truncate = self._longest
         if truncate:
             return tokens[:most]
-        # with attached columns, no other value of `long` is possible
-        attached = self._fields is not None and self._fields.attached
-        other = "" if attached else ", or give long='truncate' or long='split'"
         raise DatasetError(
-            f"{self.where(index)} must have at most length={most} tokens, got {len(tokens)}. Make the lines longer, or "
-            f"leave such documents out by Filtered{other}"
+            f"{self.where(index)} must have at most length={most} tokens, got {len(tokens)}. Leave it out by Filtered"
         )
 
     def _column(self, values: Any, index: int, name: str, size: int | None = None) -> npt.NDArray[Any]:
@@ -103,16 +95,13 @@ class DocumentParser:
                 if size is None or len(column) == size:
                     return column
                 raise DatasetError(
-                    f"{self.where(index)}: {name!r} must have one value for each of the {size} tokens, got "
-                    f"{len(column)}. Correct the field with a Mapped(source, function)"
+                    f"{self.where(index)}: {name!r} must have {size} values, one for each token, got {len(column)}"
                 )
             kind = f"{column.dtype} of shape {column.shape}"
         except (ValueError, TypeError):  # a list of lists of different lengths; a dtype that numpy does not have
             kind = str(getattr(values, "dtype", type(values).__name__))
         raise DatasetError(
-            f"{self.where(index)}: {name!r} must be a tensor, an array or a list of numbers with at least one "
-            f"dimension, got {kind}. Use Mapped to convert it; give arrays of different shapes one shape first, such "
-            "as images as rows of patches"
+            f"{self.where(index)}: {name!r} must be an array of numbers with a dimension, got {kind}. Use Mapped"
         )
 
     def _stripped(self, document: Ints) -> Ints:
@@ -140,8 +129,7 @@ class DocumentParser:
                 return self._checked(array, index)
             kind = f"{array.dtype} of shape {array.shape}"
         raise DatasetError(
-            f"{self.where(index)} must be a tensor, an array or a list of integers with one dimension, got {kind}. Use "
-            "Mapped to make its tokens"
+            f"{self.where(index)} must be a one-dimensional array or list of integers, got {kind}. Use Mapped"
         )
 
     def _checked(self, array: npt.NDArray[Any], index: int) -> Ints:
@@ -153,10 +141,7 @@ class DocumentParser:
         if self._narrow and not np.can_cast(array.dtype, np.int32):
             least, most = int(array.min()), int(array.max())
             if least < -(1 << 31) or most >= 1 << 31:
-                raise DatasetError(
-                    f"{self.where(index)}: tokens must fit dtype='int32', got {most if most >= 1 << 31 else least}. "
-                    "Use dtype='int64'"
-                )
+                raise DatasetError(f"{self.where(index)}: tokens must fit dtype='int32', got {least} to {most}")
         return array
 
 
@@ -277,8 +262,7 @@ class DocumentReader:
         """Raise DatasetError if the next document has fewer (`there`) `what` than a saved position requires."""
         if at >= there:
             raise DatasetError(
-                f"{self.where()} must have more than the {at} {what} that the saved run read of it, got {there}. Use "
-                "the data of that run"
+                f"{self.where()} must have more than {at} {what}, as in the saved run, got {there}. Use its data"
             )
 
     def close(self) -> None:

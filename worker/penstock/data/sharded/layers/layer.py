@@ -12,8 +12,6 @@ from typing import Any, Self
 from penstock.data.sharded.protocol import PositionOf, SavedPosition, ShardedSource
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
 
-__all__ = ["Layer", "SearchLimit", "checked", "depth_of", "entered", "is_keyed", "position_function", "title"]
-
 SEARCHED_SAMPLES = 1_000_000
 """Most consecutive samples that a layer may leave out of an endless source: a filter that is never true would read
 forever. One that is true for a sample in 10,000 reaches this with probability e^-100."""
@@ -83,36 +81,29 @@ class SearchLimit:
         if self._left < 0:
             raise DatasetError(
                 f"{self._what} must keep at least one of {SEARCHED_SAMPLES:,} consecutive samples of shard "
-                f"{self._shard}, but left out all, and its source never ends. Check its function and settings. If a "
-                "Repeated is below it, put the Repeated above it: an epoch without samples is then an error at once"
+                f"{self._shard}. Check its function, or put the Repeated above it"
             )
 
 
 def checked(source: ShardedSource, layer: str) -> ShardedSource:
     if not isinstance(source, ShardedSource):
         raise InvalidArgumentError(
-            f"{layer} needs a source in logical shards, got {type(source).__name__}. Wrap it in LogicalShards or "
-            "Savable first"
+            f"{layer} needs a source in logical shards, got {type(source).__name__}. Use LogicalShards or Savable"
         )
     return source
 
 
-def entered(saved: SavedPosition | None, layer: str, *names: str) -> tuple[list[int], SavedPosition | None]:
+def entered(saved: SavedPosition, layer: str, *names: str) -> tuple[list[int], SavedPosition]:
     """Return the integers `names` in a layer's saved position, and its source's; zeros and None at the beginning."""
     if saved is None:
         return [0] * len(names), None
     if not isinstance(saved, Mapping):
-        raise StateCorruptError(
-            f"the saved position of {layer} must be a dict of integers, got {saved!r:.200}. Load an older state"
-        )
+        raise StateCorruptError(f"the saved position of {layer} must be a dict of integers, got {saved!r:.200}")
     found = [saved.get(name) for name in names]
     numbers = [number for number in found if type(number) is int and 0 <= number < NUMBER_LIMIT]
     if len(numbers) < len(names):
         damaged = dict(zip(names, found, strict=True))
-        raise StateCorruptError(
-            f"each value of the saved position of {layer} must be an integer from 0 to {NUMBER_LIMIT - 1}, got "
-            f"{damaged}. Load an older state"
-        )
+        raise StateCorruptError(f"the saved position of {layer} must be integers from 0, got {damaged}")
     return numbers, saved.get("source")
 
 

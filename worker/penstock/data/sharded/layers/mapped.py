@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,15 +22,12 @@ from penstock.data.sharded.protocol import (
     SavedPosition,
     ShardedSource,
     cursor_origin,
-    is_traced,
     known_records,
 )
 from penstock.data.sharded.runs import Run, RunCursor, take
 from penstock.data.stop_iteration import stop_iteration_error
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
-
-__all__ = ["Filtered", "Mapped", "SkipSample"]
 
 _Function = Callable[..., Any]
 _Decision = Callable[[Any, int], tuple[bool, Any]]
@@ -44,10 +41,7 @@ class _PerSample(Layer):
     def __init__(self, source: ShardedSource, function: _Function, random: bool, name: str | None) -> None:
         super().__init__(source)
         if not callable(function):
-            raise InvalidArgumentError(
-                f"{type(self).__name__} needs a function, got {function!r}. Pass the function itself, without calling "
-                "it"
-            )
+            raise InvalidArgumentError(f"{type(self).__name__} needs a function, got {function!r}")
         self._function, self._random, self._name = function, bool(random), title(function, name)
 
     def settings(self) -> dict[str, Any]:
@@ -95,9 +89,7 @@ class Mapped(_PerSample):
         super().__init__(source, fn, random, name)
         self._skip_failures = whole("skip_failures", skip_failures)
         if self._skip_failures < 0:
-            raise InvalidArgumentError(
-                f"skip_failures must be at least 0, got {skip_failures}. Pass 0 to raise every exception"
-            )
+            raise InvalidArgumentError(f"skip_failures must be at least 0, got {skip_failures}")
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "skip_failures": self._skip_failures}
@@ -113,12 +105,7 @@ class Mapped(_PerSample):
         return None if self._skip_failures else known_records(self.source)
 
     def open(
-        self,
-        shard: int,
-        epoch: int,
-        seed: int,
-        saved: SavedPosition | None = None,
-        position_of: PositionOf | None = None,
+        self, shard: int, epoch: int, seed: int, saved: SavedPosition = None, position_of: PositionOf | None = None
     ) -> Cursor:
         call = self._call(shard, epoch, seed)
         (index,), inner = entered(saved, "Mapped", "index")
@@ -148,12 +135,7 @@ class Filtered(_PerSample):
         super().__init__(source, predicate, random, name)
 
     def open(
-        self,
-        shard: int,
-        epoch: int,
-        seed: int,
-        saved: SavedPosition | None = None,
-        position_of: PositionOf | None = None,
+        self, shard: int, epoch: int, seed: int, saved: SavedPosition = None, position_of: PositionOf | None = None
     ) -> Cursor:
         call = self._call(shard, epoch, seed)
         (index,), inner = entered(saved, "Filtered", "index")
@@ -196,9 +178,7 @@ class _Tolerant:
             self._failed += 1
             if self._failed > self._most:
                 raise
-            warnings.warn(
-                f"{self._call.where} {index} is left out: {type(error).__name__}: {error}", UserWarning, stacklevel=4
-            )
+            warnings.warn(f"{self._call.where} {index} is left out: {type(error).__name__}: {error}", stacklevel=4)
             return False, None
         self._failed = 0
         return True, value
@@ -231,13 +211,8 @@ class _EachCursor(RunCursor):
             return self._call(sample, index)
         except SkipSample as error:
             raise InvalidArgumentError(
-                f"{self._call.where} {index} raised SkipSample, but a Mapped with skip_failures=0 must yield one "
-                "sample for each input. Set skip_failures to 1 or more, or use Filtered"
+                f"{self._call.where} {index} raised SkipSample. Set skip_failures to 1 or more, or use Filtered"
             ) from error
-
-    @property
-    def traced(self) -> bool:
-        return is_traced(self._inner)
 
     def skip(self, count: int) -> int:
         passed = self._inner.skip(count)
@@ -251,15 +226,12 @@ class _EachCursor(RunCursor):
         self._inner.close()
 
 
-class _SomeCursor:
+class _SomeCursor(Iterator[Any]):
     def __init__(self, inner: Cursor, taken: _Decision, index: int, limit: SearchLimit) -> None:
         self._inner, self._taken, self._limit = inner, taken, limit
         self._left_out: dict[str, int] = {}
         """By source: samples that were left out just before the one that was yielded last."""
         self._index = index
-
-    def __iter__(self) -> _SomeCursor:
-        return self
 
     def __next__(self) -> Any:
         self._left_out = {}
@@ -272,8 +244,6 @@ class _SomeCursor:
             self._limit.left_out()
             self._left_out = cursor_origin(self._inner).leaving_out(self._left_out)
         raise StopIteration
-
-    traced = True
 
     @property
     def origin(self) -> Origin:

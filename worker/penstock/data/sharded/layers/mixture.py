@@ -5,8 +5,8 @@ Each source gets its own seed; otherwise two that read the same data would give 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -28,9 +28,6 @@ from penstock.data.sharded.protocol import (
 )
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
 from penstock.proto.state.generators import derive_seed
-
-__all__ = ["By", "ByTokens", "Mixture", "MixtureMembers", "Stop", "TokenWeights", "ended_early", "members_of"]
-
 
 Stop = Literal["never", "first", "last"]
 By = Literal["samples", "tokens"]
@@ -91,50 +88,36 @@ class Mixture:
         one_of("by", by, get_args(By))
         if isinstance(sources, Mapping):
             if names is not None:
-                raise InvalidArgumentError(
-                    "names must be left out if the sources of a Mixture are a dict. Use its keys as names"
-                )
+                raise InvalidArgumentError("names must be left out if the sources are a dict")
             names, sources = [*sources], [*sources.values()]
         if not isinstance(sources, Sized) or not isinstance(weights, Sized | Schedule):
             raise InvalidArgumentError(
-                f"Mixture needs a list of sources and a list of weights, got a {type(sources).__name__} and a "
-                f"{type(weights).__name__}. Pass two lists, or two dicts by name"
+                f"Mixture needs two lists or dicts, got a {type(sources).__name__} and a {type(weights).__name__}"
             )
         if not sources:
             raise InvalidArgumentError("Mixture needs at least one source, got none. Pass a list with sources")
         count = len(sources) if isinstance(weights, Mapping | Schedule) else len(weights)
         if count != len(sources):
-            raise InvalidArgumentError(
-                f"Mixture needs one weight for each source, got {len(sources)} sources and {count} weights. Pass as "
-                "many weights as sources"
-            )
+            raise InvalidArgumentError(f"Mixture needs one weight for each of {len(sources)} sources, got {count}")
         shards = [checked(source, "Mixture").num_shards for source in sources]
         if len(set(shards)) > 1:
-            other = next(number for number, count in enumerate(shards) if count != shards[0])
-            raise InvalidArgumentError(
-                f"the sources of a Mixture must have the same number of shards: sources[0] has {shards[0]}, "
-                f"sources[{other}] has {shards[other]}. Pass the same number as `shards` to all of them"
-            )
+            raise InvalidArgumentError(f"the sources of a Mixture must have the same number of shards, got {shards}")
         endless = [number for number, source in enumerate(sources) if source.endless]
         if endless and stop != "never":
             raise InvalidArgumentError(
-                f"stop={stop!r} needs finite sources, but sources[{endless[0]}] never ends. Use stop='never'; or, if "
-                "the source is a Repeated, leave out this Repeated and put the whole Mixture into Repeated(...)"
+                f"stop={stop!r} needs finite sources, got sources[{endless[0]}]. Put Repeated around the Mixture"
             )
-        self._stop, self._by = stop, by
+        self.stop, self.by = stop, by
         self.names = _checked_names(names, len(sources))
         self._segments = segments_of(weights, self.names)
         if self.changes and stop != "never":
-            raise InvalidArgumentError(
-                f"a Schedule needs stop='never', got {stop!r}: each epoch of a finite mixture begins at position 0, "
-                "so its weights cannot depend on the position in the run. Leave stop out, or give constant weights"
-            )
-        self._parts = self._segments[0].parts
+            raise InvalidArgumentError(f"a Schedule needs stop='never', got {stop!r}")
+        self.parts = self._segments[0].parts
         self.sources = [Repeated(source) if stop == "never" and not source.endless else source for source in sources]
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self._weights().items())
-        return f"Mixture({self.sources!r}, {given}, stop={self._stop!r}, by={self._by!r})"
+        return f"Mixture({self.sources!r}, {given}, stop={self.stop!r}, by={self.by!r})"
 
     @property
     def num_shards(self) -> int:
@@ -142,60 +125,59 @@ class Mixture:
 
     @property
     def endless(self) -> bool:
-        return self._stop == "never"
+        return self.stop == "never"
 
     def described(self) -> dict[str, Any]:
         return {
             "kind": "Mixture",
             **self._weights(),
-            "stop": self._stop,
-            **({"by": self._by} if self._by != "samples" else {}),
+            "stop": self.stop,
+            **({"by": self.by} if self.by != "samples" else {}),
             "sources": [source.described() for source in self.sources],
         }
 
     def _weights(self) -> dict[str, Any]:
         if self.changes:
             return {"schedule": [segment.described() for segment in self._segments]}
-        return {"parts": list(self._parts)}
+        return {"parts": list(self.parts)}
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
-        if self._stop != "last":
+        if self.stop != "last":
             return None
         total = np.zeros(self.num_shards, np.int64)
-        for source, part in zip(self.sources, self._parts, strict=True):
+        for source, part in zip(self.sources, self.parts, strict=True):
             lengths = source.lengths(epoch) if part else np.zeros(self.num_shards, np.int64)
             if lengths is None:
                 return None
             total += np.asarray(lengths, np.int64)
-        counts: list[int] = total.tolist()
-        return counts
+        return total.tolist()
 
     def open(
-        self,
-        shard: int,
-        epoch: int,
-        seed: int,
-        saved: SavedPosition | None = None,
-        position_of: PositionOf | None = None,
+        self, shard: int, epoch: int, seed: int, saved: SavedPosition = None, position_of: PositionOf | None = None
     ) -> Cursor:
         (index,), _ = entered(saved, "Mixture", "index")
         below, ended = members_of(saved, len(self.sources))
 
-        def opened(number: int, saved: SavedPosition | None) -> Cursor:
+        def opened(number: int, saved: SavedPosition) -> Cursor:
             own = derive_seed(seed, "mixture", number)
             return self.sources[number].open(shard, epoch, own, saved)
 
-        members, positions = MixtureMembers(opened, below), _Positions(position_of, shard, self.num_shards)
-        if self._by == "tokens":
-            where = f"shard {shard} in epoch {epoch}"
-            weights = TokenWeights(order_of(self._segments), positions.at, self.changes)
-            return ByTokens(members, weights, ended, self._stop, index, saved, where, self.names)
-        order = order_of(self._segments) if self.changes else shares_of(self._parts)
-        return _Cursor(members, order, self._parts, ended, self._stop, index, positions, self.names)
+        members = MixtureMembers(opened, below)
+        if self.by == "tokens":
+            at = position_function(position_of, shard, self.num_shards)
+            return ByTokens(self, members, at, ended, index, saved, f"shard {shard} in epoch {epoch}")
+        return _Cursor(self, members, _Positions(position_of, shard, self.num_shards), ended, index)
+
+    @property
+    def order(self) -> SegmentedOrder:
+        return order_of(self._segments)
 
     def wanted(self, position: int = 0) -> list[float]:
         """Return each source's share of all weights at a position: 0.7 and 0.3 for weights 7 and 3."""
-        return order_of(self._segments).shares(position)
+        return self.order.shares(position)
+
+    def wanted_by_name(self, position: int) -> dict[str, float]:
+        return dict(zip(self.names, self.wanted(position), strict=True))
 
     def parts_at(self, position: int) -> tuple[int, ...]:
         return [segment for segment in self._segments if segment.start <= position][-1].parts
@@ -208,35 +190,25 @@ class Mixture:
         unknown = [name for name in parts if name not in found.names]
         if unknown:
             raise InvalidArgumentError(
-                f"the changed weights must name sources of the Mixture ({', '.join(found.names)}), got "
-                f"{', '.join(unknown)}. Give the Mixture in the code the sources that it had when its weights were "
-                "changed"
+                f"changed weights must name sources of the Mixture ({', '.join(found.names)}), got {', '.join(unknown)}"
             )
         if not any(parts.values()):
-            raise InvalidArgumentError(
-                f"at least one of the changed weights must be above 0, got {dict(parts)}. Load a state from before "
-                "this change"
-            )
+            raise InvalidArgumentError(f"one of the changed weights must be above 0, got {dict(parts)}")
         for name, source in added.items():
             if source.num_shards != self.num_shards:
                 raise InvalidArgumentError(
-                    f"the added source {name!r} must have {self.num_shards} shards, as the others, got "
-                    f"{source.num_shards}. Make it with shards={self.num_shards}"
+                    f"the added source {name!r} must have {self.num_shards} shards, got {source.num_shards}"
                 )
         found.sources = [*self.sources, *(one if one.endless else Repeated(one) for one in added.values())]
         more = (0,) * len(added)
         kept = [segment.with_more(more) for segment in self._segments if segment.start < position]
         found._segments = (*kept, Segment(position, tuple(parts.get(name, 0) for name in found.names)))
-        found._parts = found._segments[0].parts
+        found.parts = found._segments[0].parts
         return found
 
     @property
     def changes(self) -> bool:
         return len(self._segments) > 1
-
-    @property
-    def by(self) -> By:
-        return self._by
 
 
 def _checked_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
@@ -245,8 +217,7 @@ def _checked_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
     found = () if isinstance(names, str) else tuple(names)
     if len(set(found)) != count or not all(isinstance(name, str) and name and "/" not in name for name in found):
         raise InvalidArgumentError(
-            f"the names of a Mixture's sources must be {count} different texts without '/', one for each source, got "
-            f"{names!r:.200}. Give each source a name of its own"
+            f"the names of a Mixture's sources must be {count} different texts without '/', got {names!r:.200}"
         )
     return found
 
@@ -262,25 +233,15 @@ class _Positions:
         return np.fromiter(map(self._given, range(first, first + count)), np.int64, count)
 
 
-class _Cursor:
+class _Cursor(Iterator[Any]):
     def __init__(
-        self,
-        members: MixtureMembers,
-        order: MixtureShares | SegmentedOrder,
-        parts: tuple[int, ...],
-        ended: set[int],
-        stop: Stop,
-        index: int,
-        positions: _Positions,
-        names: tuple[str, ...],
+        self, mixture: Mixture, members: MixtureMembers, positions: _Positions, ended: set[int], index: int
     ) -> None:
-        self._members, self._order, self._parts, self._ended, self._stop = members, order, parts, ended, stop
-        self._index, self._positions, self._names = index, positions, names
+        self._members, self._positions, self._ended, self._index = members, positions, ended, index
+        self._parts, self._stop, self._names = mixture.parts, mixture.stop, mixture.names
+        self._order = mixture.order if mixture.changes else shares_of(mixture.parts)
         self._last = 0
         self._schedule = self._live_schedule()
-
-    def __iter__(self) -> _Cursor:
-        return self
 
     def __next__(self) -> Any:
         while self._schedule is not None:
@@ -291,8 +252,6 @@ class _Cursor:
                 return sample
             self._end(number)
         raise StopIteration
-
-    traced = True
 
     @property
     def origin(self) -> Origin:
@@ -364,7 +323,7 @@ def ended_early(number: int) -> DatasetError:
     )
 
 
-def members_of(saved: SavedPosition | None, count: int) -> tuple[list[SavedPosition | None], set[int]]:
+def members_of(saved: SavedPosition, count: int) -> tuple[list[SavedPosition], set[int]]:
     """Return each source's saved position, None if it was added later, and the numbers of ended ones."""
     if saved is None:
         return [None] * count, set()
@@ -373,17 +332,13 @@ def members_of(saved: SavedPosition | None, count: int) -> tuple[list[SavedPosit
         numbers = {number for number in ended if type(number) is int and 0 <= number < count}
         if len(numbers) == len(ended):
             return [*below, *([None] * (count - len(below)))], numbers
-    raise StateCorruptError(
-        f"the saved position of a Mixture of {count} sources is damaged: {saved!r:.200}. Load an older state"
-    )
+    raise StateCorruptError(f"the saved position of a Mixture of {count} sources is damaged: {saved!r:.200}")
 
 
 class MixtureMembers:
     """Cursors of a mixture's sources in one shard. `saved_positions` asks only those that may have moved."""
 
-    def __init__(
-        self, opened: Callable[[int, SavedPosition | None], Cursor], saved: Sequence[SavedPosition | None]
-    ) -> None:
+    def __init__(self, opened: Callable[[int, SavedPosition], Cursor], saved: Sequence[SavedPosition]) -> None:
         self._opened, self._saved = opened, list(saved)
         self._cursors: dict[int, Cursor] = {}
         self._moved: set[int] = set()
@@ -394,13 +349,13 @@ class MixtureMembers:
         self._moved.add(number)
         return self._cursors[number]
 
-    def saved_positions(self) -> list[SavedPosition | None]:
+    def saved_positions(self) -> list[SavedPosition]:
         for number in self._moved:
             self._saved[number] = self._cursors[number].saved_position()
         self._moved.clear()
         return self._saved.copy()
 
-    def restore(self, saved: Sequence[SavedPosition | None]) -> None:
+    def restore(self, saved: Sequence[SavedPosition]) -> None:
         self.close()
         self._saved = list(saved)
 
@@ -418,20 +373,7 @@ class MixtureMembers:
         self._moved.clear()
 
 
-class TokenWeights(NamedTuple):
-    order: SegmentedOrder
-    position_of: PositionOf
-    changes: bool
-
-    def phase(self, index: int) -> Phase:
-        return self.order.phase(self.position_of(index) if self.changes else 0)
-
-    def last(self, index: int, saved: SavedPosition | None) -> Phase:
-        """Return the phase of the document that a saved position follows; at the beginning that of document `index`."""
-        return self.phase(index - 1 if saved is not None and index else index)
-
-
-def _given_of(saved: SavedPosition | None, count: int, phase: Phase) -> list[int]:
+def _given_of(saved: SavedPosition, count: int, phase: Phase) -> list[int]:
     """Return the tokens that each source has given in a phase; zeros for another phase, and for added sources."""
     if saved is None:
         return [0] * count
@@ -446,10 +388,7 @@ def _given_of(saved: SavedPosition | None, count: int, phase: Phase) -> list[int
         # The counts are those of another phase if the Schedule was changed after the position was saved.
         kept = given if begun == [phase.segment, phase.start] else []
         return [*kept, *([0] * (count - len(kept)))]
-    raise StateCorruptError(
-        f"the saved position of a Mixture(by='tokens') of {count} sources is damaged: {saved!r:.200}. "
-        "Load an older state"
-    )
+    raise StateCorruptError(f"the saved position of a Mixture(by='tokens') is damaged: {saved!r:.200}")
 
 
 def _carried(given: Sequence[int], parts: Sequence[int]) -> list[int]:
@@ -458,7 +397,7 @@ def _carried(given: Sequence[int], parts: Sequence[int]) -> list[int]:
     return [had - part * total // whole for had, part in zip(given, parts, strict=True)]
 
 
-class ByTokens:
+class ByTokens(Iterator[Any]):
     """Cursor of one shard of a mixture whose weights are shares of tokens.
 
     Documents are yielded whole. A source is eligible if its tokens do not exceed its share of all tokens so far. The
@@ -474,29 +413,29 @@ class ByTokens:
 
     def __init__(
         self,
+        mixture: Mixture,
         members: MixtureMembers,
-        weights: TokenWeights,
+        position_of: PositionOf,
         ended: set[int],
-        stop: str,
         index: int,
-        saved: SavedPosition | None,
+        saved: SavedPosition,
         where: str,
-        names: tuple[str, ...],
     ) -> None:
-        self._members, self._weights, self._ended, self._stop = members, weights, ended, stop
-        self._index, self._where, self._names = index, where, names
-        self._phase = weights.last(index, saved)
+        self._members, self._position_of, self._ended, self._index = members, position_of, ended, index
+        self._order, self._changes, self._stop, self._names = (
+            mixture.order,
+            mixture.changes,
+            mixture.stop,
+            mixture.names,
+        )
+        self._where = where
+        self._phase = self._phase_of(index - 1 if saved is not None and index else index)
         """Of the last document. Set with the next one, so that no saved position depends on later weights."""
-        self._parts, self._given = self._phase.parts, _given_of(saved, len(names), self._phase)
+        self._parts, self._given = self._phase.parts, _given_of(saved, len(self._names), self._phase)
         self._next: dict[int, tuple[int, Any, SavedPosition, Origin]] = {}
         """By source: the document read ahead, as (tokens, document, saved position before it, origin)."""
         self.origin = NOWHERE
         self._over = False
-
-    traced = True
-
-    def __iter__(self) -> ByTokens:
-        return self
 
     def __next__(self) -> Any:
         number = self._due()
@@ -516,7 +455,7 @@ class ByTokens:
         below = self._members.saved_positions()
         for number, (_, _, before, _) in self._next.items():
             below[number] = before
-        phase = {"piece": [self._phase.segment, self._phase.start]} if self._weights.changes else {}
+        phase = {"piece": [self._phase.segment, self._phase.start]} if self._changes else {}
         found = {"index": self._index, "ended": sorted(self._ended), "given": self._given.copy(), "sources": below}
         return {**found, **phase}
 
@@ -524,6 +463,9 @@ class ByTokens:
         self._next.clear()
         self._over = True
         self._members.close()
+
+    def _phase_of(self, index: int) -> Phase:
+        return self._order.phase(self._position_of(index) if self._changes else 0)
 
     def _take(self, number: int) -> Any:
         length, document, _, origin = self._next.pop(number)
@@ -541,8 +483,8 @@ class ByTokens:
 
     def _due(self) -> int | None:
         """Return the source of the next document; None if the shard has ended."""
-        if self._weights.changes:
-            self._enter(self._weights.phase(self._index))
+        if self._changes:
+            self._enter(self._phase_of(self._index))
         while not self._over:
             live = [number for number, part in enumerate(self._parts) if part and number not in self._ended]
             missing = [number for number in live if number not in self._next and not self._read(number)]
@@ -592,6 +534,5 @@ class ByTokens:
         if isinstance(document, (torch.Tensor, np.ndarray)):
             kind += f" of shape {tuple(document.shape)}"
         raise DatasetError(
-            f"sources[{number}] of a Mixture(by='tokens'), {self._where}: each sample must be a tensor, an array or a "
-            f"list of token ids with one dimension, got {kind}. Make the token ids by Mapped, or use by='samples'"
+            f"sources[{number}] of a Mixture(by='tokens'), {self._where}: samples must be lists of tokens, got {kind}"
         )

@@ -36,11 +36,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.data.ordering.permutation import Ints, mix
+from penstock.data.ordering.permutation import Ints, gathered, mix
 from penstock.data.sharded.layers.mixture_schedule import MAX_PARTS, Segment, reduced
-
-__all__ = ["MixtureShares", "Phase", "SegmentedOrder", "order_of", "shares_of"]
-
 
 KEPT_POSITIONS = 1 << 24
 """Approximate number of positions whose sources a ramp keeps (32 MB). The oldest are computed again."""
@@ -66,12 +63,8 @@ class SegmentedOrder:
         return self._orders[number].at(position - self._starts[number])
 
     def many(self, positions: Ints) -> Ints:
-        found = np.empty(len(positions), np.int64)
         numbers = np.searchsorted(self._starts, positions, "right") - 1
-        for number in np.unique(numbers).tolist():
-            chosen = numbers == number
-            found[chosen] = self._orders[number].many(positions[chosen] - self._starts[number])
-        return found
+        return gathered(numbers, positions, lambda number, at: self._orders[number].many(at - self._starts[number]))
 
     def phase(self, position: int) -> Phase:
         number = bisect_right(self._starts, position) - 1
@@ -129,12 +122,8 @@ class _RampOrder:
         return int(self._table(number)[position - self._bounds[number]])
 
     def many(self, positions: Ints) -> Ints:
-        found = np.empty(len(positions), np.int64)
         numbers = np.searchsorted(self._bounds, positions, "right") - 1
-        for number in np.unique(numbers).tolist():
-            chosen = numbers == number
-            found[chosen] = self._table(number)[positions[chosen] - self._bounds[number]]
-        return found
+        return gathered(numbers, positions, lambda number, at: self._table(number)[at - self._bounds[number]])
 
     def step(self, position: int) -> tuple[int, tuple[int, ...]]:
         """Return the first position of the step that contains `position`, and its weights."""
@@ -228,13 +217,8 @@ class MixtureShares:
     def many(self, positions: Ints) -> Ints:
         if self._only is not None:
             return np.full(len(positions), self._only, np.int64)
-        found = np.empty(len(positions), np.int64)
         blocks, inside = np.divmod(positions, self._positions)
-        blocks %= self._count
-        for number in np.unique(blocks):
-            chosen = blocks == number
-            found[chosen] = self._table(int(number))[inside[chosen]]
-        return found
+        return gathered(blocks % self._count, inside, lambda number, at: self._table(number)[at])
 
     def _table(self, number: int) -> npt.NDArray[np.uint16]:
         table = self._tables.get(number)

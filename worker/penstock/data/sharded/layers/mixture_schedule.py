@@ -10,32 +10,15 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, TypeAlias
 
-from penstock.data.arguments import at_least_one, whole
+from penstock.data.arguments import apportioned, at_least_one, whole
 from penstock.data.sharded.layers.layer import NUMBER_LIMIT, depth_of
 from penstock.proto.errors import InvalidArgumentError
-
-__all__ = [
-    "MAX_PARTS",
-    "MAX_RAMP",
-    "Ramp",
-    "Schedule",
-    "Segment",
-    "Weights",
-    "parts_of",
-    "reduced",
-    "segments_of",
-    "with_later_weights",
-]
-
 
 MAX_PARTS = 1 << 16
 """Largest sum of the whole numbers (parts) to which weights are converted."""
 
 MAX_EXPONENT = 400
 """Largest exponent in the text of a weight (of a float: 324). 1e99999999 would take minutes to convert."""
-
-LARGEST_PRINTED = 1e308
-"""Largest sum of weights that an error prints as a number, because a float cannot be much larger."""
 
 Weight = float | int | Fraction | Decimal
 
@@ -48,22 +31,16 @@ def parts_of(weights: Sequence[Weight], names: Sequence[str] | None = None) -> t
     exact = [_fraction(key, weight) for key, weight in zip(keys, weights, strict=True)]
     total = sum(exact)
     if total == 0:
-        raise InvalidArgumentError(
-            f"at least one weight must be above 0, got {list(weights)}. Give a source a larger weight"
-        )
+        raise InvalidArgumentError(f"at least one weight must be above 0, got {list(weights)}")
     shares = [weight / total for weight in exact]
     period = math.lcm(*(share.denominator for share in shares))
     if period <= MAX_PARTS:
         return tuple(int(share * period) for share in shares)
-    parts = [int(share * MAX_PARTS) for share in shares]
-    largest = sorted(range(len(parts)), key=lambda number: (parts[number] - shares[number] * MAX_PARTS, number))
-    for number in largest[: MAX_PARTS - sum(parts)]:
-        parts[number] += 1
+    parts = apportioned(shares, MAX_PARTS)
     for key, part, weight in zip(keys, parts, weights, strict=True):
         if weight and not part:
             raise InvalidArgumentError(
-                f"weights[{key!r}] must be at least 1/{MAX_PARTS:,} of the sum of all weights ({_text(total)}), got "
-                f"{weight}, which would be rounded to 0. Make it larger, or pass 0 to leave the source out"
+                f"weights[{key!r}] must be 0, or at least 1/{MAX_PARTS:,} of the sum of all weights, got {weight}"
             )
     return reduced(tuple(parts))
 
@@ -74,21 +51,14 @@ def _fraction(key: int | str, weight: Any) -> Fraction:
         exponent = int(text.lower().partition("e")[2] or 0)
         exact = Fraction(text if abs(exponent) <= MAX_EXPONENT else 0)
     except (ValueError, ZeroDivisionError):
-        raise InvalidArgumentError(
-            f"weights[{key!r}] must be a finite number, got {weight!r}. Correct the weight"
-        ) from None
+        raise InvalidArgumentError(f"weights[{key!r}] must be a finite number, got {weight!r}") from None
     if abs(exponent) > MAX_EXPONENT:
         raise InvalidArgumentError(
-            f"weights[{key!r}] must be 0 or from 1e-{MAX_EXPONENT} to 1e{MAX_EXPONENT}, got {weight!r}. Multiply or "
-            "divide all weights by one number, or use 0 to leave the source out"
+            f"weights[{key!r}] must be 0 or from 1e-{MAX_EXPONENT} to 1e{MAX_EXPONENT}, got {weight!r}"
         )
     if exact < 0:
         raise InvalidArgumentError(f"weights[{key!r}] must be at least 0, got {weight}. Use 0 to leave the source out")
     return exact
-
-
-def _text(number: Fraction) -> str:
-    return f"{float(number):g}" if number < LARGEST_PRINTED else f"more than {LARGEST_PRINTED:g}"
 
 
 def reduced(parts: tuple[int, ...]) -> tuple[int, ...]:
@@ -138,22 +108,15 @@ class Schedule:
         Raises InvalidArgumentError for invalid arguments. Weights are checked by Mixture.
         """
         if not isinstance(changes, Mapping) or not changes:
-            raise InvalidArgumentError(
-                "Schedule needs a dict from positions to weights, such as {0: {'web': 0.7, 'code': 0.3}, 50_000: "
-                f"{{'code': 1}}}}, got {changes!r:.200}. Pass such a dict"
-            )
+            raise InvalidArgumentError(f"Schedule needs a dict from positions to weights, got {changes!r:.200}")
         unit, before = at_least_one("rows_per_step", rows_per_step), -1
         found: dict[int, Weights | Ramp] = {}
         for given, weights in changes.items():
             position = _position(given, unit)
             if before < 0 and position:
-                raise InvalidArgumentError(
-                    f"the first position of a Schedule must be 0, got {position}. Give the weights from the beginning"
-                )
+                raise InvalidArgumentError(f"the first position of a Schedule must be 0, got {position}")
             if position <= before:
-                raise InvalidArgumentError(
-                    f"the positions of a Schedule must ascend, got {position} after {before}. Sort the positions"
-                )
+                raise InvalidArgumentError(f"the positions of a Schedule must ascend, got {position} after {before}")
             found[position * unit], before = weights, position
         self._changes, self._unit = found, unit
 
@@ -174,10 +137,7 @@ class Schedule:
             elif found:
                 begin = found[-1].parts
             else:
-                raise InvalidArgumentError(
-                    "a Ramp at position 0 of a Schedule must have weights to begin with, got start=None. Give "
-                    "Ramp(..., start=)"
-                )
+                raise InvalidArgumentError("a Ramp at position 0 needs weights to begin with. Give Ramp(..., start=)")
             parts = _parts(given.to, names, f"{where}, end of the Ramp")
             found.append(Segment(position, parts, over, begin))
             if position + over != end:
@@ -188,13 +148,10 @@ class Schedule:
         over = at_least_one("Ramp(over=)", ramp.over)
         if end is not None and position + over * self._unit > end:
             raise InvalidArgumentError(
-                f"the Ramp at position {position // self._unit} of a Schedule must end at or before the next position, "
-                f"{end // self._unit}, got over={over}. Make it at most {(end - position) // self._unit} long"
+                f"the Ramp at position {position // self._unit} must end at most at {end // self._unit}, got {over=}"
             )
         if over * self._unit > MAX_RAMP:
-            raise InvalidArgumentError(
-                f"a Ramp must be at most {MAX_RAMP:,} samples long, got {over * self._unit:,}. Divide it into several"
-            )
+            raise InvalidArgumentError(f"a Ramp must be at most {MAX_RAMP:,} samples long, got {over * self._unit:,}")
         return over * self._unit
 
 
@@ -231,16 +188,14 @@ def _parts(weights: Any, names: Sequence[str], where: str) -> tuple[int, ...]:
         unknown = [name for name in weights if name not in names]
         if unknown:
             raise InvalidArgumentError(
-                f"{where} must name sources of the Mixture ({', '.join(names)}), got {unknown[0]!r}. Correct the name"
+                f"{where} must name sources of the Mixture ({', '.join(names)}), got {unknown[0]!r}"
             )
         weights = [weights.get(name, 0) for name in names]
     elif isinstance(weights, str) or not isinstance(weights, Sized) or len(weights) != len(names):
         count = f"a {type(weights).__name__}"
         if isinstance(weights, Sized) and not isinstance(weights, str):
             count = f"{len(weights)} weights"
-        raise InvalidArgumentError(
-            f"{where} must be one weight for each of {len(names)} sources, got {count}. Pass as many weights as sources"
-        )
+        raise InvalidArgumentError(f"{where} must be one weight for each of {len(names)} sources, got {count}")
     try:
         return parts_of(weights, keys)
     except InvalidArgumentError as error:
@@ -253,8 +208,7 @@ def _position(given: Any, unit: int) -> int:
     position: int | None = whole("a position of a Schedule", given)
     if isinstance(given, bool) or position is None or not 0 <= position * unit < NUMBER_LIMIT:
         raise InvalidArgumentError(
-            f"a position of a Schedule must be a whole number >= 0, at most {(NUMBER_LIMIT - 1) // unit}, got "
-            f"{given!r}. Correct the position"
+            f"a position of a Schedule must be from 0 to {(NUMBER_LIMIT - 1) // unit}, got {given!r}"
         )
     return position
 
@@ -276,24 +230,16 @@ def with_later_weights(was: Any, now: Any, position: int, inner: int) -> Any:
         return {**was, "source": with_later_weights(was.get("source"), now.get("source"), position, inner)}
     if was["kind"] != "Mixture":
         return was
-    sources, added = _pairs(was, now)
-    if added is None:
+    first, second = was["sources"], now["sources"]
+    if len(first) > len(second):
         return was
-    found = {**was, "sources": [with_later_weights(one, other, inner, inner) for one, other in sources]}
-    count = len(sources) + len(added)
+    sources = [with_later_weights(old, new, inner, inner) for old, new in zip(first, second, strict=False)]
+    found, count = {**was, "sources": sources}, len(second)
     if _before(was, position, count) != _before(now, position, count):
         return found
     changed = {name: value for name, value in found.items() if name not in ("parts", "schedule")}
     weights = {name: now[name] for name in ("parts", "schedule") if name in now}
-    return {**changed, **weights, "sources": [*found["sources"], *added]}
-
-
-def _pairs(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[tuple[Any, Any]], list[Any] | None]:
-    """Return pairs of descriptions (`was`, `now`), and the sources that only `now` has; None if it has fewer."""
-    first, second = was["sources"], now["sources"]
-    if len(first) > len(second):
-        return [], None
-    return list(zip(first, second, strict=False)), list(second[len(first) :])
+    return {**changed, **weights, "sources": [*sources, *second[len(first) :]]}
 
 
 def _before(described: Mapping[str, Any], position: int, count: int) -> list[Any]:

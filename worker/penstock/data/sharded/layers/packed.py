@@ -13,9 +13,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from penstock.data.arguments import at_least_one
+from penstock.data.arguments import at_least_one, one_of, truth
 from penstock.data.sharded.layers.documents import Block, DocumentParser, DocumentReader, located, token_of
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
 from penstock.data.sharded.layers.packed_rows import Documents, Part, RowFields, RowOrigins
@@ -23,8 +23,6 @@ from penstock.data.sharded.layers.windows import WindowCursor
 from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, PositionOf, SavedPosition, ShardedSource
 from penstock.data.sharded.runs import Run, RunCursor
 from penstock.proto.errors import InvalidArgumentError
-
-__all__ = ["Packed"]
 
 Long = Literal["split", "truncate", "refuse"]
 LEAST_READ = 4
@@ -117,11 +115,11 @@ class Packed(Layer):
             pad=self._pad,
             dtype=dtype,
             tokens=tokens,
-            labels=_flag("labels", labels),
-            positions=_flag("positions", positions),
-            segments=_flag("segments", segments),
-            cu_seqlens=_flag("cu_seqlens", cu_seqlens),
-            loss_mask=loss_mask if isinstance(loss_mask, str) else _flag("loss_mask", loss_mask, " or a column's name"),
+            labels=truth("labels", labels),
+            positions=truth("positions", positions),
+            segments=truth("segments", segments),
+            cu_seqlens=truth("cu_seqlens", cu_seqlens),
+            loss_mask=loss_mask if isinstance(loss_mask, str) else truth("loss_mask", loss_mask),
             ignore_index=ignore_index,
             payload=_names("payload", payload),
             attached=_names("attached", attached),
@@ -138,12 +136,7 @@ class Packed(Layer):
         return settings | {name: value for name, value in given if value is not None} | self._fields.settings()
 
     def open(
-        self,
-        shard: int,
-        epoch: int,
-        seed: int,
-        saved: SavedPosition | None = None,
-        position_of: PositionOf | None = None,
+        self, shard: int, epoch: int, seed: int, saved: SavedPosition = None, position_of: PositionOf | None = None
     ) -> Cursor:
         longest = None if self._long == "split" else (self._length, self._long == "truncate")
         parser = DocumentParser("Packed", shard, epoch, fields=self._fields, longest=longest)
@@ -156,7 +149,7 @@ class Packed(Layer):
         return _LineCursor(reader, self._fields, self._bos, self._eos, self._split, offset)
 
     def _open_windows(
-        self, parser: DocumentParser, window: int, shard: int, epoch: int, seed: int, saved: SavedPosition | None
+        self, parser: DocumentParser, window: int, shard: int, epoch: int, seed: int, saved: SavedPosition
     ) -> Cursor:
         (number, done), inner = entered(saved, "Packed", "window", "done")
 
@@ -178,35 +171,21 @@ class Packed(Layer):
 
         cursor, where = self.source.open(shard, epoch, seed, inner), f"Packed: shard {shard}, epoch {epoch}"
         limit = SearchLimit(self.source, "Packed", shard)
-        return _FittedCursor(WindowCursor(cursor, window, lines, number, done, where, limit), self._fields)
+        return _FittedCursor(self._fields, cursor, window, lines, number, done, where, limit)
 
     def _check(self) -> None:
         separators = (self._bos is not None) + (self._eos is not None)
         if self._length <= separators:
-            raise InvalidArgumentError(
-                f"length must leave room for a token besides BOS and EOS, got {self._length}. Pass a larger length"
-            )
+            raise InvalidArgumentError(f"length must leave room for a token besides BOS and EOS, got {self._length}")
         if not self._split and self._pad is None:
             raise InvalidArgumentError("split=False needs a token that fills up lines, got pad=None. Pass pad")
-        if self._long not in ("split", "truncate", "refuse"):
-            raise InvalidArgumentError(
-                f"long must be 'split', 'truncate' or 'refuse', got {self._long!r}. Pass one of these"
-            )
+        one_of("long", self._long, get_args(Long))
         if self._split and (self._long != "split" or self._window is not None):
-            raise InvalidArgumentError(
-                "long and window must be left out with split=True, because they apply only if documents are kept "
-                "whole. Pass split=False, or leave long and window out"
-            )
+            raise InvalidArgumentError("long and window need split=False")
         if separators and (not self._fields.plain or self._long != "split" or self._window is not None):
-            raise InvalidArgumentError(
-                "bos and eos must be left out if lines are dicts, and with long or window. Add these tokens to the "
-                "documents instead, by Chunked or Mapped"
-            )
+            raise InvalidArgumentError("bos and eos must be left out if lines are dicts, and with long or window")
         if self._fields.attached and (self._split or self._long != "refuse"):
-            raise InvalidArgumentError(
-                "attached needs split=False and long='refuse', because the items of a document cannot be divided among "
-                "lines. Pass both, and leave longer documents out by Filtered"
-            )
+            raise InvalidArgumentError("attached needs split=False and long='refuse'")
 
 
 def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
@@ -246,25 +225,15 @@ def _all_located(
     return found, left_out
 
 
-class _FittedCursor(RunCursor):
-    def __init__(self, lines: WindowCursor, fields: RowFields) -> None:
-        self._lines, self._fields = lines, fields
-
-    traced = True
+class _FittedCursor(WindowCursor):
+    def __init__(self, fields: RowFields, *window: Any) -> None:
+        super().__init__(*window)
+        self._fields = fields
 
     def take(self, count: int) -> Run:
-        run = self._lines.take(count)
+        run = super().take(count)
         lines = list(run.samples)
         return Run(map(self._fields.row, lines), run.size, run.position, RowOrigins(lambda: lines, len(lines)))
-
-    def skip(self, count: int) -> int:
-        return self._lines.skip(count)
-
-    def saved_position(self) -> SavedPosition:
-        return self._lines.saved_position()
-
-    def close(self) -> None:
-        self._lines.close()
 
 
 class _InOrder(RunCursor):
@@ -279,8 +248,6 @@ class _InOrder(RunCursor):
         """After a resume: tokens of the next document that belong to earlier lines, until it is read."""
         self._documents = self._tokens = 0
         """For the mean length."""
-
-    traced = True
 
     def saved_position(self) -> SavedPosition:
         if self._parts:
@@ -466,15 +433,7 @@ def _saved(before: tuple[int, SavedPosition], offset: int) -> SavedPosition:
     return {"index": index, "offset": offset, "source": source}
 
 
-def _flag(name: str, value: bool, otherwise: str = "") -> bool:
-    if not isinstance(value, bool):
-        raise InvalidArgumentError(f"{name} must be True or False{otherwise}, got {value!r}. Pass one of these")
-    return bool(value)
-
-
 def _names(name: str, values: Iterable[str]) -> tuple[str, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise InvalidArgumentError(
-            f"{name} must be a list of names of columns, got {values!r}. Give a list, such as [{values!r}]"
-        )
+        raise InvalidArgumentError(f"{name} must be a list of names of columns, got {values!r}")
     return tuple(values)

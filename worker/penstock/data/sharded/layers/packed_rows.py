@@ -7,18 +7,16 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.data.arguments import one_of
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.protocol import NOWHERE, Origin, summed
 from penstock.proto.errors import DatasetError, InvalidArgumentError
-
-__all__ = ["Documents", "Part", "RowFields", "RowOrigins", "collate_packed"]
-
 
 _ROWS, _SEGMENTS = "_rows", "_segments"
 """Endings of two fields of attached items: each item's row in the batch, from 0, and segment in the row, from 1."""
@@ -89,29 +87,19 @@ class RowFields:
     attached: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("int32", "int64"):
-            raise InvalidArgumentError(f"dtype must be 'int32' or 'int64', got {self.dtype!r}. Pass one of these")
+        one_of("dtype", self.dtype, ("int32", "int64"))
         if type(self.ignore_index) is not int:
-            raise InvalidArgumentError(
-                f"ignore_index must be a whole number, got {self.ignore_index!r}. Use -100, the default of torch's "
-                "losses"
-            )
+            raise InvalidArgumentError(f"ignore_index must be a whole number, got {self.ignore_index!r}")
         for name, token in (("pad", self.pad), ("ignore_index", self.ignore_index if self.labels else None)):
             if token is not None and not np.iinfo(self.dtype).min <= token <= np.iinfo(self.dtype).max:
-                other = ", or dtype='int64'" if self.dtype == "int32" else ""
-                raise InvalidArgumentError(
-                    f"{name} must fit {self.dtype}, got {token}. Use a number nearer to 0{other}"
-                )
+                raise InvalidArgumentError(f"{name} must fit {self.dtype}, got {token}")
         names = self.names
         if not all(isinstance(name, str) and name for name in names):
             raise InvalidArgumentError(f"names of fields must be texts, not empty, got {names}. Correct the names")
         names += [name + _ROWS for name in self.attached] + (["max_seqlen"] if self.cu_seqlens else [])  # in batches
         doubled = sorted({name for name in names if names.count(name) > 1})
         if doubled:
-            raise InvalidArgumentError(
-                f"each field of a row or batch must have a name of its own, got {doubled} more than once. Name each "
-                "column once, and rename columns that are called like another field by Mapped"
-            )
+            raise InvalidArgumentError(f"each field of a row or batch must have a name of its own, got {doubled} twice")
 
     @property
     def names(self) -> list[str]:
@@ -252,15 +240,11 @@ def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
     """
     batch: dict[str, torch.Tensor] = {}
     if not rows or not all(isinstance(row, Mapping) for row in rows):
-        raise InvalidArgumentError(
-            "collate_packed needs rows that are dicts of fields, as a Packed with fields makes them. Give Packed a "
-            "field, such as labels=True, or use the default collate_fn"
-        )
+        raise InvalidArgumentError("collate_packed needs rows that are dicts. Give Packed a field, such as labels=True")
     for row in rows:
         if row.keys() != rows[0].keys():
             raise InvalidArgumentError(
-                f"collate_packed needs rows with the same fields, got {', '.join(rows[0])} and {', '.join(row)}. Give "
-                "each Packed of a Mixture the same fields"
+                f"collate_packed needs rows with the same fields, got {', '.join(rows[0])} and {', '.join(row)}"
             )
     for name in rows[0]:
         found = [row[name] for row in rows]
@@ -288,11 +272,7 @@ class RowOrigins(Sequence[Origin]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, number: int) -> Origin: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Origin]: ...
-    def __getitem__(self, number: int | slice) -> Origin | Sequence[Origin]:
+    def __getitem__(self, number: Any) -> Any:
         rows = self._rows()
         return [_row_origin(row) for row in rows[number]] if isinstance(number, slice) else _row_origin(rows[number])
 

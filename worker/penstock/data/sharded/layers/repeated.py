@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.ordering.permutation import Ints
+from penstock.data.ordering.permutation import Ints, gathered
 from penstock.data.sharded.layers.layer import Layer, entered, position_function
 from penstock.data.sharded.protocol import (
     Cursor,
@@ -16,13 +16,10 @@ from penstock.data.sharded.protocol import (
     SavedPosition,
     ShardedSource,
     cursor_origin,
-    is_traced,
     known_records,
 )
 from penstock.data.sharded.runs import Run, RunCursor, take
 from penstock.proto.errors import DatasetError, InvalidArgumentError
-
-__all__ = ["Repeated"]
 
 
 class Repeated(Layer):
@@ -41,16 +38,11 @@ class Repeated(Layer):
         """
         super().__init__(source)
         if source.endless:
-            raise InvalidArgumentError(
-                "Repeated needs a finite source, got one that is endless already. Leave Repeated out"
-            )
+            raise InvalidArgumentError("Repeated needs a finite source, got one that is endless already")
         few = _fewer(source.described())
         if few is not None:
             text, remedy = few
-            raise InvalidArgumentError(
-                f"Repeated needs a sample in each shard, got {text}: an empty shard would be read forever. Use fewer "
-                f"shards{remedy}"
-            )
+            raise InvalidArgumentError(f"Repeated needs a sample in each shard, got {text}. Use fewer shards{remedy}")
 
     @property
     def endless(self) -> bool:
@@ -65,21 +57,13 @@ class Repeated(Layer):
 
         def numbers(epoch: int, seed: int, shards: Ints, indices: Ints) -> Ints:
             epochs, inside = np.divmod(indices, sizes[shards])
-            found = np.empty_like(indices)
-            for each in np.unique(epochs).tolist():
-                chosen = epochs == each
-                found[chosen] = once(each, seed, shards[chosen], inside[chosen])
-            return found
+            rows = np.arange(len(epochs))
+            return gathered(epochs, rows, lambda each, at: once(each, seed, shards[at], inside[at]))
 
         return KnownRecords(below.total, numbers)
 
     def open(
-        self,
-        shard: int,
-        epoch: int,
-        seed: int,
-        saved: SavedPosition | None = None,
-        position_of: PositionOf | None = None,
+        self, shard: int, epoch: int, seed: int, saved: SavedPosition = None, position_of: PositionOf | None = None
     ) -> Cursor:
         return _Cursor(self.source, shard, seed, saved, position_function(position_of, shard, self.num_shards))
 
@@ -99,7 +83,7 @@ def _fewer(described: Any) -> tuple[str, str] | None:
 
 class _Cursor(RunCursor):
     def __init__(
-        self, source: ShardedSource, shard: int, seed: int, saved: SavedPosition | None, position_of: PositionOf
+        self, source: ShardedSource, shard: int, seed: int, saved: SavedPosition, position_of: PositionOf
     ) -> None:
         self._source, self._shard, self._seed, self._position_of = source, shard, seed, position_of
         (self._epoch, self._before, self._index), inner = entered(saved, "Repeated", "epoch", "before", "index")
@@ -145,22 +129,15 @@ class _Cursor(RunCursor):
     def close(self) -> None:
         self._inner.close()
 
-    @property
-    def traced(self) -> bool:
-        return is_traced(self._inner)
-
     def _next_epoch(self) -> None:
         if self._index == self._before:
             raise DatasetError(
-                f"shard {self._shard} of the {self._source.num_shards} shards of "
-                f"{self._source.described().get('kind')} "
-                f"has no sample in epoch {self._epoch}, so Repeated would read it forever. Use fewer shards, so that "
-                "each has a sample"
+                f"shard {self._shard} of {self._source.num_shards} is empty in epoch {self._epoch}. Use fewer shards"
             )
         self._inner.close()
         self._epoch, self._before = self._epoch + 1, self._index
         self._inner = self._opened(None)
 
-    def _opened(self, saved: SavedPosition | None) -> Cursor:
+    def _opened(self, saved: SavedPosition) -> Cursor:
         before, position_of = self._before, self._position_of
         return self._source.open(self._shard, self._epoch, self._seed, saved, lambda index: position_of(before + index))

@@ -19,15 +19,12 @@ from penstock.data.sharded.protocol import (
     PositionOf,
     SavedPosition,
     ShardedSource,
-    is_traced,
     summed,
 )
 from penstock.data.sharded.runs import Run, RunCursor, take
 from penstock.data.stop_iteration import forbid_stop_iteration
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.generators import derive_seed
-
-__all__ = ["Grouped", "WindowCursor", "WindowShuffled"]
 
 _Arrange = Callable[[list[Any], list[Origin], int], tuple[list[Any], list[Origin]]]
 """(samples, origin of each or none, number of the window) -> (items that the layer yields, origin of each)."""
@@ -58,12 +55,7 @@ class WindowShuffled(Layer):
         return self.source.lengths(epoch)
 
     def open(
-        self,
-        shard: int,
-        epoch: int,
-        seed: int,
-        saved: SavedPosition | None = None,
-        position_of: PositionOf | None = None,
+        self, shard: int, epoch: int, seed: int, saved: SavedPosition = None, position_of: PositionOf | None = None
     ) -> Cursor:
         (number, done), inner = entered(saved, "WindowShuffled", "window", "done")
         key = derive_seed(seed, "windows", self.depth, epoch, shard)
@@ -119,12 +111,7 @@ class Grouped(Layer):
         return {"function": self._name, "size": self._size, "window": self._window, "drop_rest": not self._rest}
 
     def open(
-        self,
-        shard: int,
-        epoch: int,
-        seed: int,
-        saved: SavedPosition | None = None,
-        position_of: PositionOf | None = None,
+        self, shard: int, epoch: int, seed: int, saved: SavedPosition = None, position_of: PositionOf | None = None
     ) -> Cursor:
         (number, done), inner = entered(saved, "Grouped", "window", "done")
         cursor = self.source.open(shard, epoch, seed, inner)
@@ -166,7 +153,7 @@ class WindowCursor(RunCursor):
         self._held: list[Any] | None = None
         """Items of the present window, None in place of yielded ones; None if it still has to be read."""
         self._origins: list[Origin] = []
-        self._begin: SavedPosition | None = None
+        self._begin: SavedPosition = None
         """Source's saved position before the window."""
 
     def take(self, count: int) -> Run:
@@ -182,10 +169,6 @@ class WindowCursor(RunCursor):
             return {"window": number, "done": first + after, "source": begin}
 
         return Run(samples, len(samples), position, origins)
-
-    @property
-    def traced(self) -> bool:
-        return is_traced(self._inner)
 
     def skip(self, count: int) -> int:
         left = count
@@ -220,8 +203,7 @@ class WindowCursor(RunCursor):
             held, self._origins = self._arrange(read, origins, self._number)
             if self._done and self._done >= len(held):
                 raise DatasetError(
-                    f"{self._where}: window {self._number} must have more than the {self._done} items (samples, lists "
-                    f"or lines) that the saved run yielded of it, got {len(held)}. Use the data of that run"
+                    f"{self._where}: window {self._number} must have more than {self._done} items, got {len(held)}"
                 )
             if held or len(read) < self._window or self._limit is None:
                 self._held = held
@@ -237,9 +219,8 @@ class WindowCursor(RunCursor):
         origins: list[Origin] = []
         while len(read) < self._window and (run := take(self._inner, self._window - len(read))).size:
             read += run.samples
-            if self.traced:
-                origins += run.origins or [NOWHERE] * run.size
-        return read, origins
+            origins += run.origins or [NOWHERE] * run.size
+        return read, origins if any(origin is not NOWHERE for origin in origins) else []
 
     def _advance(self, count: int) -> None:
         self._done += count

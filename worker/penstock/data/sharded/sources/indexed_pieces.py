@@ -18,8 +18,6 @@ from penstock.data.sharded.sources.isolation import OwnGenerators
 from penstock.data.sharded.sources.pieces import Pieces
 from penstock.proto.errors import StateCorruptError
 
-__all__ = ["PieceParts", "RangeCursor", "shard_range"]
-
 POSITIONS_PER_CALL = 1024
 """Number of positions whose records are found in one call, 0.1 us each."""
 EXAMINED_POSITIONS = 256
@@ -92,8 +90,7 @@ class RangeCursor(RunCursor):
         """`ahead`: upcoming positions whose parts are prefetched; `key`: seeds the generators for each record."""
         if saved is not None and (type(saved) is not int or not 0 <= saved <= end - begin):
             raise StateCorruptError(
-                f"the saved position in a shard of {end - begin} records is damaged, or was saved with other data: "
-                f"{saved!r:.200}. Use the data of the saved run, or load an older state"
+                f"the saved position in a shard of {end - begin} records is damaged, or of other data: {saved!r:.200}"
             )
         self._parts, self._order, self._epoch, self._ahead = parts, order, epoch, ahead
         self._begin, self._end, self._at = begin, end, begin + (saved or 0)

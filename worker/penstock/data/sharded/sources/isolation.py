@@ -26,9 +26,6 @@ from torch.utils.data._utils import worker as torch_worker
 from penstock.proto.state.assignment import Assignment, step_aside, step_back
 from penstock.proto.state.generators import seed_rng, torch_rng_state
 
-__all__ = ["OwnGenerators", "SoleWorker"]
-
-
 _PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
 """Python's global random generator, whose methods are the functions of the module `random`."""
 _HEAD, _SIZE = object.__basicsize__, _random.Random.__basicsize__

@@ -14,8 +14,6 @@ from typing import Any
 from penstock.data.stop_iteration import forbid_stop_iteration
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["LineFile", "LineRange", "cut_files"]
-
 
 class LineFile:
     """Text file with one record per line, such as JSON lines. A piece for LogicalShards, which cuts the file into
@@ -36,17 +34,12 @@ class LineFile:
         Raises DatasetError for a file that cannot be read.
         """
         if not callable(parse):
-            raise InvalidArgumentError(
-                f"parse must be a function from a line to a record, got {parse!r}. Pass a function, such as json.loads"
-            )
+            raise InvalidArgumentError(f"parse must be a function from a line to a record, got {parse!r}")
         self.path, self._parse = Path(path), parse
         try:
             self.size = self.path.stat().st_size
         except OSError as error:
-            raise DatasetError(
-                f"{self.path} cannot be read: {error.strerror}. Check that the file exists and that this user may "
-                "read it"
-            ) from error
+            raise DatasetError(f"{self.path} cannot be read: {error.strerror}") from error
 
     def cut(self, parts: int) -> list[LineRange]:
         """Return ranges of about equal length that together contain the file's records. A range may have none."""
@@ -91,15 +84,10 @@ class _Lines(Iterator[Any]):
             self._file = of.path.open("rb")
             size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
-            raise DatasetError(
-                f"{of.path} cannot be read: {error.strerror}. Check that the file exists and that this user may read it"
-            ) from error
+            raise DatasetError(f"{of.path} cannot be read: {error.strerror}") from error
         if size != of.size:
             self._file.close()
-            raise DatasetError(
-                f"{of.path} must keep the {of.size} bytes that it had when the LineFile was made, got {size}. Restore "
-                "the file and write new lines to another one, or begin a new run"
-            )
+            raise DatasetError(f"{of.path} must keep its {of.size} bytes, got {size}. Write new lines to another file")
         self._at = 0
         if of.begin:  # a line begins here only if the byte before it is a newline
             self._file.seek(of.begin - 1)
@@ -127,8 +115,7 @@ class _Lines(Iterator[Any]):
     def load_state_dict(self, state: int) -> None:
         if type(state) is not int or not 0 <= state <= self._of.size:
             raise DatasetError(
-                f"{self._of.path}: the saved position must be a byte offset from 0 to {self._of.size}, got "
-                f"{state!r:.100}. Load an older state"
+                f"{self._of.path}: the saved position must be from 0 to {self._of.size}, got {state!r:.100}"
             )
         self._file.seek(state)
         self._at = state

@@ -4,7 +4,6 @@ indexable (indexed_pieces.py), or whole pieces (sequential_pieces.py), read sequ
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from penstock.data.arguments import at_least_one
 from penstock.data.loading.streaming_loader import BLOCK
 from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.sharded_order import ShardedOrder
+from penstock.data.recent import Recent
 from penstock.data.sharded.protocol import Cursor, KnownRecords, PositionOf, SavedPosition
 from penstock.data.sharded.sources.indexed_pieces import PieceParts, RangeCursor, shard_range
 from penstock.data.sharded.sources.lines import LineFile, cut_files
@@ -21,8 +21,6 @@ from penstock.data.sharded.sources.pieces import Pieces, one_each
 from penstock.data.sharded.sources.sequential_pieces import SequentialCursor, SequentialPieces
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
-
-__all__ = ["LogicalShards"]
 
 MAX_OPEN = 128
 """An eighth of the usual limit of file descriptors. A process needs one for each shard of a finite source."""
@@ -108,7 +106,7 @@ class LogicalShards:
         self._parts = PieceParts(self._pieces) if self._pieces.by_position else None
         self._own_random = bool(capture_rng)
         self._whole = SequentialPieces(self._pieces, self._shards, shuffle=self._shuffle, capture_rng=self._own_random)
-        self._orders: OrderedDict[int, ShardedOrder] = OrderedDict()
+        self._orders = Recent[int, ShardedOrder](KEPT_ORDERS)
         by_position = self._parts is not None
         self._described: dict[str, Any] = {
             "kind": "LogicalShards",
@@ -154,17 +152,9 @@ class LogicalShards:
         return KnownRecords(parts.records, numbers)
 
     def open(
-        self,
-        shard: int,
-        epoch: int,
-        seed: int,
-        saved: SavedPosition | None = None,
-        position_of: PositionOf | None = None,
+        self, shard: int, epoch: int, seed: int, saved: SavedPosition = None, position_of: PositionOf | None = None
     ) -> Cursor:
-        if not 0 <= shard < self._shards:
-            raise InvalidArgumentError(
-                f"shard must be at least 0 and below {self._shards}, got {shard}. Count shards from 0"
-            )
+        assert 0 <= shard < self._shards, f"shard {shard} of {self._shards}"
         if self._parts is None:
             own, seed_of = self._whole.pieces_of(shard, epoch, seed), self._whole.seeds(epoch, seed)
             return SequentialCursor(self._whole, own, seed_of, saved)
@@ -175,17 +165,12 @@ class LogicalShards:
         return RangeCursor(self._parts, order, epoch, begin, end, ahead, saved, key)
 
     def _order(self, seed: int) -> ShardedOrder:
-        key = derive_seed(seed, "LogicalShards") if self._shuffle else 0
-        order = self._orders.get(key)
-        if order is None:
-            assert self._parts is not None
-            order = ShardedOrder(
-                [self._parts.sizes], [self._parts.records], seed=key, shuffle=self._shuffle, block=self._block
-            )
-            self._orders[key] = order
-            while len(self._orders) > KEPT_ORDERS:
-                self._orders.popitem(last=False)
-        return order
+        key, parts = derive_seed(seed, "LogicalShards") if self._shuffle else 0, self._parts
+        assert parts is not None
+        return self._orders.get(
+            key,
+            lambda: ShardedOrder([parts.sizes], [parts.records], seed=key, shuffle=self._shuffle, block=self._block),
+        )
 
 
 def _cut(
@@ -198,10 +183,7 @@ def _cut(
     if not isinstance(pieces, list | tuple) or not any(isinstance(piece, LineFile) for piece in pieces):
         return pieces, names, []
     if counts is not None:
-        raise InvalidArgumentError(
-            "counts must be None with a LineFile, because the number of lines in a range of a file is unknown before "
-            "it is read. Leave counts out, or pass functions that open the files"
-        )
+        raise InvalidArgumentError("counts must be None with a LineFile, whose lines are not counted")
     parts = cut_files(pieces, shards)
     if names is not None:
         names = [

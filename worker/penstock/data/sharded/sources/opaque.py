@@ -24,11 +24,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
+import msgspec
 from xxhash import xxh3_64_intdigest
 
+from penstock.data.ordering.order_states import Number
 from penstock.data.sharded.protocol import SavedPosition
 from penstock.data.sharded.sources.isolation import OwnGenerators, SoleWorker
 from penstock.data.stop_iteration import forbid_stop_iteration
@@ -46,18 +47,6 @@ from penstock.proto.state.envelope import damaged_state
 from penstock.proto.state.generators import capture_rng, restore_rng, seed_rng
 from penstock.proto.state.snapshot_cadence import SnapshotCadence
 
-__all__ = [
-    "BEGINNING",
-    "SNAPSHOT_EVERY",
-    "SNAPSHOT_S",
-    "OpaqueStream",
-    "SampleDigests",
-    "StreamMark",
-    "close_quietly",
-    "without_snapshots",
-]
-
-
 SNAPSHOT_EVERY = 1000
 """Default number of samples between snapshots, and about the most that a resume reads again."""
 SNAPSHOT_S = 60.0
@@ -68,17 +57,24 @@ NUMBER_LIMIT = 1 << 62
 BEGINNING = 0
 
 
-@dataclass(frozen=True)
-class StreamMark:
-    """Position in a stream, with what is necessary to return to it. As a dict it is the saved position."""
-
-    passed: int = 0
-    """Number of samples before the position."""
-    digest: int | None = BEGINNING
-    """Chained digest of the samples before the position; None if it is unknown."""
-    snapshot: dict[str, Any] | None = None
+class _Snapshot(TypedDict):
     """State at an earlier position: "passed" and "digest" there; "state", encoded; "rng", None if no number was drawn
     since seeding, or if the generators are left alone."""
+
+    passed: Annotated[int, msgspec.Meta(gt=0)]
+    digest: int | None
+    state: bytes
+    rng: bytes | None
+
+
+class StreamMark(msgspec.Struct, frozen=True):
+    """Position in a stream, with what is necessary to return to it. As a dict it is the saved position."""
+
+    passed: Number
+    """Number of samples before the position."""
+    digest: int | None
+    """Chained digest of the samples before the position; None if it is unknown."""
+    snapshot: _Snapshot | None
 
     def saved_position(self) -> SavedPosition:
         return {"passed": self.passed, "digest": self.digest, "snapshot": self.snapshot}
@@ -86,28 +82,10 @@ class StreamMark:
     @staticmethod
     def of(saved: SavedPosition, name: str) -> StreamMark:
         try:
-            mark = StreamMark(saved["passed"], saved["digest"], saved["snapshot"])
-            numbers = [(mark.passed, mark.digest)]
-            if mark.snapshot is not None:
-                own = mark.snapshot
-                numbers.append((own["passed"], own["digest"]))
-                if not isinstance(own["state"], bytes) or not isinstance(own["rng"], bytes | None):
-                    raise ValueError("the saved state of its iterable must be bytes")
-                if not 0 < own["passed"] < mark.passed:
-                    raise ValueError(
-                        f"the saved state of its iterable must lie before sample {mark.passed}, got sample "
-                        f"{own['passed']}"
-                    )
-            for passed, digest in numbers:
-                if (
-                    type(passed) is not int
-                    or not 0 <= passed < NUMBER_LIMIT
-                    or not (digest is None or type(digest) is int)
-                ):
-                    raise ValueError(
-                        f"its number of samples and its digest must be integers, got {passed!r}, {digest!r}"
-                    )
-        except (KeyError, TypeError, ValueError) as error:
+            mark = msgspec.convert(saved, StreamMark)
+            if mark.snapshot is not None and mark.snapshot["passed"] >= mark.passed:
+                raise ValueError(f"its snapshot must lie before sample {mark.passed}, got {mark.snapshot['passed']}")
+        except ValueError as error:
             raise damaged_state(f"the saved position of {name} is damaged", error) from error
         return mark
 
@@ -115,7 +93,7 @@ class StreamMark:
 def without_snapshots(saved: SavedPosition) -> SavedPosition:
     """For restore keys: when a snapshot was taken differs from one attempt to the next."""
     if isinstance(saved, Mapping):
-        if saved.keys() >= StreamMark().saved_position().keys():
+        if saved.keys() >= set(StreamMark.__struct_fields__):
             return {**saved, "snapshot": None}
         return {name: without_snapshots(value) for name, value in saved.items()}
     return [without_snapshots(value) for value in saved] if isinstance(saved, list) else saved
@@ -149,7 +127,7 @@ class OpaqueStream(Iterator[Any]):
         self._inside: AbstractContextManager[None] = SoleWorker(nullcontext())
         self._fresh = b""
         """State of the random generators just after they were seeded."""
-        mark = mark or StreamMark()
+        mark = mark or StreamMark(0, BEGINNING, None)
         self.passed = mark.passed
         self._chain = mark.digest
         self._snapshots = [mark.snapshot] if mark.snapshot is not None else []
@@ -249,10 +227,9 @@ class OpaqueStream(Iterator[Any]):
             encoded = encode_state(state)
         except UnsupportedStateError as error:
             raise UnsupportedStateError(
-                f"{self._name}: the value that state_dict() returns must be one that can be saved: {error}. Return "
-                "dicts, lists, numbers, text, bytes, tensors and arrays"
+                f"{self._name}: state_dict() must return a value that can be saved: {error}"
             ) from None
-        own = {
+        own: _Snapshot = {
             "passed": self.passed,
             "digest": self._chain,
             "state": encoded,
@@ -286,27 +263,23 @@ class OpaqueStream(Iterator[Any]):
             self._reset_to(mark)
             if isinstance(error, _OtherSamplesError):
                 raise ReplayMismatchError(
-                    f"{self._name} must yield the same samples when it is read again to resume, but {error}. Use the "
-                    "data of the saved run, and seed all random numbers"
+                    f"{self._name} must yield the same samples again, but {error}. Use the same data and seeds"
                 ) from None
             if isinstance(error, _EndsEarlyError):
                 raise DatasetError(
-                    f"{self._name} must have the {mark.passed} samples before its saved position, but {error}. Use the "
-                    "data of the saved run"
+                    f"{self._name} must have the {mark.passed} samples before its saved position, but {error}"
                 ) from None
             raise
 
-    def _resumes_from(self, mark: StreamMark, snapshot: dict[str, Any]) -> bool:
+    def _resumes_from(self, mark: StreamMark, snapshot: _Snapshot) -> bool:
         try:
             self._replay(mark, snapshot)
         except (_OtherSamplesError, _EndsEarlyError) as why:
             self.close()
             self._reset_to(mark)
             warnings.warn(
-                f"{self._name}: its state_dict after {snapshot['passed']} samples must restore that position, but does "
-                f"not ({why}), so its {mark.passed} samples are read again from the beginning. Check whether it counts "
-                "after its yield, reads ahead, or draws random numbers in worker processes",
-                UserWarning,
+                f"{self._name}: its state_dict after {snapshot['passed']} samples does not restore that position "
+                f"({why}), so {mark.passed} samples are read again. Check whether it counts after its yield",
                 stacklevel=5,
             )
             return False
@@ -315,7 +288,7 @@ class OpaqueStream(Iterator[Any]):
     def _reset_to(self, mark: StreamMark) -> None:
         self.passed, self._chain, self._ended = mark.passed, mark.digest, False
 
-    def _replay(self, mark: StreamMark, snapshot: dict[str, Any] | None) -> None:
+    def _replay(self, mark: StreamMark, snapshot: _Snapshot | None) -> None:
         self._begin(snapshot)
         self.passed, self._chain = (snapshot["passed"], snapshot["digest"]) if snapshot else (0, BEGINNING)
         while self.passed < mark.passed:
@@ -326,7 +299,7 @@ class OpaqueStream(Iterator[Any]):
         if mark.digest is not None and self._chain != mark.digest:
             raise _OtherSamplesError(f"the samples differ from the {mark.passed} delivered ones")
 
-    def _begin(self, snapshot: dict[str, Any] | None) -> None:
+    def _begin(self, snapshot: _Snapshot | None) -> None:
         if self._seed is not None:
             self._inside = SoleWorker(OwnGenerators(self._seed))
         with self._inside, forbid_stop_iteration(f"{self._name} when it was made"):
@@ -335,21 +308,17 @@ class OpaqueStream(Iterator[Any]):
             made = self._make()
             if inspect.isgenerator(made) and inspect.getgeneratorstate(made) != inspect.GEN_CREATED:
                 raise DatasetError(
-                    f"{self._name} must be a new iterable at each call of the function, got a generator that was read "
-                    "or closed before. Make the generator inside the function"
+                    f"{self._name} must be a new iterable at each call, got a generator that was read before"
                 )
             if not hasattr(type(made), "__iter__"):
-                raise InvalidArgumentError(
-                    f"{self._name} must be iterable, got {type(made).__qualname__}. Return an iterable from the "
-                    "function"
-                )
+                raise InvalidArgumentError(f"{self._name} must be iterable, got {type(made).__qualname__}")
             self._made = made
             if snapshot is None:
                 self._iterator = iter(made)
             else:
                 self._restore(made, snapshot)
 
-    def _restore(self, made: Any, snapshot: dict[str, Any]) -> None:
+    def _restore(self, made: Any, snapshot: _Snapshot) -> None:
         after_making = None if self._seed is None else capture_rng()
         holder = self._stateful()
         if holder is not None:

@@ -26,9 +26,6 @@ from penstock.data.streaming_dataset import StreamingDataset
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["OpenPieces", "Pieces", "one_each"]
-
-
 _NOT_PIECES = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
 """Refused as the argument `pieces`: for example, each element of an array would become a piece."""
 _PLAIN = (*CONTAINERS, StreamingDataset, MegatronDocuments, LanceRows)
@@ -77,8 +74,7 @@ class Pieces:
         one after the other, until one returns an object that is not indexable."""
         if not isinstance(pieces, Iterable) or isinstance(pieces, _NOT_PIECES):
             raise InvalidArgumentError(
-                "pieces must be a list of pieces, such as [piece] for a single piece, got "
-                f"{type(pieces).__qualname__}. Put the piece into a list"
+                f"pieces must be a list of pieces, got {type(pieces).__qualname__}. Pass [piece]"
             )
         self._pieces = list(pieces)
         if not self._pieces:
@@ -86,12 +82,12 @@ class Pieces:
         self.names = None if names is None else [str(name) for name in one_each("names", names, len(self))]
         given = None if counts is None else [_count(number) for number in one_each("counts", counts, len(self))]
         self._nothing_open(max_open)
+        self._are_given = given is not None
+        """True if the user gave `counts`; False if the pieces were counted."""
         self._functions = {number for number in range(len(self)) if self._is_function(number)}
         lengths = self._lengths(given)
         self.by_position = lengths is not None
         self.counts = given if lengths is None else lengths
-        self._are_given = given is not None
-        """True if the user gave `counts`; False if the pieces were counted."""
         self._lists = {n: piece for n, piece in enumerate(self._pieces) if type(piece) in (list, tuple)}
         self.opened.close()
         _all.add(self)
@@ -147,8 +143,7 @@ class Pieces:
             raise stop_iteration_error(f"record {offset} of {self.name(number)}") from error
         except IndexError as error:
             raise DatasetError(
-                f"{self.name(number)} must have record {offset}, because {self._known(number)} ({error}). Use the data "
-                "of the saved run"
+                f"{self.name(number)} must have record {offset}, because {self._known(number)} ({error})"
             ) from error
 
     def listed(self, found: Sequence[tuple[int, int]]) -> list[Any] | None:
@@ -178,15 +173,9 @@ class Pieces:
             if not _is_indexable(table):
                 close_quietly(table)
                 raise DatasetError(
-                    f"{self.name(number)} must have len() and records by index like the other pieces, got "
-                    f"{type(table).__qualname__}. Leave counts out, so that all pieces are opened and examined first"
+                    f"{self.name(number)} must have len() and [i] like the others, got {type(table).__qualname__}"
                 )
             assert self.counts is not None
-            if not self._are_given and len(table) != self.counts[number]:
-                raise DatasetError(
-                    f"{self.name(number)} must have {self.counts[number]} records, as when the source was made, got "
-                    f"{len(table)}. Use the data with which the run began; they may have changed"
-                )
             self._check_length(number, len(table), self.counts[number])
             self._keep(number, table)
         else:
@@ -235,16 +224,12 @@ class Pieces:
         if hasattr(type(piece), "__iter__"):
             if isinstance(piece, Iterator):
                 raise InvalidArgumentError(
-                    f"{self.name(number)} must be readable repeatedly, got a {type(piece).__qualname__}, which can be "
-                    "read only once. Pass a function that makes it: lambda: open_records(path) instead of "
-                    "open_records(path)"
+                    f"{self.name(number)} must be readable repeatedly, got {type(piece).__qualname__}. Pass a function"
                 )
             return False
         if not callable(piece):
             raise InvalidArgumentError(
-                f"{self.name(number)} must have len() and records by index, or be iterable, or be a function that "
-                f"returns such an object, got {type(piece).__qualname__}. Pass a function that opens it, such as a "
-                "generator function"
+                f"{self.name(number)} must be indexable or iterable, or a function, got {type(piece).__qualname__}"
             )
         return True
 
@@ -275,9 +260,8 @@ class Pieces:
 
     def _check_length(self, number: int, length: int, given: int) -> None:
         if length != given:
-            raise DatasetError(
-                f"{self.name(number)} must have {given} records, as counts says, got {length}. Correct counts"
-            )
+            was = "as counts says" if self._are_given else "as at first"
+            raise DatasetError(f"{self.name(number)} must have {given} records, {was}, got {length}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "opened": OpenPieces(self.opened.most), "_tables": {}, "_readers": set()}
@@ -289,14 +273,10 @@ class Pieces:
 
 def one_each(name: str, values: Sequence[Any], pieces: int) -> list[Any]:
     if not isinstance(values, Iterable) or isinstance(values, str):
-        raise InvalidArgumentError(
-            f"{name} must be a list, with one entry for each piece, got {values!r:.200}. Pass such a list"
-        )
+        raise InvalidArgumentError(f"{name} must be a list with one entry for each piece, got {values!r:.200}")
     values = list(values)
     if len(values) != pieces:
-        raise InvalidArgumentError(
-            f"{name} must have one entry for each of {pieces} pieces, got {len(values)}. Pass as many entries as pieces"
-        )
+        raise InvalidArgumentError(f"{name} must have one entry for each of {pieces} pieces, got {len(values)}")
     return values
 
 
@@ -347,19 +327,12 @@ def _refuse_unordered(what: str, piece: Any) -> None:
     kind = type(piece).__qualname__
     if isinstance(piece, str | bytes | Mapping):
         raise InvalidArgumentError(
-            f"{what} a {kind}, which is not a sequence of records. Pass the records read from it, or a function that "
-            "opens it"
+            f"{what} a {kind}, not a sequence of records. Pass its records, or a function that opens it"
         )
     if isinstance(piece, Set) and not isinstance(piece, KeysView | ItemsView):
-        raise InvalidArgumentError(
-            f"{what} a {kind}, whose order differs between processes, so that workers would read other records. Pass a "
-            "sorted list"
-        )
+        raise InvalidArgumentError(f"{what} a {kind}, whose order differs between processes. Pass a sorted list")
     if hasattr(piece, "iloc"):
-        raise InvalidArgumentError(
-            f"{what} a {kind}, which iterates over columns, not records. Pass pyarrow.Table.from_pandas(...) of it, or "
-            "a list of its records"
-        )
+        raise InvalidArgumentError(f"{what} a {kind}, which iterates over columns. Pass pyarrow.Table.from_pandas()")
 
 
 def _is_indexable(piece: Any) -> bool:
@@ -378,10 +351,6 @@ def _row(table: Any, offset: int) -> Any:
 
 def _count(value: int) -> int:
     number = whole("counts", value)
-    if number is None:
-        raise InvalidArgumentError(
-            "counts must have the number of each piece's records, got None. Pass all numbers, or leave counts out"
-        )
-    if number < 0:
-        raise InvalidArgumentError(f"each of counts must be at least 0, got {number}. Correct counts")
+    if number is None or number < 0:
+        raise InvalidArgumentError(f"each of counts must be at least 0, got {number}")
     return number

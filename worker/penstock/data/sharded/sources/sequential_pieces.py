@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -18,14 +17,12 @@ from typing import Any
 import numpy as np
 
 from penstock.data.ordering.permutation import Ints, permuted
+from penstock.data.recent import Recent
 from penstock.data.sharded.protocol import SavedPosition
 from penstock.data.sharded.sources.opaque import OpaqueStream, SampleDigests, StreamMark
 from penstock.data.sharded.sources.pieces import Pieces
 from penstock.proto.errors import DatasetError, StateCorruptError
 from penstock.proto.state.generators import derive_seed
-
-__all__ = ["SequentialCursor", "SequentialPieces", "assign_pieces"]
-
 
 KEPT_EPOCHS = 16
 """Number of epochs whose assignment stays in memory: 1 MB each for 100,000 pieces."""
@@ -59,7 +56,7 @@ class SequentialPieces:
         self.pieces, self._shards, self._shuffle = pieces, shards, shuffle
         self._capture_rng = capture_rng
         self.digests = SampleDigests()
-        self._assigned: OrderedDict[int, list[Ints]] = OrderedDict()
+        self._assigned = Recent[int, list[Ints]](KEPT_EPOCHS)
         """By epoch: shards below a Repeated may be in different ones, and to assign 100,000 pieces takes 0.2 s."""
         self._warned = False
 
@@ -69,10 +66,8 @@ class SequentialPieces:
         if stream.reads_again and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{name} is read again from its beginning repeatedly, because more pieces are read in turn than "
-                f"max_open={self.pieces.opened.most} allows. Raise max_open to the number of shards that a process "
-                "reads, or give the opened object a state_dict and load_state_dict",
-                UserWarning,
+                f"{name} is read again from its beginning repeatedly, because max_open={self.pieces.opened.most} is "
+                "smaller than the number of shards that a process reads. Raise max_open",
                 stacklevel=6,
             )
 
@@ -93,15 +88,12 @@ class SequentialPieces:
         return lambda piece: derive_seed(seed, "piece", epoch, piece)
 
     def _of(self, epoch: int) -> list[Ints]:
-        found = self._assigned.get(epoch)
-        if found is None:
+        def assigned() -> list[Ints]:
             counts, shuffle = self.pieces.counts, self._shuffle
-            assigned = assign_pieces(len(self.pieces), counts, self._shards, epoch=epoch, shuffle=shuffle)
-            found = self._assigned[epoch] = [np.array(own, np.int64) for own in assigned]
-            while len(self._assigned) > KEPT_EPOCHS:
-                self._assigned.popitem(last=False)
-        self._assigned.move_to_end(epoch)
-        return found
+            by_shard = assign_pieces(len(self.pieces), counts, self._shards, epoch=epoch, shuffle=shuffle)
+            return [np.array(own, np.int64) for own in by_shard]
+
+        return self._assigned.get(epoch, assigned)
 
 
 class SequentialCursor(Iterator[Any]):
@@ -222,9 +214,7 @@ class SequentialCursor(Iterator[Any]):
     def _check_end(self, stream: OpaqueStream) -> None:
         count = self._count()
         if count is not None and stream.passed != count:
-            raise DatasetError(
-                f"{self._name} must have {count} records, as counts says, got {stream.passed}. Correct counts"
-            )
+            raise DatasetError(f"{self._name} must have {count} records, as counts says, got {stream.passed}")
 
     # ---- saved positions
 
@@ -235,13 +225,10 @@ class SequentialCursor(Iterator[Any]):
         try:
             turn, piece, stream = saved["turn"], saved["piece"], saved["stream"]
         except (KeyError, TypeError) as error:
-            raise StateCorruptError(
-                f"the saved position in a shard of pieces is damaged: {saved!r:.200}. Load an older state"
-            ) from error
+            raise StateCorruptError(f"the saved position in a shard of pieces is damaged: {saved!r:.200}") from error
         if type(turn) is not int or not 0 <= turn <= len(self._own) or piece != self._piece(turn):
             raise StateCorruptError(
-                f"the saved position in a shard of {len(self._own)} pieces is damaged, or was saved with other pieces: "
-                f"got piece {piece!r} as number {turn!r}. Use the pieces of the saved run, or load an older state"
+                f"a saved position must be of these pieces, got piece {piece!r} as number {turn!r} of {len(self._own)}"
             )
         self._turn = turn
         if turn == len(self._own):
