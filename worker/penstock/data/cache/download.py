@@ -28,20 +28,18 @@ from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavaila
 from penstock.runtime.files.inner_paths import is_strange_link, parent_of, unlink_below
 from penstock.runtime.files.plain_files import open_plain, read_plain
 
-__all__ = ["Downloads", "give_name", "put"]
-
 ATTEMPTS = 2
 """Downloads of a file that arrives damaged each time, before an error is raised."""
 
 
-def put(data: bytes, temporary: Path, folder: Path, name: str, source: str) -> None:
+def put(data: memoryview, temporary: Path, folder: Path, name: str, source: str) -> None:
     """Write `data` to a file below `folder` completely or not at all. `source`: for errors."""
     try:
         with open(temporary, "wb", buffering=0, opener=open_plain) as file:
-            view = memoryview(data)
+            left = data
             try:
-                while view:
-                    view = view[file.write(view) :]
+                while left:
+                    left = left[file.write(left) :]
             except OSError as error:
                 raise unwritable(error, str(temporary), len(data), source) from error
         give_name(temporary, folder, name)
@@ -244,7 +242,7 @@ class Downloads:
         """Return True for a file never to remove: in a remote on this machine, or in a folder without a remote."""
         return self._remote is None or path == self._in_place(stored)
 
-    def _verify(self, source: Path | bytes, stored: StoredFile, name: str) -> None:
+    def _verify(self, source: Path | bytes | memoryview, stored: StoredFile, name: str) -> None:
         algorithm = self._algorithm(stored)
         if not algorithm:
             return
