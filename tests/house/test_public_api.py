@@ -39,12 +39,10 @@ NAMES = {
     "penstock.data": {
         "AudioClip",
         "Balance",
-        "CSVWriter",
         "Chunked",
         "Cursor",
         "Filtered",
         "Grouped",
-        "JSONWriter",
         "LanceRows",
         "LineFile",
         "LogicalShards",
@@ -65,10 +63,8 @@ NAMES = {
         "StreamingDataset",
         "StreamingLoader",
         "SyntheticDataset",
-        "TSVWriter",
         "VideoClip",
         "WindowShuffled",
-        "XSVWriter",
         "Converted",
         "convert_dataset",
         "energon_blend",
@@ -212,7 +208,7 @@ KEYWORDS = {
     "penstock.data:LineFile": "path parse",
     "penstock.data:LogicalShards": "pieces shards counts shuffle shuffle_block max_open names",
     "penstock.data:Savable": ("make shards snapshot_every snapshot_s capture_rng batch_rows config"),
-    "penstock.data.writing.writers:Writer": "out columns compression hashes size_limit exist_ok",
+    "penstock.data:MDSWriter": "out columns compression hashes size_limit exist_ok",
 }
 """module:class -> parameters that it has at least."""
 

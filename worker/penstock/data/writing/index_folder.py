@@ -23,8 +23,6 @@ from penstock.data.writing.indexing import index_files
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.atomic_files import write_whole
 
-__all__ = ["index_folder"]
-
 PARQUET = "parquet"
 PACKED = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz", ".lzma", ".lz4", ".zip", ".br", ".snappy", ".z")
 

@@ -20,8 +20,6 @@ from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.files.atomic_files import write_whole
 
-__all__ = ["data_files", "index_parquet", "is_hidden", "is_pattern"]
-
 REMOTE_THREADS = 16
 """Remote files whose footers are read at the same time."""
 TABLE_FORMATS = re.compile(r"(^|/)(_delta_log/|\.hoodie/|metadata/[^/]*\.metadata\.json$)")

@@ -26,8 +26,6 @@ from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavaila
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.telemetry.progress import FILES_S, Progress
 
-__all__ = ["index_prepared", "warn_of_loader"]
-
 THREADS = 16
 """Archives that are indexed at the same time."""
 OFFSETS_ENDING = ".idx"

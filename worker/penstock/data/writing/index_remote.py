@@ -21,8 +21,6 @@ from penstock.data.writing.indexable_files import INDEXABLE
 from penstock.data.writing.indexing import Key, continued, index_one
 from penstock.proto.errors import PenstockError
 
-__all__ = ["StandIn"]
-
 FETCHES = 4
 """Files that are fetched and indexed at the same time. Each takes its size on the disk meanwhile."""
 REQUESTS = 16

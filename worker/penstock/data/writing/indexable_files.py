@@ -8,18 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.data.formats.array_record import index_array_record
-from penstock.data.formats.arrow.reader import check_same_columns, index_arrow
+from penstock.data.formats.arrow.reader import index_arrow
 from penstock.data.formats.arrow.saved_datasets import saved_files
+from penstock.data.formats.fields import check_same_columns
 from penstock.data.formats.megatron import index_megatron
-from penstock.data.formats.records.csv_rows import check_same_header, index_csv_rows
+from penstock.data.formats.records.csv_rows import index_csv_rows
 from penstock.data.formats.records.energon_folder import prepared_files, prepared_shards
 from penstock.data.formats.records.json_lines import index_json_lines
 from penstock.data.formats.records.tar_samples import index_tar
 from penstock.data.formats.shards import Shard
 from penstock.data.formats.tfrecord.tfrecord_file import index_tfrecord
 from penstock.proto.errors import DatasetError
-
-__all__ = ["INDEXABLE", "IndexFile", "IndexableFormat"]
 
 Find = Callable[[Path, Sequence[Path]], list[Path]]
 """Function from (folder, all files below it) to the format's files, in the order of their samples."""
@@ -28,16 +27,11 @@ IndexFile = Callable[[Path, str, Path], Shard]
 any) to the file's shard. Raises DatasetError."""
 
 
-def _unchanged(root: Path, shards: list[Shard]) -> list[Shard]:
-    del root
-    return shards
-
-
 @dataclass(frozen=True, slots=True)
 class IndexableFormat:
     find: Find
     index_file: IndexFile
-    join: Callable[[Path, list[Shard]], list[Shard]] = _unchanged
+    join: Callable[[Path, list[Shard]], list[Shard]] = lambda root, shards: shards
     """Checks and completes shards of the files in a folder as those of one dataset. Raises DatasetError."""
 
 
@@ -65,7 +59,6 @@ def _arrow_files(root: Path, files: Sequence[Path]) -> list[Path]:
 
 
 def _megatron_files(root: Path, files: Sequence[Path]) -> list[Path]:
-    del root
     present = set(files)
     return [path for path in files if path.suffix == ".bin" and path.with_suffix(".idx") in present]
 
@@ -76,14 +69,7 @@ def _tar_files(root: Path, files: Sequence[Path]) -> list[Path]:
 
 
 def _of_same_columns(root: Path, shards: list[Shard]) -> list[Shard]:
-    del root
-    check_same_columns(shards)
-    return shards
-
-
-def _of_same_header(root: Path, shards: list[Shard]) -> list[Shard]:
-    del root
-    check_same_header(shards)
+    check_same_columns(shards, in_order=shards[0].format == "csv_rows")
     return shards
 
 
@@ -107,7 +93,7 @@ INDEXABLE: Mapping[str, IndexableFormat] = {
     "tfrecord": _TFRECORD,
     "array_record": _ARRAY_RECORD,
     "json_lines": IndexableFormat(_named(r".*\.(jsonl|ndjson)"), index_json_lines),
-    "csv_rows": IndexableFormat(_named(r".*\.(csv|tsv)"), index_csv_rows, _of_same_header),
+    "csv_rows": IndexableFormat(_named(r".*\.(csv|tsv)"), index_csv_rows, _of_same_columns),
     "webdataset": IndexableFormat(_tar_files, index_tar, prepared_shards),
     "megatron": IndexableFormat(_megatron_files, _without_offsets(index_megatron)),
     "tfrecord-bytes": replace(_TFRECORD, join=_as("bytes")),

@@ -21,8 +21,6 @@ from penstock.proto.errors import DatasetError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.telemetry.progress import FILES_S, Progress
 
-__all__ = ["STAMPS", "Key", "continued", "index_files", "index_one"]
-
 STAMPS = ".penstock-indexed"
 """File with the entries of indexed files, each with the identity of the file's content."""
 STAMPS_VERSION = 1

@@ -16,8 +16,6 @@ from penstock.data.writing.publish import check_no_versions, publish
 from penstock.data.writing.uploads import local_folder, writable_remote
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["merge_index"]
-
 Folder = str | os.PathLike[str]
 
 

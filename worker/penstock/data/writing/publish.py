@@ -24,8 +24,6 @@ from penstock.data.indexes.joined_index import GivenIndex, JoinedIndex
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError
 
-__all__ = ["check_columns", "check_no_versions", "newest_index", "publish"]
-
 LOCK = ".penstock-publishing"
 """File in a local dataset's folder that is locked while a version is published."""
 LOOK_S = 0.01

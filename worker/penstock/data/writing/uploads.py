@@ -16,8 +16,6 @@ from penstock.data.writing.publish import check_no_versions
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.telemetry.progress import FILES_S, Progress
 
-__all__ = ["Uploads", "local_folder", "writable_remote"]
-
 _SCHEME_LOST_A_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
