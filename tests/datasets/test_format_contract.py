@@ -86,20 +86,6 @@ def test_samples_are_the_librarys(made: Made, dataset: StreamingDataset, monkeyp
         assert [plainly(sample) for sample in threads.map(dataset.__getitem__, order)] == expected
 
 
-def test_numbers_out_of_range_are_refused(made: Made) -> None:
-    for shard, paths in shards_of(made):
-        reader = open_shard(shard, paths)
-        assert len(reader) == shard.samples
-        for index in (-1, shard.samples, 10**20):
-            with pytest.raises(IndexError, match=f"below {shard.samples}, got {index}"):
-                reader[index]
-        several: Any = reader
-        for wrong in (-1, shard.samples) if hasattr(reader, "get_many") else ():
-            with pytest.raises(IndexError, match=f"below {shard.samples}"):
-                several.get_many([0, wrong])
-        reader.close()
-
-
 def test_values_outlive_reader_and_files(own: Made) -> None:
     shard, paths = shards_of(own)[0]
     reader = open_shard(shard, paths)

@@ -67,7 +67,7 @@ def test_bad_rows_are_named_when_indexed(tmp_path: Path, text: str, says: str) -
 def test_rows_of_other_headers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a,b\n1,2\n")
     (tmp_path / "b.csv").write_text("a,c\n1,2\n")
-    with pytest.raises(DatasetError, match=r"same header: a\.csv has a, b, but b\.csv has a, c"):
+    with pytest.raises(DatasetError, match=r"same columns: a\.csv has a, b, but b\.csv has a, c"):
         index_folder(tmp_path)
 
 
@@ -99,7 +99,7 @@ def test_lines_changed_at_the_same_size_are_named(tmp_path: Path) -> None:
 def test_headers_are_compared_name_by_name(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a,b\n1,2\n")
     (tmp_path / "b.csv").write_text('"a, b"\n1\n')
-    with pytest.raises(DatasetError, match="must have the same header"):
+    with pytest.raises(DatasetError, match="must have the same columns"):
         index_folder(tmp_path)
 
 

@@ -24,7 +24,6 @@ from tests.datasets.test_format_contract import (  # noqa: F401
     test_files_cut_while_open_are_named,
     test_forked_and_pickled_readers_agree,
     test_missing_files_are_named,
-    test_numbers_out_of_range_are_refused,
     test_order_holds_on_any_topology,
     test_other_sizes_are_found_on_opening,
     test_samples_are_the_librarys,

@@ -29,8 +29,6 @@ from penstock.proto.errors import DatasetError, ShardUnavailableError
 from penstock.runtime.files.inner_paths import parent_of, refuse_strange_links
 from penstock.runtime.files.plain_files import is_ours, read_plain
 
-__all__ = ["LONGEST_PAUSE_S", "STATE", "CacheState"]
-
 STATE = ".penstock"
 
 LONGEST_PAUSE_S = 0.02

@@ -18,8 +18,6 @@ from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.index import INDEX, VERSION_NOTE, file_notes, version_index
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError
 
-__all__ = ["Version", "check_version", "open_version", "version_of"]
-
 Version = int | Literal["newest"] | None
 """Version as a user gives it: a number from 1; "newest" or None for the newest one."""
 

@@ -10,8 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
-__all__ = ["DecodeAhead"]
-
 IDLE_S = 2.0
 EXIT_WAIT_S = 10.0
 """Seconds to wait, when the interpreter exits, for the block that is being decoded."""

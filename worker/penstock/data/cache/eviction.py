@@ -30,8 +30,6 @@ from penstock.data.cache.shard_versions import ShardVersion
 from penstock.runtime.files.inner_paths import unlink_below
 from penstock.runtime.files.plain_files import read_plain
 
-__all__ = ["Eviction", "disk_bytes", "free_bytes", "same_disk"]
-
 LARGE_CACHE = 1000
 """Number of shards from which a cache counts as large: to read their version files takes longer than 5 ms."""
 SURPLUS = 0.01

@@ -12,8 +12,6 @@ import xxhash
 from penstock.proto.errors import InvalidArgumentError
 from penstock.runtime.files.plain_files import open_plain
 
-__all__ = ["HASHES", "digest_of", "fastest_of"]
-
 # hashlib's algorithms with a function of their own. shake_* is left out, because its digests have no fixed length.
 HASHES: dict[str, Callable[[], Any]] = {
     **{

@@ -17,8 +17,6 @@ import weakref
 from penstock.data.formats.descriptors import Descriptor
 from penstock.runtime.files.inner_paths import parent_of, unlink_below
 
-__all__ = ["LONGEST_TEXT", "FileLock", "take"]
-
 LONGEST_TEXT = 1 << 20
 """Most bytes that are read from a lock file."""
 

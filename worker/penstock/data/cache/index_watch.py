@@ -29,8 +29,6 @@ from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.inner_paths import parent_of
 from penstock.runtime.files.plain_files import read_plain
 
-__all__ = ["IndexWatch", "RemoteIndex", "check_index", "digest_of", "is_index_of"]
-
 VERSION_TIMEOUT_S = 10.0
 """Seconds to wait for the remote's answer about its index's version."""
 LARGEST_PAGE = 4 << 20

@@ -18,8 +18,6 @@ from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.shards import Shard, ShardReader
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
-__all__ = ["MIN_OPEN", "OpenShards", "PartTables"]
-
 MIN_OPEN = 64
 """Number of shards that may always be open, if the limit of file descriptors allows. A dataset raises it as needed."""
 

@@ -24,8 +24,6 @@ from penstock.data.cache.file_locks import FileLock, take
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import PenstockError
 
-__all__ = ["FetchStats", "HostReaders", "Prefetcher", "host_process_id"]
-
 EVICTION_PAUSE_S = 0.25
 """Seconds between attempts while the cache is full: other processes do not report when they release a shard."""
 MARK_S = 10.0

@@ -39,8 +39,6 @@ from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.transfer import is_full, unwritable
 from penstock.proto.errors import InvalidArgumentError, PenstockError, ShardUnavailableError
 
-__all__ = ["HeldShard", "ShardCache"]
-
 FULL_TRIES = 4
 """Attempts to fetch a shard while the disk is full."""
 FULL_WAIT_S = 5.0

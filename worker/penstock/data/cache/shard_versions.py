@@ -13,8 +13,6 @@ from urllib.parse import quote
 
 from penstock.data.formats.shards import Shard
 
-__all__ = ["ShardVersion", "file_stat", "key_of", "origin_of"]
-
 _LONGEST_NAME = 200
 """Longest key in characters. Filesystems allow 255; temporary files append to the key."""
 

@@ -52,8 +52,6 @@ from penstock.data.writing.writers import SIZE_LIMIT
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.telemetry.progress import FILES_S, Progress
 
-__all__ = ["Converted", "convert_dataset"]
-
 SAMPLED_SHARDS, SAMPLED_ROWS = 8, 64
 """Shards, and rows in each of them, that are read at most to choose the types of columns."""
 PROCESS_BYTES = 128 << 20

@@ -32,8 +32,6 @@ from penstock.data.writing.writers import MDSWriter
 from penstock.proto.errors import DatasetError
 from penstock.runtime.files.atomic_files import sync_folder, write_whole
 
-__all__ = ["PART_BYTES", "UNFINISHED", "ConversionPlan", "converting", "part_folder", "parts_of", "read_rows"]
-
 UNFINISHED = ".converting-"
 """Beginning of the names of folders in which parts are written."""
 PARQUET_FILE = "shard.00000.parquet"

@@ -19,8 +19,6 @@ import xxhash
 
 from penstock.proto.errors import DatasetError
 
-__all__ = ["RowDigest", "value_bytes"]
-
 _HEAD = struct.Struct("<cQ").pack
 _FLOAT = struct.Struct("<d").pack
 _NAN = _FLOAT(float("nan"))

@@ -22,8 +22,6 @@ from penstock.data.converting.row_digest import value_bytes
 from penstock.data.formats.encodings import ENCODINGS, check_encoding
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["TargetColumn", "arrow_value", "given_json", "mds_columns", "parquet_columns", "stored_row"]
-
 _TIMES = (datetime.datetime, datetime.date, datetime.time, np.datetime64)
 _JSON_TYPES = (str, int, float, bool, type(None))
 INT64 = range(-(1 << 63), 1 << 63)

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.formats.raw_files import check_samples, open_file
-from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
+from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.formats.tfrecord.example_messages import example_of, is_example
 from penstock.proto.errors import DatasetError, ShardCorruptError
-
-__all__ = ["ArrayRecordReader", "index_array_record", "open_array_record"]
 
 OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 """The library reads nothing ahead, and starts no threads, which a forked child would lack."""
@@ -91,9 +89,7 @@ class ArrayRecordReader:
         return self._records.count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
-        return self._sample(index, self._records.read([index])[0])
+        return self.get_many([index])[0]
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         return [self._sample(row, data) for row, data in zip(rows, self._records.read(list(rows)), strict=True)]
@@ -111,11 +107,6 @@ class ArrayRecordReader:
                 f"{self.name}: sample {index} must be a tf.train.Example: {error}. Index the folder with "
                 'format="array_record-bytes" to read any bytes'
             ) from error
-
-
-def open_array_record(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ArrayRecordReader:
-    del options  # no pickles here, and images stay as stored
-    return ArrayRecordReader(shard, paths[0])
 
 
 def index_array_record(path: Path, name: str) -> Shard:

@@ -12,8 +12,6 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Protocol
 
-__all__ = ["DECODED_BYTES", "MEMORY", "BlockMemory", "BlockOwner"]
-
 DECODED_BYTES = 256 << 20
 """Default of the most bytes of decoded blocks that a process keeps in memory."""
 

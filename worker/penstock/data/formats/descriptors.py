@@ -13,8 +13,6 @@ import numpy as np
 
 from penstock.runtime.files.plain_files import open_plain
 
-__all__ = ["Descriptor"]
-
 
 class Descriptor:
     """Open file. Any number of threads and forked children may read it, because each read names the byte where it

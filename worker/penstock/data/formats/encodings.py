@@ -25,8 +25,6 @@ import numpy as np
 from penstock.data.formats.media import images
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["ENCODINGS", "Encoding", "as_bytes", "check_encoding", "encoding_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Encoding:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
-__all__ = ["InvalidField", "check_text", "column_encodings", "kind_of", "names"]
+from penstock.data.formats.shards import Shard
+from penstock.proto.errors import DatasetError
 
 
 class InvalidField(Exception):
@@ -41,3 +43,25 @@ def check_text(settings: dict[str, Any], field: str) -> None:
 
 def kind_of(value: object) -> str:
     return "null" if value is None else type(value).__name__
+
+
+def unknown_columns(where: str, chosen: Collection[str], known: Collection[str]) -> str:
+    """Return the text of the error for columns that a user chose and that do not exist; "" if all exist."""
+    missing = [name for name in chosen if name not in known]
+    return f"{where}: columns must be some of {', '.join(known)}, got {', '.join(missing)}" if missing else ""
+
+
+def check_unique(name: str, columns: Sequence[str]) -> None:
+    if len(set(columns)) != len(columns):
+        raise DatasetError(f"{name}: the names of columns must be unique, got {', '.join(columns)}")
+
+
+def check_same_columns(shards: Sequence[Shard], *, in_order: bool = False) -> None:
+    """Raise DatasetError if files of one dataset have other columns, because a batch has rows of any of them."""
+    for shard in shards:
+        first, others = shards[0].settings["column_names"], shard.settings["column_names"]
+        if first != others if in_order else set(first) != set(others):
+            raise DatasetError(
+                f"all files of a dataset must have the same columns: {shards[0].name} has {', '.join(first)}, but "
+                f"{shard.name} has {', '.join(others)}. Move files of other data into another folder"
+            )

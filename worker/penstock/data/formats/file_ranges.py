@@ -15,8 +15,6 @@ import numpy as np
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.ordering.permutation import Ints
 
-__all__ = ["are_large_parts", "file_range", "has_ranges", "part_shard", "spans_of", "with_spans"]
-
 MIN_RANGE_BYTES = 256 << 10
 """Smallest mean size of parts that are fetched one by one: a request takes as long as a transfer of about this size."""
 SPAN_BYTES = 4 << 20

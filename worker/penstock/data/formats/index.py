@@ -23,34 +23,6 @@ from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = [
-    "INDEX",
-    "INDEX_END",
-    "PRECEDED_NOTE",
-    "SOURCE_NOTE",
-    "VERSION_NOTE",
-    "check_name",
-    "check_size",
-    "check_version",
-    "entries_of",
-    "entry_text",
-    "file_notes",
-    "first_notes",
-    "index_begin",
-    "index_notes",
-    "invalid_index",
-    "join_indexes",
-    "parsed_entry",
-    "parts_of",
-    "ranges_of",
-    "read_index",
-    "remedy_without_index",
-    "shard_below",
-    "shard_of",
-    "version_index",
-    "write_index",
-]
-
 INDEXABLE_ENDINGS = {".parquet", ".jsonl", ".ndjson", ".csv", ".tsv", ".tar", ".tfrecord", ".arrow", ".idx"}
 """Frequent endings of files that `index_folder` can index; it finds some others, too."""
 INDEX = "index.json"

@@ -20,11 +20,10 @@ import xxhash
 
 from penstock.data.batch_columns import Columns, ColumnSource
 from penstock.data.formats.columnar.columns import Column, column_of
+from penstock.data.formats.fields import unknown_columns
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sample_numbers import many_numbers, one_number
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
-
-__all__ = ["LanceRows"]
 
 AHEAD_BYTES = 2 << 20
 """Bytes of rows that one call reads when a caller goes through the rows in order: with rows of 1 KiB 7 times as fast as
@@ -87,12 +86,8 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._rows: int = dataset.count_rows()
         schema = dataset.schema
         self.columns = list(schema.names) if columns is None else list(columns)
-        missing = [name for name in self.columns if name not in schema.names]
-        if missing or not self.columns:
-            raise InvalidArgumentError(
-                f"columns must be some of {', '.join(schema.names)}, got {', '.join(missing) or 'none'}. Correct the "
-                "argument `columns`"
-            )
+        if error := unknown_columns(self.uri, self.columns or ("none",), schema.names):
+            raise InvalidArgumentError(error)
         self.fingerprint = self._digest(dataset)
         """Digest of the names of the read columns, and of the files of the dataset's version."""
 

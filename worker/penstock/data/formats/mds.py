@@ -10,7 +10,7 @@ can be (offsets, decoders, positions) is computed when the shard is opened.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ from penstock.data.formats.fields import InvalidField, column_encodings
 from penstock.data.formats.raw_files import SampleFile
 from penstock.data.formats.shards import DEFAULT_OPTIONS, ReadOptions, Shard
 from penstock.proto.errors import DatasetError, InvalidArgumentError
-
-__all__ = ["MDSReader", "check_mds", "columns_of", "open_mds"]
 
 MAX_SIZE = (1 << 32) - 1
 """Largest size of a value in bytes: its length is stored in 32 bits."""
@@ -62,42 +60,32 @@ def check_mds(settings: dict[str, Any]) -> None:
             raise InvalidField("column_sizes", f"must be a number of bytes or null for column {name!r}, got {size!r}")
 
 
-def open_mds(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> MDSReader:
-    return MDSReader(shard, paths[0], options)
-
-
 class MDSReader(SampleFile):
     def __init__(self, shard: Shard, path: Path, options: ReadOptions = DEFAULT_OPTIONS) -> None:
         columns = columns_of(shard, options)
         super().__init__(path, shard.files[0].raw)
-        try:
-            size = 4 + 4 * (shard.samples + 1)
-            table = self._read(min(size, self._size), 0)
-            self._set_offsets(table, shard.samples, size)
-        except BaseException:
-            self.close()
-            raise
+        size = 4 + 4 * (shard.samples + 1)
+        self._set_offsets(self._bytes(0, min(size, self._size)), shard.samples, size)
         self._columns = [(name, decode, size, not size) for name, decode, size in columns]
         varying = sum(1 for _, _, size in columns if not size)
         self._head = struct.Struct(f"={varying}I")
         self._least = self._head.size + sum(size for _, _, size in columns)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        sample = self._bytes_of(index)
+    def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
         column = ""
         at = self._head.size
         try:
-            sizes = self._head.unpack_from(sample)
-            if self._least + sum(sizes) != len(sample):
+            sizes = self._head.unpack_from(record)
+            if self._least + sum(sizes) != len(record):
                 raise ValueError(
                     f"the sample must have {self._least + sum(sizes)} bytes, as the sizes in the sample say, got "
-                    f"{len(sample)}"
+                    f"{len(record)}"
                 )
             values = {}
             following = iter(sizes)
             for column, decode, size, varies in self._columns:
                 end = at + (next(following) if varies else size)
-                values[column] = decode(sample, at, end)
+                values[column] = decode(record, at, end)
                 at = end
             return values
         except DatasetError:  # a package for this type is missing

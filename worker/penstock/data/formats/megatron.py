@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex, overload
@@ -25,10 +25,8 @@ import xxhash
 
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.raw_files import check_samples, open_file, unreadable
-from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
+from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
-
-__all__ = ["MegatronDocuments", "MegatronReader", "index_megatron", "open_megatron"]
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 
@@ -58,10 +56,10 @@ class DocumentEntry:
 class TokenIndex:
     """Boundaries of the documents in a .bin file. Thread-safe, and usable in forked children."""
 
-    def __init__(self, path: Path, name: str) -> None:
-        """Open an .idx file and check it. Raises ShardCorruptError if it is missing or damaged."""
+    def __init__(self, path: Path, name: str, size: int | None = None) -> None:
+        """Open an .idx file and check it. Raises ShardCorruptError if it is missing, damaged or not of `size`."""
         self.name = name
-        self._file, self.size = open_file(path, name)
+        self._file, self.size = open_file(path, name, size)
         head = self._read(0, HEAD.size)
         magic, version, code, sequences, bounds = HEAD.unpack(head)
         self.sequences: int = sequences
@@ -229,9 +227,9 @@ class TokenIndex:
 class _TokenFile:
     """Open .bin file of tokens with its .idx file. Thread-safe, and usable in forked children."""
 
-    def __init__(self, data: Path, index: Path, data_name: str, index_name: str) -> None:
+    def __init__(self, data: Path, index: Path, data_name: str, index_name: str, index_size: int | None = None) -> None:
         self.name = data_name
-        self.index = TokenIndex(index, index_name)
+        self.index = TokenIndex(index, index_name, index_size)
         self._itemsize, self._dtype = self.index.dtype.itemsize, self.index.dtype
         self._extents = self.index.extents
         self._file: Descriptor | None
@@ -412,36 +410,18 @@ class MegatronReader:
     def __init__(self, shard: Shard, data: Path, index: Path) -> None:
         stored, boundaries = (file.raw for file in shard.files)
         self.name = stored.name
-        self._file = _TokenFile(data, index, stored.name, boundaries.name)
-        for path, size, expected in (
-            (data, self._file.size, stored.size),
-            (index, self._file.index.size, boundaries.size),
-        ):
-            if size != expected:
-                raise ShardCorruptError(
-                    f"{path.name}: {path} must have {expected} bytes, as the dataset's index lists, got {size}. "
-                    "Fetch the file again, or index the folder again"
-                )
+        self._file = _TokenFile(data, index, stored.name, boundaries.name, boundaries.size)  # which says that of `data`
         check_samples(boundaries.name, "documents", len(self), shard.samples)
 
     def __len__(self) -> int:
         return len(self._file.index)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
+        assert 0 <= index < len(self), f"{self.name} has {len(self)} samples"
         return self._file.sample(index)
-
-    def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        return [self[row] for row in rows]
 
     def close(self) -> None:
         self._file.close()
-
-
-def open_megatron(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> MegatronReader:
-    del options  # no pickles here, and images stay as stored
-    return MegatronReader(shard, *paths)
 
 
 def index_megatron(path: Path, name: str) -> Shard:

@@ -8,9 +8,11 @@ after its removal from a cache, after a fork, and while another thread closes th
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -18,82 +20,90 @@ from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.shards import StoredFile
 from penstock.proto.errors import ShardCorruptError
 
-__all__ = ["SampleFile", "check_samples", "open_file", "read_checked", "unreadable"]
+WRITE = "Write the file again, or fetch it again"
 
 
 class SampleFile:
-    """Base class of readers: sample i is stored in the bytes from offsets[i] to offsets[i + 1]."""
+    """Base class of readers: sample i is stored in the bytes from offsets[i] to offsets[i + 1]. A subclass sets
+    `_offsets`, and decodes the bytes of a sample."""
+
+    _offsets: memoryview
+    _first = _begin = 0
+    """Numbers of the first sample and byte of the file in a whole file of which it is a part (file_ranges.py)."""
 
     def __init__(self, path: Path, stored: StoredFile) -> None:
-        """A subclass then calls `_set_offsets` with the table of offsets."""
         self.name = stored.name
-        self._count = 0
-        self._offsets = memoryview(b"").cast("I")
         self._file: Descriptor | None
         """None once the reader is closed."""
         self._file, self._size = open_file(path, stored.name, stored.size)
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._offsets) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        assert 0 <= index < len(self), f"{self.name} has {len(self)} samples"
+        return self._decoded(index, self._bytes(self._offsets[index], self._offsets[index + 1]))
+
+    def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Consecutive samples are read in one system call."""
+        if not rows or list(rows) != list(range(rows[0], rows[0] + len(rows))):
+            return [self[row] for row in rows]
+        assert 0 <= rows[0] <= rows[-1] < len(self), f"{self.name} has {len(self)} samples"
+        offsets = self._offsets[rows[0] : rows[-1] + 2].tolist()
+        data = self._bytes(offsets[0], offsets[-1])
+        bounds = itertools.pairwise(offset - offsets[0] for offset in offsets)
+        return [self._decoded(row, data[begin:end]) for row, (begin, end) in zip(rows, bounds, strict=True)]
 
     def close(self) -> None:
         """Drop the reference to the file. Reads in progress end normally; the last of them closes it."""
         self._file = None
 
+    def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
+        raise NotImplementedError
+
     def _set_offsets(self, table: bytes, samples: int, begin: int) -> None:
         """Check and set the table of offsets, [count: 4] [offset: 4] * (count + 1), at the start of `table`. `samples`:
         expected count; `begin`: smallest allowed offset."""
         count = int.from_bytes(table[:4], "little")
-        if len(table) < 4 or count != samples:
-            self._corrupt(
-                f"the table of offsets must say {samples} samples, as the dataset's index lists, got {count}. Write "
-                "the dataset again"
-            )
         end = 4 + 4 * (count + 1)
-        if len(table) < end:
-            self._corrupt(f"the table of offsets of the {count} samples is cut off. Write the dataset again")
+        if count != samples or len(table) < end:
+            raise ShardCorruptError(
+                f"{self.name}: the offsets must be those of {samples} samples, got {count}. {WRITE}"
+            )
         offsets = np.frombuffer(table, np.uint32, count + 1, 4)
         wrong = np.flatnonzero(offsets[1:] < offsets[:-1])
         if wrong.size:
-            self._corrupt(f"sample {wrong[0]} must not end before it begins. Write the dataset again")
+            raise ShardCorruptError(f"{self.name}: sample {wrong[0]} must not end before it begins. {WRITE}")
         if offsets[0] < begin or offsets[-1] != self._size:
-            self._corrupt(
-                f"the samples must lie in bytes {begin} to {self._size}, got offsets {offsets[0]} to {offsets[-1]}. "
-                "Write the dataset again"
-            )
+            raise ShardCorruptError(f"{self.name}: the samples must fill the file. {WRITE}")
         self._offsets = memoryview(table)[4:end].cast("I")
-        self._count = count
 
-    def _bytes_of(self, index: int) -> bytes:
-        """Raises IndexError for a number that does not exist, ShardCorruptError for a truncated file."""
-        if not 0 <= index < self._count:
-            raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {self._count}, got {index}")
-        begin = self._offsets[index]
-        size = self._offsets[index + 1] - begin
-        data = self._read(size, begin)
-        if len(data) != size:
-            self._corrupt(
-                f"sample {index} is truncated: {len(data)} of {size} bytes are left. Do not change the file while "
-                "it is read"
-            )
-        return data
-
-    def _read(self, size: int, begin: int) -> bytes:
+    def _bytes(self, begin: int, end: int) -> bytes:
         file = self._file
         if file is None:
             raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
         try:
-            return file.read(size, begin)
+            data = file.read(end - begin, begin - self._begin)
         except OSError as error:
             raise unreadable(self.name, error) from error
+        if len(data) != end - begin:
+            raise truncated(self.name, len(data), end - begin, begin)
+        return data
 
-    def _corrupt(self, why: str) -> NoReturn:
-        raise ShardCorruptError(f"{self.name}: {why}")
+    def _corrupt(self, index: int, why: str, remedy: str = WRITE) -> NoReturn:
+        raise ShardCorruptError(f"{self.name}: sample {self._first + index} {why}. {remedy}")
 
     def _undecodable(self, index: int, column: str, error: Exception) -> NoReturn:
         where = f"sample {index}, column {column!r}" if column else f"sample {index}"
-        why = f"the stored bytes must be a valid value: {type(error).__name__}: {error}. Write the dataset again"
-        raise ShardCorruptError(f"{self.name}: {where}: {why}") from error
+        why = f"the stored bytes must be a valid value: {type(error).__name__}: {error}"
+        raise ShardCorruptError(f"{self.name}: {where}: {why}. {WRITE}") from error
+
+
+def truncated(name: str, left: int, size: int, begin: int) -> ShardCorruptError:
+    return ShardCorruptError(
+        f"{name} is truncated: {left} of the {size} bytes from byte {begin} are left. Write the file again, and do not "
+        "change it while it is read"
+    )
 
 
 def unreadable(name: str, error: OSError) -> ShardCorruptError:

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.data.formats.fields import unknown_columns
 from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.media.clips import ClipReader
 from penstock.data.formats.shards import DEFAULT_OPTIONS, ColumnReader, ReadOptions, Shard, ShardReader, rows_of
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
-
-__all__ = ["check_columns", "open_part", "open_shard"]
 
 
 def open_shard(
@@ -33,12 +32,8 @@ def check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where:
     """Raise InvalidArgumentError if the index shows that a column does not exist. Only the first shard's entry is
     compared, because the shards of a dataset should have the same columns; an index may list none."""
     known = shards[0].settings.get("column_names", shards[0].settings.get("columns")) if shards else None
-    missing = [name for name in columns or () if known is not None and name not in known]
-    if missing and known is not None:
-        raise InvalidArgumentError(
-            f"{where}: columns must be some of {', '.join(known)}, got {', '.join(missing)}. Correct the argument "
-            "`columns`"
-        )
+    if known is not None and (error := unknown_columns(where, columns or (), known)):
+        raise InvalidArgumentError(error)
 
 
 def open_part(

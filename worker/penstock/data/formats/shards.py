@@ -14,19 +14,6 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from penstock.data.batch_columns import Columns
 from penstock.data.ordering.permutation import Ints
 
-__all__ = [
-    "DEFAULT_OPTIONS",
-    "BlockReader",
-    "ColumnReader",
-    "ReadOptions",
-    "Shard",
-    "ShardFile",
-    "ShardReader",
-    "StoredFile",
-    "columns_of_rows",
-    "rows_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:

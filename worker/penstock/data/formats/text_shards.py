@@ -4,24 +4,12 @@ contain a newline. Quotes are ordinary: mosaicml-streaming writes none, and refu
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.data.formats.fields import InvalidField, check_text, column_encodings
 from penstock.data.formats.raw_files import SampleFile, read_checked
-from penstock.data.formats.shards import ReadOptions, Shard
-
-__all__ = [
-    "SEPARATORS",
-    "TEXT_ENCODINGS",
-    "JSONReader",
-    "XSVReader",
-    "check_json",
-    "check_separated",
-    "open_json",
-    "open_separated",
-]
+from penstock.data.formats.shards import Shard
 
 TEXT_ENCODINGS: dict[str, type[str | int | float]] = {"str": str, "int": int, "float": float}
 """Called with the text of a value, by the encoding's name."""
@@ -53,33 +41,16 @@ def _check_encodings(field: str, columns: dict[str, str]) -> None:
             raise InvalidField(field, f"must be one of {known} for column {name!r}, got {encoding!r}")
 
 
-def open_json(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> JSONReader:
-    del options  # this format has no options
-    return JSONReader(shard, (paths[0], paths[1]))
-
-
-def open_separated(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> XSVReader:
-    del options  # this format has no options
-    return XSVReader(shard, (paths[0], paths[1]))
-
-
 class _TextReader(SampleFile):
-    def __init__(self, shard: Shard, paths: tuple[Path, Path]) -> None:
-        data, meta = shard.files
-        table = read_checked(paths[1], meta.raw)
-        super().__init__(paths[0], data.raw)
-        try:
-            self._set_offsets(table, shard.samples, 0)
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, shard: Shard, data: Path, table: Path) -> None:
+        super().__init__(data, shard.files[0].raw)
+        self._set_offsets(read_checked(table, shard.files[1].raw), shard.samples, 0)
 
 
 class JSONReader(_TextReader):
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        line = self._bytes_of(index)
+    def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
         try:
-            sample = json.loads(line.decode())
+            sample = json.loads(record.decode())
             if not isinstance(sample, dict):
                 raise ValueError(f"the line must be a JSON object, got {type(sample).__name__}")
         except Exception as error:
@@ -88,20 +59,19 @@ class JSONReader(_TextReader):
 
 
 class XSVReader(_TextReader):
-    def __init__(self, shard: Shard, paths: tuple[Path, Path]) -> None:
-        super().__init__(shard, paths)
+    def __init__(self, shard: Shard, data: Path, table: Path) -> None:
+        super().__init__(shard, data, table)
         settings = shard.settings
         self._newline: str = settings["newline"]
         self._separator: str = SEPARATORS[shard.format] if shard.format in SEPARATORS else settings["separator"]
         encodings = [TEXT_ENCODINGS[encoding] for encoding in settings["column_encodings"]]
         self._columns = list(zip(settings["column_names"], encodings, strict=True))
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        line = self._bytes_of(index)
+    def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
         column = ""
         sample: dict[str, Any] = {}
         try:
-            text = line.decode()
+            text = record.decode()
             if not text.endswith(self._newline):
                 raise ValueError(f"the line must end with {self._newline!r}")
             parts = text.removesuffix(self._newline).split(self._separator)

@@ -26,8 +26,6 @@ from penstock.data.indexes.shard_table import ShardTable
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, ShardUnavailableError
 
-__all__ = ["GivenIndex", "JoinedIndex"]
-
 LISTED = 10_000
 """Number of shards from which they are not kept as objects."""
 

@@ -25,8 +25,6 @@ from penstock.proto.errors import DatasetError, ShardUnavailableError
 from penstock.runtime.files.inner_paths import parent_of
 from penstock.runtime.files.plain_files import is_ours
 
-__all__ = ["HUGE_INDEX", "LARGE_INDEX", "ColumnsPlace", "open_index"]
-
 LARGE_INDEX = 4 << 20
 """Bytes of an index from which its text does not stay in memory: about 10,000 shards."""
 HUGE_INDEX = 16 << 20

@@ -16,8 +16,6 @@ import numpy.typing as npt
 from penstock.data.indexes.shard_table import ShardTable
 from penstock.data.ordering.permutation import Ints
 
-__all__ = ["Units"]
-
 
 class Units:
     """Numbers of units, files and opened pieces. If no file is divided, they are equal, and not stored."""

@@ -19,8 +19,6 @@ import xxhash
 from penstock.data.indexes.shard_table import ShardTable
 from penstock.proto.errors import DatasetError
 
-__all__ = ["OrderLayout", "joined_files", "joint_fingerprint", "mean_sample_bytes"]
-
 Ints = npt.NDArray[np.int64]
 
 

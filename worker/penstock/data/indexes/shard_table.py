@@ -43,8 +43,6 @@ from penstock.data.formats.shards import Shard, StoredFile
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError
 
-__all__ = ["ShardTable"]
-
 RELEASE = 3
 """Version of the stored columns. Increase it when they change; those of other versions are made again."""
 RANGES, HASHED = 1, 2

@@ -15,8 +15,6 @@ from typing import Any
 
 from penstock.data.remote.transfer import CLOSED, TransferBroken
 
-__all__ = ["PlainFilesystems"]
-
 
 class PlainFilesystems:
     """Filesystem objects of one remote folder in one process, one for each running call."""

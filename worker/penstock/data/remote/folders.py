@@ -61,8 +61,6 @@ from penstock.proto.errors import (
 )
 from penstock.runtime.files.plain_files import open_plain
 
-__all__ = ["LARGEST_READ", "RemoteFolder", "joined"]
-
 LARGEST_READ = 1 << 30
 """Bytes of the largest file that is read into memory as a whole."""
 RANGE_BYTES = 16 << 20

@@ -9,8 +9,6 @@ from penstock.proto.errors import ShardUnavailableError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.plain_files import open_plain, read_plain
 
-__all__ = ["copy_file", "files_below", "read_file", "write_file"]
-
 PIECE = 16 << 20
 """Bytes of a file that are copied at a time."""
 

@@ -11,8 +11,6 @@ from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import ShardUnavailableError
 from penstock.runtime.files.atomic_files import write_whole
 
-__all__ = ["fetch_meta"]
-
 MARK = b"split_parts"
 """Text in each file of splits, and not in a page that a web server sends for a missing file."""
 

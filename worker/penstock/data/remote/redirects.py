@@ -12,8 +12,6 @@ from typing import Any
 
 from penstock.proto.errors import ShardUnavailableError
 
-__all__ = ["is_nearer", "watch_redirects"]
-
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 

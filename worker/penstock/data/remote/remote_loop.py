@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 from penstock.data.remote.redirects import watch_redirects
 from penstock.data.remote.transfer import CLOSED, TransferBroken
 
-__all__ = ["RemoteLoop"]
-
 
 class RemoteLoop:
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:

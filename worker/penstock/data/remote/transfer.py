@@ -26,32 +26,6 @@ from typing import Any, Protocol
 
 from penstock.proto.errors import PenstockError, ShardCorruptError, ShardUnavailableError
 
-__all__ = [
-    "CLOSED",
-    "LARGEST_COPY",
-    "LARGE_PIECE",
-    "LAST_PAUSE_S",
-    "PARALLEL",
-    "PIECE",
-    "DownloadProgress",
-    "DownloadTarget",
-    "FailureKind",
-    "FileChanged",
-    "Request",
-    "TransferBroken",
-    "age_of",
-    "by_pieces",
-    "by_s3_pieces",
-    "http_headers",
-    "is_full",
-    "judge",
-    "over_http",
-    "pause_before_retry",
-    "s3_piece",
-    "scrubbed",
-    "tries_text",
-]
-
 PIECE = 4 << 20
 """Bytes of a request: so many that latency hardly matters, so few that a slow connection is not taken as stalled."""
 PARALLEL, LARGE_PIECE = 4, 8 << 20

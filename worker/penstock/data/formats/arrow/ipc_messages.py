@@ -14,17 +14,6 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-__all__ = [
-    "BATCH",
-    "DICTIONARY",
-    "MAGIC",
-    "SCHEMA",
-    "Message",
-    "messages",
-    "messages_between",
-    "rows_of_batch",
-]
-
 Read = Callable[[int, int], bytes]
 """(begin, size) -> so many bytes of the file from there, or fewer at its end."""
 

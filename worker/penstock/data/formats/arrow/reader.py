@@ -16,7 +16,7 @@ import importlib
 import itertools
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -37,24 +37,13 @@ from penstock.data.formats.columnar.columns import Column, column_of
 from penstock.data.formats.columnar.reader import Block, BlocksReader
 from penstock.data.formats.columnar.values import storage_of
 from penstock.data.formats.decoded_blocks import MEMORY
-from penstock.data.formats.fields import names
+from penstock.data.formats.fields import check_unique, names
 from penstock.data.formats.file_ranges import file_range, part_shard, spans_of
-from penstock.data.formats.raw_files import check_samples, open_file, unreadable
+from penstock.data.formats.raw_files import check_samples, open_file, truncated, unreadable
 from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.files.filesystems import NETWORK, filesystem
 from penstock.runtime.process.free_memory import free_memory
-
-__all__ = [
-    "ArrowReader",
-    "check_arrow",
-    "check_same_columns",
-    "header_shard",
-    "index_arrow",
-    "open_arrow",
-    "open_arrow_part",
-    "read_header",
-]
 
 MERGED_BYTES = 256 << 10
 """Most bytes of record batches that are copied together: one read costs less than to look up the columns of ten."""
@@ -178,10 +167,7 @@ class _ArrowFile:
         except OSError as error:
             raise unreadable(self.name, error) from error
         if len(data) != size:
-            raise ShardCorruptError(
-                f"{self.name} is truncated: {len(data)} of the {size} bytes from byte {begin} are left. Write the file "
-                "again, and do not change it while it is read"
-            )
+            raise truncated(self.name, len(data), size, begin)
         return data
 
     def _peek(self, begin: int, size: int) -> bytes:
@@ -419,11 +405,6 @@ class ArrowReader(BlocksReader):
         )
 
 
-def open_arrow(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ArrowReader:
-    del options  # no pickles here, and images stay as stored
-    return ArrowReader(shard, paths[0])
-
-
 def header_shard(shard: Shard) -> Shard:
     """Return the header of a shard's file as a shard without samples (`format_table.PartReading.table`)."""
     return Shard("arrow", 0, (file_range(shard, 0, shard.ranges[-1]),))
@@ -446,10 +427,7 @@ def open_arrow_part(shard: Shard, part: int, path: Path, table: bytes, options: 
 def index_arrow(path: Path, name: str) -> Shard:
     """Index an Arrow IPC file. Raises DatasetError if two columns have the same name, or the file is damaged."""
     file = _ArrowFile(path, name)
-    if len(set(file.names)) != len(file.names):
-        raise DatasetError(
-            f"{name}: the names of columns must be unique, got {', '.join(file.names)}. Write the file with other names"
-        )
+    check_unique(name, file.names)
     blocks = () if file.by_rows else file.rows
     shard = Shard(
         "arrow",
@@ -480,13 +458,3 @@ def _with_parts(shard: Shard, file: _ArrowFile) -> Shard:
 
 def check_arrow(settings: dict[str, Any]) -> None:
     names(settings, "column_names")
-
-
-def check_same_columns(shards: Sequence[Shard]) -> None:
-    for shard in shards:
-        first, own = shards[0].settings["column_names"], shard.settings["column_names"]
-        if set(first) != set(own):
-            raise DatasetError(
-                f"all Arrow files of a dataset must have the same columns: {shards[0].name} has {', '.join(first)}, "
-                f"but {shard.name} has {', '.join(own)}. Move files of other data into another folder"
-            )

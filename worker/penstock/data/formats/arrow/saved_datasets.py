@@ -17,8 +17,6 @@ from typing import Any
 from penstock.proto.errors import DatasetError
 from penstock.runtime.files.plain_files import read_plain
 
-__all__ = ["DICT", "INFO", "STATE", "saved_files", "saved_splits"]
-
 DICT, STATE, INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 MAX_BYTES = 64 << 20
 

@@ -21,8 +21,6 @@ from penstock.data.batch_columns import Values, as_python_numbers, by_number, pl
 from penstock.data.formats.columnar.values import Value, conversion_of, storage_of, value_of
 from penstock.data.ordering.permutation import Ints
 
-__all__ = ["Column", "column_of"]
-
 KEPT_TYPES = 256
 """Number of pyarrow types for which the function that makes their columns is remembered."""
 

@@ -16,10 +16,9 @@ import numpy as np
 from penstock.data.batch_columns import Columns, by_number, joined
 from penstock.data.formats.columnar.columns import Column
 from penstock.data.formats.decoded_blocks import MEMORY
+from penstock.data.formats.fields import unknown_columns
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError, ShardCorruptError
-
-__all__ = ["Block", "BlocksReader"]
 
 FEW_ROWS = 6
 """Fewest rows of a block that are read column by column, which costs more in itself and less for each row."""
@@ -67,12 +66,8 @@ class BlocksReader(ABC):
 
     def select(self, columns: Sequence[str]) -> None:
         """Read only these columns from now on. Raises DatasetError if the file lacks one."""
-        missing = [name for name in columns if name not in self._names]
-        if missing:
-            raise DatasetError(
-                f"{self.name}: columns must be some of {', '.join(self._names)}, got {', '.join(missing)}. Correct the "
-                "argument `columns`"
-            )
+        if error := unknown_columns(self.name, columns, self._names):
+            raise DatasetError(error)
         self._wanted, self._kept = list(columns), {}
 
     def _check_file(self) -> None:
@@ -156,8 +151,7 @@ class BlocksReader(ABC):
             MEMORY.used(self._owner, numbers)
 
     def _number_of(self, index: int) -> int:
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
+        assert 0 <= index < len(self), f"{self.name} has {len(self)} samples"
         return bisect.bisect_right(self._begins, index) - 1
 
     def _sample(self, number: int, index: int) -> dict[str, Any]:

@@ -17,8 +17,6 @@ import numpy as np
 
 from penstock.proto.errors import DatasetError
 
-__all__ = ["conversion_of", "storage_of", "value_of"]
-
 Conversion = Callable[[Any], Any]
 """From a stored value (of an extension type's storage type, or None) to the value in a sample."""
 KEPT_TYPES = 256

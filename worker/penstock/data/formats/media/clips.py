@@ -21,8 +21,6 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorru
 if TYPE_CHECKING:  # processes that only convert datasets have no use for torch
     import torch
 
-__all__ = ["AudioClip", "ClipReader", "VideoClip", "check_clips"]
-
 MARGIN_S = 0.5
 """Seconds of sound decoded after a clip's end: resampling needs them, and if the sound begins after time 0, sample n
 comes later than n / sample_rate."""

@@ -10,8 +10,6 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageFile
 
-__all__ = ["FastImage", "Pixels", "fits"]
-
 Pixels = npt.NDArray[Any]
 
 

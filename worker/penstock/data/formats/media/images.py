@@ -16,27 +16,6 @@ import numpy.typing as npt
 
 from penstock.proto.errors import DatasetError
 
-__all__ = [
-    "Decode",
-    "Encode",
-    "array_decoder",
-    "decode_file_arrays",
-    "decode_files",
-    "decode_jpeg",
-    "decode_jpeg_array",
-    "decode_png",
-    "decode_png_array",
-    "decode_raw",
-    "encode_files",
-    "encode_jpeg",
-    "encode_png",
-    "encode_raw",
-    "file_list_decoder",
-    "list_decoder",
-    "list_encoder",
-    "raw_to_png",
-]
-
 Decode = Callable[[bytes, int, int], Any]
 Encode = Callable[[Any], bytes]
 

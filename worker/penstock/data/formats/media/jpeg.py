@@ -15,8 +15,6 @@ from PIL.JpegImagePlugin import JpegImageFile
 
 from penstock.data.formats.media.fast_images import FastImage, Pixels, fits
 
-__all__ = ["JpegImage", "decode_array", "decode_pixels", "open_image"]
-
 _COLORSPACES = {"RGB": "RGB", "L": "GRAY"}
 _MODES = {"YCbCr": "RGB", "RGB": "RGB", "Gray": "L"}
 """Pillow's name of a mode, by simplejpeg's name of the color space that a file has."""

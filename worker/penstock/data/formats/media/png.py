@@ -21,8 +21,6 @@ from PIL.PngImagePlugin import PngImageFile
 
 from penstock.data.formats.media.fast_images import FastImage, Pixels, fits
 
-__all__ = ["PngImage", "decode_array", "decode_pixels", "layout_of", "open_image"]
-
 _BEGIN = b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR"
 _END = b"\0\0\0\0IEND\xaeB`\x82"
 """Last chunk of a PNG file, with its checksum."""

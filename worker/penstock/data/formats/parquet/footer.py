@@ -17,19 +17,6 @@ from typing import Any
 
 from penstock.data.formats.descriptors import Descriptor
 
-__all__ = [
-    "DELTA_LENGTH",
-    "DELTA_PREFIX",
-    "PAGE_HEADER_BYTES",
-    "TAIL_BYTES",
-    "TEXT",
-    "RowGroup",
-    "dictionary_bytes",
-    "footer_length",
-    "row_groups",
-    "tail_of",
-]
-
 TAIL_BYTES = 64 << 10
 """Bytes at the end of a remote file that are fetched first: the whole footer of most files."""
 

@@ -33,8 +33,6 @@ from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.process.free_memory import free_memory
 
-__all__ = ["ParquetReader", "check_parquet", "open_parquet", "open_row_group", "read_footer"]
-
 EXPANDED_BYTES = 64 << 20
 """Most bytes of a column's texts in a row group for which each row gets its own, if the file has less than half of it.
 A larger column stays a dictionary."""
@@ -50,11 +48,6 @@ def check_parquet(settings: dict[str, Any]) -> None:
     """Column names are optional, because a file describes its own columns. Raises InvalidField."""
     if "column_names" in settings:
         names(settings, "column_names")
-
-
-def open_parquet(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ParquetReader:
-    del options  # Parquet has no pickles, and columns are chosen by `select`
-    return ParquetReader(shard, paths[0])
 
 
 def read_footer(shard: Shard, path: Path) -> Footer:

@@ -7,18 +7,17 @@ import importlib
 import io
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.fields import check_same_columns, check_unique
 from penstock.data.formats.file_ranges import file_range
 from penstock.data.formats.parquet.footer import RowGroup, footer_length, row_groups, tail_of
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, PenstockError, ShardCorruptError
-
-__all__ = ["Footer", "Tail", "footer_of", "footer_shard", "parquet_shards", "pyarrow_parquet", "shards_of_tails"]
 
 Tail = tuple[bytes, int]
 """Bytes from the footer's beginning to the file's end, and the size of the whole file."""
@@ -47,7 +46,6 @@ def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Sha
     the functions' errors become ShardCorruptError, but those of Penstock stay."""
     library = pyarrow_parquet()
     shards: list[Shard] = []
-    first: tuple[str, list[str]] | None = None
     for name, tail_and_size in files:
         try:
             tail, size = tail_and_size()
@@ -67,30 +65,20 @@ def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Sha
             raise ShardCorruptError(
                 f"{name} must be a Parquet file: {error}. Write the file again, or move it out of the folder"
             ) from error
-        if len(set(columns)) != len(columns):
-            raise DatasetError(
-                f"{name}: the names of columns must be unique, got {', '.join(columns)}. Write the file with other "
-                "names"
-            )
-        if first is None:
-            first = name, columns
-        elif set(first[1]) != set(columns):
-            raise DatasetError(
-                f"all Parquet files of a dataset must have the same columns: {first[0]} has {', '.join(first[1])}, but "
-                f"{name} has {', '.join(columns)}. Move files of other data into another folder"
-            )
+        check_unique(name, columns)
         shards.append(
             Shard(
                 "parquet",
                 footer.num_rows,
                 (ShardFile(StoredFile(name, size)),),
-                settings={"column_names": first[1]},
+                settings={"column_names": columns},
                 blocks=tuple(group.rows for group in groups),
                 decoded_bytes=sum(group.nbytes for group in groups),
                 ranges=_ranges_of(groups, size - len(tail)),
             )
         )
-    return shards
+    check_same_columns(shards)
+    return [replace(shard, settings=shards[0].settings) for shard in shards]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from penstock.data.formats.fields import check_text, names
-from penstock.data.formats.records.record_file import INDEX_AGAIN, RecordFile, RecordPart, opened, record_shard
-from penstock.data.formats.shards import ReadOptions, Shard
-from penstock.proto.errors import DatasetError, ShardCorruptError
+from penstock.data.formats.raw_files import open_file
+from penstock.data.formats.records.record_file import INDEX_AGAIN, RecordFile, record_shard
+from penstock.data.formats.shards import Shard
+from penstock.proto.errors import ShardCorruptError
 from penstock.runtime.files.plain_files import open_plain
-
-__all__ = ["CSVRowsReader", "check_csv_rows", "check_same_header", "index_csv_rows", "open_csv_rows"]
 
 LONGEST_VALUE = 1 << 30
 """Most characters in a value. The default of Python's module csv is 131,072."""
@@ -28,8 +27,8 @@ LONE_RETURN = "new-line character seen in unquoted field"
 
 
 class CSVRowsReader(RecordFile):
-    def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart) -> None:
-        super().__init__(shard, data, offsets)
+    def __init__(self, shard: Shard, *paths: Any) -> None:
+        super().__init__(shard, *paths)
         self._columns: list[str] = shard.settings["column_names"]
         self._separator: str = shard.settings["separator"]
         _allow_long_values()
@@ -70,11 +69,6 @@ def check_csv_rows(settings: dict[str, Any]) -> None:
     check_text(settings, "separator")
 
 
-def open_csv_rows(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> CSVRowsReader:
-    del options  # options are about pickles and images
-    return CSVRowsReader(shard, *paths)
-
-
 def index_csv_rows(path: Path, name: str, out: Path) -> Shard:
     """Parse all rows of a CSV file (TSV: named .tsv or .TSV), write the file of their offsets to the index's folder
     `out`, and return the shard. Raises DatasetError if it cannot be written; ShardCorruptError, which names the line,
@@ -86,18 +80,8 @@ def index_csv_rows(path: Path, name: str, out: Path) -> Shard:
     return record_shard("csv_rows", path, out, name, size, np.array(offsets, np.int64), settings)
 
 
-def check_same_header(shards: Sequence[Shard]) -> None:
-    for shard in shards[1:]:
-        first, own = (each.settings["column_names"] for each in (shards[0], shard))
-        if first != own:
-            raise DatasetError(
-                f"all CSV files of a dataset must have the same header: {shards[0].name} has {', '.join(first)}, but "
-                f"{shard.name} has {', '.join(own)}. Move files of other data into another folder"
-            )
-
-
 def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[int]]:
-    _, size = opened(path, name)
+    _, size = open_file(path, name)
     consumed = line = 0
 
     def lines() -> Generator[str, None, None]:

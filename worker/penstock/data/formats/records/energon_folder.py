@@ -29,21 +29,6 @@ from penstock.data.formats.shards import Shard
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.plain_files import read_plain
 
-__all__ = [
-    "META_FILES",
-    "NOTE",
-    "check_current",
-    "check_tar",
-    "field_of",
-    "is_prepared",
-    "prepared_files",
-    "prepared_names",
-    "prepared_note",
-    "prepared_shards",
-    "sample_loader_of",
-    "select_split",
-]
-
 META = ".nv-meta"
 NOTE = "energon"
 SPLITS, DATASET, INFOS = ("split.yaml", "split.json"), "dataset.yaml", (".info.json", ".info.yaml")

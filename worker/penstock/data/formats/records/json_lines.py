@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from penstock.data.formats.records.record_file import INDEX_AGAIN, RecordFile, opened, record_shard
-from penstock.data.formats.shards import ReadOptions, Shard
+from penstock.data.formats.raw_files import open_file
+from penstock.data.formats.records.record_file import INDEX_AGAIN, RecordFile, record_shard
+from penstock.data.formats.shards import Shard
 from penstock.proto.errors import ShardCorruptError
-
-__all__ = ["JSONLinesReader", "index_json_lines", "open_json_lines"]
 
 READ_AT_ONCE = 16 << 20
 SPACES = np.frombuffer(b" \t\r\n\v\f", np.uint8)
@@ -35,11 +33,6 @@ class JSONLinesReader(RecordFile):
         return sample
 
 
-def open_json_lines(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> JSONLinesReader:
-    del options  # options are about pickles and images
-    return JSONLinesReader(shard, *paths)
-
-
 def index_json_lines(path: Path, name: str, out: Path) -> Shard:
     """Write the file of a JSON lines file's offsets to the index's folder `out`, and return the shard. Raises
     DatasetError if it cannot be written; ShardCorruptError if the first line is not a JSON object."""
@@ -52,7 +45,7 @@ def index_json_lines(path: Path, name: str, out: Path) -> Shard:
 
 
 def _lines(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:
-    file, size = opened(path, name)
+    file, size = open_file(path, name)
     begins, spaces = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)]
     for at in range(0, size, READ_AT_ONCE):
         chunk = np.frombuffer(file.read(READ_AT_ONCE, at), np.uint8)

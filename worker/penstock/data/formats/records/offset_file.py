@@ -23,8 +23,6 @@ from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import ShardCorruptError
 from penstock.runtime.files.atomic_files import write_whole
 
-__all__ = ["ENDING", "NO_FINGERPRINT", "fingerprint", "read_offsets", "write_offsets"]
-
 ENDING = ".penstock-index"
 MAGIC = b"PENSTOCK OFFSET2"
 HEAD = struct.Struct("<16sQQQQ")

@@ -14,7 +14,7 @@ import os
 import re
 import tarfile
 from array import array
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,13 +23,12 @@ import numpy as np
 
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.media import images
+from penstock.data.formats.raw_files import open_file
 from penstock.data.formats.records.energon_folder import field_of
-from penstock.data.formats.records.record_file import RecordFile, RecordPart, opened, record_shard
-from penstock.data.formats.shards import ReadOptions, Shard
+from penstock.data.formats.records.record_file import RecordFile, record_shard
+from penstock.data.formats.shards import Shard
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.files.plain_files import open_plain
-
-__all__ = ["TarReader", "index_tar", "open_tar"]
 
 KEY = "__key__"
 READ_AT_ONCE = 1 << 20
@@ -87,9 +86,8 @@ class MemberError(tarfile.ReadError):
 class TarReader(RecordFile):
     """A sample's record is the range of the archive in which its members lie."""
 
-    def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart, options: ReadOptions) -> None:
-        super().__init__(shard, data, offsets)
-        self._images = options.images
+    def __init__(self, shard: Shard, *paths: Any) -> None:
+        super().__init__(shard, *paths)
         self._fields: dict[str, str] = shard.settings.get("fields", {})
 
     def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
@@ -118,13 +116,9 @@ class TarReader(RecordFile):
 
     def _value(self, column: str, record: bytes, begin: int, end: int) -> Any:
         kind = column.rpartition(".")[2]
-        if kind in _IMAGES and self._images != "file":
-            return _IMAGES[kind][self._images == "array"](record, begin, end)
+        if kind in _IMAGES and self.options.images != "file":
+            return _IMAGES[kind][self.options.images == "array"](record, begin, end)
         return _DECODERS.get(kind, bytes)(record[begin:end])
-
-
-def open_tar(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> TarReader:
-    return TarReader(shard, paths[0], paths[1], options)
 
 
 Member = tuple[str, str, str, int, int]
@@ -245,7 +239,7 @@ class _NotPlainError(Exception):
 
 
 def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:
-    file, size = opened(path, name)
+    file, size = open_file(path, name)
     ended = 0
 
     def plain() -> Iterator[IndexedMember]:

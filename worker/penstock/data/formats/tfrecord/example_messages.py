@@ -20,8 +20,6 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from penstock.data.formats.fields import InvalidField
 
-__all__ = ["check_records", "example_of", "is_example"]
-
 KINDS = ("example", "bytes")
 """Values of the setting `records`: tf.train.Example, or any bytes."""
 LONG = 512

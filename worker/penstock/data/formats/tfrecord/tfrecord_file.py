@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import importlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from penstock.data.formats.records.record_file import RecordFile, RecordPart, opened, record_shard
-from penstock.data.formats.shards import ReadOptions, Shard
+from penstock.data.formats.raw_files import open_file
+from penstock.data.formats.records.record_file import RecordFile, record_shard
+from penstock.data.formats.shards import Shard
 from penstock.data.formats.tfrecord.example_messages import example_of, is_example
 from penstock.proto.errors import DatasetError, ShardCorruptError
-
-__all__ = ["TFRecordReader", "index_tfrecord", "open_tfrecord"]
 
 LENGTH = struct.Struct("<QI")
 CHECKSUM = struct.Struct("<I")
@@ -51,8 +50,8 @@ def _masked(data: bytes) -> int:
 class TFRecordReader(RecordFile):
     """A sample is the dict of an Example's features (see `example_of`); for other records {"record": bytes}."""
 
-    def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart) -> None:
-        super().__init__(shard, data, offsets)
+    def __init__(self, shard: Shard, *paths: Any) -> None:
+        super().__init__(shard, *paths)
         self._is_example = shard.settings["records"] == "example"
         _crc32c()
 
@@ -73,11 +72,6 @@ class TFRecordReader(RecordFile):
             self._corrupt(index, f"must be a tf.train.Example: {error}", remedy)
 
 
-def open_tfrecord(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> TFRecordReader:
-    del options  # no pickles here, and images stay as stored
-    return TFRecordReader(shard, *paths)
-
-
 def index_tfrecord(path: Path, name: str, out: Path) -> Shard:
     """Write the file of a TFRecord file's offsets to the index's folder `out`, and return the shard; all records are
     Examples if the first is. Raises DatasetError if it cannot be written; ShardCorruptError for a damaged file."""
@@ -87,7 +81,7 @@ def index_tfrecord(path: Path, name: str, out: Path) -> Shard:
 
 
 def _scanned(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]], bytes]:
-    file, size = opened(path, name)
+    file, size = open_file(path, name)
     offsets, at = [0], 0
     begin, data = 0, b""
     while at < size:
