@@ -80,10 +80,9 @@ class Appliance:
             that is "none", else a new name). With an address and several boxes a job must have a name.
         seed: seed of the run, 0 to 2**64 - 1 (that of the resumed run, else a random one).
         device: device where tensors arrive, as copies in memory of their own: "cuda", "cuda:N" or "cpu". With CUDA the
-            ring, the shared memory that workers fill, is page-locked, and the next batch is copied on a separate stream
-            while the loop computes, which takes device memory for two batches. "cuda" is the device that is current
-            when the loop starts, so under torchrun call torch.cuda.set_device(LOCAL_RANK) first. None: batches are
-            pageable views of the ring, and .to(device, non_blocking=True) in the loop is safe.
+            next batch is copied on a separate stream while the loop computes, which takes device memory for two
+            batches. "cuda" is the device that is current when the loop starts, so under torchrun call
+            torch.cuda.set_device(LOCAL_RANK) first. None: batches are views of the shared memory that workers fill.
         attempt: string that is the same on all boxes of one launch and differs between launches (from torchrun).
         token: credential token of the role client (PENSTOCK_TOKEN, or the file that PENSTOCK_TOKEN_FILE names).
         tls_ca: PEM file with the CA that signed the certificates of coordinator and workers; None: no TLS for calls and
@@ -92,14 +91,12 @@ class Appliance:
         tls_name: name that the certificates of coordinator and workers must have, instead of their addresses.
         lane: transport of batches: "auto" (shared memory on this host, TCP from others) or "tcp" ("auto").
         compression: codec of batches over TCP: None, "lz4" or "zstd" (None). Faster than none where the data shrink and
-            a lane gets less than 7 Gbit/s ("lz4") or 4 Gbit/s ("zstd"); costs 1.3, or 2.4 to 3.2, processor seconds a
-            GB (benchmarks/compression.md). Batches that do not shrink, or come from a worker without the package, are
-            sent as they are. Requires `pip install penstock[compression]`.
+            a lane gets less than 7 Gbit/s ("lz4") or 4 Gbit/s ("zstd") (benchmarks/compression.md). Requires `pip
+            install penstock[compression]`.
         max_batch_bytes: largest size of a batch in bytes; a larger batch is an error (1 GiB).
-        digest: bytes that a batch's digest covers: "sample" (all of a batch of up to 256 KiB and all small tensors of a
-            larger one, and a sample of each large tensor; 1 to 6 us), "full" (every byte, 20 us a MiB), or "rows" (the
-            sum of the digests of all rows, to compare runs on different numbers of boxes, see DataExecutor.digest;
-            about 0.5 us more for each row of each tensor). Default: that of the loaded state, else "sample".
+        digest: bytes that a batch's digest covers (docs/guarantees.md): "sample" (of large tensors a sample; 1 to 6
+            us), "full" (every byte, 20 us a MiB), or "rows" (the sum of the digests of all rows, to compare runs on
+            different numbers of boxes, see DataExecutor.digest). Default: that of the loaded state, else "sample".
         strict_structure: refuse a batch whose structure or dtypes differ from those of the first batch (False).
         replay: save loaders without state methods too, by counting their batches and replaying them (False).
         replay_s: seconds of a loader's work on an epoch, up to which a lost or resumed worker makes the epoch again
@@ -110,11 +107,9 @@ class Appliance:
         timeout_s: longest wait in seconds: for a batch, for a state, for the start of the daemons (120).
         poison: treatment of a batch that kills its runner (the worker process that makes it) each time: "fail" ends the
             stream before it with an error, "skip" leaves it out, with a warning and a count in DataExecutor.stats
-            ("fail"). "skip" needs a loader that can skip a batch without making it: a DataLoader or StatefulDataLoader
-            over a map-style dataset with num_workers=0, or one with a method skip_batch().
+            ("fail"). "skip" needs a loader that can skip a batch (docs/faults.md).
         synthetic: deliver each worker's first batch again and again, to measure a job without the cost of its input
-            (False). An epoch has len() batches; without a len() it never ends, so give the executor num_steps. States
-            can neither be saved nor loaded.
+            (False). An epoch has len() batches; without a len() it never ends. States can neither be saved nor loaded.
         progress: show a line on standard error with the loop's steps/s and the share of its time that it waits for
             batches (False).
         http: "host:port" where this process serves its metrics to Prometheus, at /metrics (none); under torchrun each

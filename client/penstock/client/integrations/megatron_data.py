@@ -62,11 +62,8 @@ class DataIterator:
                 forward_backward_func(data_iterator=data, num_microbatches=num_microbatches, ...)
 
     A batch of the loader is one microbatch of one data-parallel rank. All ranks create the iterator, at the same point,
-    because that opens process groups. With a virtual pipeline pass `data.chunks(number of model chunks)`.
-
-    A batch is the whole sequence. With context parallelism the forward step takes its part by
-    `get_batch_on_this_cp_rank(dict(next(data_iterator)))`: a copy, because that function changes the dict, and
-    Megatron's rerun state machine may return it once more.
+    because that opens process groups. With a virtual pipeline pass `data.chunks(number of model chunks)`; with context
+    parallelism see docs/from_megatron.md.
 
     Args:
         loader: the Penstock DataLoader. Only one rank of each box iterates it; on others it costs nothing.

@@ -2,21 +2,11 @@
 numpy, and drops only `_metadata` of an OrderedDict.
 
 JSON has no tensors, bytes, NaN or keys that are not text. Such a value becomes an object with the key "$", which names
-its type. Bytes are in base64, and numbers in them little-endian:
-
-    {"$": "tensor", "dtype": "int64", "shape": [3], "base64": "..."}     torch's name of the type
-    {"$": "array", "dtype": "<f4", "shape": [2, 2], "base64": "..."}     numpy's; a numpy scalar has the shape []
-    {"$": "bytes", "base64": "..."}
-    {"$": "dict", "items": [[key, value], ...]}                          a dict with other keys than text, or with "$"
-    {"$": "set", "items": [...]}
-    {"$": "int", "value": "0x1..."}                                      beyond 64 bits
-    {"$": "float", "value": "nan"}                                       or "inf", "-inf"
-    {"$": "complex", "value": [re, im]}
-    {"$": "slice" | "range", "value": [start, stop, step]}
-    {"$": "dtype" | "np.dtype" | "device", "value": "float32"}
+its type; docs/grpc.md lists them. Bytes are in base64, and numbers in them little-endian.
 
 Lists, tuples and torch.Size become lists, an OrderedDict a dict, so it cannot be converted back. An integer of 64 bits
-is a JSON number: a reader that converts it to a double, such as JavaScript's, loses digits beyond 2^53."""
+is a JSON number: a reader that converts it to a double, such as JavaScript's, loses digits beyond 2^53.
+"""
 
 from __future__ import annotations
 

@@ -98,25 +98,19 @@ class StreamingLoader(PositionLoader):
         collate_fn: Callable[[list[Any]], Any] = collate,
     ) -> None:
         """Args:
-            batch_size: rows of a box's batch; the global batch grows with the number of boxes.
-            global_batch_size: rows of all boxes' batches together, in place of batch_size. Boxes share them as evenly
-                as possible; each gets at least one.
-            seed: seed of the shuffle and of `reseed`; None: the run's seed (0 outside a worker).
+            batch_size, global_batch_size, seed, tail, skip, keys, counts, rank, balance: as in MapLoader. With
+                `partitions` and balance, a box reads other parts' shards too; balance excludes interleave="batches".
             shuffle_block: approximate number of samples shuffled with each other: whole shards, all needed at the same
                 time. None: all samples.
-            shuffle_memory: approximate size of the decoded row groups whose samples are shuffled with each other, for
-                all partitions together, in bytes, or a text such as "1gb". Only for files with several row groups
-                (Parquet): a block's row groups are shuffled first, then samples within sets of neighbouring row groups
-                of this size, because a set must be in memory as a whole (decoded_limit of StreamingDataset). None: all
-                of a block.
+            shuffle_memory: approximate size of the decoded row groups (Parquet) whose samples are shuffled with each
+                other, for all partitions together, in bytes, or a text such as "1gb": they must be in memory as a whole
+                (decoded_limit of StreamingDataset). None: all of a block.
             partitions: parts of the data, from which rows are taken round robin. If it is a multiple of the number of
                 boxes, each box reads only its own parts' shards; so give the largest number of boxes that you will use.
             interleave: way to mix streams. "shards": all streams' shards are shuffled together. "samples": every prefix
                 of the order has each stream's share. "batches": each global batch comes from one stream.
             epoch_size: samples in an epoch, or a text such as "100k", divided among streams in proportion to their
                 sizes or settings. None: all.
-            tail: treatment of an incomplete last batch: "emit", "pad", "drop" or "carry", as in MapLoader.
-            skip: ranges of samples to leave out, named by epoch * samples of an epoch + position, as in MapLoader.
             predownload: largest number of upcoming samples whose shards are downloaded ahead; None: two shuffle blocks.
             prefetch_seconds: seconds of reading, at the measured rate, for which shards are downloaded ahead; before a
                 rate is known, those of two batches, more with `fetch_threads`. None: 60, or no limit if predownload is
@@ -124,16 +118,9 @@ class StreamingLoader(PositionLoader):
             fetch_threads: threads that read and decode samples ahead; 0: none. They help where decoding releases the
                 GIL for long: clips, large JPEG files with `images="array"`. A `__getitem__` of your own subclass must
                 be thread-safe, and generators are not seeded for it.
-            reseed: True: seed the global generators of python, numpy and torch before each sample from seed, epoch and
-                position, so that random augmentation depends on nothing else; also before the collate function, from
-                the batch's first position. They are restored after a batch. False: leave them alone. None: seed only
-                for user code, as no other draws: samples if the dataset's class overrides `__getitem__` or its `clips`
-                may draw, batches if `collate_fn` is given.
-            keys: field added to each batch for `restore_sample`, as in MapLoader.
-            counts: counts of samples by source and key, see `Counts`; None: nothing is counted.
-            rank: (this rank, number of data-parallel ranks), as in MapLoader.
-            balance: assignment of rows to boxes by cost, as in MapLoader. With `partitions`, a box reads other parts'
-                shards too. Cannot be combined with interleave="batches".
+            reseed: as in MapLoader, but for the global generators alone. None: seed only for user code, as no other
+                draws: samples if the dataset's class overrides `__getitem__` or its `clips` may draw, batches if
+                `collate_fn` is given.
             collate_fn: function from a list of samples to a batch.
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.

@@ -74,15 +74,8 @@ class ShardLoader(Loader):
     num_workers=4)`) the processes share the batches, in the same order; torchdata's StatefulDataLoader saves the state.
     Anywhere else the loader yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
 
-    A finite source is read round robin over its shards: sample 0 of each, then sample 1, and so on. One iteration is
-    one epoch, or the rest of it after a loaded state. Every worker goes through the whole stream, and skips others'
-    rows.
-
-    An endless source has one epoch without an end. With the default `block`, each worker reads only shards of its own
-    if the number of boxes divides `partitions` and the global batch, and the number of workers of a box divides the
-    number of shards in a partition. The order depends on `block` and not on the batch size, so it stays the same when
-    batches are halved and gradients accumulated. A second epoch (after the first was abandoned, or by set_epoch) has
-    another order.
+    One iteration is one epoch, or the rest of it after a loaded state. docs/sharded.md describes the orders of finite
+    and of endless sources.
     """
 
     def __init__(
@@ -104,10 +97,7 @@ class ShardLoader(Loader):
     ) -> None:
         """
         Args:
-            batch_size: rows of a box's batch; the global batch grows with the number of boxes.
-            global_batch_size: rows of all boxes' batches together, instead of `batch_size`. Boxes share them as evenly
-                as possible, and each gets at least one.
-            seed: seed of all randomness in the source; None: the run's seed (0 outside a worker).
+            batch_size, global_batch_size, keys, counts, rank: as in MapLoader.
             partitions: for an endless source: number of parts, a divisor of the number of its shards, into which these
                 are divided. A batch's rows are taken from the parts round robin. Give the most boxes that you will use.
             block: for an endless source: number of consecutive samples from one column of its shards (one shard of each
@@ -115,15 +105,10 @@ class ShardLoader(Loader):
                 the block of the loaded state, or the global batch with which the run begins.
             tail: treatment of the incomplete last batch of a finite source: "emit" it, "pad" it with samples of the
                 epoch's beginning, or "drop" it.
-            keys: name of a field with a text for each row, from which `restore_sample` reads the row's sample again. A
-                batch that is not a dict becomes {"batch": batch, keys: ...}.
-            counts: settings of the counts of samples by source and key, see `Counts`; None: nothing is counted.
+            seed: seed of all randomness in the source; None: the run's seed (0 outside a worker).
             balance: distribution of a step's rows to the boxes by cost, see Balance; None: round robin. The source must
                 be LogicalShards of indexable pieces, or Mapped or Repeated over it; costs are given by record, in the
                 order of the pieces. A box then also reads shards of other boxes' partitions.
-            rank: (this rank, number of data-parallel ranks), which share each global batch. None: the worker's box and
-                the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
-                tensor parallelism, pass the same value.
             collate_fn: function from a list of samples to a batch. The global random generators of python, numpy and
                 torch are seeded for it from `seed` and the position of the batch's first row, and restored afterwards,
                 except for torch's default_collate, the default function and `collate_packed`, which draw nothing.

@@ -5,9 +5,8 @@ the loop, and lives as long as its checkpointer. writer_process.py starts it by 
 would import penstock.client, and with it torch. Requests are JSON after their length, over a Unix socket, and may carry
 the memfd to write from; replies are lines of JSON.
 
-**Files** are written past the page cache where possible (O_DIRECT). For 1 GiB that took 0.01 to 0.06 s of kernel time
-instead of 0.35 to 4.7 s, and in all 0.5 to 0.75 s instead of 0.7 to 5.5 s (12 runs of each, with 4 and 16 MiB a call, 1
-and 2 threads, fsync included).
+**Files** are written past the page cache where possible (O_DIRECT): for 1 GiB that took 0.5 to 0.75 s in all instead of
+0.7 to 5.5 s.
 
 **Commit.** Every rank's writer writes its files into one temporary folder, makes them durable, and then writes a report
 there. Rank 0's writer waits for all reports, compares sizes with the plan, adds the manifest and, last, torch's

@@ -86,8 +86,7 @@ class Packed(Layer):
             dtype: dtype of tokens and labels. A token that does not fit is a DatasetError.
             tokens: name of the field with the tokens, in samples that are dicts, and in lines that are dicts.
             labels: True: add the field `labels` of shape (length,): for each token the next token of its document, also
-                if that is in the next line. The last token of a document, padding, and a piece of a Chunked that ends
-                with the line have `ignore_index`.
+                if that is in the next line; `ignore_index` where there is none.
             positions: True: add the field `positions`, int64 of shape (length,): the index of each token in its
                 segment, from 0 in each line, and 0 for padding.
             segments: True: add the field `segments`, int32 of shape (length,): the number of each token's segment in

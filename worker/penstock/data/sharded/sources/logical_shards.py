@@ -47,17 +47,8 @@ class LogicalShards:
     `shuffle`, pieces are permuted, and then records within blocks of pieces. Shard l of L gets the positions from
     floor(l N / L) to floor((l + 1) N / L) - 1 of this order, none if there are too few.
 
-    **At least one piece is not indexable:** each piece is assigned to one shard as a whole; with `counts`, so that the
-    shards have about equally many records. The records of a piece come in its own order (WindowShuffled can shuffle
-    them). A resume in the middle of a piece uses `state_dict` and `load_state_dict` of the object that the piece's
-    function returns, if it has these methods; otherwise it reads the piece from its beginning. Records that are read
-    again are compared with the delivered ones. Skipping records means reading them, except whole pieces with a given
-    count. LineFiles are cut into ranges of bytes if there are fewer pieces than shards. With still fewer pieces, some
-    shards are empty.
-
-    User code may draw from `random`, `numpy.random` and `torch`, which are seeded by (seed, epoch, piece) for a piece
-    that is read sequentially, and by (seed, epoch, position) for each record of an indexable piece: the same on any
-    topology.
+    **Otherwise** each piece is assigned to one shard as a whole, and its records come in its own order (WindowShuffled
+    can shuffle them). docs/sharded.md says how such pieces are resumed, and which random numbers are seeded.
     """
 
     endless = False
