@@ -23,14 +23,12 @@ from penstock.deploy.doctor.loader_check import (
     LoaderReport,
     LoaderRequest,
     examine_in,
-    saved_by,
 )
 from penstock.deploy.doctor.loader_report import tables
 from penstock.deploy.loader_processes import LoaderForkServer
 from penstock.proto.errors import (
     EmptyInputError,
     InputFnError,
-    InputFnNotFoundError,
     InvalidArgumentError,
     PenstockError,
     UnsupportedLeafError,
@@ -72,7 +70,7 @@ def wrong(diagnosis: LoaderReport) -> dict[str, int | None]:
 def test_four_methods_on_two_workers(examine: Examine) -> None:
     found = examine("streams:shared", 14, workers=2)
     assert (found.code, found.verdict) == (0, "can be saved at any step and resumed exactly")
-    assert saved_by(found.request, found.loaders) == METHODS
+    assert found.saved_by == METHODS
     recovers = [row[1] for row in tables(found)[0].rows if row[0] == "recovers from"]
     assert recovers == ["the launch's start, or the newest saved step that the workers of a box divide"]
     (warning,) = found.warnings
@@ -92,8 +90,6 @@ def test_four_methods_on_two_workers(examine: Examine) -> None:
     ("input_fn", "args", "methods", "own_workers"),
     [
         ("streams:counter", [], 2, 0),
-        ("streams:asks_where", [], 4, 0),
-        ("streams:stateful", [], 2, 0),
         ("streams:stateful", [24, 2, False], 2, 2),
     ],
 )
@@ -101,7 +97,7 @@ def test_exact(examine: Examine, input_fn: str, args: list[Any], methods: int, o
     found = examine(input_fn, *args, batches=8)
     assert (found.code, wrong(found)) == (0, {})
     assert found.verdict == "can be saved at any step and resumed exactly"
-    assert saved_by(found.request, found.loaders) == (STATE if methods == 2 else METHODS)
+    assert found.saved_by == (STATE if methods == 2 else METHODS)
     capabilities = found.loaders[0].capabilities
     assert (capabilities["state_methods"], capabilities["own_workers"]) == (methods, own_workers)
 
@@ -109,9 +105,7 @@ def test_exact(examine: Examine, input_fn: str, args: list[Any], methods: int, o
 @pytest.mark.parametrize(
     ("input_fn", "args", "where"),
     [
-        ("streams:stateful", [96, 2, True], "after batch 1, batch"),  # randomness in its own processes
         ("streams:counts_late", [], "after batch 1, batch 2 differs"),
-        ("streams:prefetches", [], "after batch 1, batch 2 differs"),
         ("patients:forgets_its_end", [], "the loader continues after batch 6, the last of epoch 0"),
         # torchdata counts its fast-forward twice: only what a restored loader saves is wrong
         ("third_party:stream", [], "after batch 9, saved by a loader that was restored, batch 10 differs"),
@@ -120,43 +114,38 @@ def test_exact(examine: Examine, input_fn: str, args: list[Any], methods: int, o
 def test_wrong_states_are_replaced_by_replay(examine: Examine, input_fn: str, args: list[Any], where: str) -> None:
     found = examine(input_fn, *args)
     assert found.code == 0
-    assert saved_by(found.request, found.loaders) == REPLAY
+    assert found.saved_by == REPLAY
     assert found.verdict.startswith("can be saved at any step and resumed exactly, by counted replay: restored ")
     assert where in found.verdict
 
 
-@pytest.mark.parametrize("input_fn", ["third_party:begins_where_it_was", "delayed:queues_orders", "delayed:grows"])
-def test_later_epochs_need_no_state(examine: Examine, input_fn: str) -> None:
+def test_later_epochs_need_no_state(examine: Examine) -> None:
     """Each is made from its number, whatever the state has or lacks for it."""
-    found = examine(input_fn, batches=40)
+    found = examine("delayed:queues_orders", batches=40)
     assert not any("next epoch" in where for where in wrong(found))
     assert found.code == 0
 
 
 def test_later_batches_than_the_next_are_compared(examine: Examine) -> None:
     found = examine("delayed:looks_ahead", 20, batches=32)
-    assert saved_by(found.request, found.loaders) == REPLAY
+    assert found.saved_by == REPLAY
     assert "restored after batch 1, batch 22 differs" in found.verdict
 
 
-@pytest.mark.parametrize(
-    ("input_fn", "args"), [("four_methods:SummedLoader", [304]), ("four_methods:shard_per_worker", [])]
-)
-def test_counts_of_former_launches_are_kept(examine: Examine, input_fn: str, args: list[Any]) -> None:
+def test_counts_of_former_launches_are_kept(examine: Examine) -> None:
     """Check that load_state_dict takes what deaggregate_state_dict returned, launch after launch."""
-    found = examine(input_fn, *args, workers=2, batches=22)
-    assert (found.code, saved_by(found.request, found.loaders)) == (0, METHODS)
+    found = examine("four_methods:SummedLoader", 304, workers=2, batches=22)
+    assert (found.code, found.saved_by) == (0, METHODS)
     assert max(check.generation for check in found.loaders[1].checks if check.exact) >= 2
     assert not found.warnings
 
 
-@pytest.mark.parametrize("input_fn", ["streams:shuffled", "streams:generator"])
-def test_without_methods_only_by_replay(examine: Examine, input_fn: str) -> None:
-    found = examine(input_fn)
+def test_without_methods_only_by_replay(examine: Examine) -> None:
+    found = examine("streams:generator")
     assert found.code == 31
     assert "the loader has no state_dict and load_state_dict" in found.verdict
     assert "Appliance(replay=True)" in found.verdict
-    by_replay = examine(input_fn, replay=True)
+    by_replay = examine("streams:generator", replay=True)
     assert (by_replay.code, wrong(by_replay)) == (0, {})
 
 
@@ -182,17 +171,10 @@ def test_wrong_aggregation_of_right_states(examine: Examine) -> None:
     assert "restored after batch 8, by aggregate and deaggregate, batch 9 differs" in found.verdict
 
 
-@pytest.mark.parametrize(
-    ("input_fn", "says"),
-    [
-        ("patients:cannot_aggregate", "ArithmeticError: too many workers"),
-        ("streams:bad_deaggregate", "deaggregate_state_dict() raised LookupError: no such worker in the state"),
-    ],
-)
-def test_aggregation_that_raises(examine: Examine, input_fn: str, says: str) -> None:
-    found = examine(input_fn, 100)
+def test_aggregation_that_raises(examine: Examine) -> None:
+    found = examine("patients:cannot_aggregate", 100)
     assert found.code == 30
-    assert says in found.verdict
+    assert "ArithmeticError: too many workers" in found.verdict
     check = [check for check in found.loaders[0].checks if not check.exact][-1]
     assert check.where == "after batch 8, by aggregate and deaggregate"
     assert "Traceback" in check.traceback
@@ -208,16 +190,10 @@ def test_cannot_be_saved(examine: Examine) -> None:
 @pytest.mark.parametrize(
     ("input_fn", "args", "error", "says"),
     [
-        ("streams:raises", [], InputFnError, "input_fn raised ValueError: no such dataset"),
         ("streams:raises_at", [5], InputFnError, "batch 5 raised KeyError: 'broken sample'"),
-        ("streams:bad_state", [], InputFnError, "state_dict() raised OSError: state_dict cannot reach its server"),
-        ("streams:half_strict", [], InputFnError, "give it to both or to neither"),
-        ("streams:returns_none", [], InputFnError, "returned None"),
         ("streams:empty", [], EmptyInputError, "streams:empty (box 0, slot 0): epoch 0 ended without a single batch"),
         ("streams:odd_leaf", [], UnsupportedLeafError, "odd_leaf (box 0, slot 0), batch 1: batch['meta']['when']"),
-        ("streams:nobody", [], InputFnNotFoundError, "has no 'nobody'"),
         ("patients:crashes", [], WorkerLostError, "the process that ran it was killed by SIGSEGV"),
-        ("hazards:exits_quietly", [], WorkerLostError, "ran it exited with status 0 before the end of its input"),
     ],
 )
 def test_what_stops_the_stream_is_raised(
@@ -261,13 +237,10 @@ def test_samples_of_several_workers(examine: Examine) -> None:
     assert [patient.streamed["worker_info"] for patient in found.loaders] == ["none", "none"]
 
 
-@pytest.mark.parametrize(
-    ("input_fn", "answer"), [("model_zoo", "none"), ("by_node", "of_box"), ("web_shards", "of_run")]
-)
-def test_divided_samples_are_no_warning(examine: Examine, input_fn: str, answer: str) -> None:
-    found = examine(f"dividing:{input_fn}", 48, workers=3, batches=6, replay=True)
+def test_divided_samples_are_no_warning(examine: Examine) -> None:
+    found = examine("dividing:web_shards", 48, workers=3, batches=6, replay=True)
     assert not found.warnings
-    assert {patient.streamed["worker_info"] for patient in found.loaders} == {answer}
+    assert {patient.streamed["worker_info"] for patient in found.loaders} == {"of_run"}
 
 
 def test_rows_that_repeat_within_a_worker_are_no_samples(examine: Examine) -> None:
@@ -278,10 +251,8 @@ def test_rows_that_repeat_within_a_worker_are_no_samples(examine: Examine) -> No
 @pytest.mark.parametrize(
     ("length", "batches", "says"),
     [
-        (24, 20, "is 24, and its first epoch has 12 batches"),
         (9, 12, "is 9, and its first epoch has 12 or more batches"),
         (12, 20, None),
-        (24, 8, None),
     ],
 )
 def test_length_is_compared_with_the_batches(examine: Examine, length: int, batches: int, says: str | None) -> None:
@@ -301,9 +272,7 @@ def test_batches_that_prove_nothing(examine: Examine) -> None:
     ("input_fn", "args", "kwargs", "says"),
     [
         ("streams", "[]", "{}", "or a folder of checkpoints, got 'streams'"),
-        ("streams:", "[]", "{}", "must be MODULE:NAME"),
         ("streams:counter", "[1", "{}", "--args must be a JSON list"),
-        ("streams:counter", "{}", "{}", "--args must be a JSON list"),
         ("streams:counter", "[]", "[]", "--kwargs must be a JSON object"),
     ],
 )
@@ -344,11 +313,10 @@ def test_command_as_json(call: Callable[..., Result]) -> None:
     (worker,) = found["workers"]
     assert (worker["state_methods"], worker["length"], worker["batches"], worker["samples"]) == (2, 50, 4, 16)
     assert worker["state_bytes"] > 0
-    assert worker["batch_ms"]["median"] <= worker["batch_ms"]["max"]
     assert worker["checks"][1] == {
         "where": "after batch 1",
         "total": 1,
-        "snapshot": True,
+        "by_methods": False,
         "generation": 1,
         "exact": False,
         "differs": 2,
@@ -364,18 +332,9 @@ def test_command_shows_what_user_code_raises(call: Callable[..., Result]) -> Non
     assert said == "penstock: streams:raises (box 0, slot 0): input_fn raised ValueError: no such dataset"
 
 
-def test_command_says_which_arguments_are_missing(call: Callable[..., Result]) -> None:
-    for given in [(), ("--args", "[1, 2]"), ("--kwargs", '{"rows": 4}')]:
-        done = call("patients:hangs", *given)
-        assert done.exit_code == 2
-        (said,) = done.stderr.splitlines()
-        assert said.startswith("penstock: patients:hangs must be given the arguments (marker: ")
-        assert "--args '[32]' or --kwargs" in said
-
-
 def test_command_with_a_loader_that_hangs(shell: Any, tmp_path: Path) -> None:
     marker = tmp_path / "hangs"
-    done = shell.call("doctor", "patients:hangs", "--args", json.dumps([str(marker)]), "--deadline", "5")
+    done = shell.call("doctor", "patients:hangs", "--args", json.dumps([str(marker)]), "--deadline", "3")
     assert done.returncode == 17
     assert "in waits_for_ever" in done.stderr
     assert "not done in time: streaming 32 batches of patients:hangs, worker 0 (stacks are above)" in done.error

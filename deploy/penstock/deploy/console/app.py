@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from penstock.deploy.console.exit_codes import guarded
-from penstock.deploy.console.options import ConfigFile, OwnJob, TokenFile, flags_of
+from penstock.deploy.console.options import ConfigFile, Debug, OwnJob, TokenFile, flags_of
 from penstock.deploy.console.peer import Peer
 from penstock.deploy.console.settings import PeerSettings
 from penstock.runtime.config.settings import Section
@@ -85,7 +85,7 @@ def _first_line(command: Any) -> str:
 
 
 class App(typer.Typer):
-    """Typer application whose commands have `--config` and end with an exit code (`guarded`)."""
+    """Typer application whose commands have `--config` and `--debug`, and end with an exit code (`guarded`)."""
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # type: ignore[override]
         add = super().command(name, **{"cls": _Command, "epilog": EPILOG, **settings})
@@ -97,7 +97,7 @@ _PEER = {**flags_of(PeerSettings), "job": OwnJob, "token_file": TokenFile}
 
 def completed(command: Callable[..., Any]) -> Callable[..., Any]:
     """Return a command with the options for which a parameter `peer`, or `Annotated[Flags, WorkerSettings]`, stands,
-    and with `--config`."""
+    and with `--config` and `--debug`."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, dict[str, Any]] = {}
     options: dict[str, inspect.Parameter] = {}
@@ -111,10 +111,13 @@ def completed(command: Callable[..., Any]) -> Callable[..., Any]:
             options[parameter.name] = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             continue
         options |= {name: _option(name, annotation) for name, annotation in groups[parameter.name].items()}
-    options["config"] = _option("config", ConfigFile)
+    takes_debug = "debug" in options
+    options |= {"config": _option("config", ConfigFile), "debug": _option("debug", Debug, False)}
 
     @functools.wraps(command)
-    def run(*, config: object = None, **given: Any) -> Any:
+    def run(*, config: object = None, debug: bool = False, **given: Any) -> Any:
+        if takes_debug:
+            given["debug"] = debug
         for parameter, names in groups.items():
             flags = {name: _as_text(given.pop(name)) for name in names}
             given[parameter] = Peer(**flags) if parameter == "peer" else flags
@@ -132,8 +135,8 @@ def _as_text(value: Any) -> Any:
     return (",".join(value) if value else None) if isinstance(value, list) else value
 
 
-def _option(name: str, annotation: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+def _option(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def subcommands(cls: type[Group] = Group, **settings: Any) -> App:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,9 @@ from penstock.runtime.telemetry.units import size
 
 __all__ = ["is_path", "show_checkpoints"]
 
+_Verified = tuple[FoundCheckpoint, list[str]]
+"""A checkpoint, and what is wrong with it."""
 NONE_INTACT = "No checkpoint here is intact: restore the files from a copy, or start without a checkpoint"
-
-
-@dataclass(frozen=True)
-class Verified:
-    found: FoundCheckpoint
-    wrong: list[str]
 
 
 def is_path(target: str) -> bool:
@@ -29,7 +25,10 @@ def is_path(target: str) -> bool:
 
 def show_checkpoints(path: Path, as_json: bool) -> int:
     """Check a checkpoint, or all in a folder, and print. Raises CheckpointNotFoundError, CheckpointCorruptError."""
-    verified = [_verify(one) for one in _at(path)]
+    verified = [
+        (found, [found.damage] if found.manifest is None else list(damage(found.path, found.manifest, contents=True)))
+        for found in _at(path)
+    ]
     aside = [one.name for one in leftovers(path)]
     if as_json:
         print(json.dumps(_as_dict(path, verified, aside), indent=2))
@@ -40,22 +39,19 @@ def show_checkpoints(path: Path, as_json: bool) -> int:
                 f"{name} belongs to a save that was interrupted or still runs. It was not checked; the next save "
                 "removes it."
             )
-    bad = [one for one in verified if one.wrong]
-    if bad:
-        good = next((one.found.path for one in verified if not one.wrong), None)
-        offer = f"Resume from {good}, the newest intact checkpoint" if good else NONE_INTACT
+    damaged = sum(bool(wrong) for _, wrong in verified)
+    if damaged:
+        intact = next((found.path for found, wrong in verified if not wrong), None)
         raise CheckpointCorruptError(
-            f"{len(bad)} of {len(verified)} checkpoints {'is' if len(bad) == 1 else 'are'} damaged (see above). {offer}"
+            f"{damaged} of {len(verified)} checkpoints {'is' if damaged == 1 else 'are'} damaged (see above). "
+            + (f"Resume from {intact}, the newest intact checkpoint" if intact else NONE_INTACT)
         )
     return 0
 
 
 def _at(path: Path) -> list[FoundCheckpoint]:
     if not path.is_dir():
-        raise CheckpointNotFoundError(
-            f"{path} must be the folder of a checkpoint, or a folder of checkpoints, but is not a folder. Correct the "
-            "path"
-        )
+        raise CheckpointNotFoundError(f"{path} must be the folder of a checkpoint, or a folder of checkpoints")
     try:
         manifest = read_manifest(path)
         return [FoundCheckpoint(manifest.step, path, manifest, "")]
@@ -66,46 +62,37 @@ def _at(path: Path) -> list[FoundCheckpoint]:
         if not found:
             raise CheckpointNotFoundError(
                 f"{path} must be a checkpoint of AsyncCheckpointer, which has a penstock.json, or a folder of "
-                "checkpoints, got a folder without any. Pass the folder that AsyncCheckpointer writes to"
+                "checkpoints, got a folder without any"
             ) from None
         return found
 
 
-def _verify(found: FoundCheckpoint) -> Verified:
-    if found.manifest is None:
-        return Verified(found, [found.damage])
-    return Verified(found, list(damage(found.path, found.manifest, contents=True)))
-
-
-def _as_dict(path: Path, verified: list[Verified], aside: list[str]) -> dict[str, Any]:
+def _as_dict(path: Path, verified: Sequence[_Verified], aside: list[str]) -> dict[str, Any]:
     return {
         "path": str(path),
-        "ok": not any(one.wrong for one in verified),
+        "ok": not any(wrong for _, wrong in verified),
         "checkpoints": [
             {
-                "path": str(one.found.path),
-                "step": one.found.manifest.step if one.found.manifest else None,
-                "ranks": one.found.manifest.ranks if one.found.manifest else None,
-                "files": len(one.found.manifest.files) if one.found.manifest else None,
-                "bytes": one.found.manifest.nbytes if one.found.manifest else None,
-                "damage": one.wrong,
+                "path": str(found.path),
+                "step": found.manifest.step if found.manifest else None,
+                "ranks": found.manifest.ranks if found.manifest else None,
+                "files": len(found.manifest.files) if found.manifest else None,
+                "bytes": found.manifest.nbytes if found.manifest else None,
+                "damage": wrong,
             }
-            for one in verified
+            for found, wrong in verified
         ],
         "leftovers": aside,
     }
 
 
-def _tables(path: Path, verified: list[Verified]) -> list[Table]:
+def _tables(path: Path, verified: Sequence[_Verified]) -> list[Table]:
     listed = Table(f"Checkpoints at {path}, the newest first", ("name", "step>", "ranks>", "files>", "size>", "found"))
-    wrong = Table("Damaged", ("name", "what"))
-    for one in verified:
-        manifest = one.found.manifest
-        numbers = (
-            (str(manifest.step), str(manifest.ranks), str(len(manifest.files)), size(manifest.nbytes))
-            if manifest
-            else ("", "", "", "")
-        )
-        listed.rows.append((one.found.path.name, *numbers, "damaged" if one.wrong else "whole"))
-        wrong.rows.extend((one.found.path.name, what) for what in one.wrong)
-    return [listed, wrong]
+    damaged = Table("Damaged", ("name", "what"))
+    for found, wrong in verified:
+        manifest, numbers = found.manifest, ("", "", "", "")
+        if manifest:
+            numbers = (str(manifest.step), str(manifest.ranks), str(len(manifest.files)), size(manifest.nbytes))
+        listed.rows.append((found.path.name, *numbers, "damaged" if wrong else "whole"))
+        damaged.rows.extend((found.path.name, what) for what in wrong)
+    return [listed, damaged]

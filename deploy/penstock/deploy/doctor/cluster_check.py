@@ -1,13 +1,12 @@
-"""Checks of `penstock doctor cluster`, beyond `penstock status`: do clocks agree, can lanes be reached?"""
+"""Checks of `penstock doctor cluster`, beyond `penstock status`: can the lanes of workers be reached from here?"""
 
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from penstock.deploy.doctor.findings import Finding, ok, problem, warning
+from penstock.deploy.doctor.findings import Finding
 from penstock.proto.lane.frames import LANE_PROTOCOL
 from penstock.proto.lane.tcp import sealed
 from penstock.proto.lane.tls_socket import connect_tls
@@ -17,26 +16,22 @@ from penstock.proto.rpc.tls import Tls, host_of
 from penstock.proto.v1 import lane_pb2
 from penstock.runtime.telemetry.cluster_view import WorkerView, view
 
-__all__ = ["check_cluster", "check_skew", "check_worker"]
+__all__ = ["check_cluster", "check_worker"]
 
 CONNECT_S = 3.0
 """Longest wait in seconds for a TCP connection within a cluster."""
 NO_ANSWER = f"the worker accepts connections, but does not answer within {CONNECT_S:g} s"
 """Finding about a worker that hangs: the kernel still accepts connections for it."""
 AT_A_TIME = 64
-SKEW_S, FAR_OFF_S = 2.0, 300.0
-"""Differences of clocks in seconds that are reported, and above which valid certificates may seem invalid."""
 
 
 def check_cluster(client: CoordinatorClient, address: str, tls: Tls | None) -> Iterator[Finding]:
     """Yield all findings about a cluster. Raises the call's error if the coordinator cannot be reached."""
-    before = time.time()
-    reply = client.status(deadline_s=10.0)
-    yield check_skew(reply.wall_s - before, time.time() - before)
-    workers = [worker for worker in view(reply).workers if worker.live]
+    workers = [worker for worker in view(client.status(deadline_s=10.0)).workers if worker.live]
     if not workers:
-        yield problem(
+        yield Finding(
             "workers",
+            "problem",
             "no worker is live",
             f"Run `penstock worker --coordinator {address} --slots N --allow MODULE` on each input node.",
         )
@@ -66,34 +61,16 @@ def _lane_error(address: str | None, tls: Tls | None) -> str:
         return error.strerror or str(error)
 
 
-def check_skew(ahead_s: float, took_s: float) -> Finding:
-    """Compare the clocks. `ahead_s`: the coordinator's answer minus this machine's time before a call of `took_s`."""
-    # The coordinator read its clock at some time within the call.
-    off = max(0.0, ahead_s - took_s, -ahead_s)
-    if not off:
-        return ok("clock", "the clocks of the coordinator and this machine agree")
-    found = f"the coordinator's clock is {off:.1f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's"
-    if off > FAR_OFF_S:
-        return problem("clock", found, "timedatectl set-ntp true, on both: each checks certificates by its own clock.")
-    if off > SKEW_S:
-        return warning("clock", found, "timedatectl set-ntp true, on both: the times in their logs do not agree.")
-    return ok("clock", found)
-
-
 def check_worker(worker: WorkerView, error: str, here: bool) -> Finding:
     """Return the finding about a live worker. `error`: why its lanes are out of reach; `here`: they need no network."""
     check = f"worker {worker.worker}"
     found = f"lanes at {worker.tcp_address or 'no address'}"
     if error == NO_ANSWER:
-        return problem(
-            check,
-            f"{found}; {error}",
-            "The worker hangs or is stopped: look at its state in ps and at its log, and start it again.",
-        )
-    if error and not here:
-        if worker.tcp_address and is_local(worker.tcp_address):
-            remedy = "The worker listens on its own machine only: start it with --listen ITS-ADDRESS:0."
-        else:
-            remedy = "Open that port in the firewall (--listen HOST:PORT keeps the port), or change --listen there."
-        return problem(check, f"{found}, which cannot be reached from here: {error}", remedy)
-    return ok(check, f"{found}; on this host" if here else found)
+        remedy = "The worker hangs or is stopped: look at its state in ps and at its log, and start it again."
+    elif not error or here:
+        return Finding(check, "ok", f"{found}; on this host" if here else found)
+    elif worker.tcp_address and is_local(worker.tcp_address):
+        remedy = "The worker listens on its own machine only: start it with --listen ITS-ADDRESS:0."
+    else:
+        remedy = "Open that port in the firewall (--listen HOST:PORT keeps the port), or change --listen there."
+    return Finding(check, "problem", f"{found}, which cannot be reached from here: {error}", remedy)

@@ -38,7 +38,6 @@ __all__ = [
     "examine",
     "examine_in",
     "json_option",
-    "saved_by",
 ]
 
 TRIALS = "penstock.deploy.doctor.loader_trials"
@@ -116,8 +115,8 @@ class LoaderCheck:
     where: str
     total: int
     """Batches before the restart point, over all epochs of the worker."""
-    snapshot: bool
-    """True if restored from a worker's own state_dict(), not at an epoch's start or from aggregate_state_dict."""
+    by_methods: bool
+    """True if restored by the loader's aggregate_state_dict and deaggregate_state_dict."""
     generation: int = 1
     """1 for a restore of the first stream's state, 2 for one of the state that this loader saved, ..."""
     exact: bool = True
@@ -137,7 +136,7 @@ class ExaminedLoader:
     streamed: dict[str, Any]
     """Results of the first stream (loader_trials.py): `events`; `looked_at` (input_fn read its assignment);
     `worker_info` (torch's answer to it); `samples`; `unsaved` (why no state could be encoded, or ""); `state_bytes`
-    (largest); `batch_ms`, `snapshot_ms` (median and max; or None)."""
+    (largest)."""
     points: dict[str, tuple[int, bool, bytes]]
     """Restart point -> (batches before it, True at the start of an epoch, encoded state)."""
     rows: Sequence[int] = ()
@@ -168,6 +167,8 @@ class LoaderReport:
     request: LoaderRequest
     loaders: list[ExaminedLoader]
     code: int
+    saved_by: str | None
+    """STATE, METHODS or REPLAY; None: it cannot be saved."""
     verdict: str
     warnings: list[str]
 
@@ -218,8 +219,7 @@ class _Examination:
                 self._chain(examined, name)
         if _saves(loaders[0]) and loaders[0].capabilities["state_methods"] == 4:
             self._launches(loaders)
-        code, verdict = _verdict(request, loaders)
-        return LoaderReport(request, loaders, code, verdict, list(_warnings(request, loaders)))
+        return LoaderReport(request, loaders, *_verdict(request, loaders), list(_warnings(request, loaders)))
 
     def _run(
         self, what: str, task: str, slot: int, parts: Sequence[bytes] = (), **fields: Any
@@ -282,7 +282,7 @@ class _Examination:
                 return
             until = _up_to_a_batch(events[:COMPARED])
             where = (_WHERE[name] if generation == 1 else "after batch {total}").format(total=total)
-            check = LoaderCheck(where + _AGAIN[generation - 1], total, not epoch_start, generation)
+            check = LoaderCheck(where + _AGAIN[generation - 1], total, False, generation)
             then = [until[-1][1], until[-1][1] * self._request.workers] if generation < last and until else None
             following = self._restore(examined, check, "check", [data], events=events, then=then)
             if following is None or then is None or not check.exact:
@@ -311,7 +311,7 @@ class _Examination:
         states then; None after an error or a wrong batch, or if an epoch ends within or right after these.
         `generation`: number of the launch in its chain, from 1."""
         where = _WHERE["resume"].format(total=total) + _AGAIN[generation - 1]
-        aggregation = LoaderCheck(where, total, False, generation)
+        aggregation = LoaderCheck(where, total, True, generation)
         what = f"aggregate_state_dict() of {self._request.input_fn}"
         answer = self._try(aggregation, what, "aggregate", parts, 0)
         if answer is None:
@@ -326,7 +326,7 @@ class _Examination:
             then = [total + COMPARED, step + COMPARED * len(loaders)] if inside else None
             launch = {"step": step, "totals": [total] * len(loaders)}
             fields = {"events": events, "launch": launch, "then": then}
-            check = LoaderCheck(where, total, False, generation)
+            check = LoaderCheck(where, total, True, generation)
             following.append(self._restore(examined, check, "resume", [part, answer[0].payload], **fields))
         return [data for data in following if data is not None] if all(following) else None
 
@@ -348,66 +348,56 @@ def _within_first_epoch(examined: ExaminedLoader, name: str) -> bool:
 # ---- the verdict
 
 
-def saved_by(request: LoaderRequest, loaders: list[ExaminedLoader]) -> str | None:
-    capabilities = loaders[0].capabilities
-    unsaved = any(examined.streamed["unsaved"] for examined in loaders)
-    wrong = [check for examined in loaders for check in examined.checks if not check.exact]
-    if capabilities["not_restartable"] or unsaved or any(check.where == _WHERE["start"] for check in wrong):
-        return None
-    if not capabilities["state_methods"]:
-        return REPLAY if request.replay else None
-    if _needs_deaggregation(loaders[0]):
-        return REPLAY if wrong else METHODS
-    return REPLAY if wrong else STATE
+NO_METHODS = (
+    "cannot be saved as it is: the loader has no state_dict and load_state_dict. Give it the methods of "
+    "RestartableDataLoader, or save by replay: Appliance(replay=True), which --replay checks here"
+)
+BAD_METHODS = (
+    "With the same numbers of boxes and workers that is an error in a run; with other numbers the run goes on with "
+    "other batches"
+)
+WRONG_STATE = (
+    "So a run that finds other batches behind a state makes the epoch again from its start, which takes as long as "
+    "making those batches. Does the loader count after its `yield`, prefetch in the background, count twice after a "
+    "restore, or omit generators from its state?"
+)
 
 
-def _verdict(request: LoaderRequest, loaders: list[ExaminedLoader]) -> tuple[int, str]:
+def _verdict(request: LoaderRequest, loaders: list[ExaminedLoader]) -> tuple[int, str | None, str]:
+    """Return the exit code, how the loader is saved (None: not at all), and the verdict."""
     capabilities = loaders[0].capabilities
     reasons = [capabilities["not_restartable"], *(examined.streamed["unsaved"] for examined in loaders)]
     if any(reasons):
-        return CANNOT_SAVE, f"cannot be saved: {next(filter(None, reasons))}"
+        return CANNOT_SAVE, None, f"cannot be saved: {next(filter(None, reasons))}"
     wrong = [check for examined in loaders for check in examined.checks if not check.exact]
     if (again := next((check for check in wrong if check.where == _WHERE["start"]), None)) is not None:
-        return DIFFERS, _not_repeatable(capabilities, again)
+        return DIFFERS, None, _not_repeatable(again)
     if not capabilities["state_methods"]:
         if request.replay:
-            return 0, "can be saved and resumed exactly, by replay from the start of the epoch (Appliance(replay=True))"
-        return CANNOT_SAVE, (
-            "cannot be saved as it is: the loader has no state_dict and load_state_dict. Give it the methods of "
-            "RestartableDataLoader, or save by replay: Appliance(replay=True), which --replay checks here"
-        )
-    aggregated = [check for check in wrong if not check.snapshot and "aggregate" in check.where]
-    if aggregated:
-        return DIFFERS, (
-            f"cannot be resumed by its own methods: {_describe_failure(aggregated[-1])}. With the same numbers of "
-            "boxes and workers that is an error in a run; with other numbers the run goes on with other batches"
-        )
+            return 0, REPLAY, "can be saved and resumed exactly, by replay from the start of the epoch"
+        return CANNOT_SAVE, None, NO_METHODS
+    for check in reversed(wrong):
+        if check.by_methods:
+            what = f"restored {check.where}, {check.what}"
+            return DIFFERS, REPLAY, f"cannot be resumed by its own methods: {what}. {BAD_METHODS}"
     if wrong:
-        return 0, (
-            f"can be saved at any step and resumed exactly, by counted replay: {_describe_failure(wrong[0])}. So a run "
-            "that finds other batches behind a state makes the epoch again from its start, which takes as long as "
-            "making those batches. Does the loader count after its `yield`, prefetch in the background, count twice "
-            "after a restore, or omit generators from its state?"
-        )
-    return 0, "can be saved at any step and resumed exactly"
+        what = f"restored {wrong[0].where}, {wrong[0].what}"
+        return 0, REPLAY, f"can be saved at any step and resumed exactly, by counted replay: {what}. {WRONG_STATE}"
+    own = METHODS if _needs_deaggregation(loaders[0]) else STATE
+    return 0, own, "can be saved at any step and resumed exactly"
 
 
-def _not_repeatable(capabilities: dict[str, Any], check: LoaderCheck) -> str:
+def _not_repeatable(check: LoaderCheck) -> str:
     if check.differs is None:
         return (
             f"cannot be resumed: started again in a fresh process, the loader fails ({check.what}). Let input_fn "
             "succeed each time that it is called, also if files or locks of an earlier call are still there"
         )
-    what = "the loader has no state methods, and after" if not capabilities["state_methods"] else "after"
     return (
-        f"cannot be resumed: {what} a new start it yields other batches ({check.what}). Draw random numbers from the "
+        f"cannot be resumed: after a new start it yields other batches ({check.what}). Draw random numbers from the "
         "seeded generators of python, numpy and torch, or seed your own from current_assignment().seed, not from the "
         "clock or the system's entropy"
     )
-
-
-def _describe_failure(check: LoaderCheck) -> str:
-    return f"restored {check.where}, {check.what}"
 
 
 def _equal_samples(loaders: list[ExaminedLoader]) -> Iterator[str]:

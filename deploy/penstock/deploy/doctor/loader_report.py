@@ -16,7 +16,6 @@ from penstock.deploy.doctor.loader_check import (
     LoaderReport,
     LoaderRequest,
     examine,
-    saved_by,
 )
 from penstock.proto.errors import PenstockError
 from penstock.runtime.telemetry.units import size
@@ -81,7 +80,7 @@ def as_dict(diagnosis: LoaderReport) -> dict[str, Any]:
         "ok": diagnosis.code == 0,
         "exit_code": diagnosis.code,
         "verdict": diagnosis.verdict,
-        "saved_by": saved_by(request, diagnosis.loaders),
+        "saved_by": diagnosis.saved_by,
         "warnings": diagnosis.warnings,
         "workers": [
             {
@@ -98,8 +97,6 @@ def as_dict(diagnosis: LoaderReport) -> dict[str, Any]:
                 "batches": examined.batches,
                 "epochs_ended": examined.epochs_ended,
                 "samples": examined.streamed["samples"],
-                "batch_ms": examined.streamed["batch_ms"],
-                "snapshot_ms": examined.streamed["snapshot_ms"],
                 "state_bytes": examined.streamed["state_bytes"] or None,
                 "checks": [_check(check) for check in examined.checks],
             }
@@ -110,10 +107,6 @@ def as_dict(diagnosis: LoaderReport) -> dict[str, Any]:
 
 def _check(check: LoaderCheck) -> dict[str, Any]:
     return {name: value for name, value in asdict(check).items() if name != "traceback"}
-
-
-def _time(value_ms: float) -> str:
-    return f"{value_ms:.3g}" if value_ms < 100 else f"{value_ms:.0f}"
 
 
 def tables(diagnosis: LoaderReport) -> list[Table]:
@@ -132,30 +125,16 @@ def tables(diagnosis: LoaderReport) -> list[Table]:
             ("persistent_workers", "yes" if "persistent_workers" in capabilities["not_restartable"] else "no"),
             ("read its assignment", "yes" if any(p.streamed["looked_at"] for p in loaders) else "no"),
             ("get_worker_info()", _WORKER_INFO[loaders[0].streamed["worker_info"]]),
-            ("saved by", _SAVED_BY[saved_by(request, loaders)]),
-            *([("recovers from", _RECOVERS_FROM)] if saved_by(request, loaders) == METHODS else []),
+            ("saved by", _SAVED_BY[diagnosis.saved_by]),
+            *([("recovers from", _RECOVERS_FROM)] if diagnosis.saved_by == METHODS else []),
         ],
     )
-    stream = Table(
-        "Streaming",
-        ("worker>", "batches>", "samples>", "epochs ended>", "ms a batch>", "longest>", "ms a snapshot>", "state>"),
-    )
+    stream = Table("Streaming", ("worker>", "batches>", "samples>", "epochs ended>", "state>"))
     checks = Table("Restored in a fresh process", ("worker>", "where", "next batches", "what differs"))
     for examined in loaders:
-        streamed = examined.streamed
-        batch_ms, snapshot_ms = streamed["batch_ms"], streamed["snapshot_ms"]
-        stream.rows.append(
-            (
-                str(examined.slot),
-                str(examined.batches),
-                str(streamed["samples"]),
-                str(examined.epochs_ended),
-                _time(batch_ms["median"]),
-                _time(batch_ms["max"]),
-                _time(snapshot_ms["median"]) if snapshot_ms else "",
-                size(streamed["state_bytes"]) if streamed["state_bytes"] else "",
-            )
-        )
+        state = examined.streamed["state_bytes"]
+        counts = (examined.slot, examined.batches, examined.streamed["samples"], examined.epochs_ended)
+        stream.rows.append((*map(str, counts), size(state) if state else ""))
         for check in sorted(examined.checks, key=lambda check: check.total):
             verdict = "exact" if check.exact else "failed" if check.differs is None else "differ"
             checks.rows.append((str(examined.slot), check.where, verdict, " ".join(check.what.split())))

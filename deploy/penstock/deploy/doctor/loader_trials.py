@@ -11,11 +11,9 @@ Events: [epoch, total, digest] for the worker's batch `total`; [epoch, total, nu
 
 from __future__ import annotations
 
-import inspect
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.deploy.loader_processes import take_task
@@ -23,7 +21,6 @@ from penstock.proto.batch.digest import DigestCover
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import (
     EmptyInputError,
-    InvalidArgumentError,
     UnsupportedLeafError,
     UnsupportedStateError,
 )
@@ -48,29 +45,11 @@ be right by chance."""
 
 def run_child(channel: ControlChannel) -> None:
     task = take_task(channel)
-    source = SlotLoader(_assignment(task.fields), load=lambda spec: _callable(spec, task.fields))
+    source = SlotLoader(_assignment(task.fields))
     try:
         _TASKS[task.kind](source, channel, task.fields, task.parts)
     except Exception as error:
         channel.send("failed", error=plain_detail(error))
-
-
-def _callable(spec: records_pb2.LoaderSpec, fields: Mapping[str, Any]) -> Callable[..., Any]:
-    """Import and return input_fn. Raises InvalidArgumentError if it does not accept the arguments."""
-    input_fn = load_input_fn(spec)
-    try:
-        # The outermost wrapper is called, and a decorator may supply arguments of the function inside.
-        signature = inspect.signature(input_fn, follow_wrapped=False)
-    except (TypeError, ValueError):
-        return input_fn  # a callable of C code has no signature
-    try:
-        signature.bind(*fields["args"], **fields["kwargs"])
-    except TypeError as error:
-        raise InvalidArgumentError(
-            f"{spec.input_fn} must be given the arguments {signature}: {error}. Pass them as JSON, such as "
-            "--args '[32]' or --kwargs '{\"name\": 32}'"
-        ) from None
-    return input_fn
 
 
 def _assignment(fields: Mapping[str, Any]) -> records_pb2.WorkerAssignment:
@@ -114,8 +93,6 @@ class _Stream:
         self._snapshot: tuple[int, bytes] | None = None
         """Snapshot after the newest batch: (batches so far, encoded state)."""
         self._ended = False
-        self._batch_s: list[float] = []
-        self._snapshot_s: list[float] = []
         self._state_bytes = 0
         self._events: list[Event] = []
         self._rows = array("Q")
@@ -126,12 +103,11 @@ class _Stream:
         replay_digest = ReplayDigest(cover=DigestCover.FULL)
         self._open("start")
         while place.total < self._batches:
-            epoch, started = place.epoch, time.monotonic()
+            epoch = place.epoch
             batch = source.next()
             if batch is END:
                 self._end(epoch)
                 continue
-            self._batch_s.append(time.monotonic() - started)
             _take(source, replay_digest, batch)
             self._events.append([epoch, place.total, source.digest])
             if epoch == 0 and len(self._rows) < ROWS:
@@ -150,8 +126,6 @@ class _Stream:
             samples=place.samples,
             unsaved=self._unsaved,
             state_bytes=self._state_bytes,
-            batch_ms=_ms(self._batch_s),
-            snapshot_ms=_ms(self._snapshot_s),
         )
 
     def _open(self, name: str) -> None:
@@ -193,13 +167,11 @@ class _Stream:
         total = source.position.total
         if total in self._keep:
             time.sleep(SETTLE_S)
-        started = time.monotonic()
         try:
             data = source.snapshot(self._step()).encode()
         except UnsupportedStateError as error:
             self._unsaved = error.message
             return
-        self._snapshot_s.append(time.monotonic() - started)
         self._state_bytes = max(self._state_bytes, len(data))
         self._snapshot = total, data
         if total in self._keep:
@@ -212,12 +184,6 @@ def _take(source: SlotLoader, replay_digest: ReplayDigest, batch: Any) -> None:
     except UnsupportedLeafError as error:
         raise UnsupportedLeafError(f"{source.name}, batch {source.position.total}: {error.message}") from error
     source.position.samples += samples
-
-
-def _ms(times_s: list[float]) -> dict[str, float] | None:
-    if not times_s:
-        return None
-    return {"median": round(1000 * median(times_s), 4), "max": round(1000 * max(times_s), 4)}
 
 
 # ---- check, aggregate, resume

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.console.options import AsJson, Debug
+from penstock.deploy.console.options import AsJson
 
 __all__ = ["config"]
 
@@ -33,7 +33,6 @@ def config(
         bool, typer.Option("--example", help="Print a settings file with every setting, its meaning and its default.")
     ] = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> int:
     """Show the effective settings, and the source of each.
 

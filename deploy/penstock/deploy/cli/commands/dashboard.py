@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.console.options import AsJson, Debug
+from penstock.deploy.console.options import AsJson
 from penstock.deploy.console.peer import Peer
 
 __all__ = ["dashboard"]
@@ -16,7 +16,6 @@ def dashboard(
     peer: Peer,
     browser: Annotated[bool, typer.Option("--open", help="Also open the URL in a browser.")] = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Print the URL of the dashboard.
 

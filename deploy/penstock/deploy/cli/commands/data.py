@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.deploy.console.app import Group, subcommands
-from penstock.deploy.console.options import AsJson, Debug, listed, pairs_of
+from penstock.deploy.console.options import AsJson, listed, pairs_of
 
 __all__ = ["data"]
 
@@ -44,7 +44,6 @@ def data_index(
         typer.Option("--out", metavar="DIR", help="Local folder for the index. Default: the folder of the files."),
     ] = None,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Write an index for files that other libraries wrote, so that StreamingDataset can read the files in place.
 
@@ -69,7 +68,6 @@ def data_inspect(
         int, typer.Option("--samples", metavar="N", min=0, max=1000, help="Number of samples to show.")
     ] = 3,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Show a dataset's format, its shards, samples and bytes, its columns and its first samples.
 
@@ -84,7 +82,7 @@ def data_inspect(
 
 
 @data.command("verify")
-def data_verify(folder: Folder, as_json: AsJson = False, debug: Debug = False) -> int:
+def data_verify(folder: Folder, as_json: AsJson = False) -> int:
     """Read every sample of a dataset, and compare files with the hashes in its index.
 
     Names each damaged or missing file; the exit code is then 28.
@@ -136,7 +134,6 @@ def data_convert(
     ] = False,
     unverified: Annotated[bool, typer.Option("--unverified", help="Do not read the result back.")] = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Convert a dataset of any readable format to MDS or Parquet. Samples keep their numbers and their order.
 

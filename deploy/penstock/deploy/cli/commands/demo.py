@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from penstock.deploy.console.app import quiet_grpc
-from penstock.deploy.console.options import Debug
 
 __all__ = ["demo"]
 
 
-def demo(debug: Debug = False) -> int:
+def demo() -> int:
     """Show what Penstock does, in under a minute: stream, kill a worker, save, resume elsewhere, compare.
 
     Starts a coordinator and two workers on this machine and ends them again. The exit code is 0 if the stream with

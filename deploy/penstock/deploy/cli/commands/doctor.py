@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from penstock.deploy.console.app import Group, subcommands
-from penstock.deploy.console.options import LARGEST_SEED, AsJson, Debug
+from penstock.deploy.console.options import LARGEST_SEED, AsJson
 from penstock.deploy.console.peer import Peer
 
 __all__ = ["doctor"]
-
-_INPUT_FN = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 
 
 class _DefaultsByTarget(Group):
@@ -25,19 +22,8 @@ class _DefaultsByTarget(Group):
         if ctx.resilient_parsing and not args:  # completion in a shell, where the target is not typed yet
             return super().parse_args(ctx, args)
         if not args or args[0] not in (*self.commands, *ctx.help_option_names):
-            args = ["loader" if _has_target(args) else "machine", *args]
+            args = ["loader" if args and not args[0].startswith("-") else "machine", *args]
         return super().parse_args(ctx, args)
-
-
-def _has_target(args: list[str]) -> bool:
-    """True if the first argument is not an option, or if the last one is a MODULE:NAME or an existing path and not the
-    value of an option."""
-    if not args:
-        return False
-    before = args[-2] if len(args) > 1 else ""
-    value = before.startswith("-") and before not in ("--json", "--debug", "--replay")
-    last = bool(_INPUT_FN.fullmatch(args[-1])) or Path(args[-1]).exists()
-    return not args[0].startswith("-") or (last and not value)
 
 
 doctor = subcommands(_DefaultsByTarget)
@@ -67,13 +53,12 @@ def doctor_machine(
             "--slots",
             metavar="N",
             min=1,
-            help="Slots of a worker here. Default: the setting, else the number of cores.",
+            help="Slots of a worker here. Default: the number of cores.",
         ),
     ] = None,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> int:
-    """Check this machine: kernel, sandbox, memory, open files.
+    """Check this machine for a worker: sandbox, memory, open files.
 
     Exit code 32 if there is a problem; 0 if there are only warnings.
 
@@ -90,11 +75,11 @@ def doctor_machine(
 
 
 @doctor.command("cluster")
-def doctor_cluster(peer: Peer, as_json: AsJson = False, debug: Debug = False) -> int:
+def doctor_cluster(peer: Peer, as_json: AsJson = False) -> int:
     """Check a cluster from here: can every worker's lanes be reached?
 
-    Run it where the training job runs. Compares the coordinator's clock with this machine's, and connects to each live
-    worker. Exit code 32 if there is a problem; 0 if there are only warnings. Needs a token of the role admin.
+    Run it where the training job runs. Connects to each live worker. Exit code 32 if there is a problem. Needs a token
+    of the role admin.
 
     \b
     Examples:
@@ -135,7 +120,6 @@ def doctor_loader(
         typer.Option("--deadline", metavar="SECONDS", min=1, help="Limit of each child process that runs the loader."),
     ] = 300.0,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> int:
     """Check whether a loader can be saved and resumed exactly, or whether checkpoints are intact.
 

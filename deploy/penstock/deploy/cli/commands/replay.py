@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.deploy.cli.completion import run_names
-from penstock.deploy.console.options import LARGEST, LARGEST_BOX, AsJson, Debug
+from penstock.deploy.console.options import LARGEST, LARGEST_BOX, AsJson
 from penstock.deploy.console.peer import Peer
 
 __all__ = ["replay"]
@@ -60,7 +60,6 @@ def replay(
     *,
     peer: Peer,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Recreate a delivered batch, bit for bit, and show its content.
 

@@ -8,7 +8,7 @@ import typer
 
 from penstock.deploy.cli.completion import run_names
 from penstock.deploy.console.app import subcommands
-from penstock.deploy.console.options import LARGEST, AsJson, Debug
+from penstock.deploy.console.options import LARGEST, AsJson
 from penstock.deploy.console.peer import Peer
 
 __all__ = ["mix", "run"]
@@ -39,7 +39,6 @@ def run_close(
     *,
     peer: Peer,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """End a run, or all runs of a job, and free the slots of its workers at once.
 
@@ -87,7 +86,6 @@ def mix(
     ] = 60.0,
     peer: Peer,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Change the weights of a running job's mixture from a step on, on all boxes, without a restart of the job.
 
@@ -101,7 +99,7 @@ def mix(
       penstock mix myjob --from-step 50000 --retire web          the others keep their weights
       penstock mix myjob --from-step 50000 --retire web --dry-run
     """
-    from penstock.deploy.operations.change_runs import Order, change_mixture
+    from penstock.deploy.operations.change_runs import change_mixture, mixture_order
 
-    order = Order.parsed(run, from_step, weights, add or [], retire or [])
-    change_mixture(order, deadline, peer, dry_run=dry_run, as_json=as_json)
+    order = mixture_order(run, from_step, weights, add or [], retire or [], dry_run=dry_run)
+    change_mixture(order, deadline, peer, as_json=as_json)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.deploy.cli.completion import run_names
-from penstock.deploy.console.options import LARGEST, AsJson, Debug
+from penstock.deploy.console.options import LARGEST, AsJson
 from penstock.deploy.console.peer import Peer
 from penstock.proto.errors import InvalidArgumentError
 
@@ -41,7 +41,6 @@ def state(
     *,
     peer: Peer,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Show the state of a run at a step: one DataLoaderCheckpoint for each worker of every box.
 

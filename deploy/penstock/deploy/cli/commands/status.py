@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.console.options import AsJson, Debug
+from penstock.deploy.console.options import AsJson
 from penstock.deploy.console.peer import Peer
 from penstock.proto.errors import InvalidArgumentError
 
@@ -20,7 +20,6 @@ def status(
         bool, typer.Option("--watch", help="On a terminal: a screen, refreshed each second, until Ctrl-C.")
     ] = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Show runs, boxes, slots and workers: rates, and which box waits for which worker.
 

@@ -50,7 +50,6 @@ def down(
         ),
     ] = 60.0,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """End what `penstock up` started, on any engine: workers first, then the coordinator.
 

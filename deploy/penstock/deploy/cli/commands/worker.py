@@ -75,7 +75,6 @@ def drain_worker(
     *,
     peer: Peer,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Migrate a worker's slots to other workers, so that it can be stopped without a pause in training.
 
