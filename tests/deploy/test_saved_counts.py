@@ -35,7 +35,7 @@ def test_replay_shows_samples_keys_and_counts(state: Path, monkeypatch: pytest.M
     """What is printed of a step leaves out just its samples."""
     monkeypatch.setenv("PYTHONPATH", INPUTS)
     command = ["replay", "--checkpoint", str(state), "--args", "[6]", "--allow", "counted", "--step", "11"]
-    done = CliRunner().invoke(app, [*command, "--json", "--timeout", "300"])
+    done = CliRunner().invoke(app, [*command, "--json", "--deadline", "300"])
     assert done.exit_code == 0, done.output
     batch = json.loads(done.stdout)
     given = [sample for batch in read(range(20)) for sample in batch]

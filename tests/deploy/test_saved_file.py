@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.client.states.saved_state import SavedState
-from penstock.deploy.operations.saved_file import SavedFile
+from penstock.deploy.operations.saved_file import read_state, read_states
 from penstock.proto.errors import InvalidArgumentError, PenstockError, StateCorruptError, StateMismatchError
 from penstock.proto.state.codec import encode_state
 
@@ -35,18 +35,15 @@ def test_a_state_is_found_wherever_it_is(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(encode_state(value))
     torch.save(value, tmp_path / "b")
     for name in ("a", "b"):
-        file = SavedFile(tmp_path / name)
-        assert [(found.name, found.saved.input_fn) for found in file.states] == [
+        assert [(found.name, found.saved.input_fn) for found in read_states(tmp_path / name)] == [
             ("['loaders'][0]", "m:train"),
             ("['loaders'][1]", "m:eval"),
         ]
-        assert file.the("m:eval").path == ("loaders", 1)
-        with pytest.raises(
-            StateMismatchError, match=r"must have one state for this run, got 2 \(\['loaders'\]\[0\] of m:train"
-        ):
-            file.the(None)
-        with pytest.raises(StateMismatchError, match="no state of m:other"):
-            file.the("m:other")
+        assert read_state(tmp_path / name, "m:eval").input_fn == "m:eval"
+        with pytest.raises(StateMismatchError, match=r"one state of a loader, got 2 \(\['loaders'\]\[0\] of m:train"):
+            read_state(tmp_path / name, None)
+        with pytest.raises(StateMismatchError, match="one state of m:other, got 0"):
+            read_state(tmp_path / name, "m:other")
 
 
 def test_files_that_hold_none(tmp_path: Path) -> None:
@@ -64,11 +61,11 @@ def test_files_that_hold_none(tmp_path: Path) -> None:
         "objects": (InvalidArgumentError, "because reading them would run code"),
         "cut": (StateCorruptError, "cut: the checksum"),
         "cut.pt": (StateCorruptError, "is damaged"),
-        "none": (StateMismatchError, "no state of a DataLoader"),
+        "none": (StateMismatchError, "got no value with the key"),
         "nowhere": (InvalidArgumentError, "cannot be read"),
         ".": (InvalidArgumentError, "got a directory"),
     }
     for name, (error, says) in wrong.items():
         with pytest.raises(error, match=says):
-            SavedFile(tmp_path / name)
+            read_states(tmp_path / name)
     assert not harm.exists()

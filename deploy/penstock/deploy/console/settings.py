@@ -294,7 +294,6 @@ class UpSettings(_Tls):
         DEFAULT_COORDINATOR,
         description="Address of the coordinator; port 0 takes a free one. Ray: only the port is used, not 0.",
     )
-    runner_memory: MemorySize = Field("", description="See `penstock worker`.")
     insecure: bool = Field(False, description="Listen beyond one machine without TLS.")
     timeout: Seconds = Field(120.0, ge=1, le=86_400, description="Seconds to wait until all is ready.")
     ray_address: Annotated[str, Unit("ADDRESS")] = Field(
@@ -372,9 +371,7 @@ def _explain(section: type[Section], error: ValidationError, given: dict[str, An
     parts, sources = [], stated(section)
     for detail in error.errors():
         field = field_of(section, detail["loc"])
-        if field not in section.model_fields:
-            parts.append(f"{flag(field)} {detail['input']}: {detail['msg']}")
-        elif detail["type"] == "missing":
+        if detail["type"] == "missing":
             what = (section.model_fields[field].description or "").rstrip(".")
             parts.append(f"{flag(field)} (or the variable {variable(section, field)}) must be given: {what}")
         elif field in given:

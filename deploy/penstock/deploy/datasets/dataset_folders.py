@@ -7,7 +7,6 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from penstock.data import convert_dataset, index_folder
 from penstock.data.formats.index import INDEX, read_index
 from penstock.data.formats.shards import Shard
 from penstock.deploy.console.exit_codes import exit_code
+from penstock.deploy.operations.state_values import brief
 from penstock.proto.errors import DatasetError
 from penstock.runtime.telemetry.logs import printable
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["show_conversion", "show_index", "show_inspection", "show_verification"]
 
-LONGEST_VALUE = 60
 VERIFIED_AT_ONCE = 64
 
 
@@ -53,8 +52,8 @@ def show_inspection(folder: Path, samples: int, as_json: bool) -> None:
     found: dict[str, Any] = _counts(folder, shards)
     with _opened(folder, shards) as dataset:
         first = [dataset[number] for number in range(min(max(samples, 1), len(dataset)))]
-    found["columns"] = {name: _kind(value) for name, value in (first[0] if first else {}).items()}
-    found["first_samples"] = [{name: _shown(value) for name, value in sample.items()} for sample in first[:samples]]
+    found["columns"] = {name: type(value).__name__ for name, value in (first[0] if first else {}).items()}
+    found["first_samples"] = [{name: brief(value) for name, value in sample.items()} for sample in first[:samples]]
     _print(found, as_json)
 
 
@@ -123,25 +122,6 @@ def _counts(folder: str | Path, shards: Sequence[Shard]) -> dict[str, Any]:
         "samples": sum(shard.samples for shard in shards),
         "bytes": sum(shard.size for shard in shards),
     }
-
-
-def _kind(value: Any) -> str:
-    """Return a type: "int", "ndarray of float32, shape (3, 4)", "image, mode RGB, 640 x 480 pixels", "list of 5
-    (str)"."""
-    name = type(value).__name__
-    if hasattr(value, "dtype") and getattr(value, "shape", ()) != ():
-        return f"{name} of {value.dtype}, shape {tuple(value.shape)}"
-    if hasattr(value, "mode") and hasattr(value, "size"):
-        return f"image, mode {value.mode}, {value.size[0]} x {value.size[1]} pixels"
-    if isinstance(value, list) and value:
-        kinds = ", ".join(kind for kind, _ in groupby(type(each).__name__ for each in value[:3]))
-        return f"list of {len(value)} ({kinds})"
-    return name
-
-
-def _shown(value: Any) -> str:
-    text = _kind(value) if hasattr(value, "mode") else repr(value)
-    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
 
 
 def _print(found: Mapping[str, Any], as_json: bool) -> None:

@@ -36,7 +36,6 @@ class FleetPlan(UpSettings):
         return [
             *("worker", "--name", name, "--coordinator", coordinator, "--listen", listen),
             *("--slots", str(self.slots), "--allow", self.allow, "--token-file", self.token_file),
-            *(["--runner-memory", self.runner_memory] if self.runner_memory else []),
             *self._shared_flags(),
         ]
 

@@ -7,19 +7,16 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
 
 from penstock.deploy.console.options import listed, pairs_of
 from penstock.deploy.console.peer import Peer
 from penstock.deploy.console.tables import Table, show
 from penstock.proto.errors import CoordinatorUnavailableError, InvalidArgumentError
-from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.telemetry.logs import printable
 
-__all__ = ["Order", "change_mixture", "close_runs"]
+__all__ = ["change_mixture", "close_runs", "mixture_order"]
 
 RETRY_S = 0.3
 """Seconds between two calls while the coordinator is unreachable."""
@@ -38,52 +35,38 @@ def close_runs(name: str, peer: Peer, as_json: bool) -> None:
             print(printable(f"run {run.run} had been closed before"))
 
 
-@dataclass(frozen=True)
-class Order:
-    run: str
-    from_step: int
-    weights: dict[str, str]
-    added: dict[str, str]
-    retired: list[str]
-
-    @classmethod
-    def parsed(
-        cls, run: str, from_step: int, weights: str | None, added: Sequence[str], retired: Sequence[str]
-    ) -> Self:
-        given = [] if weights is None else listed("--weights", weights)
-        if not given and not retired:
-            raise InvalidArgumentError("--weights or --retire must be given, got neither. Give the new weights")
-        return cls(run, from_step, pairs_of("--weights", given), pairs_of("--add", added), list(retired))
-
-    def request(self, key: str, deadline_s: float, *, dry_run: bool) -> pb.ChangeMixtureRequest:
-        return pb.ChangeMixtureRequest(
-            run=self.run,
-            key=key,
-            from_step=self.from_step,
-            weights=[pb.AskedWeight(source=name, weight=weight) for name, weight in self.weights.items()],
-            added=[records_pb2.AddedSource(source=name, function=fn) for name, fn in self.added.items()],
-            retired=self.retired,
-            dry_run=dry_run,
-            deadline_s=deadline_s,
-        )
+def mixture_order(
+    run: str, from_step: int, weights: str | None, added: Sequence[str], retired: Sequence[str], *, dry_run: bool
+) -> pb.ChangeMixtureRequest:
+    """Return the order that the command's options describe, with a new key. Raises InvalidArgumentError."""
+    given = [] if weights is None else listed("--weights", weights)
+    if not given and not retired:
+        raise InvalidArgumentError("--weights or --retire must be given, got neither. Give the new weights")
+    return pb.ChangeMixtureRequest(
+        run=run,
+        key=secrets.token_hex(8),
+        from_step=from_step,
+        weights=[pb.AskedWeight(source=name, weight=weight) for name, weight in pairs_of("--weights", given).items()],
+        added=[records_pb2.AddedSource(source=name, function=fn) for name, fn in pairs_of("--add", added).items()],
+        retired=retired,
+        dry_run=dry_run,
+    )
 
 
-def change_mixture(order: Order, deadline_s: float, peer: Peer, *, dry_run: bool, as_json: bool) -> None:
-    """Change the weights of a run's mixture, or with `dry_run` only try that, and print the change."""
+def change_mixture(order: pb.ChangeMixtureRequest, deadline_s: float, peer: Peer, *, as_json: bool) -> None:
+    """Change the weights of a run's mixture, or only try that, and print the change."""
+    until = time.monotonic() + deadline_s
     with peer.client() as client:
-        reply = _ordered(client, order, deadline_s, dry_run=dry_run)
-    (_print_json if as_json else _print)(reply, dry_run=dry_run)
-
-
-def _ordered(client: CoordinatorClient, order: Order, deadline_s: float, *, dry_run: bool) -> pb.ChangeMixtureReply:
-    key, until = secrets.token_hex(8), time.monotonic() + deadline_s
-    while True:
-        try:
-            return client.change_mixture(order.request(key, max(1.0, until - time.monotonic()), dry_run=dry_run))
-        except CoordinatorUnavailableError:
-            if time.monotonic() + RETRY_S > until:
-                raise
-            time.sleep(RETRY_S)
+        while True:
+            order.deadline_s = max(1.0, until - time.monotonic())
+            try:
+                reply = client.change_mixture(order)
+                break
+            except CoordinatorUnavailableError:
+                if time.monotonic() + RETRY_S > until:
+                    raise
+                time.sleep(RETRY_S)
+    (_print_json if as_json else _print)(reply, dry_run=order.dry_run)
 
 
 def _print_json(reply: pb.ChangeMixtureReply, *, dry_run: bool) -> None:

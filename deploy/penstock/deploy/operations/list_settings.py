@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from penstock.deploy.console.command_token import token_source
 from penstock.deploy.console.exit_codes import USAGE
 from penstock.deploy.console.settings import SETTINGS_OF, WorkerSettings, check_settings_file, refuse_unknown
 from penstock.deploy.console.tables import Table, show
-from penstock.runtime.config.settings import OtherType, ResolvedSetting, Section, find, variable
+from penstock.runtime.config.settings import ResolvedSetting, Section, find, variable
 from penstock.runtime.config.settings_file import CLUSTER, read_settings_file
 
 __all__ = ["example", "show_config"]
@@ -41,7 +39,7 @@ def show_config(of: str | None, as_json: bool) -> int:
             "token": token or None,
             "settings": {name: [_as_dict(each) for each in settings] for name, settings in found.items()},
         }
-        print(json.dumps(about, indent=2))
+        print(json.dumps(about, indent=2, default=str))  # TOML has dates
     else:
         show(_tables(found))
         print()
@@ -50,16 +48,10 @@ def show_config(of: str | None, as_json: bool) -> int:
     return USAGE if any(each.problem for settings in found.values() for each in settings) else 0
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, OtherType):
-        return _plain(value.value)
-    return str(value) if isinstance(value, Path | datetime.date | datetime.time) else value  # TOML has dates
-
-
 def _as_dict(found: ResolvedSetting) -> dict[str, Any]:
     return {
         "name": found.field,
-        "value": _plain(found.value),
+        "value": found.value,
         "source": found.source or None,
         "problem": found.problem or None,
     }
@@ -108,4 +100,4 @@ def _setting(name: str, value: str, description: str, variable: str) -> Iterator
 
 def _toml(value: Any) -> str:
     # A JSON text, number or boolean is valid TOML too.
-    return '""' if value is None else json.dumps(_plain(value), ensure_ascii=False)
+    return '""' if value is None else json.dumps(value, ensure_ascii=False, default=str)

@@ -16,7 +16,7 @@ from penstock.client.states.saved_state import KEY, SavedState, read
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError
 from penstock.proto.state.codec import decode_state
 
-__all__ = ["FoundState", "SavedFile"]
+__all__ = ["FoundState", "read_state", "read_states"]
 
 _ENVELOPE, _ZIP = b"PENSTATE", b"PK\x03\x04"
 DEEPEST = 16
@@ -35,51 +35,45 @@ class FoundState:
         return "".join(f"[{key!r}]" for key in self.path) or "the whole file"
 
 
-class SavedFile:
-    """File with saved states. Raises InvalidArgumentError, StateCorruptError, StateMismatchError if it has none."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        if path.is_dir():
-            raise InvalidArgumentError(
-                f"{path} must be a file with the state of a loader, got a directory. If it is a checkpoint, load it, "
-                "and save what the loader's state_dict() then returns in a file of its own (torch.save)"
-            )
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}. Check the path") from error
-        if data.startswith(_ZIP):
-            value = _of_torch(path, data)
-        elif data.startswith(_ENVELOPE):
-            try:
-                value = decode_state(data)
-            except StateCorruptError as error:
-                raise StateCorruptError(f"{path}: {error.message}") from error
-        else:
-            raise StateCorruptError(
-                f"{path} must be a file that encode_state() or torch.save() wrote, got one that begins with "
-                f"{data[:8]!r}. Pass a file with a saved state"
-            )
-        self.states = [FoundState(keys, read(state)) for keys, state in _states(value, ())]
-        if not self.states:
-            raise StateMismatchError(
-                f"{path} has no state of a DataLoader: nothing in it has the key {KEY!r}. Pass a file with the value "
-                "of DataLoader.state_dict()"
-            )
-
-    def the(self, input_fn: str | None) -> FoundState:
-        """Return the file's only state (of `input_fn`). Raises StateMismatchError for none or several."""
-        fits = [found for found in self.states if input_fn is None or found.saved.input_fn == input_fn]
-        if len(fits) == 1:
-            return fits[0]
-        have = ", ".join(f"{found.name} of {found.saved.input_fn}" for found in self.states)
-        if not fits:
-            raise StateMismatchError(f"{self.path} has no state of {input_fn}, only {have}. Pass a state of this run")
-        raise StateMismatchError(
-            f"{self.path} must have one state for this run, got {len(fits)} ({have}). Save the right state in a file "
-            "by itself"
+def read_states(path: Path) -> list[FoundState]:
+    """Return the states in a file. Raises InvalidArgumentError, StateCorruptError; StateMismatchError for none."""
+    if path.is_dir():
+        raise InvalidArgumentError(
+            f"{path} must be a file with the state of a loader, got a directory. If it is a checkpoint, load it, and "
+            "save the loader's state_dict() in a file of its own (torch.save)"
         )
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}. Check the path") from error
+    if data.startswith(_ZIP):
+        value = _of_torch(path, data)
+    elif data.startswith(_ENVELOPE):
+        try:
+            value = decode_state(data)
+        except StateCorruptError as error:
+            raise StateCorruptError(f"{path}: {error.message}") from error
+    else:
+        raise StateCorruptError(
+            f"{path} must be a file that encode_state() or torch.save() wrote, got one that begins with {data[:8]!r}"
+        )
+    states = [FoundState(keys, read(state)) for keys, state in _states(value, ())]
+    if not states:
+        raise StateMismatchError(f"{path} must have a DataLoader.state_dict(), got no value with the key {KEY!r}")
+    return states
+
+
+def read_state(path: Path, input_fn: str | None) -> SavedState:
+    """Return the file's only state (of `input_fn`). Raises StateMismatchError for none or several."""
+    states = read_states(path)
+    fits = [found.saved for found in states if input_fn in (None, found.saved.input_fn)]
+    if len(fits) != 1:
+        have = ", ".join(f"{found.name} of {found.saved.input_fn}" for found in states)
+        raise StateMismatchError(
+            f"{path} must have one state of {input_fn or 'a loader'}, got {len(fits)} ({have}). Save the right one in "
+            "a file by itself"
+        )
+    return fits[0]
 
 
 def _of_torch(path: Path, data: bytes) -> Any:
@@ -88,7 +82,7 @@ def _of_torch(path: Path, data: bytes) -> Any:
     except pickle.UnpicklingError as error:
         raise InvalidArgumentError(
             f"{path} has objects that torch.load(weights_only=True) refuses, because reading them would run code. Save "
-            "the loader's state in a file by itself, by torch.save or encode_state"
+            "the loader's state in a file by itself"
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise StateCorruptError(

@@ -138,13 +138,13 @@ def tables(found: dict[str, Any]) -> list[Table]:
 
 
 def show_state_file(path: Path, as_json: bool) -> None:
-    from penstock.deploy.operations.saved_file import SavedFile
+    from penstock.deploy.operations.saved_file import read_states
 
-    file = SavedFile(path)
+    states = read_states(path)
     if as_json:
-        print(json.dumps({"file": str(path), "states": [_file_state(found) for found in file.states]}, indent=2))
+        print(json.dumps({"file": str(path), "states": [_file_state(found) for found in states]}, indent=2))
         return
-    show(table for found in file.states for table in _file_tables(found))
+    show(table for found in states for table in _file_tables(found))
 
 
 def _file_state(found: FoundState) -> dict[str, Any]:

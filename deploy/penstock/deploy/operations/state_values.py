@@ -48,7 +48,7 @@ class _Brief(reprlib.Repr):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxlevel, self.maxstring = 3, 48
+        self.maxlevel, self.maxstring, self.maxother = 3, 48, 64
         self.maxdict = self.maxlist = self.maxtuple = self.maxset = 8
 
     def repr1(self, x: Any, level: int) -> str:

@@ -50,8 +50,10 @@ def watch_status(peer: Peer) -> None:
         address = peer.address
         found, answered_at = view(client.status(deadline_s=DEADLINE_S), address), time.monotonic()
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # which restores the terminal
-        with Live(Screen(found), console=console, screen=True, auto_refresh=False) as live:
-            live.refresh()
+        live = Live(Screen(found), console=console, screen=True, auto_refresh=False)
+        with contextlib.ExitStack() as leaving:
+            leaving.callback(live.stop)  # also in the middle of the first drawing
+            live.start(refresh=True)
             while True:
                 time.sleep(INTERVAL_S)
                 away = ""

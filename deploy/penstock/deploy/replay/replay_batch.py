@@ -77,8 +77,6 @@ class ReplayRequest:
             raise InvalidArgumentError(
                 f"--out must be in an existing directory, got {self.out}. Make the directory first"
             )
-        if self.out is not None and self.out.is_dir():
-            raise InvalidArgumentError(f"--out must be a file, got the directory {self.out}. Add a file name")
 
 
 def replay(
@@ -87,10 +85,9 @@ def replay(
     """Return the batch's content and origin. `client`: of the coordinator that knows the run, if one is given;
     `server`: None: a new one. Raises the error that prevents the replay; ReplayMismatchError if the batch differs from
     the delivered one."""
-    from penstock.deploy.operations.saved_file import SavedFile
+    from penstock.deploy.operations.saved_file import read_state
     from penstock.deploy.replay.plan import attempt_of, plan
 
-    files = [SavedFile(path) for path in request.checkpoints]
     if client is not None:
         name = run_name(cast(str, request.run))
         histories = client.fetch_histories(name, request.box)
@@ -100,9 +97,9 @@ def replay(
                 "status --all` lists the runs; one that ended long ago can be replayed only from a --checkpoint"
             )
         history = attempt_of(histories, request.box, request.step)
-        saved = [file.the(history.opening.loader.input_fn).saved for file in files]
+        saved = [read_state(path, history.opening.loader.input_fn) for path in request.checkpoints]
     else:
-        saved = sorted((file.the(None).saved for file in files), key=lambda state: state.step)
+        saved = sorted((read_state(path, None) for path in request.checkpoints), key=lambda state: state.step)
         history = _of_checkpoint(saved[0], request)
     steps = plan(history, saved, request.step)
     history.opening.loader.CopyFrom(_loader(request, history, client))
