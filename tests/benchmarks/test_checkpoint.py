@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from benchmarks import checkpoint
-from benchmarks.checkpoint_modes import MODES as MEASURED
-from benchmarks.checkpoint_report import BEGIN, END, FLOOR, MEANWHILE, MODES, PENSTOCK, PLAIN, THREAD, judge, markdown
+from benchmarks.checkpoint_report import FLOOR, MEANWHILE, MODES, PENSTOCK, PLAIN, THREAD, judge, markdown
 from benchmarks.modes import ROOT
 
 NBYTES = 1000 << 20
@@ -29,10 +28,6 @@ results = run(amounts, folder)
 results["memory"]["Penstock"] = [memory_turn("Penstock", amounts, folder)]
 print(json.dumps({**results, "command": ""}))
 """
-
-
-def test_all_modes_that_are_measured_are_reported() -> None:
-    assert list(MODES) == list(MEASURED)
 
 
 # In a process of its own: the program ends all that its process has started.
@@ -124,70 +119,8 @@ def test_what_is_missed_is_said(own: dict[str, float], missed: list[int]) -> Non
     assert [verdict.met for verdict in verdicts].count(None) == 0
 
 
-def test_figures_of_a_verdict_and_of_the_tables() -> None:
-    results = _results()
-    stall, _, _, total, memory = judge(results)
-    assert stall.found == "0.50x (0.150 s; thread, kept stager: 0.300 s)"
-    assert total.found == "1.10x (1.100 s; dcp.save: 1.000 s)"
-    # Of several turns the one with the most; 10 MiB of it are the writer's own.
-    assert memory.found == "1.020x (1.010x without the writer's own 10 MiB)"
-    text = markdown(results)
-    assert (
-        "| Penstock | 0.150 | 0.150 - 0.150 | 1.50x | 0.450 | 0.200 | 0.350 | 1.100 | 1.100 - 1.100 | 2.20x | 1.10x |"
-    ) in text
-    assert "| Penstock | 500 | 1,520 | 1,020 | 0 | 10 | 1.020x | 1.010x |" in text
-    assert "| floor: one copy | 0.100 |" in text
-    assert "Failed" not in text
-    assert "O_DIRECT" not in text
-
-
 def test_medians_are_taken_of_sums_of_all_saves() -> None:
     results = _results()
     results["saves"][PENSTOCK] = [[_save(0.1, 0.9, 1.0), _save(0.3, 0.1, 1.0)], [], [_save(0.2, 0.3, 1.0)]]
     row = next(line for line in markdown(results).splitlines() if line.startswith("| Penstock | 0.200"))
     assert row.split(" | ")[1:7] == ["0.200", "0.100 - 0.300", "2.00x", "0.450", "0.300", "0.500"]
-
-
-def test_what_failed_is_not_judged() -> None:
-    results = _results()
-    results["saves"][PENSTOCK], results["memory"][PENSTOCK] = [], []
-    results["saves"][FLOOR] = [[{"copy": 0.1, "write": 0.5, "direct": 0.0}]]
-    results["failures"] = ["Penstock, round 1: exit status 1: no disk"]
-    assert {verdict.word for verdict in judge(results)} == {"not measured"}
-    text = markdown(results)
-    assert "| Penstock | - | - |" in text
-    assert "- Failed: Penstock, round 1: exit status 1: no disk." in text
-    assert "which has no O_DIRECT" in text
-    results = _results()
-    results["saves"][THREAD] = [[_save(0.4, -0.001, 0.5)]]
-    assert [verdict.word for verdict in judge(results)] == ["met", "met", "not measured", "met", "met"]
-
-
-@pytest.mark.parametrize(
-    ("options", "own", "status"),
-    [([], {}, 0), ([], {"total": 2.0}, 1), (["--quick"], {"total": 2.0}, 0)],
-)
-def test_the_tables_get_into_the_document(
-    options: list[str], own: dict[str, float], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def run(amounts: checkpoint.Amounts, folder: Path) -> dict[str, Any]:
-        asked.append(amounts)
-        assert folder.parent == tmp_path
-        return _results(**own)
-
-    monkeypatch.setattr(checkpoint, "run", run)
-    monkeypatch.setattr(checkpoint, "adopt_orphans", lambda: None)
-    document, file = tmp_path / "document.md", tmp_path / "results.json"
-    document.write_text(f"before\n\n{BEGIN}\nold\n{END}\n\nafter\n")
-    given = [*options, "--rounds", "2", "--folder", str(tmp_path), "--write", str(document), "--json", str(file)]
-    assert checkpoint.main(given) == status
-    assert asked[0].rounds == 2
-    assert asked[0].mib == (64 if options else 1024)
-    text = document.read_text()
-    assert "old" not in text
-    assert f"{' '.join(options)} --rounds 2 --saves".strip() in text
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert json.loads(file.read_text())["nbytes"] == NBYTES

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.fleet_load import Fleet, percentile, spread
-from benchmarks.fleet_report import BEGIN, END, FULL, TARGETS, judge, markdown
-from benchmarks.report import between
+from benchmarks.fleet_load import Fleet
+from benchmarks.fleet_report import FULL, TARGETS, judge
 
 DOCUMENT = Path(__file__).parent.parent.parent / "benchmarks" / "README.md"
 DEADLINE_S = 60.0
@@ -41,12 +40,6 @@ def test_a_small_fleet_goes_through_all_phases(monkeypatch: pytest.MonkeyPatch) 
             assert fleet.tally.failures == []
 
     asyncio.run(asyncio.wait_for(body(), DEADLINE_S))
-
-
-def test_percentiles() -> None:
-    assert percentile([], 0.5) is None
-    assert percentile([3, 1, 2], 0.5) == 2
-    assert spread(list(range(1, 201))) == {"p50": 101, "p99": 199, "max": 200, "samples": 200}
 
 
 @pytest.fixture
@@ -88,26 +81,3 @@ def test_targets_are_judged_by_the_full_fleet(results: dict[str, Any]) -> None:
     assert words["memory at most, states of 76 kB"] == "not measured"
     results["sizes"].pop()
     assert {verdict.met for verdict in judge(results)} == {None}
-
-
-def test_the_table_has_sizes_and_the_machine_load(results: dict[str, Any]) -> None:
-    text = markdown(results)
-    assert "| steady: a heartbeat takes, p99 | 50.0 ms | 50.0 ms | 50.0 ms |" in text
-    assert "56 KiB" in text
-    assert "not idle" not in text
-    results["noise"]["others"] = 1.4
-    results["failures"] = ["10000 workers: no result within 900 s"]
-    text = markdown(results)
-    assert "**The machine was not idle" in text
-    assert "- Failed: 10000 workers: no result within 900 s." in text
-
-
-def test_a_picture_is_drawn(results: dict[str, Any], tmp_path: Path) -> None:
-    from benchmarks.fleet_plot import draw
-
-    draw(results, tmp_path / "fleet.png")
-    assert (tmp_path / "fleet.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_our_document_has_the_marks() -> None:
-    assert "marked" in between(DOCUMENT.read_text(), "marked", BEGIN, END)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from benchmarks.cases import Case, Times, calibrate, ring_entries, spin
-from benchmarks.measure import batch_bytes, consume, count_of, latencies, measure, percentile
+from benchmarks.cases import Case, Times, ring_entries, spin
+from benchmarks.measure import batch_bytes, consume, measure, percentile
 
 from penstock.proto.lane.ring import entries_for
 
@@ -45,29 +45,9 @@ def test_a_span_lasts_until_it_has_enough_batches() -> None:
     assert span == pytest.approx(4.0)
 
 
-def test_but_not_for_ever() -> None:
-    clock = Clock()
-    count, span = consume(clock.batches(0.5), 1.0, 1000, 3.0, clock)
-    assert count == 6
-    assert span == pytest.approx(3.0)
-
-
-def test_each_next_is_timed_by_itself() -> None:
-    clock = Clock()
-    found = latencies(clock.batches(0.001, 0.003), 0.02, 4, 1.0, clock)
-    assert found == pytest.approx([0.001, 0.003] * 5)
-
-
 @pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 50), (0.99, 99), (1.0, 100)])
 def test_percentiles_are_of_the_nearest_rank(share: float, value: int) -> None:
     assert percentile(range(100, 0, -1), share) == value
-
-
-class Tensorlike:
-    """TensorFlow's tensors have no nbytes of their own."""
-
-    def numpy(self) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        return np.zeros((2, 3), np.float32)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +56,6 @@ class Tensorlike:
         (torch.zeros(3, 5, dtype=torch.int64), 120),
         (np.zeros(7, np.uint8), 7),
         ({"a": torch.zeros(4), "b": {"c": np.zeros(2)}}, 32),
-        (Tensorlike(), 24),
         (4096, 4096),
     ],
 )
@@ -103,18 +82,6 @@ def test_a_measurement_refuses_other_batches() -> None:
         measure(batches(), Case("9 bytes", 9), times, [])
 
 
-def test_states_are_counted_in_the_source_file(tmp_path: object) -> None:
-    counter = f"{tmp_path}/states"
-    np.array([12345], np.int64).tofile(counter)
-    assert count_of(counter) == 12345
-    assert count_of("") == 0
-
-
 @pytest.mark.parametrize("nbytes", [1, 4 << 10, 64 << 10, 1 << 20, 3 << 20, 8 << 20, 64 << 20])
 def test_floors_use_as_many_entries_as_a_ring(nbytes: int) -> None:
     assert ring_entries(nbytes) == entries_for(nbytes)
-
-
-def test_calibrated_work_grows_with_the_time() -> None:
-    assert spin(1000) == spin(1000)
-    assert 0 < calibrate(0.0001) < calibrate(0.01)

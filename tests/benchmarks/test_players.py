@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,15 +47,6 @@ def test_a_failure_is_told_and_the_player_goes_on(stage: Stage) -> None:
     assert len(stage.failures) == 1
     assert stage.failures[0].startswith(f"{MEMCPY}, nothing: ")
     assert stage.measure(MEMCPY, CASE, TIMES) is not None
-
-
-def test_a_dead_player_is_missing_afterwards(stage: Stage) -> None:
-    stage.start([MEMCPY])
-    os.kill(stage._players[MEMCPY]._process.pid, signal.SIGKILL)
-    assert stage.measure(MEMCPY, CASE, TIMES) is None
-    assert stage.missing.keys() == {MEMCPY}
-    assert "has ended" in stage.missing[MEMCPY]
-    assert stage.measure(MEMCPY, CASE, TIMES) is None
 
 
 def test_players_do_not_see_the_local_penstock(stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
-import pytest
 from benchmarks.readers.__main__ import QUICK, compare
 from benchmarks.readers.batch_reader import Ours, all_samples
 from benchmarks.readers.pairs import ORDERS, PAIRS
-from benchmarks.readers.report import markdown, ratios
+from benchmarks.readers.report import ratios
 from benchmarks.streaming_data import value_checksum
 from benchmarks.streaming_player import answer_of
 from benchmarks.streaming_report import OURS
@@ -61,29 +59,6 @@ def test_ratios_are_of_turns_side_by_side() -> None:
     ours = [{"samples": samples, "seconds": 2.0} for samples in (20, 30, 40)]
     theirs = [{"samples": 10, "seconds": 1.0}, None, {"samples": 40, "seconds": 1.0}]
     assert ratios(ours, theirs) == [0.5, 1.0]
-
-
-def test_report_has_ratio_and_spread(tmp_path: Path) -> None:
-    found, _ = compared(tmp_path)
-    setting = {"machine": dict.fromkeys(("cores", "processor", "caches", "memory_gib", "kernel", "python"), "?")}
-    noise = {"busy_before": 0.0, "load_before": 0.0, "others": 0.0}
-    pairs = {PAIR.name: {"1 KiB": {**found, "peer": PAIR.peer}}}
-    results = {"rounds": 2, "versions": {"a": "1"}, "pairs": pairs, "missing": {}, "failures": []}
-    text = markdown({**results, **setting, "noise": noise, "command": "", "date": "", "commit": "", "took_s": 1.0})
-    assert f"| {PAIR.name}, 1 KiB | 250 | 100 | 2.50x | 2.00 - 3.00 | 1.25x |" in text
-    assert f"| {PAIR.name}, 1 KiB | 250 | 250 | 1.75x | 0.50 - 3.00 | 0.88x |" in text
-    assert "read by both readers in 1 of 1 comparisons" in text
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
-def test_modules_of_pairs_exist(pair: Any) -> None:
-    """The other libraries are not among what development installs, so the module is not imported."""
-    spec = importlib.util.find_spec(f"benchmarks.readers.{pair.module}")
-    assert spec is not None
-    assert spec.origin is not None
-    text = Path(spec.origin).read_text()
-    for name in (pair.theirs, pair.ours):
-        assert f"class {name}(" in text or f"{name} = " in text
 
 
 def test_our_reader_reads_what_was_written(tmp_path: Path) -> None:

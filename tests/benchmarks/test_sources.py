@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from benchmarks.sources import Amounts, figures, sizes
-from benchmarks.sources_cases import LINE, ByHand, Rows, documents, packed
+from benchmarks.sources_cases import Rows, documents
 from benchmarks.sources_report import judge, markdown
 
 SETTING = {
@@ -36,19 +35,6 @@ def test_everybody_has_a_turn() -> None:
     assert "| DataLoader, 0 processes |" in text
     assert "| 1,000,000,000 |" in text
     assert [verdict.met for verdict in judge(results)].count(None) == 0
-
-
-def test_both_pack_the_same_tokens() -> None:
-    """Each epoch has every document once, by hand and by Penstock: the same work is compared."""
-    texts = documents(40)
-    lines = (sum(text.size + 2 for text in texts)) // LINE - 1
-    by_hand = [line.numpy().copy() for line, _ in zip(ByHand(texts), range(lines), strict=False)]
-    ours = [row.numpy() for batch, _ in zip(packed(texts, 1), range(lines // 8), strict=False) for row in batch]
-    assert len(ours) == lines // 8 * 8
-    for got in (by_hand, ours):
-        ends = np.concatenate(got)
-        starts = (ends == 1).sum()
-        assert abs(int(starts) - sum(1 for _ in texts)) < 20
 
 
 def _results(seek: float, cost: float) -> dict[str, Any]:

@@ -58,22 +58,6 @@ def test_quality_of_a_uniform_permutation() -> None:
     assert found.most_in_use == 1
 
 
-def test_a_sequence_has_the_quality_of_none() -> None:
-    found = quality(np.arange(100_000), 100, 1000)
-    assert found.displacement == 0
-    assert found.neighbours == pytest.approx(100, rel=0.01)
-    assert found.window_shards < 0.02
-    assert found.chi_square > 100
-    assert found.most_in_use == found.mean_in_use == pytest.approx(0.01)
-
-
-def test_an_order_that_misses_a_sample_is_refused() -> None:
-    order = np.arange(1000)
-    order[5] = 6
-    with pytest.raises(ValueError, match="must be a permutation"):
-        quality(order, 10, 100)
-
-
 def test_readers_who_read_other_values_are_told() -> None:
     one, other = {"samples": 2, "checksum": 5}, {"samples": 2, "checksum": 6}
     assert same_values([("a", one), ("b", one)]) == ("2 samples by a, b", [])

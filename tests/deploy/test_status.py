@@ -7,7 +7,6 @@ import json
 import os
 import pty
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,13 +187,6 @@ def test_state_in_plain_text(running: Running, found_at_5: Any) -> None:
     assert [row[-1] for row in records] == ["{'done': 3, 'start': 0}", "{'done': 2, 'start': 0}"]
 
 
-def test_state_that_cannot_be_had(running: Running) -> None:
-    done = running.shell.call("state", "job", "--step", "40")
-    assert done.returncode == 20
-    assert "got 40" in done.error
-    assert len(done.stderr.splitlines()) == 1
-
-
 # ---- what a reply may hold, without a process
 
 
@@ -223,11 +215,3 @@ def test_state_of_a_loader_without_methods() -> None:
     fetched = FetchedState([(record, encode_state({"user": None, "restart": {}})), (record, b"")])
     for worker in state_dict("j/0", fetched)["workers"]:
         assert (worker["global_worker_id"], worker["user_state_dict"], worker["digest"]) == (3, None, None)
-
-
-def test_damaged_state_is_an_error_of_ours(tmp_path: Path) -> None:
-    from penstock.proto.errors import StateCorruptError
-
-    record = pb.WorkerRecord(num_boxes=1, num_workers_per_box=1)
-    with pytest.raises(StateCorruptError):
-        state_dict("j/0", FetchedState([(record, encode_state({"user": 1})[:-1] + b"x")]))

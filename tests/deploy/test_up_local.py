@@ -192,7 +192,7 @@ def test_folder_writable_by_others_is_refused(shell: Any) -> None:
     assert list((shell.folder / "fleet").iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ['{"a": 1}', "[1]", '{"engine": "later"}', "no JSON"])
+@pytest.mark.parametrize("text", ['{"engine": "later"}', "no JSON"])
 def test_a_record_that_is_none_is_named(shell: Any, text: str) -> None:
     (shell.folder / "fleet").mkdir()
     (shell.folder / "fleet" / "fleet.json").write_text(text)
@@ -218,12 +218,9 @@ def test_down_means_the_fleet_that_up_would(shell: Any) -> None:
     ("arguments", "code", "says"),
     [
         (("--slots", "1"), 2, "--allow (or the variable PENSTOCK_UP_ALLOW) must be given"),
-        (("--allow", "not a module"), 2, "a module prefix must be"),
-        (("--allow", "x", "--near", "gpu"), 2, "--near must be given only with --engine ray, got --engine local"),
         (("--allow", "x", "--state-dir", "x"), 2, "--state-dir must be given only with --engine ray, got --engine lo"),
-        (("--allow", "x", "--engine", "docker"), 2, "--engine docker: it should be 'local' or 'ray'"),
+        (("--allow", "x", "--engine", "ray", "--listen", "127.0.0.1:0"), 2, "--listen must have a port other than 0"),
         (("--allow", "x", "--name", "My Fleet"), 2, "--name My Fleet: a fleet's name must have 1 to"),
-        (("--allow", "x", "--name", "A_b"), 2, "lowercase letters"),
         (("--allow", "x", "--listen", "10.1.2.3:0"), 16, "--insecure"),
         (("--allow", "x", "--token-file", "no/such"), 12, "no/such cannot be read"),
     ],

@@ -50,8 +50,8 @@ def screen(found: ClusterView, width: int, height: int, away: str = "") -> list[
     return [(str(line[0].style or "") if line else "", "".join(part.text for part in line)) for line in lines]
 
 
-@pytest.mark.parametrize("height", [5, 10, 24, 60, 500])
-@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("height", [5, 24, 500])
+@pytest.mark.parametrize("width", [40, 200])
 def test_screen_fits_and_keeps_the_bottleneck(width: int, height: int) -> None:
     lines = screen(status(), width, height)
     assert len(lines) <= height
@@ -92,22 +92,12 @@ def test_each_table_gets_its_share_of_the_rows() -> None:
     assert fit([], 10) == []
 
 
-def test_an_old_picture_says_so() -> None:
-    lines = screen(status(), 100, 20, away="the coordinator has not answered for 5 s")
-    assert lines[1] == ("bold red", "the coordinator has not answered for 5 s")
-
-
 def test_text_from_peers_never_moves_the_cursor() -> None:
     found = status(boxes=2, slots=2, worker="\x1b[2J\x1b]0;owned\x07\n")
     text = "\n".join(line for _, line in screen(found, 400, 60))
     assert "\x1b" not in text
     assert "\x07" not in text
     assert all("\n" not in line for _, line in screen(found, 400, 60))
-
-
-def test_no_run() -> None:
-    found = view(pb.StatusReply(version="0.1.0"), "127.0.0.1:7070")
-    assert [line for _, line in screen(found, 80, 24)][1] == "No run is open."
 
 
 def test_watch_needs_a_terminal_and_no_other_form(coordinator: Any) -> None:

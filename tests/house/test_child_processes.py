@@ -40,12 +40,12 @@ def breaches(source: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             uses = [(node.module, alias.name) for alias in node.names]
         elif isinstance(node, ast.Call):
-            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            called = ast.unparse(node.func)
-            if given.get("shell") == "True":
-                yield f"line {node.lineno}: {called} with a shell"
-            if called == "subprocess.run" and "timeout" not in given:
-                yield f"line {node.lineno}: {called} without a deadline"
+            names = {keyword.arg for keyword in node.keywords}
+            if "shell" in names and any(ast.unparse(keyword) == "shell=True" for keyword in node.keywords):
+                yield f"line {node.lineno}: {ast.unparse(node.func)} with a shell"
+            runs = isinstance(node.func, ast.Attribute) and node.func.attr == "run" and "timeout" not in names
+            if runs and ast.unparse(node.func) == "subprocess.run":
+                yield f"line {node.lineno}: subprocess.run without a deadline"
             continue
         else:
             continue
@@ -71,9 +71,7 @@ def test_processes_are_started_in_one_place() -> None:
         "import subprocess\nsubprocess.Popen(['true'])",
         "from subprocess import Popen",
         "import os\nif os.fork() == 0:\n    pass",
-        "import os\nos.kill(pid, 9)",
         "from os import pidfd_open",
-        "import asyncio\nasync def f():\n    await asyncio.create_subprocess_exec('true')",
         "import subprocess\nsubprocess.run('true', shell=True, timeout=1)",
         "import subprocess\nsubprocess.run(['true'])",
     ],

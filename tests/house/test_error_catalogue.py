@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,11 +79,11 @@ def test_no_error_is_defined_outside_errors_py() -> None:
     names = {error.__name__ for error in ERRORS}
     home = Path(errors.__file__).resolve()
     strays = [
-        f"{module.relative_to(REPO)}:{node.lineno}: {node.name}"
+        f"{module.relative_to(REPO)}: {found[1]}"
         for root in ROOTS
         for module in sorted((REPO / root / "penstock").rglob("*.py"))
         if module.resolve() != home
-        for node in ast.walk(ast.parse(module.read_text()))
-        if isinstance(node, ast.ClassDef) and names & {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+        for found in re.finditer(r"^ *class (\w+)\(([^)]*)\)", module.read_text(), re.MULTILINE)
+        if names & set(re.findall(r"\w+", found[2]))
     ]
     assert not strays, "\n".join(strays)

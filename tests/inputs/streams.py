@@ -107,10 +107,6 @@ class Noting(Counter):
         return super().state_dict()
 
 
-def noting(path: str, batches: int) -> Noting:
-    return Noting(path, batches)
-
-
 class Unsized(Counter):
     __len__ = None  # type: ignore[assignment]  # so that len() is a TypeError
 

@@ -85,29 +85,6 @@ def test_panels_ask_for_what_there_is(dashboard: dict[str, Any]) -> None:
             check(target["expr"], target["legendFormat"])
 
 
-def test_each_panel_is_whole(dashboard: dict[str, Any]) -> None:
-    ids = [panel["id"] for panel in dashboard["panels"]]
-    assert len(ids) == len(set(ids))
-    titles = [panel["title"] for panel in dashboard["panels"]]
-    assert len(titles) == len(set(titles))
-    for panel in panels(dashboard):
-        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
-        refs = [target["refId"] for target in panel["targets"]]
-        assert len(refs) == len(set(refs))
-        for asking in (panel, *panel["targets"]):
-            assert asking["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-
-
-def test_panels_do_not_overlap_and_fit(dashboard: dict[str, Any]) -> None:
-    taken: set[tuple[int, int]] = set()
-    for panel in dashboard["panels"]:
-        at = panel["gridPos"]
-        assert at["x"] + at["w"] <= 24
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-        assert not cells & taken, panel["title"]
-        taken |= cells
-
-
 def test_data_source_and_run_are_variables(dashboard: dict[str, Any]) -> None:
     source, run = dashboard["templating"]["list"]
     assert (source["name"], source["type"], source["query"]) == ("datasource", "datasource", "prometheus")
