@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import ctypes
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -15,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -343,13 +341,6 @@ def _batches(batches: int, poison: set[int]) -> Iterator[torch.Tensor]:
         if number in poison:
             os.kill(os.getpid(), signal.SIGSEGV)
         yield torch.tensor(number)
-
-
-def says_where() -> Iterator[list[str]]:
-    """The directory that multiprocessing uses here and in a process of its own."""
-    current_assignment()
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        yield [get_temp_dir(), pool.apply(get_temp_dir)]  # of a module that does not import torch there
 
 
 class Strays(streams.Counter):

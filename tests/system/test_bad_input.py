@@ -90,7 +90,7 @@ def test_failing_state_dict_needs_replay(appliance: Appliance) -> None:
         assert executor.step == 12
 
 
-@pytest.mark.parametrize("input_fn", [streams.bad_state, streams.odd_state, streams.counts_late, streams.prefetches])
+@pytest.mark.parametrize("input_fn", [streams.bad_state, streams.prefetches])
 def test_wrong_states_of_a_pure_loader_do_no_harm(appliance: Appliance, input_fn: Any) -> None:
     """What is saved is a number of batches; a snapshot that leads elsewhere is refuted by what is made again."""
 
@@ -188,8 +188,6 @@ def test_changed_structure_is_fine_without_strict(appliance: Appliance) -> None:
     [
         ("exit", "SystemExit: 3"),
         ("interrupt", "KeyboardInterrupt"),
-        ("surrogate", "bad "),
-        ("long", "yyy"),
         ("mute", "Mute"),
     ],
 )

@@ -19,10 +19,7 @@ from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.checkpoint import AsyncCheckpointer
 
 LOADERS: dict[str, Any] = {
-    "two methods": (streams.counter, {"batches": 8}),
-    "four methods": (streams.shared, {"batches": 24}),
     "parts that come and go": (growing_states.growing, {"batches": 24}),
-    "generator, by replay": (streams.generator, {"batches": 8}),
     "torch, shuffled": (streams.stateful, {"items": 32}),
     "map-style": (mapped.mapped, {"batch_size": 4}),
 }
@@ -72,7 +69,7 @@ def in_order(outcomes: list[Any]) -> list[Any]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("how", ["ours", "dcp"])
+@pytest.mark.parametrize("how", ["ours"])
 def test_any_number_of_ranks_goes_on(appliance: Appliance, tmp_path: Path, how: str) -> None:
     """Saved by two ranks, gone on with by three and by one: the global batches are those of the first life."""
     access, folder = appliance._access, str(tmp_path / "saved")

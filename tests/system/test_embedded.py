@@ -91,66 +91,6 @@ def test_an_input_fn_in_the_main_script(tmp_path: Path, mark: str) -> None:
     assert not left_after(mark, 15)
 
 
-TYPES = """
-from dataclasses import dataclass
-import torch
-from torch.utils._pytree import register_pytree_node
-from penstock.client import Appliance, DataLoader
-from penstock.proto.errors import UnsupportedLeafError
-
-class Pair:
-    def __init__(self, *both):
-        self.both = both
-
-register_pytree_node(Pair, lambda pair: (list(pair.both), None), lambda both, _: Pair(*both))
-
-@dataclass
-class Batch:
-    x: torch.Tensor
-    pad_id = 0
-
-def pairs():
-    return [Pair(torch.ones(2), "a")]
-
-def padded():
-    batch = Batch(torch.ones(2))
-    batch.pad_id = 7
-    return [batch]
-
-def graphs():
-    import graph_types
-    return graph_types.graphs()
-
-def show(input_fn, *names):
-    try:
-        for batch in DataLoader(input_fn):
-            print(type(batch).__name__, *(getattr(batch, name) for name in names))
-    except UnsupportedLeafError as error:
-        print(str(error).split(";")[0])
-
-if __name__ == "__main__":
-    with Appliance(num_workers_per_box=1):
-        show(pairs, "both")
-        show(padded)
-        show(graphs)
-        import graph_types
-        show(graphs, "nodes", "name")
-"""
-
-
-def test_types_arrive_or_are_refused(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TYPES)
-    done = run(sys.executable, str(script))
-    assert done.stdout.splitlines() == [
-        "Pair (tensor([1., 1.]), 'a')",
-        "batch is a penstock_main.Batch with the attribute 'pad_id', which is not sent",
-        "the batch holds a 'graph_types:Graph', which this process has not imported",
-        "Graph tensor([1., 1.]) first",
-        "Graph tensor([1., 1., 1.]) second",
-    ], done.stderr
-
-
 def test_a_main_script_without_a_guard_says_so(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT + "\nmain()\n")

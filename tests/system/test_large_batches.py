@@ -14,8 +14,7 @@ from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.state.position import Position
 
 
-@pytest.mark.parametrize("lane", ["auto", "tcp"])
-@pytest.mark.parametrize("cover", ["sample", "full"])
+@pytest.mark.parametrize(("lane", "cover"), [("auto", "sample"), ("tcp", "full")])
 def test_stream_digest_is_that_of_the_batches(
     appliance: Appliance, lane: Literal["auto", "tcp"], cover: Literal["sample", "full"]
 ) -> None:

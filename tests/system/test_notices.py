@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from itertools import islice
 
 import notices
@@ -40,31 +39,3 @@ def test_a_loader_that_is_told_its_epoch_is_not(
         assert list(DataExecutor(loader, 12, appliance=appliance))[6] == 101
     assert not lines(caplog, "has state methods and no set_epoch")
     assert "have equal batches" not in capfd.readouterr().err
-
-
-def test_epochs_of_a_trainer_continue_after_a_resume(appliance: Appliance, caplog: pytest.LogCaptureFixture) -> None:
-    """As Accelerate and the Trainer do: set_epoch() before each loop, also of the epoch that goes on."""
-    caplog.set_level(logging.WARNING, "penstock.client")
-    loader, taken = DataLoader(notices.told), []
-    for epoch in range(3):
-        loader.set_epoch(epoch)
-        for batch in DataExecutor(loader, appliance=appliance):
-            taken.append(batch)
-            if len(taken) == 15:
-                state = loader.state_dict()
-    loader.close()
-    resumed = DataLoader(notices.told)
-    rest: list[int] = []
-    resumed.load_state_dict(state)
-    for epoch in range(1, 3):
-        resumed.set_epoch(epoch)
-        rest += DataExecutor(resumed, appliance=appliance)
-    assert taken[15:] == rest
-    assert not lines(caplog, "has no effect")
-    resumed.close()
-    other = DataLoader(notices.told)
-    other.load_state_dict(state)
-    other.set_epoch(7)
-    rest = list(DataExecutor(other, appliance=appliance))
-    assert rest == taken[15 : 15 + len(rest)]
-    assert len(lines(caplog, "set_epoch(7) has no effect: the loop is in epoch")) == 1

@@ -24,7 +24,7 @@ from waiting import until
 
 from penstock.client import DataExecutor, DataLoader
 from penstock.proto.errors import InvalidArgumentError, PenstockError
-from penstock.worker.processes.runner_user import RunnerUser, find_user
+from penstock.worker.processes.runner_user import find_user
 
 NOBODY = "nobody"
 UNNAMED = "61234"
@@ -119,12 +119,6 @@ def test_a_lost_runner_and_a_state_in_between(cluster: Cluster) -> None:
         assert [row[0] for row in rows] == list(range(51, 151))
 
 
-def test_torchs_own_processes_work(cluster: Cluster) -> None:
-    nobody = pwd.getpwnam(NOBODY).pw_uid
-    rows = told(cluster, "processes", DataLoader(users.in_processes), 4)
-    assert rows == [[[index, nobody], [index + 1, nobody]] for index in (0, 2, 4, 6)]
-
-
 def test_a_number_is_user_enough(tmp_path: Path, container: Sequence[str]) -> None:
     """Run as a user whose processes are counted, and who cannot enter root's temporary folder."""
     most = 20
@@ -141,19 +135,6 @@ def test_a_number_is_user_enough(tmp_path: Path, container: Sequence[str]) -> No
 
 
 # ---- what is refused, and what is said
-
-
-def test_root_without_a_runner_user_is_told(tmp_path: Path, container: Sequence[str]) -> None:
-    said = {}
-    with running(tmp_path / "state") as cluster:
-        for user in ("", NOBODY):
-            with (tmp_path / "log").open("wb") as log:
-                user_of = ["--runner-user", user] if user else []
-                worker = cluster.add_worker(1, *user_of, before=container, stderr=log.fileno())
-            worker.terminate()
-            worker.wait(30)
-            said[user] = (tmp_path / "log").read_text().count("user code runs as root")
-    assert said == {"": 1, NOBODY: 0}
 
 
 def test_processes_are_counted_by_user() -> None:
@@ -184,8 +165,3 @@ def test_users_that_are_not_mapped_are_refused() -> None:
     if why := why_not(rootless):
         pytest.skip(why)
     assert "In a rootless container choose a user of" in refused(rootless, "--runner-user", NOBODY)
-
-
-def test_a_user_travels_as_text() -> None:
-    user = RunnerUser("a user", 7, 8, [8, 9], "/home/a user")
-    assert RunnerUser.decode(user.encode()) == user

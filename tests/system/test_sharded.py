@@ -20,15 +20,13 @@ from penstock.proto.state.counts import by_key, imbalance_of
 from penstock.proto.state.counts import rows_of as rows_of_state
 
 LENGTHS, BATCH = [30, 0, 55, 7, 41, 12, 30], 12
-SHARDS, PARTITIONS = 12, 2
+PARTITIONS = 2
 
 
 def loader_of(kind: str) -> DataLoader:
     if kind == "finite":
         return DataLoader(dealt.listed, LENGTHS, global_batch_size=BATCH)
-    if kind == "balanced":
-        return DataLoader(dealt.balanced, global_batch_size=BATCH, partitions=PARTITIONS)
-    return DataLoader(dealt.counting, SHARDS, global_batch_size=BATCH, partitions=PARTITIONS)
+    return DataLoader(dealt.balanced, global_batch_size=BATCH, partitions=PARTITIONS)
 
 
 def rows_of(batch: Any) -> list[Any]:
@@ -85,29 +83,25 @@ def alone(kind: str, steps: int) -> list[list[Any]]:
     """The same from one loader in this process."""
     if kind == "finite":
         loader = dealt.listed(LENGTHS, global_batch_size=BATCH, seed=7)
-    elif kind == "balanced":
-        loader = dealt.balanced(global_batch_size=BATCH, partitions=PARTITIONS, seed=7)
     else:
-        loader = dealt.counting(SHARDS, global_batch_size=BATCH, partitions=PARTITIONS, seed=7)
+        loader = dealt.balanced(global_batch_size=BATCH, partitions=PARTITIONS, seed=7)
     passes = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
     return [rows_of(batch) for batch in itertools.islice(passes, steps)]
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered")
-@pytest.mark.parametrize("kind", ["finite", "endless"])
-def test_killed_saved_and_resumed_elsewhere(appliance: Appliance, kind: str) -> None:
+def test_killed_saved_and_resumed_elsewhere(appliance: Appliance) -> None:
     """Resume with the same rows and keys; the finite source in its sixth epoch, and at its very end: 175 rows are 15
     batches."""
-    got, state, recoveries = train(appliance, kind, 1, 2, 85, None, kill_at=12)
+    got, state, recoveries = train(appliance, "finite", 1, 2, 85, None, kill_at=12)
     assert recoveries
     for boxes, workers, steps in ((2, 1, 5), (1, 3, 4)):
-        batches, state, _ = train(appliance, kind, boxes, workers, steps, state)
+        batches, state, _ = train(appliance, "finite", boxes, workers, steps, state)
         got += batches
-        if kind == "finite":
-            assert counted_in(state) == Counter(digits(got))
-            tokens = sum(own.tokens for own in by_key(rows_of_state(state) or {}).values())
-            assert tokens == sum(sample % 100 for batch in got for sample, _ in batch)
-    assert got == alone(kind, 94)
+        assert counted_in(state) == Counter(digits(got))
+        tokens = sum(own.tokens for own in by_key(rows_of_state(state) or {}).values())
+        assert tokens == sum(sample % 100 for batch in got for sample, _ in batch)
+    assert got == alone("finite", 94)
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered")

@@ -48,7 +48,7 @@ def test_processes_of_a_run_are_named(appliance: Appliance) -> None:
             assert daemons.token.encode() not in told
 
 
-@pytest.mark.parametrize("title", ["short", "x" * 100_000, "\N{SNOWMAN}" * 50_000, ""])
+@pytest.mark.parametrize("title", ["short", "\N{SNOWMAN}" * 50_000])
 def test_title_leaves_the_environment(title: str) -> None:
     """A title of any length changes neither the length of the command line nor what comes after it."""
     was = Path("/proc/self/cmdline").read_bytes()

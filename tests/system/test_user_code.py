@@ -13,7 +13,6 @@ import subprocess
 import threading
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,8 +120,6 @@ def still_works(cluster: Cluster) -> None:
     ("where", "says", "frame"),
     [
         ("input_fn", "in input_fn since", "in waits_for_ever"),
-        ("iter", r"in iter\(\) since", "in waits_for_ever"),
-        ("next", r"in next\(\) of batch 3 since", "in waits_for_ever"),
         ("c code", r"in next\(\) of batch 3 since", "in waits_in_c"),
         ("state_dict", r"in state_dict\(\) since", "in waits_for_ever"),
     ],
@@ -230,8 +227,8 @@ def _pids(marker: Path) -> list[int]:
     return [int(line) for line in marker.read_text().split()] if marker.exists() else []
 
 
-@pytest.mark.parametrize("end", ["closed", "killed"])
-def test_descendants_end_with_their_runner(cluster: Cluster, tmp_path: Path, end: str) -> None:
+def test_descendants_end_with_their_runner(cluster: Cluster, tmp_path: Path) -> None:
+    """With a runner that is killed, and then with the job."""
     marker = tmp_path / "pids"
     with at(cluster) as appliance, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the recovery, whose runner does the same
@@ -242,9 +239,8 @@ def test_descendants_end_with_their_runner(cluster: Cluster, tmp_path: Path, end
         runner = the_maker(cluster)
         # However far they went, they are below their runner, so that the end of another child does not end them.
         until(lambda: set(left) <= set(children(runner)), what="all are the runner's own")
-        if end == "killed":
-            os.kill(runner, signal.SIGKILL)
-            until(lambda: not any(map(alive, left)), what="those of the dead runner are gone")
+        os.kill(runner, signal.SIGKILL)
+        until(lambda: not any(map(alive, left)), what="those of the dead runner are gone")
     until(lambda: not any(map(alive, _pids(marker))), what="all are gone")
 
 
@@ -256,17 +252,6 @@ def _litter() -> set[str]:
     """Return what dead processes have left in shared memory, and directories of torch's shared-memory manager, which
     only runners start here."""
     return abandoned() | {name for name in os.listdir("/tmp") if name.startswith("torch-shm")}
-
-
-def _kept_for_children(daemon: int) -> list[str]:
-    """Return the names in the directory in which a daemon has one directory for each child. The daemon holds it open,
-    for the lock."""
-    held = []
-    for fd in Path(f"/proc/{daemon}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it has closed that one just now
-            held.append(os.readlink(fd))
-    (mine,) = [path for path in held if f"/penstock-{os.getuid()}-" in path]
-    return [name for name in os.listdir(mine) if not name.startswith(".")]
 
 
 @pytest.mark.parametrize(("sharing", "kills"), [("file_descriptor", 2), ("file_system", 1)])
@@ -282,18 +267,6 @@ def test_killed_runner_leaves_no_worker_processes(cluster: Cluster, sharing: str
             until(partial(_is_dead, runner), what="it is dead")
     until(lambda: not any(map(children, fork_servers(daemon(cluster)))), what="all of its processes are gone")
     until(lambda: not _litter() - before, what=f"nothing is left: {_litter() - before}")
-    until(lambda: not _kept_for_children(daemon(cluster)), what="their directories are gone")
-
-
-def test_multiprocessing_folder_ends_with_runner(cluster: Cluster) -> None:
-    with at(cluster) as appliance:
-        loader = DataLoader(hazards.says_where)
-        (places,) = DataExecutor(loader, appliance=appliance)
-        assert len(set(places)) == 1
-        assert "/penstock-" in places[0]
-        assert Path(places[0]).is_dir()
-        loader.close()
-        until(lambda: not Path(places[0]).exists(), what="it is removed")
 
 
 # ---- what user code does to its process
@@ -398,8 +371,7 @@ def test_failing_helper_fails_only_the_save(
     assert frame in told[0].remote_traceback
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_killed_helper_process_is_replaced_once(cluster: Cluster, tmp_path: Path, times: int) -> None:
+def test_killed_helper_process_is_replaced_once(cluster: Cluster, tmp_path: Path) -> None:
     with at(cluster) as appliance:
         loader = DataLoader(hazards.bad_in_scratch, str(tmp_path), 60)
         executor = DataExecutor(loader, num_steps=180, appliance=appliance)
@@ -407,44 +379,14 @@ def test_killed_helper_process_is_replaced_once(cluster: Cluster, tmp_path: Path
         for batch in executor:
             got.append(plain(batch))
             if executor.step == 151:  # no snapshot was taken just there
-                for number in range(times):
+                for number in range(2):
                     (tmp_path / f"kill {number}").touch()
-                if times == 2:
-                    with pytest.raises(
-                        errors.WorkerLostError,
-                        match=r"SIGKILL.* during the task state; the stream of batches continues",
-                    ):
-                        loader.state_dict()
+                with pytest.raises(errors.WorkerLostError, match=r"SIGKILL.* during the task state; the stream of "):
+                    loader.state_dict()
+                (tmp_path / "kill 0").touch()
                 state = loader.state_dict()
         assert got == [*range(1, 61)] * 3
         assert not list(tmp_path.glob("kill *")), "no helper process was needed"
-        again = DataLoader(hazards.bad_in_scratch, str(tmp_path), 60)
-        again.load_state_dict(state)
-        rest = [plain(batch) for batch in DataExecutor(again, num_steps=29, appliance=appliance)]
-    assert rest == list(range(32, 61))
-
-
-@pytest.mark.filterwarnings("ignore:.*was recovered")
-def test_a_fork_server_that_dies_fails_no_save(cluster: Cluster, tmp_path: Path) -> None:
-    """Its runners die with it, and the helper process that makes the state."""
-
-    def kill_fork_server() -> None:
-        until(lambda: list(tmp_path.glob("waits *")), 20, "no helper process was needed")
-        helper = next(tmp_path.glob("waits *")).name.split()[1]
-        os.kill(int(Path(f"/proc/{helper}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
-
-    with at(cluster) as appliance, ThreadPoolExecutor(1) as pool:
-        loader = DataLoader(hazards.bad_in_scratch, str(tmp_path), 60)
-        executor = DataExecutor(loader, num_steps=180, appliance=appliance)
-        got = []
-        for batch in executor:
-            got.append(plain(batch))
-            if executor.step == 151:  # no snapshot was taken just there
-                (tmp_path / "kill me").touch()
-                killed = pool.submit(kill_fork_server)
-                state = loader.state_dict()
-                killed.result()
-        assert got == [*range(1, 61)] * 3
         again = DataLoader(hazards.bad_in_scratch, str(tmp_path), 60)
         again.load_state_dict(state)
         rest = [plain(batch) for batch in DataExecutor(again, num_steps=29, appliance=appliance)]

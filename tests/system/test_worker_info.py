@@ -51,7 +51,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if "get_worker_info()" in record.message]
 
 
-@pytest.mark.parametrize("pattern", [dividing.by_node, dividing.model_zoo])
+@pytest.mark.parametrize("pattern", [dividing.by_node])
 def test_each_sample_comes_once(cluster: Cluster, caplog: pytest.LogCaptureFixture, pattern: Any) -> None:
     caplog.set_level(logging.INFO, "penstock.client")
     assert sorted(on_two_boxes(cluster, pattern.__name__, pattern, COUNT)) == list(range(COUNT))
@@ -93,11 +93,6 @@ def test_worker_info_before_the_field_is_an_error(field: str, then: str) -> None
         samples(FakeAppliance(box=1, num_boxes=2, seed=1), dividing.late, COUNT, field)
 
 
-def test_error_of_a_worker_process_names_both_places(cluster: Cluster) -> None:
-    with pytest.raises(InputFnError, match=r"dividing.py:\d+ reads .slot .* at \S*dividing.py:\d+, .* step 1\]"):
-        samples(cluster.box("late"), dividing.late, COUNT, "slot")
-
-
 def test_own_reads_of_penstock_do_not_count() -> None:
     with FakeAppliance(num_workers_per_box=2):
         infos: list[Any] = []
@@ -109,7 +104,7 @@ def test_torchs_collate_does_not_ask() -> None:
     assert sorted(samples(FakeAppliance(num_workers_per_box=3), dividing.collated, COUNT)) == list(range(COUNT))
 
 
-@pytest.mark.parametrize("field", ["box", "seed", "first_step"])
+@pytest.mark.parametrize("field", ["box", "seed"])
 def test_a_field_that_changes_no_answer_may_be_read_late(field: str) -> None:
     assert sorted(samples(FakeAppliance(num_workers_per_box=3), dividing.late, COUNT, field)) == list(range(COUNT))
 

@@ -151,7 +151,7 @@ def nested() -> st.SearchStrategy[Any]:
     return st.recursive(leaves(), grow, max_leaves=8)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(nested(), st.integers(1, 5))
 def test_equal_to_default_collate(make: Any, count: int) -> None:
     with warnings.catch_warnings():
@@ -234,8 +234,8 @@ def test_functions_that_users_register(monkeypatch: pytest.MonkeyPatch) -> None:
     check([torch.ones(2), torch.ones(2)], in_slot=False)
 
 
-@pytest.mark.parametrize("shape", [(), 3, (2, 3), [4], (0,), (2, 0), torch.Size([5]), (1 << 20,)])
-@pytest.mark.parametrize("dtype", [None, torch.int16, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shape", [(), 3, [4], (2, 0), torch.Size([5]), (1 << 20,)])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_empty_is_torchs(shape: Any, dtype: Any) -> None:
     for _ in range(2):
         made, expected = empty(shape, dtype), torch.empty(shape, dtype=dtype)

@@ -90,6 +90,8 @@ def test_an_error_keeps_its_name_and_traceback() -> None:
     other = plain_detail(KeyError("k"))
     assert other["name"] == "PenstockError"
     assert "KeyError: 'k'" in other["message"]
+    assert plain_detail(ValueError("bad \ud800"))["message"] == "ValueError: bad \\ud800"
+    assert len(plain_detail(ValueError("y" * 10**6))["message"]) < 10_000
 
 
 def test_unread_bytes_of_the_other_end_are_known() -> None:

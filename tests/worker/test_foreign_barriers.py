@@ -58,8 +58,10 @@ def module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "streaming", library)
 
 
-@pytest.mark.parametrize("kind", ["loader", "subclass", "wrapped", "itself"])
-@pytest.mark.parametrize("topology", [{"num_workers_per_box": 2}, {"num_boxes": 2}])
+@pytest.mark.parametrize(
+    ("kind", "topology"),
+    [("subclass", {"num_workers_per_box": 2}), ("wrapped", {"num_boxes": 2}), ("itself", {"num_workers_per_box": 2})],
+)
 def test_one_made_in_each_slot_is_refused(kind: str, topology: dict[str, Any]) -> None:
     what = "mosaicml-streaming .* for ever.* penstock.data.StreamingDataset.* num_workers_per_box=1"
     with FakeAppliance(**topology, seed=7), pytest.raises(InputFnError, match=what):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from slot_histories import History, histories
 
@@ -28,6 +28,7 @@ def start_of(way: RestartPoint) -> tuple[int, int]:
 # ---- a runner that takes a slot over
 
 
+@settings(max_examples=60)
 @given(histories())
 def test_every_way_reaches_just_the_target(history: History) -> None:
     target = history.target
@@ -43,6 +44,7 @@ def test_every_way_reaches_just_the_target(history: History) -> None:
             assert history.walk(*start, heard.with_abandoned(point.history.abandoned)) == (target.epoch, target.total)
 
 
+@settings(max_examples=60)
 @given(histories())
 def test_the_nearest_point_comes_first(history: History) -> None:
     target = history.target
@@ -59,6 +61,7 @@ def test_the_nearest_point_comes_first(history: History) -> None:
     assert order == [*map(start_of, plan_recovery(plain, target))], "launches do not matter"
 
 
+@settings(max_examples=40)
 @given(histories(), st.sampled_from(UNFIT))
 def test_a_way_astray_gives_way_to_the_next(history: History, kind: type[Exception]) -> None:
     plan = plan_recovery(history.points, history.target)
@@ -96,6 +99,7 @@ def test_another_error_ends_the_search_at_once() -> None:
     assert (ReplayMismatchError, InputFnError) == UNFIT
 
 
+@settings(max_examples=60)
 @given(histories())
 def test_the_daemon_picks_what_a_runner_would(history: History) -> None:
     """It need not lie before the last batch, because nothing is compared."""
@@ -114,9 +118,6 @@ def test_the_daemon_picks_what_a_runner_would(history: History) -> None:
     expected = max(((point.epoch, point.total, point.is_epoch_start) for point in first), default=None)
     nearest = store.nearest(target.epoch, target.total, abandoned=target.abandoned)
     assert expected == (None if nearest is None else (nearest.epoch, nearest.total, nearest.epoch_start))
-
-
-# ---- a resume on the topology that the state was saved on
 
 
 # ---- snapshots of a pure loader
@@ -179,6 +180,7 @@ def test_slow_batches_are_not_repeated_without_need() -> None:
     assert worth_restoring(points, 100, 14.5, float("inf")) is None
 
 
+@settings(max_examples=30)
 @given(histories())
 def test_a_route_ends_at_its_target(history: History) -> None:
     target = history.target

@@ -22,9 +22,8 @@ from penstock.worker.loader.travel import reach, replay
 from penstock.worker.runner.replayer import _advanced
 
 PURE = [
-    *("twice", "from_the_middle", "counts_epochs", "orders_shards", "forgets", "counts_anew", "draws_late"),
-    *("delayed:draws_twice", "delayed:queues_orders", "delayed:never_the_same", "delayed:grows"),
-    *("streams:stateful", "streams:fresh", "streams:counts_late"),
+    *("twice", "counts_epochs", "forgets", "draws_late"),
+    *("delayed:draws_twice", "delayed:never_the_same", "streams:counts_late"),
 ]
 """Loaders whose states mislead, forget an epoch's number, or are not equal from one call to the next."""
 
