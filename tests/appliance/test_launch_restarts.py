@@ -45,7 +45,7 @@ def offer(world: FakeCluster, box: FakeBox, step: int, count: int = BOXES, blob:
     for number in range(count):
         resume = records_pb2.Resume(blob=blob or f"state-{step}-{number}", same_topology=True)
         if not blob:
-            world.state_machine.blob_stored(resume.blob, 3)
+            world.snapshot_index.add_blob(resume.blob, 3, world.now)
         request.restarts.append(records_pb2.Restart(start=at(step).to_proto(), resume=resume))
     world.watch(request)
 

@@ -115,6 +115,6 @@ def test_changing_fleet_takes_bounded_memory() -> None:
         for each in workers.values():
             room.offer(each)
     (heaps,) = room._heaps.values()
-    assert len(heaps.everywhere) <= 64 + 5 * 20
-    assert len(heaps.by_host["host-a"]) <= 64 + 5 * 20
+    assert len(heaps[None]) <= 64 + 5 * 20
+    assert len(heaps["host-a"]) <= 64 + 5 * 20
     assert room.choose(slot(), "host-a", "m:f") is workers["w0"]

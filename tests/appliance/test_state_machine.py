@@ -406,7 +406,7 @@ def test_budget_refuses_and_keeps_the_rest() -> None:
 def test_blobs_stay_while_an_attempt_names_them() -> None:
     world = FakeCluster()
     for name in ("named", "idle"):
-        world.state_machine.blob_stored(name, 5)
+        world.snapshot_index.add_blob(name, 5, world.now)
     box = world.open(resume=records_pb2.Resume(blob="named"))
     world.run_for(40, [box])
     assert (

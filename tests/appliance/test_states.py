@@ -209,7 +209,7 @@ def test_final_state_of_a_box_that_has_gone_on_is_shared_with_nobody(world: Fake
 
 def test_steps_outside_the_window_are_refused(world: FakeCluster) -> None:
     start = Position.start(2, step=10).to_proto()
-    world.state_machine.blob_stored("blob", 3)
+    world.snapshot_index.add_blob("blob", 3, world.now)
     box = world.open(retention=20, start=start, resume=records_pb2.Resume(blob="blob"))
     world.worker("w").ready()
     box.deliver(15)

@@ -39,7 +39,7 @@ CALLS = [
     "answer_state before",
     "answer_state after",
     "CloseRun after",
-    "blob_stored after",
+    "PutBlob after",
     "CloseRun before",
 ]
 ROUNDS = 3

@@ -30,59 +30,24 @@ from penstock.runtime.telemetry.logs import log_lines
 UNSAFE_BIND = 16
 """Exit status for listening beyond this machine without TLS; the same as in penstock.deploy.console.exit_codes."""
 
+LEASES = ("worker_lease_s", "client_lease_s", "balance_after_s")
+
 
 def main() -> int:
     defaults = Limits()
     parser = argparse.ArgumentParser("python -m penstock.appliance", description="A Penstock coordinator.")
-    parser.add_argument(
-        "--listen",
-        default="127.0.0.1:0",
-        help="address to listen at: host:port (port 0: a free one) or unix:/path (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--state-dir", default=IN_MEMORY, help=f"directory for the cluster state, or {IN_MEMORY} (default: %(default)s)"
-    )
-    parser.add_argument("--parent-pid", type=int, help="pid of the parent process; the coordinator ends with it")
-    parser.add_argument(
-        "--ready-fd",
-        type=int,
-        help="file descriptor to which the coordinator writes its address as one line once it accepts calls "
-        "(default: standard output)",
-    )
-    parser.add_argument("--insecure", action="store_true", help="permission to listen beyond this machine without TLS")
-    for part, what in (
-        ("ca", "file with the CA certificates that callers' certificates are checked against"),
-        ("cert", "file with the coordinator's certificate"),
-        ("key", "file with the coordinator's private key"),
-        ("name", "name that the coordinator's certificate must carry"),
-    ):
-        parser.add_argument(f"--tls-{part}", default="", help=f"{what} (default: none)")
-    parser.add_argument("--http", default="", help="host:port of the dashboard (default: no dashboard)")
-    parser.add_argument(
-        "--worker-lease-s",
-        type=float,
-        default=defaults.worker_lease_s,
-        help="seconds of silence after which a worker counts as dead (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--client-lease-s",
-        type=float,
-        default=defaults.client_lease_s,
-        help="seconds of silence after which a training process counts as dead (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--balance-after-s",
-        type=float,
-        default=defaults.balance_after_s,
-        help="seconds that a slot stays on its worker before it may move to a faster one; 0: slots stay "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--budget",
-        default=os.environ.get("PENSTOCK_COORDINATOR_BUDGET", ""),
-        help="largest size of all snapshots and blobs, e.g. 4GiB (default: PENSTOCK_COORDINATOR_BUDGET, else "
-        f"{defaults.budget >> 30} GiB, or {MEMORY_BUDGET >> 20} MiB with --state-dir {IN_MEMORY})",
-    )
+    add = parser.add_argument
+    add("--listen", default="127.0.0.1:0", help="address: host:port (port 0: a free one) or unix:/path")
+    add("--state-dir", default=IN_MEMORY, help="directory for the cluster state (default: %(default)s)")
+    add("--parent-pid", type=int, help="pid of the parent process; the coordinator ends with it")
+    add("--ready-fd", type=int, help="descriptor to which the address is written once calls are accepted (default: 1)")
+    add("--insecure", action="store_true", help="permission to listen beyond this machine without TLS")
+    for part in ("ca", "cert", "key", "name"):
+        add(f"--tls-{part}", default="", help="as for `penstock coordinator`, like all below")
+    add("--http", default="")
+    for name in LEASES:
+        add(f"--{name.replace('_', '-')}", type=float, default=getattr(defaults, name))
+    add("--budget", default=os.environ.get("PENSTOCK_COORDINATOR_BUDGET", ""))
     given = parser.parse_args()
     keep_memory_private()
     name_process("penstock coord")
@@ -92,9 +57,7 @@ def main() -> int:
         logging.getLogger("penstock.appliance").setLevel(logging.ERROR)
     limits = replace(
         defaults,
-        worker_lease_s=given.worker_lease_s,
-        client_lease_s=given.client_lease_s,
-        balance_after_s=given.balance_after_s,
+        **{name: getattr(given, name) for name in LEASES},
         budget=bytes_of(given.budget) or (MEMORY_BUDGET if given.state_dir == IN_MEMORY else defaults.budget),
     )
     try:

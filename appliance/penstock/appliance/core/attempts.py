@@ -76,18 +76,15 @@ class Attempts:
         name = opening.run_name(request)
         run = cluster.runs.get(name)
         opening.check_limits(request, run, len(cluster.runs), cluster.snapshot_index)
-        match opening.decide(run, request, client, now):
-            case opening.RepeatedOpening(box):
-                attempt = cluster.attempt(name, run.attempt if run is not None else 0)
-                self._renew(attempt, box, now)
-            case opening.JoinAttempt(attempt):
-                opening.check_capacity(request, credential, None, cluster.slots_held)
-                self._add_box(attempt, client, request, start, now, credential)
-            case opening.OpenAttempt():
-                superseded = run.current if run is not None else None
-                opening.check_capacity(request, credential, superseded, cluster.slots_held)
-                attempt = self._next_attempt(name, run, client, request, now)
-                self._add_box(attempt, client, request, start, now, credential)
+        decision = opening.decide(run, request, client, now)
+        if isinstance(decision, Box):
+            attempt = cluster.attempt(name, run.attempt if run is not None else 0)
+            self._renew(attempt, decision, now)
+        else:
+            superseded = run.current if run is not None and decision is None else None
+            opening.check_capacity(request, credential, superseded, cluster.slots_held)
+            attempt = decision or self._next_attempt(name, run, client, request, now)
+            self._add_box(attempt, client, request, start, now, credential)
         lease_policy = cluster.box_lease_policy()
         self._promised.keep(lease_policy.lease_s, now)
         self._settle()
@@ -207,9 +204,9 @@ class Attempts:
     def ask(self, run_name: str, number: int) -> Box | None:
         """Answer the long poll of the box's client, which then reports its position. None: no live client."""
         run = self._cluster.runs.get(run_name)
-        box = run.current.boxes.get(number) if run is not None and run.current is not None else None
-        if run is None or run.current is None or box is None or box.presence is not BoxPresence.LIVE:
+        if run is None or run.current is None or number not in run.current.live:
             return None
+        box = run.current.boxes[number]
         self._cluster.bump_box(run.current, box)
         return box
 
@@ -295,7 +292,7 @@ class Attempts:
             self.report_box(request.progress)
         attempt.set_presence(box, BoxPresence.CLOSED)
         attempt.set_ended(box, True)
-        if attempt.any_live():
+        if attempt.live:
             box.lingers_until = cluster.clock() + LINGER_S
             for slot in box.slots:
                 self._placement.waiting.pop(slot.key, None)
@@ -331,13 +328,14 @@ class Attempts:
         cluster.events.add(f"attempt {state.value}", why, run=attempt.run, attempt=attempt.number)
         run.current = None
         boxes = attempt.boxes.values()
-        for credential, count in attempt.credentials.items():
-            cluster.slots_held[credential] -= count * attempt.num_workers
+        for box in boxes:
+            cluster.slots_held[box.credential] -= attempt.num_workers
         self._release(attempt)
         # the box's number does not matter: `settle` looks at the attempt only
         cluster.touched.add((attempt.run, attempt.number, next(iter(attempt.boxes), 0)))
         run.generation = max(run.generation, attempt.generation)
-        run.past[attempt.number] = ClosedAttempt(attempt.number, attempt.key, state, why, attempt.clients)
+        clients = {box.number: box.client for box in boxes}
+        run.past[attempt.number] = ClosedAttempt(attempt.number, attempt.key, state, why, clients)
         which: dict[str, str | int] = {"run": attempt.run, "attempt": attempt.number}
         cluster.journal.put_all("boxes", lambda: (box_row(attempt, box) for box in boxes), **which)
         cluster.journal.put_all("tracks", lambda: (history_row(attempt, box) for box in boxes), **which)
@@ -364,8 +362,7 @@ class Attempts:
             box.version = cluster.next_version()
             cluster.changed(("box", attempt.run, attempt.number, box.number))
         for name in sorted(left):
-            if name in cluster.workers:
-                cluster.bump_worker(cluster.workers[name])
+            cluster.bump_worker(name)
 
     # ------------------------------------------------------------------------------------------------ periodic checks
 

@@ -77,14 +77,16 @@ class BoxHistory:
         return self.message().SerializeToString()
 
 
-def history_of(attempt: Attempt, box: Box) -> BoxHistory:
-    """Return the history of a box of an open attempt, without its snapshots."""
+def history_of(attempt: Attempt, box: Box, snapshot_index: SnapshotIndex | None = None) -> BoxHistory:
+    """Return the history of a box of an open attempt, with its durable snapshots if the index is given."""
     reports = box.presence is BoxPresence.LIVE and attempt.state is AttemptState.OPEN
     settled = (box.reported and (reports or box.presence is BoxPresence.CLOSED)) or box.settled
     slots = [(dict(slot.skips), slot.capabilities) for slot in box.slots]
     changes = [change for change in attempt.mixture_changes if change.attempt <= attempt.number]
+    snapshots = {slot.key: snapshot_index.snapshots(slot.key) for slot in box.slots} if snapshot_index else {}
+    known, left = _known(box), dict(box.abandoned)
     return BoxHistory(
-        attempt.number, attempt.seed, box.opening, box.start, settled, _known(box), dict(box.abandoned), slots, changes
+        attempt.number, attempt.seed, box.opening, box.start, settled, known, left, slots, changes, snapshots
     )
 
 
@@ -95,12 +97,6 @@ def _known(box: Box) -> list[Position | records_pb2.BoxPosition]:
     if box.delivered.slots:
         found.setdefault(box.delivered.step, box.delivered)
     return [found[step] for step in sorted(found)]
-
-
-def with_snapshots(attempt: Attempt, box: Box, snapshot_index: SnapshotIndex) -> BoxHistory:
-    """Return the history of a box of an open attempt, with its durable snapshots."""
-    snapshots = {slot.key: list(snapshot_index.snapshots(slot.key)) for slot in box.slots}
-    return replace(history_of(attempt, box), snapshots=snapshots)
 
 
 def past(journal: Path, run: str, box: int) -> list[pb.History]:

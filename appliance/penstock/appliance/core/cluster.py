@@ -62,10 +62,13 @@ class ClusterState:
         self._version += 1
         return self._version
 
-    def bump_worker(self, worker: Worker) -> None:
-        self.free_capacity.offer(worker)
-        worker.version = self.next_version()
-        self.changed(("worker", worker.name))
+    def bump_worker(self, name: str) -> None:
+        """Let the worker, if there is one with this name, get a new view."""
+        worker = self.workers.get(name)
+        if worker is not None:
+            self.free_capacity.offer(worker)
+            worker.version = self.next_version()
+            self.changed(("worker", name))
 
     def bump_box(self, attempt: Attempt, box: Box) -> None:
         box.version = self.next_version()
@@ -206,7 +209,7 @@ class ClusterState:
         run = self.runs.get(run_name)
         attempt = run.current if run is not None else None
         box = attempt.boxes.get(box_number) if attempt is not None else None
-        return None if attempt is None or box is None else box_history.with_snapshots(attempt, box, self.snapshot_index)
+        return None if attempt is None or box is None else box_history.history_of(attempt, box, self.snapshot_index)
 
     # -------------------------------------------------------------------------------------------------- events
 

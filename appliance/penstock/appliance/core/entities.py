@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -378,10 +378,6 @@ class Attempt:
     last_live: float = 0.0
     generation: int = 0
     """Highest generation that slots of the attempt use or have reserved."""
-    clients: dict[int, str] = field(default_factory=dict)
-    """Box number -> digest of the secret of its client."""
-    credentials: Counter[str] = field(default_factory=Counter)
-    """Digest of a credential token -> boxes that were opened with it."""
     blobs: set[str] = field(default_factory=set)
     """Names of the blobs (a saved state or large arguments of input_fn) that the boxes use."""
     offered: list[records_pb2.Restart] = field(default_factory=list)
@@ -393,8 +389,6 @@ class Attempt:
 
     def add_box(self, box: Box) -> None:
         self.boxes[box.number] = box
-        self.clients[box.number] = box.client
-        self.credentials[box.credential] += 1
         self.set_presence(box, box.presence)
         self.blobs |= {from_.blob for from_ in (box.opening.resume, box.launch_resume)}
         self.blobs.add(box.opening.loader.arguments_blob)
@@ -448,12 +442,6 @@ class Attempt:
         ahead = self.abandoned_between(box.step, step)
         own = max(box.abandoned.values(), default=-1) if ahead else -1
         return next((left for left in ahead if left > own), None)
-
-    def all_live(self) -> bool:
-        return len(self.live) == len(self.boxes)
-
-    def any_live(self) -> bool:
-        return bool(self.live)
 
 
 @dataclass

@@ -47,20 +47,13 @@ def why_not_allowed(input_fn: str, workers: Iterable[Worker]) -> str:
     )
 
 
-class _Heaps:
-    """Heaps of the workers that allow the same modules, by load and name."""
-
-    def __init__(self) -> None:
-        self.everywhere: list[_Entry] = []
-        self.by_host: dict[str, list[_Entry]] = {}
-
-
 class FreeCapacity:
     """Index of the workers with free capacity. It reads the dict `workers` (by name) and never changes it."""
 
     def __init__(self, workers: Mapping[str, Worker]) -> None:
         self._workers = workers
-        self._heaps: dict[tuple[str, ...], _Heaps] = {}
+        self._heaps: dict[tuple[str, ...], dict[str | None, list[_Entry]]] = {}
+        """Allowed prefixes -> host -> heap of workers, by load and name; None = of all hosts."""
         self._entries = 0
         """Entries added since the last rebuild, which removes stale ones."""
 
@@ -68,27 +61,18 @@ class FreeCapacity:
         """Add an entry for the worker; call it whenever the worker has changed."""
         if worker.free <= 0:
             return
-        entry, heaps = (worker.load, worker.name), self._heaps.setdefault(worker.allow, _Heaps())
-        heapq.heappush(heaps.everywhere, entry)
-        heapq.heappush(heaps.by_host.setdefault(worker.host_id, []), entry)
         self._entries += 1
         if self._entries > 64 + 4 * len(self._workers):
-            self._rebuild()
-
-    def _rebuild(self) -> None:
-        self._heaps, self._entries = {}, 0
-        for worker in self._workers.values():
-            if worker.free > 0:
-                entry, heaps = (worker.load, worker.name), self._heaps.setdefault(worker.allow, _Heaps())
-                heaps.everywhere.append(entry)
-                heaps.by_host.setdefault(worker.host_id, []).append(entry)
-        for heaps in self._heaps.values():
-            for heap in (heaps.everywhere, *heaps.by_host.values()):
-                heapq.heapify(heap)
+            self._heaps, self._entries = {}, 0
+            for other in self._workers.values():
+                self.offer(other)
+        heaps = self._heaps.setdefault(worker.allow, {})
+        for host_id in (None, worker.host_id):
+            heapq.heappush(heaps.setdefault(host_id, []), (worker.load, worker.name))
 
     @property
     def is_full(self) -> bool:
-        return all(self._best(heaps.everywhere, allow, None, set()) is None for allow, heaps in self._heaps.items())
+        return all(self._best(heaps[None], allow, None, set()) is None for allow, heaps in self._heaps.items())
 
     def choose(self, slot: Slot, host_id: str, input_fn: str, barred: Set[str] = frozenset()) -> Worker | None:
         """Return the best worker for `slot` that is not `barred`; None if no allowed one has free capacity."""
@@ -96,9 +80,9 @@ class FreeCapacity:
         fitting = [(allow, heaps) for allow, heaps in self._heaps.items() if not allow or under(module, allow)]
         lost_at = {loss.worker for loss in slot.losses if _lost_at(slot, loss.worker) > 1}
         avoided = lost_at | barred
-        best = [self._best(heaps.by_host.get(host_id, []), allow, host_id, avoided) for allow, heaps in fitting]
+        best = [self._best(heaps.get(host_id, []), allow, host_id, avoided) for allow, heaps in fitting]
         if not any(best):
-            best = [self._best(heaps.everywhere, allow, None, avoided) for allow, heaps in fitting]
+            best = [self._best(heaps[None], allow, None, avoided) for allow, heaps in fitting]
         if not any(best):
             among = [self._workers[name] for name in lost_at - barred if name in self._workers]
             best = [worker for worker in among if worker.free > 0 and worker.may_run(module)]

@@ -56,13 +56,13 @@ class Migrations:
             target.ready_at = now
             if report.HasField("capabilities"):
                 target.capabilities = owned(report.capabilities)
-            self._tell(slot.worker)
+            self._cluster.bump_worker(slot.worker)
         elif report.migrated and target.delivered is not None and target.replayed is None:
             target.replayed = report.produced
             if target.replayed <= target.delivered:
                 self._placement.complete_migration(slot, target.why, now)
             else:
-                self._tell(slot.worker)
+                self._cluster.bump_worker(slot.worker)
 
     def migrated(self, slot: Slot, delivered: int, now: float) -> None:
         """Continue the migration: the snapshot for the target is durable. `delivered`: what the loop has taken."""
@@ -72,15 +72,9 @@ class Migrations:
         if target.delivered is None:
             target.delivered = delivered
             target.loop_waits = slot.batch_s * slot.batches_per_s > WAITING_SHARE
-            self._tell(target.worker)
+            self._cluster.bump_worker(target.worker)
         elif target.replayed is not None and delivered >= target.replayed:
             self._placement.complete_migration(slot, target.why, now)
-
-    def _tell(self, name: str) -> None:
-        """Let a worker's next assignments say what its slots' migrations need."""
-        worker = self._cluster.workers.get(name)
-        if worker is not None:
-            self._cluster.bump_worker(worker)
 
     # ---- periodic checks
 
@@ -184,7 +178,7 @@ class Migrations:
         else:
             for slot in self.owned(worker):
                 self._placement.cancel_migration(slot)
-        self._cluster.bump_worker(worker)
+        self._cluster.bump_worker(worker.name)
 
     def _give_up(self, slot: Slot, note: str, now: float) -> None:
         """Cancel the migration: its target did not get ready. Balance leaves the slot for LEFT_ALONE_S seconds."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.appliance.core.cluster import ClusterState
-from penstock.appliance.core.entities import Attempt, Box, BoxPresence, Run
+from penstock.appliance.core.entities import Attempt, Box, Run
 from penstock.appliance.core.placement import Placement
 from penstock.appliance.core.request_checks import check_counts, check_measures, check_name
 from penstock.appliance.core.state_queries import StateQueries
@@ -212,7 +212,7 @@ class MixtureOrders:
         attempt = run.current
         if attempt is None:
             raise UnknownRunError(f"run {run.name} must be open, but its training job has ended")
-        missing = [number for number in range(attempt.num_boxes) if not _is_live(attempt, number)]
+        missing = [number for number in range(attempt.num_boxes) if number not in attempt.live]
         if missing:
             raise StateUnavailableError(f"all boxes of run {run.name} must be live, box {missing[0]} is not. {AGAIN}")
         failed = [slot for box in attempt.boxes.values() for slot in box.slots if slot.phase == pb.FAILED]
@@ -238,11 +238,6 @@ def _slot_of_each_worker(attempt: Attempt) -> list[tuple[int, int]]:
         for slot in box.slots:
             found.setdefault(slot.worker, (box.number, slot.key.slot))
     return sorted(found.values())
-
-
-def _is_live(attempt: Attempt, number: int) -> bool:
-    box = attempt.boxes.get(number)
-    return box is not None and box.presence is BoxPresence.LIVE
 
 
 def _furthest(attempt: Attempt) -> Box:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from penstock.appliance.core.entities import Attempt, AttemptState, Box, BoxPresence, Run, attempt_over, client_of
 from penstock.appliance.journal.snapshot_index import SnapshotIndex
@@ -39,23 +38,6 @@ BOX_SLOTS_MAX = 256
 """Most slots of a box: opening it or sending its view takes 20 us per slot, in which heartbeats wait."""
 OPENING_MAX = 256 << 10
 """Largest request in bytes, kept in memory and the journal. Larger arguments become a blob (`Limits.budget`)."""
-
-
-@dataclass(frozen=True)
-class RepeatedOpening:
-    """Decision that the request repeats an earlier one, whose reply did not reach the client."""
-
-    box: Box
-
-
-@dataclass(frozen=True)
-class JoinAttempt:
-    attempt: Attempt
-
-
-@dataclass(frozen=True)
-class OpenAttempt:
-    """Decision to open the next attempt; an open one is superseded."""
 
 
 def run_name(request: pb.OpenRunRequest) -> str:
@@ -136,7 +118,8 @@ def check_capacity(
     count, held, all_held = request.num_workers_per_box, slots_held[credential], slots_held.total()
     if superseded is not None:
         all_held -= len(superseded.boxes) * superseded.num_workers
-        held -= superseded.credentials[credential] * superseded.num_workers
+        ours = sum(box.credential == credential for box in superseded.boxes.values())
+        held -= ours * superseded.num_workers
     whole = ("of the whole cluster", all_held, SLOTS_OPEN_MAX)
     for what, open_slots, limit in (("with this token", held, SLOTS_MAX), whole):
         if open_slots + count > limit:
@@ -146,45 +129,49 @@ def check_capacity(
             )
 
 
-def decide(
-    run: Run | None, request: pb.OpenRunRequest, client: str, now: float
-) -> RepeatedOpening | JoinAttempt | OpenAttempt:
-    """Decide what the request opens. Raises BoxTakenError, SupersededError, TopologyError, StateMismatchError,
-    InvalidArgumentError."""
+def decide(run: Run | None, request: pb.OpenRunRequest, client: str, now: float) -> Box | Attempt | None:
+    """Return what the request opens: the box if it repeats an earlier request, whose reply did not reach the client;
+    the attempt that it joins; None for the next attempt, which supersedes an open one. Raises BoxTakenError,
+    SupersededError, TopologyError, StateMismatchError, InvalidArgumentError."""
     if run is None:
-        return OpenAttempt()
+        return None
     for past in run.past.values():
         if past.clients.get(request.box) == client:
             raise attempt_over(past)  # a delayed duplicate of an old request
     current = run.current
     if current is None:
-        return _next(run, request)
+        _check_topology(run, request)
+        return None
     held = current.boxes.get(request.box)
     if held is not None and held.client == client:
         if held.presence is BoxPresence.CLOSED:
             raise SupersededError(
                 f"box {held.number} of run {run.name} was closed by this process: open it with a new Appliance"
             )
-        return RepeatedOpening(held)
+        return held
 
     live = held is not None and held.presence is BoxPresence.LIVE
     key = request.attempt_key
     if key and key != current.key:
         earlier = [past for past in run.past.values() if past.key == key and past.state is AttemptState.SUPERSEDED]
-        if earlier and current.any_live():
+        if earlier and current.live:
             raise SupersededError(f"{earlier[-1].why}: give each launch a new attempt key, got {key!r} again")
-        return _next(run, request)
+        _check_topology(run, request)
+        return None
     if held is not None and live and (key or request.num_boxes > 1):
         raise BoxTakenError(
             f"box {held.number} of run {run.name} (attempt {current.number}) is held by {held.who()}, which reported "
             f"{max(0.0, now - held.reported_at):.1f} s ago: give each process its own box. For a new launch, give all "
             f"its boxes a new attempt key (PENSTOCK_ATTEMPT), or retry in {held.lease_until - now:.0f} s"
         )
-    alone = request.num_boxes == 1 or not current.all_live()
-    return _next(run, request) if held is not None or (not key and alone) else _join(current, request)
+    alone = request.num_boxes == 1 or len(current.live) < len(current.boxes)
+    if held is None and (key or not alone):
+        return _join(current, request)
+    _check_topology(run, request)
+    return None
 
 
-def _join(attempt: Attempt, request: pb.OpenRunRequest) -> JoinAttempt:
+def _join(attempt: Attempt, request: pb.OpenRunRequest) -> Attempt:
     """Join, if the box agrees with the others. Raises TopologyError, InvalidArgumentError, StateMismatchError."""
     where = f"box {request.box} of run {attempt.run} (attempt {attempt.number})"
     asked = topology(request.num_boxes, request.num_workers_per_box)
@@ -203,18 +190,17 @@ def _join(attempt: Attempt, request: pb.OpenRunRequest) -> JoinAttempt:
             raise StateMismatchError(
                 f"{where} {says[resumes(request)]}, box {other.number} {says[resumes(other.opening)]}: load one state"
             )
-    return JoinAttempt(attempt)
+    return attempt
 
 
-def _next(run: Run, request: pb.OpenRunRequest) -> OpenAttempt:
-    """Decide to open the next attempt. Raises TopologyError if the run would start anew on another topology and so
-    lose its position, if it has delivered something."""
+def _check_topology(run: Run, request: pb.OpenRunRequest) -> None:
+    """Raise TopologyError if the run would start anew on another topology and so lose its position, if it has
+    delivered something."""
     before, asked = topology(run.num_boxes, run.num_workers), topology(request.num_boxes, request.num_workers_per_box)
     if before != asked and not resumes(request) and not run.unused:
         raise TopologyError(
             f"run {run.name} had {before} and is opened with {asked}: load a state, or choose another job name"
         )
-    return OpenAttempt()
 
 
 def seed_of(run: Run | None, request: pb.OpenRunRequest, fresh: Callable[[], int]) -> int:

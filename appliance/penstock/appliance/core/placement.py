@@ -81,7 +81,7 @@ class Placement:
             worker.slots[slot.key] = box.assignment_size
             self._cluster.placed += 1
             self._cluster.save_slot(slot)
-            self._cluster.bump_worker(worker)
+            self._cluster.bump_worker(worker.name)
             self._cluster.bump_box(attempt, box)
 
     def take(self, slot: Slot) -> str:
@@ -98,9 +98,7 @@ class Placement:
         """Take the slot from its worker, and raise the worker's version; False if it has none."""
         if not slot.worker:
             return False
-        worker = self._cluster.workers.get(self.take(slot))
-        if worker is not None:
-            self._cluster.bump_worker(worker)
+        self._cluster.bump_worker(self.take(slot))
         return True
 
     def move(
@@ -214,14 +212,14 @@ class Placement:
                 slot.restarts += 1
         self._cluster.save_slot(slot)
 
-    def drop_worker(self, worker: Worker, note: str, loss_at: float | None) -> None:
-        """Take all slots from the worker, as `move` does. A caller that lost it removes it from `workers`."""
-        for slot in self._cluster.slots_of(worker):
+    def drop_worker(self, worker: Worker, note: str, loss_at: float | None, kept: int = 0) -> None:
+        """Take all slots but the first `kept` ones from the worker, as `move` does. A caller that lost it removes it
+        from `workers`."""
+        for slot in self._cluster.slots_of(worker)[kept:]:
             if slot.worker == worker.name:
                 self.move(slot, note, loss_at)
             else:
                 self.cancel_migration(slot)
-        worker.slots.clear()
 
     def start_migration(self, slot: Slot, worker: Worker, why: str, now: float) -> None:
         """Set a worker as the slot's migration target (migration.py)."""
@@ -233,7 +231,7 @@ class Placement:
         self._cluster.journal.put("reserved", slot.key._asdict() | {"generation": slot.reserved})
         worker.slots[slot.key] = box.assignment_size
         self._cluster.placed += 1
-        self._cluster.bump_worker(worker)
+        self._cluster.bump_worker(worker.name)
         self._cluster.bump_box(attempt, box)
 
     def cancel_migration(self, slot: Slot) -> None:
@@ -242,12 +240,11 @@ class Placement:
             return
         del self.migrating[slot.key]
         self._cluster.placed -= 1
-        for name in (target.worker, slot.worker):
-            worker = self._cluster.workers.get(name)
-            if worker is not None:
-                if name != slot.worker:
-                    worker.slots.pop(slot.key, None)
-                self._cluster.bump_worker(worker)
+        worker = self._cluster.workers.get(target.worker)
+        if worker is not None and target.worker != slot.worker:
+            worker.slots.pop(slot.key, None)
+        self._cluster.bump_worker(target.worker)
+        self._cluster.bump_worker(slot.worker)
 
     def complete_migration(self, slot: Slot, note: str, now: float) -> None:
         self._detach(slot)
@@ -269,6 +266,4 @@ class Placement:
         slot.recovery, slot.batch_s = True, 0.0
         slot.moved_at = target.ready_at or target.since
         slot.capabilities = target.capabilities or slot.capabilities
-        worker = self._cluster.workers.get(target.worker)
-        if worker is not None:
-            self._cluster.bump_worker(worker)
+        self._cluster.bump_worker(target.worker)

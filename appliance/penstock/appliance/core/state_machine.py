@@ -125,10 +125,6 @@ class StateMachine:
             slot.gauge.saved_at = self.clock()
         self.slot_of_generation(key, header.generation)
 
-    def blob_stored(self, name: str, size: int, credential: str = "") -> None:
-        """Record that a blob is on disk. `credential`: digest of the sender's token."""
-        self.cluster.snapshot_index.add_blob(name, size, self.clock(), credential)
-
     def begin_state(self, request: pb.FetchStateRequest) -> StateQuery:
         """Return the state query that answers the request, perhaps complete already. The caller must call
         `state_queries.end`. Raises StateUnavailableError, UnknownRunError, SupersededError, OverloadedError."""
@@ -197,19 +193,15 @@ class StateMachine:
         cluster, waiting = self.cluster, self.placement.waiting
         if now < self._found_by or not waiting:
             return
-        asked: dict[str, str] = {}
-        failed = 0
-        for box in [box for attempt in cluster.open_attempts() for box in attempt.boxes.values()]:
-            input_fn = box.opening.loader.input_fn
-            if input_fn not in asked:
-                asked[input_fn] = why_not_allowed(input_fn, cluster.workers.values())
-            for slot in box.slots if asked[input_fn] else ():
-                if slot.key in waiting and not slot.restarts:
-                    failed += 1
-                    if failed > SLOTS_AT_ONCE:
-                        return
-                    del waiting[slot.key]
-                    self.placement.fail(slot, detail_of(InputFnNotAllowedError(asked[input_fn])))
+        refused: dict[str, str] = {}
+        fresh = [slot for slot in waiting.values() if not slot.restarts]
+        for slot in fresh[:SLOTS_AT_ONCE]:
+            input_fn = cluster.box_of(slot)[1].opening.loader.input_fn
+            if input_fn not in refused:
+                refused[input_fn] = why_not_allowed(input_fn, cluster.workers.values())
+            if refused[input_fn]:
+                del waiting[slot.key]
+                self.placement.fail(slot, detail_of(InputFnNotAllowedError(refused[input_fn])))
 
     def status_steps(self, reply: pb.StatusReply) -> Iterator[None]:
         """Fill the reply to a status call in steps, between which other calls can be served."""

@@ -236,7 +236,7 @@ class StateQueries:
         for name in sorted({slot_request.worker for slot_request in changed}):
             worker = self._cluster.workers.get(name)
             if worker is not None and (name in others or worker.more_requests):
-                self._cluster.bump_worker(worker)
+                self._cluster.bump_worker(name)
         if query.done:
             asked = self._joinable.get(query.key) is query
             if asked:

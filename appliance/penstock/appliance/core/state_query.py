@@ -160,6 +160,8 @@ class StateQuery:
     completed: list[int] = field(default_factory=list)
     """Boxes that became complete since the callers were last told."""
     failure: PenstockError | None = None
+    blob: str = ""
+    """Of an Aggregation."""
     restarts: int | None = None
     """`Attempt.restarts` for which the answers are valid: a caller that has some must not get others."""
     _asked_boxes: int = 0
@@ -182,7 +184,7 @@ class StateQuery:
     @property
     def key(self) -> tuple[str, int, int, str]:
         """Callers that request the same key share the query."""
-        return (self.run, self.attempt, self.step, "")
+        return (self.run, self.attempt, self.step, self.blob)
 
     @property
     def done(self) -> bool:
@@ -223,7 +225,7 @@ class StateQuery:
         try:
             if attempt.restarts != self.restarts:
                 self._begin_again(attempt)
-            if not attempt.any_live():  # the end of the last box decides about all that are waited for
+            if not attempt.live:  # the end of the last box decides about all that are waited for
                 box = None
             for number in list(self._open_requests) if box is None else [box] if box in self._open_requests else []:
                 self._refresh(attempt, number)
@@ -291,7 +293,7 @@ class StateQuery:
         start = max(start, self._starts.get(number, start), key=lambda at: at.step)
         self._starts[number] = start
         if box.presence is BoxPresence.GONE:
-            if not attempt.any_live():
+            if not attempt.live:
                 raise StateUnavailableError(
                     f"{self.title}: its training processes have stopped reporting (box {number}), so their workers "
                     "were freed: retry once they report, or resume from an earlier state"
@@ -402,13 +404,14 @@ class StateQuery:
         slot_request = self.requests.get(answer.request)
         if slot_request is None or answer.worker != slot_request.worker:
             return
-        box = attempt.boxes[slot_request.key.box]
         if answer.HasField("error"):
             self.fail(self._of_slot(error_of(answer.error), slot_request.key, slot_request.worker))
-            return
-        if answer.ended:
-            self._ended(attempt, box, slot_request, answer)
-            return
+        elif answer.ended:
+            self._ended(attempt, attempt.boxes[slot_request.key.box], slot_request, answer)
+        else:
+            self._take(attempt, slot_request, answer, data)
+
+    def _take(self, attempt: Attempt, slot_request: SlotStateRequest, answer: pb.StateAnswer, data: bytes) -> None:
         most = max(0, slot_request.place[2] - answer.digests_after)
         if len(answer.digests) > most:
             raise InvalidArgumentError(
@@ -491,14 +494,9 @@ class Aggregation(StateQuery):
     box, so `StateQuery` needs no other code."""
 
     box: int = 0
-    blob: str = ""
     trial: pb.MixtureTrial | None = None
     slot: int | None = None
     """None: the first slot that is ready."""
-
-    @property
-    def key(self) -> tuple[str, int, int, str]:
-        return (self.run, self.attempt, self.step, self.blob)
 
     def is_next(self, slot_request: SlotStateRequest) -> bool:
         return True
@@ -524,13 +522,7 @@ class Aggregation(StateQuery):
             slot_requests[task.request] = SlotStateRequest(ready.key, ready.worker, task)
         self._ask(number, slot_requests)
 
-    def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:
-        slot_request = self.requests.get(answer.request)
-        if slot_request is None or answer.worker != slot_request.worker:
-            return
-        if answer.HasField("error"):
-            self.fail(self._of_slot(error_of(answer.error), slot_request.key, slot_request.worker))
-            return
+    def _take(self, attempt: Attempt, slot_request: SlotStateRequest, answer: pb.StateAnswer, data: bytes) -> None:
         self.held += len(data) - self.coming.pop(answer.request, 0)
         self._ask(0, {})
         record = pb.WorkerRecord(box=slot_request.key.box, local_worker_id=slot_request.key.slot, state_bytes=len(data))

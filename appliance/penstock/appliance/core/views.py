@@ -157,13 +157,9 @@ def _taken(cluster: ClusterState, worker: Worker, reports: Iterable[pb.SlotRepor
     """Yield the reported slots that the worker lost, or runs under an old generation: it must stop their runners."""
     for report in reports:
         key = SlotKey(report.run, report.attempt, report.box, report.slot)
-        if key in worker.slots:
-            slot = cluster.slot(key)
-            target = slot.target if slot is not None else None
-            if slot is not None and report.generation == slot.generation:
-                continue
-            if target is not None and target.generation == report.generation:
-                continue
+        slot, generation = cluster.slot(key) if key in worker.slots else None, report.generation
+        if slot is not None and (slot.generation == generation or slot.is_migrating_to(worker.name, generation)):
+            continue
         yield pb.TakenSlot(**key._asdict(), generation=report.generation, why=_why_taken(cluster, key))
 
 

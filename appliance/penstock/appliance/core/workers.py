@@ -108,11 +108,8 @@ class Workers:
 
     def _restore_slots(self, worker: Worker) -> None:
         """Take what exceeds the capacity of a worker that is back, and tell boxes its addresses, perhaps new."""
-        for slot in self._cluster.slots_of(worker)[worker.capacity :]:
-            if slot.worker == worker.name:
-                self._placement.move(slot, f"worker {worker.name} came back with {worker.capacity} slots", None)
-            else:
-                self._placement.cancel_migration(slot)
+        note = f"worker {worker.name} came back with {worker.capacity} slots"
+        self._placement.drop_worker(worker, note, None, worker.capacity)
         for slot in self._cluster.slots_of(worker):
             self._cluster.bump_box(*self._cluster.box_of(slot))
 

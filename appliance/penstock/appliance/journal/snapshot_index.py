@@ -175,15 +175,17 @@ class SnapshotIndex:
         sure = [index for index in below if kept[index].is_sure]
         first = min((sure or below)[-1:], default=0)
         for old in kept[:first]:
-            self.used -= old.size
-            self._drops.append(DropSnapshot(key, old.total, old.epoch))
+            self._drop(key, old)
         self._snapshots[key.run, key.attempt][key] = list(kept[first:])
+
+    def _drop(self, key: SlotKey, old: DurableSnapshot) -> None:
+        self.used -= old.size
+        self._drops.append(DropSnapshot(key, old.total, old.epoch))
 
     def drop_beyond(self, key: SlotKey, total: int) -> None:
         """Drop the slot's snapshots after batch `total`, which a change of the mixture made invalid."""
         for old in [kept for kept in self._of(key) if kept.total > total]:
-            self.used -= old.size
-            self._drops.append(DropSnapshot(key, old.total, old.epoch))
+            self._drop(key, old)
             self._snapshots[key.run, key.attempt][key].remove(old)
 
     def discard(self, key: SlotKey, kept: DurableSnapshot) -> None:

@@ -8,7 +8,7 @@ import sqlite3
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -88,14 +88,14 @@ class Store:
     def put_snapshots(self, snapshots: Sequence[tuple[pb.SnapshotHeader, bytes]]) -> None:
         """Write these snapshots in one commit, all or none."""
         size = sum(len(data) for _, data in snapshots)
-        with self._errors(f"{len(snapshots)} snapshots of {size} bytes cannot be written"), self._transaction():
+        with (
+            self._errors(f"{len(snapshots)} snapshots of {size} bytes cannot be written"),
+            transaction(self._db, self._commits),
+        ):
             for header, data in snapshots:
                 place = (header.run, header.attempt, header.box, header.slot, header.total, header.epoch)
                 row = (*place, len(data), header.SerializeToString(), data)
                 self._db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
-
-    def _transaction(self) -> AbstractContextManager[None]:
-        return transaction(self._db, self._commits)
 
     def snapshot(self, key: SlotKey, kept: DurableSnapshot) -> tuple[pb.SnapshotHeader, bytes] | None:
         """Return the snapshot's header and data; None if it was removed."""
@@ -106,7 +106,7 @@ class Store:
         return None if found is None else (pb.SnapshotHeader.FromString(found[0]), bytes(found[1]))
 
     def put_blob(self, name: str, data: bytes) -> None:
-        with self._errors(f"a blob of {len(data)} bytes cannot be written"), self._transaction():
+        with self._errors(f"a blob of {len(data)} bytes cannot be written"), transaction(self._db, self._commits):
             self._db.execute("INSERT OR REPLACE INTO blobs VALUES (?, ?, ?)", (name, len(data), data))
 
     def blob(self, name: str) -> bytes | None:
@@ -122,7 +122,7 @@ class Store:
 
     def keep_closed(self, one: ClosedRun, parts: Sequence[bytes], gone: Iterable[str]) -> None:
         """Write the last state of a run in place of an older one, and remove those of the runs `gone`."""
-        with self._errors(f"a state of {one.size} bytes cannot be written"), self._transaction():
+        with self._errors(f"a state of {one.size} bytes cannot be written"), transaction(self._db, self._commits):
             for run in (*gone, one.run):
                 for table in ("closed", "closed_parts"):
                     self._db.execute(f"DELETE FROM {table} WHERE run=?", (run,))
@@ -140,7 +140,7 @@ class Store:
         """Carry out the first of these orders, about PIECE rows; return those that are left."""
         left = list(drops)
         with self._errors("old values cannot be removed"):
-            with self._transaction():
+            with transaction(self._db, self._commits):
                 rows = 0
                 while left and rows < PIECE:
                     match left[0]:

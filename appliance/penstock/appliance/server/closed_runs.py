@@ -28,11 +28,6 @@ class ClosedRuns:
         self._kept = {one.run: one for one in found}
         self._wall = wall
 
-    def of(self, query: StateQuery, parts: list[bytes]) -> ClosedRun:
-        """Return the description of the last state of a run that ends now, from its serialised messages."""
-        size = sum(map(len, parts))
-        return ClosedRun(query.run, query.attempt, query.step, self._wall(), size)
-
     def superfluous(self, new: ClosedRun) -> list[str] | None:
         """Return the runs whose states must go, for `new` or for age; None if `new` alone is too large to be kept."""
         if new.size > CLOSED_BYTES:

@@ -69,15 +69,13 @@ class DashboardPages:
         """Run a coroutine on the event loop, from another thread. Raises TimeoutError if it is too busy or over."""
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:
+            try:
+                return future.result(LOOP_S)
+            finally:
+                future.cancel()
+        except (RuntimeError, CancelledError) as error:
             work.close()
             raise TimeoutError("the coordinator's event loop has ended: start the coordinator again") from error
-        try:
-            return future.result(LOOP_S)
-        except CancelledError as error:
-            raise TimeoutError("the coordinator's event loop has ended: start the coordinator again") from error
-        finally:
-            future.cancel()
 
     async def sample(self) -> None:
         """Record the speed of the runs once a second, until cancelled."""
@@ -94,10 +92,7 @@ class DashboardPages:
         return {**dashboard(found), "shares": self._series.newest_shares()}
 
     def _history(self) -> Page:
-        async def found() -> dict[str, Any]:
-            return self._series.as_dict()
-
-        return Page(JSON, json.dumps(self.on_loop(found())).encode())
+        return Page(JSON, json.dumps(in_loop(self._loop, self._series.as_dict)).encode())
 
 
 class SharedPage:
@@ -115,11 +110,8 @@ class SharedPage:
                 try:
                     self._page = self._make()
                 except TimeoutError:
-                    return Page(
-                        "text/plain; charset=utf-8",
-                        b"503 the coordinator is overloaded or is ending: reload the page\n",
-                        503,
-                    )
+                    text = b"503 the coordinator is overloaded or is ending: reload the page\n"
+                    return Page("text/plain; charset=utf-8", text, 503)
                 self._made_at = time.monotonic()
             return self._page
 

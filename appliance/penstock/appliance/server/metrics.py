@@ -70,14 +70,8 @@ def _read_run(found: MetricReadings, run: RunView, counters: CoordinatorCounters
 
 def route(read: Callable[[], MetricReadings]) -> Route:
     """Return the route of /metrics. `read`: called on the thread of a request."""
-    made: list[Route] = []
-
-    def page() -> Page:
-        if not made:
-            try:
-                made.append(metrics_route(Collector(read)))
-            except InvalidArgumentError as error:
-                return Page("text/plain; charset=utf-8", f"{error.message}\n".encode(), 501)
-        return made[0]()
-
-    return page
+    try:
+        return metrics_route(Collector(read))
+    except InvalidArgumentError as error:
+        page = Page("text/plain; charset=utf-8", f"{error.message}\n".encode(), 501)
+        return lambda: page

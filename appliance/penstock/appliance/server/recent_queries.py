@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from penstock.appliance.core.state_query import StateQuery
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 MOST = 64
@@ -30,10 +29,6 @@ class StateFetch:
     attempt: int
     at: float
     message: pb.StateFetch
-
-    def of(self, query: StateQuery) -> None:
-        """Set attempt and step to the query's: the request may have asked for the newest step."""
-        self.attempt, self.message.step = query.attempt, query.step
 
     def key(self) -> tuple[object, ...]:
         """Requests of one checkpoint have the same key."""

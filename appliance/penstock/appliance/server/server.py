@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import importlib
 import logging
 import os
 import signal
@@ -45,10 +44,10 @@ ON_DEMAND = "127.0.0.1:0"
 """Address of a dashboard on demand; most dashboards of embedded coordinators are never looked at."""
 COLLECT_EVERY_S = 60.0
 """Shortest time between two full collections of garbage, in seconds."""
-COLLECT_SHARE = 0.005
-"""Largest share of the time in full collections: they delay fewer than one heartbeat in a hundred."""
 IN_MEMORY = ":memory:"
 """`state_dir` of a coordinator that keeps its cluster state in memory."""
+COLLECT_SHARE = 0.005
+"""Largest share of the time in full collections: they delay fewer than one heartbeat in a hundred."""
 
 
 async def serve(
@@ -149,20 +148,10 @@ async def serve(
                 closing=closing,
             )
 
-        opening = asyncio.Lock()
-
-        async def open_on_demand() -> str:
-            async with opening:
-                if not service.dashboard:
-                    # in a thread, because it takes longer than other calls should wait
-                    await asyncio.to_thread(importlib.import_module, "penstock.appliance.server.dashboard")
-                    open_dashboard(ON_DEMAND)
-                return service.dashboard
-
         if http:
             open_dashboard(http, any_port=http_any_port)
         elif http_on_demand:
-            service.open_dashboard = open_on_demand
+            service.open_dashboard = lambda: open_dashboard(ON_DEMAND)
         served = await server_aio(
             listen,
             tokens,
@@ -245,11 +234,8 @@ def announcer(ready_fd: int | None) -> Callable[[str], None]:
     """Return the `ready` of `serve`, which writes the address to descriptor `ready_fd`; None: standard output."""
 
     def ready(address: str) -> None:
-        line = f"{address}\n".encode()
-        if ready_fd is None:
-            os.write(1, line)
-        else:
-            os.write(ready_fd, line)
+        os.write(1 if ready_fd is None else ready_fd, f"{address}\n".encode())
+        if ready_fd is not None:
             os.close(ready_fd)
 
     return ready

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from penstock.appliance.core.state_queries import ANSWERS_FREED
 from penstock.appliance.core.state_query import BoxState, StateQuery
 from penstock.appliance.journal.journal import GroupCommit
 from penstock.appliance.journal.snapshot_index import Drop, DropBlob, DropSnapshot, SlotKey
-from penstock.appliance.journal.snapshot_store import InflowBudget, SnapshotWriter, Store
+from penstock.appliance.journal.snapshot_store import ClosedRun, InflowBudget, SnapshotWriter, Store
 from penstock.appliance.server.closed_runs import ClosedRuns, boxes_of, parts_of
 from penstock.appliance.server.mixture_calls import MixtureCalls
 from penstock.appliance.server.rate_limits import RateLimiter, address_of
@@ -146,7 +146,7 @@ class Service(CoordinatorServicer):
         signals: TopicSignals,
         unreceived_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._unreceived_s = unreceived_s
+        self._unreceived_s, self._wall = unreceived_s, time.time
         self._state_machine = state_machine
         self._snapshot_index = state_machine.cluster.snapshot_index
         self._store = store
@@ -164,14 +164,14 @@ class Service(CoordinatorServicer):
         self._heartbeats: Counter[tuple[str, str]] = Counter()
         """(name, session) of a worker -> its heartbeats under way."""
         self._closing = False
-        self._fetches = RecentQueries(time.monotonic, time.time)
+        self._fetches = RecentQueries(time.monotonic, self._wall)
         self._mixtures = MixtureCalls(state_machine, signals.on, self._complete)
-        self._closed = ClosedRuns(store.closed(), time.time)
+        self._closed = ClosedRuns(store.closed(), self._wall)
         self._status_task: asyncio.Task[pb.StatusReply] | None = None
         self.dashboard = ""
         """URL; "" if none is served."""
-        self.open_dashboard: Callable[[], Awaitable[str]] | None = None
-        """Starts the dashboard and returns its URL; None if none starts on demand."""
+        self.open_dashboard: Callable[[], None] | None = None
+        """Starts the dashboard; None if none starts on demand."""
 
     async def run_ticker(self) -> None:
         """Check leases and remove dropped values from disk, until cancelled. Raises JournalError if a peer's report
@@ -196,7 +196,7 @@ class Service(CoordinatorServicer):
         """Write the last fetched state of each run that has ended since the last call."""
         for query in self._state_machine.state_queries.take_closed():
             parts = parts_of(query)
-            one = self._closed.of(query, parts)
+            one = ClosedRun(query.run, query.attempt, query.step, self._wall(), sum(map(len, parts)))
             gone = self._closed.superfluous(one)
             if gone is None:
                 log.info("run %s is closed; its last state of %d bytes is too large to be kept", one.run, one.size)
@@ -292,7 +292,7 @@ class Service(CoordinatorServicer):
             try:
                 async with self._journal.synced():
                     query = self._state_machine.begin_state(request)
-                noted.of(query)
+                noted.attempt, noted.message.step = query.attempt, query.step  # the request may be for the newest
                 restarts = query.restarts
                 while sent < query.num_boxes:
                     async with self._journal.synced():
@@ -509,7 +509,7 @@ class Service(CoordinatorServicer):
             async with self._blobs_in.taken(size, credential()):
                 if not self._snapshot_index.has_blob(name):  # else another box has sent the same blob meanwhile
                     await self._take_blob(first, coming)
-        self._state_machine.blob_stored(name, size, credential())
+        self._snapshot_index.add_blob(name, size, self._state_machine.clock(), credential())
         return pb.PutBlobReply(blob=name)
 
     def _check_blob(self, first: pb.BlobPart) -> None:
@@ -591,7 +591,7 @@ class Service(CoordinatorServicer):
         if not self.dashboard:
             if self.open_dashboard is None:
                 raise InvalidArgumentError("the coordinator has no dashboard: start it with --http HOST:PORT")
-            return pb.OpenDashboardReply(url=await self.open_dashboard())
+            self.open_dashboard()
         return pb.OpenDashboardReply(url=self.dashboard)
 
     async def Status(self, request: pb.StatusRequest, context: _Context) -> pb.StatusReply:
