@@ -380,7 +380,7 @@ def test_close_can_abandon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     [
         ({"keep_last": 0}, r"keep_last must be an int >= 1, got 0"),
         ({"keep_last": True}, "keep_last must be an int >= 1, got True"),
-        ({"keep_every": 5}, r"keep_every=5 must be given together with keep_last"),
+        ({"keep_every": 5}, r"keep_every=5 needs keep_last"),
         ({"threads": 1.5}, r"threads must be an int >= 1, got 1\.5"),
         ({"buffers": 3}, "buffers must be 1 or 2, got 3"),
         ({"timeout_s": 0}, "timeout_s must be > 0"),

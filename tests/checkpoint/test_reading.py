@@ -59,9 +59,7 @@ def test_flipped_bytes_are_found_before_changes(tmp_path: Path) -> None:
             data = path.read_bytes()
             for place in {0, len(data) // 3, len(data) // 2, len(data) - 1}:
                 path.write_bytes(data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :])
-                with pytest.raises(
-                    CheckpointCorruptError, match=r"step-2 is damaged: .*undamaged checkpoint is of step 1"
-                ):
+                with pytest.raises(CheckpointCorruptError, match=r"step-2 is damaged: .*undamaged one is step=1"):
                     checkpointer.restore(state)
                 assert seen(state) == before
             path.write_bytes(data)
@@ -184,7 +182,7 @@ def test_modules_on_the_meta_device_are_named(checkpointer: AsyncCheckpointer) -
     with torch.device("meta"):
         module = nn.Linear(2, 2)
     for state in ({"model": module}, {"x": torch.ones(3, device="meta")}):
-        with pytest.raises(CheckpointError, match=r"is on the meta device, so it has no memory: .*to_empty"):
+        with pytest.raises(CheckpointError, match=r"is on the meta device: .*to_empty"):
             checkpointer.restore(state)
     module.to_empty(device="cpu")
     assert checkpointer.restore({"model": module}) == 1
@@ -195,7 +193,7 @@ def test_values_that_would_be_cut_are_named(checkpointer: AsyncCheckpointer) -> 
     checkpointer.wait()
     with pytest.raises(
         CheckpointError,
-        match=r"'x' was saved in .* as torch.float32, which cannot be converted to torch.int64",
+        match=r"'x' must fit .*, torch.float32 of .* got torch.int64",
     ):
         checkpointer.restore({"x": torch.zeros(1, dtype=torch.int64)})
     half = {"x": torch.zeros(1, dtype=torch.bfloat16)}

@@ -84,7 +84,7 @@ def test_an_object_does_not_go_into_a_tensor(checkpointer: AsyncCheckpointer) ->
     checkpointer.save(1, {"x": {"best": 5.0}})
     with pytest.raises(
         CheckpointError,
-        match=r"'x.best' cannot be restored from .*: it was saved as a Python object, but is a tensor",
+        match=r"'x.best' was saved in .* as a Python object, but is a tensor",
     ):
         checkpointer.restore({"x": {"best": torch.tensor(0.0)}})
 
@@ -211,5 +211,5 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("timeout_s", [float("inf"), float("nan"), -1.0])
 def test_deadlines_that_no_clock_can_wait_for(tmp_path: Path, timeout_s: float) -> None:
-    with pytest.raises(InvalidArgumentError, match="timeout_s must be > 0 and <="):
+    with pytest.raises(InvalidArgumentError, match="timeout_s must be 0 to"):
         AsyncCheckpointer(tmp_path, timeout_s=timeout_s)

@@ -79,24 +79,21 @@ def test_an_appliance_that_is_dropped_is_stopped(pidfds: Any) -> None:
     assert ended(fds)
 
 
-def test_default_appliance_ends_with_last_loader(pidfds: Any) -> None:
+def test_default_appliance_is_shared_until_it_is_closed(pidfds: Any) -> None:
     train, evaluation = DataLoader(streams.counter, 2), DataLoader(streams.counter, 3)
     assert len(list(train)) == 2
-    assert module._default is not None
-    appliance = module._default.appliance
+    appliance = module._default
+    assert appliance is not None
     fds = pidfds(appliance._daemons)
     assert len(list(evaluation)) == 3
     assert len(appliance._runs) == 2
     state = train.state_dict()
     train.load_state_dict(state)
     assert len(list(train)) == 2, "the epoch after the one that was over"
-    del train
-    gc.collect()
-    assert not appliance.closed
-    del evaluation
-    gc.collect()
+    appliance.close()
     assert ended(fds)
-    assert module._default is None
+    assert module.current_appliance() is not appliance
+    module.current_appliance().close()
 
 
 STRANGER = """
@@ -150,7 +147,7 @@ def test_failed_daemon_is_explained_by_its_output(
     monkeypatch.setattr("sys.executable", str(broken))
     with (
         Appliance(timeout_s=SOON_S) as appliance,
-        pytest.raises(PenstockError, match=r"exited with status 3\. .*:\nno module named penstock, say"),
+        pytest.raises(PenstockError, match=r"exited with status 3: .*:\nno module named penstock, say"),
     ):
         iter(DataExecutor(DataLoader(streams.counter), appliance=appliance))
 
@@ -215,5 +212,5 @@ def test_ranks_meet_and_rank_0_leaves_last(ranks: Any) -> None:
 
 
 def test_a_rank_that_nobody_answers_says_so(ranks: Any) -> None:
-    with pytest.raises(DeadlineError, match=r"local rank 0 .* within 0\.05 s\. Create the same appliances"):
+    with pytest.raises(DeadlineError, match=r"local rank 0 .* within 0\.05 s: create the same appliances"):
         ranks(1).join(time.monotonic() + 0.05, 0.05)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from devices import FakeBackend, FakeRuntime, in_a_ring
 
-from penstock.client.stream import device as module
 from penstock.client.stream.cuda import CudaBackend, PageLocks
 from penstock.client.stream.device import CpuBackend, DeviceBackend, check_device
 from penstock.proto.batch.flatten import wrap_buffer
@@ -116,7 +115,7 @@ def _cuda(cuda: FakeCuda) -> DeviceBackend:
     return CudaBackend(torch.device("cuda"))
 
 
-NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="finds no CUDA device")
 
 
 @pytest.fixture(
@@ -308,7 +307,9 @@ def test_unlockable_ring_warns_once_with_a_remedy(ring: Ring) -> None:
     runtime, taken = FakeRuntime(), []
     runtime.error = 2
     locks = PageLocks(runtime, "cuda:1", lambda: taken.append(True))
-    words = r"ring of 262,144 bytes could not be page-locked for cuda:1: error number 2 \(2\).*slower.*ulimit -l"
+    words = (
+        r"262,144 bytes of shared memory could not be page-locked for cuda:1: error number 2 \(2\).*slower.*ulimit -l"
+    )
     with pytest.warns(UserWarning, match=words):
         assert not locks.lock(ring)
     assert not locks.lock(Ring.create(4096, 4)), "warnings are errors here: this one says nothing"
@@ -351,9 +352,9 @@ def test_a_failed_lock_leaves_no_error_behind(ring: Ring) -> None:
     [
         ("nonsense", r"device must be \"cpu\", \"cuda\" or \"cuda:N\", got 'nonsense'"),
         ("0", ", got '0'"),
-        ("cpu:1", "for the CPU, without a number, got 'cpu:1'"),
+        ("cpu:1", ", got 'cpu:1': leave it out"),
         ("meta", ", got 'meta'"),
-        ("mps", ", got 'mps': leave device out"),
+        ("mps", ", got 'mps': leave it out"),
         ("xpu:0", ", got 'xpu:0'"),
     ],
 )
@@ -367,20 +368,10 @@ def test_the_cpu(name: str, known_as: str) -> None:
     assert check_device(name) == known_as
 
 
-def test_cuda_where_torch_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(module, "_built_for_cuda", lambda: False)
-    with pytest.raises(
-        InvalidArgumentError, match=r"device='cuda:1' cannot be used: this torch .* built without CUDA; inst"
-    ):
-        check_device("cuda:1")
-
-
 def test_cuda_where_no_device_can_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(module, "_built_for_cuda", lambda: True)
     with pytest.raises(
-        InvalidArgumentError, match=r"device='cuda' cannot be used: torch finds no CUDA device.*nvidia-smi"
+        InvalidArgumentError, match=r"device='cuda' cannot be used: torch .* no CUDA device.*nvidia-smi"
     ):
         check_device("cuda")
 

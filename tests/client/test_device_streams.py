@@ -37,7 +37,7 @@ def appliance() -> Iterator[Any]:
         yield make
 
 
-NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="finds no CUDA device")
 
 
 @pytest.fixture(params=["cpu", "late", pytest.param("cuda", marks=NO_CUDA)])

@@ -289,7 +289,7 @@ def test_queued_start_is_not_late_while_it_moves(rigs: Any) -> None:
     rig.run.views = [view(10)]
     thread = threading.Thread(target=move)
     thread.start()
-    with pytest.raises(DeadlineError, match=r"its runner is number 7 of 10 in the worker.s queue of runners to start"):
+    with pytest.raises(DeadlineError, match=r"its runner is number 7 of 10 in the queue of runners to start"):
         rig.reader.next()
     thread.join()
 

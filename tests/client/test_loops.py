@@ -283,15 +283,15 @@ def test_as_with_torch_in_processes(workers: Appliance, name: str) -> None:
 def test_an_older_iterator_cannot_go_on() -> None:
     with FakeAppliance(num_workers_per_box=2):
         loader = DataLoader(DATA, batch_size=2)
-        with pytest.raises(RuntimeError, match=r"another loop .* has taken .* \(now step 2\).* one stream"):
+        with pytest.raises(RuntimeError, match=r"another loop .* has taken .* \(now step 2\)"):
             list(itertools.islice(zip(loader, loader, strict=True), 9))
         nested = ((number(outer), number(inner)) for outer in loader for inner in loader)
         assert list(itertools.islice(nested, 5)) == [(0, inner) for inner in range(5)]
-        with pytest.raises(RuntimeError, match="one stream"):
+        with pytest.raises(RuntimeError, match="another loop has taken batches"):
             next(nested)
         older, newer = iter(loader), iter(loader)
         next(newer)
-        with pytest.raises(RuntimeError, match=r"only one loop .* is at step 9: finish .* second DataLoader"):
+        with pytest.raises(RuntimeError, match=r"only one loop .* is at step 9: finish"):
             next(older)
         assert numbers(newer) == [1, 2, 3, 4]
         assert numbers(older) == [0, 1, 2, 3, 4], "it had taken nothing, and the other loop is over"
@@ -303,12 +303,12 @@ def test_an_iterator_ends_with_its_session() -> None:
         state = loader.state_dict()
         unused, batches = iter(loader), iter(loader)
         next(batches)
-        with pytest.raises(RuntimeError, match="load_state_dict was called while an executor iterates"):
+        with pytest.raises(RuntimeError, match="load_state_dict was called in a loop over"):
             loader.load_state_dict(state)
         loader.close()
         with pytest.raises(PenstockError, match="closed inside the loop"):
             next(batches)
-        with pytest.raises(RuntimeError, match=r"a state was loaded, or the loader was closed.* by iter\(\)"):
+        with pytest.raises(RuntimeError, match=r"a state was loaded or the loader closed: call iter\(\)"):
             next(batches)
         loader.load_state_dict(state)
         assert numbers(unused) == [0, 1, 2, 3, 4]
@@ -346,7 +346,7 @@ def test_two_threads_in_one_next() -> None:
         with ThreadPoolExecutor(1) as pool:
             other = pool.submit(next, batches)
             assert inside.wait(30)
-            with pytest.raises(RuntimeError, match="while another thread was in its next"):
+            with pytest.raises(RuntimeError, match="while another thread was in it"):
                 next(batches)
             with pytest.raises(RuntimeError, match="only one loop can take"):
                 next(iter(loader))
@@ -386,7 +386,7 @@ def test_failed_next_leaves_the_loader_to_others() -> None:
         with pytest.raises(DeadlineError):
             next(failed)
         assert numbers(loader) == [1, 2, 3, 4], "the rest of the epoch: no batch was lost"
-        with pytest.raises(RuntimeError, match="one stream"):
+        with pytest.raises(RuntimeError, match="another loop has taken batches"):
             next(failed)
 
 

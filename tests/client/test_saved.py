@@ -62,7 +62,7 @@ def test_equal_states_are_equal_bytes() -> None:
 
 
 def test_the_reserved_key_is_ours() -> None:
-    with pytest.raises(StateMismatchError, match="which Penstock reserves"):
+    with pytest.raises(StateMismatchError, match=": rename it"):
         make(aggregated={KEY: 1}).to_dict()
 
 

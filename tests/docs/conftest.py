@@ -216,7 +216,7 @@ def keyed(appliance: None) -> Iterator[Names]:
 
     names: Names = {"input_fn": functools.partial(dealt.numbers, batch_size=4)}
     yield names
-    lines = [json.loads(line) for line in Path("keys/box0.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in Path("keys-of-box-0.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert lines[-1]["keys"] == names["batch"]["key"]
     assert names["sample"] == names["batch"]["batch"][0]

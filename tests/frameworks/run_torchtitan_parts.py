@@ -95,7 +95,7 @@ def test_batch_that_is_no_pair_is_refused() -> None:
 
 
 def test_input_fn_is_required() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"input_fn must be a function, got None"):
+    with pytest.raises(InvalidArgumentError, match=r"input_fn must be the function that makes the loader, got None"):
         built()
 
 
@@ -163,7 +163,7 @@ def test_model_alone_is_not_resumed_over(tmp_path: Path) -> None:
     assert saved(tmp_path) == {"step-1", "step-2", "step-3"}
     made = manager(tmp_path, trainer := Steps())
     with pytest.raises(
-        CheckpointError, match=r"saved has step-3 beyond step 2, where training begins.*Move these folders"
+        CheckpointError, match=r"saved has step-3 beyond step 2, where training begins.*move these folders"
     ):
         made.load()
     (tmp_path / "saved" / "step-3").rename(tmp_path / "model")

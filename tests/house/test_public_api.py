@@ -23,13 +23,11 @@ NAMES = {
         "DataLoaderCheckpoint",
         "Lookahead",
         "RestartableDataLoader",
-        "SampleLog",
         "checkpoint_closure",
         "compute_num_steps",
         "get_streaming_batch_size",
         "get_worker_state",
         "infer_batch_size",
-        "wrap",
     },
     "penstock.client.checkpoint": {"AsyncCheckpointer", "AsyncFileSystemWriter", "Progress"},
     "penstock.client.integrations.jax": {"as_numpy", "numpy_batches", "state_from_json", "state_to_json"},
@@ -87,9 +85,6 @@ SIGNATURES = {
     "penstock.client:DataLoader.config": "(self)",
     "penstock.client:DataLoader.can_restore_sample": "(self)",
     "penstock.client:DataLoader.restore_sample": "(self, key)",
-    "penstock.client:SampleLog": "(path, *, field='key')",
-    "penstock.client:SampleLog.write": "(self, step, batch)",
-    "penstock.client:SampleLog.close": "(self)",
     "penstock.client:DataLoader.checkpoints": "(self, step=None)",
     "penstock.client:compute_num_steps": (
         "(dataloader, initial_step=0, num_steps=None, max_steps=None, num_epochs=None, steps_per_epoch=None, "

@@ -60,7 +60,7 @@ def test_it_can_be_made_anew_from_its_state(ahead: Lookahead) -> None:
 
 
 def test_a_loader_that_it_cannot_save_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"must return a penstock.client.Lookahead, got a DataLoader"):
+    with pytest.raises(InvalidArgumentError, match=r"must return a Lookahead\(loader\), got a DataLoader"):
         begin(new(), DataLoader(streams.counter))
 
 
@@ -75,7 +75,7 @@ def test_accumulation_over_an_epoch_end_warns(ahead: Lookahead) -> None:
     begin(callback, ahead, step=0, gradient_accumulation_steps=4)
     states = {"LoaderState": callback.state()}
     begin(new(), ahead, states=states, gradient_accumulation_steps=5)
-    with pytest.warns(UserWarning, match="10 batches of an epoch are not a multiple of gradient_accumulation_steps=4"):
+    with pytest.warns(UserWarning, match="10 batches of an epoch must be a multiple of gradient_accumulation_steps=4"):
         begin(new(), ahead, states=states, gradient_accumulation_steps=4)
 
 

@@ -143,10 +143,9 @@ def test_virtual_pipeline() -> None:
     expected = [list(range(at, at + 4)) for at in range(0, 12, 4)]
     first, last = values("chunks", 2, "ends")
     assert first[0] == last[1] == expected
-    ends = "the first model chunk of the first stage and the last model chunk of the last stage"
-    refused = f"next(data_iterator) must be called on {ends} only, got a call on model chunk"
-    assert first[1].startswith(f"{refused} 1 of stage 0 ")
-    assert last[0].startswith(f"{refused} 0 of stage 1 ")
+    refused = "next(data_iterator) must be called on the first stage's first model chunk and the last stage's last only"
+    assert first[1].startswith(f"{refused}, got a call on chunk 1 of 2, stage 0 ")
+    assert last[0].startswith(f"{refused}, got a call on chunk 0 of 2, stage 1 ")
     assert values("chunks", 3, "all") == [[expected, expected]] * 3
 
 

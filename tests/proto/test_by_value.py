@@ -124,7 +124,7 @@ def test_by_name_wherever_that_can_be() -> None:
 
 def test_by_value_is_refused_elsewhere() -> None:
     cases: list[tuple[Any, tuple[Any, ...], str, type[Exception], str]] = [
-        (lambda: 1, (), "penstock_by_value:", InvalidArgumentError, "is a lambda.*write a def at the top level"),
+        (lambda: 1, (), "penstock_by_value:", InvalidArgumentError, "the lambda .*: write a def at the top level"),
         (functools.partial(streams.counter, 3), (), "penstock_by_value:counter", InvalidArgumentError, "partial"),
         (streams.counter, (Path("/data"),), "streams:counter", UnsupportedStateError, r"args\[0\] of input_fn"),
     ]
@@ -134,7 +134,7 @@ def test_by_value_is_refused_elsewhere() -> None:
         with pytest.raises(kind, match=words):
             raise reference.only_here or AssertionError
     with pytest.raises(
-        UnsupportedStateError, match=r"Sending it by value to this machine's own workers failed too: cannot pickle"
+        UnsupportedStateError, match=r"Sending it by value to workers of this machine failed too: cannot pickle"
     ):
         ship(streams.counter, ((i for i in range(3)),), {})
 

@@ -96,6 +96,6 @@ def test_synthetic_input_repeats_and_has_no_state(appliance: Appliance) -> None:
             loader.state_dict()
         resumed = DataLoader(mapped, **OPTIONS)
         resumed.load_state_dict(state)
-        with pytest.raises(NotRestartableError, match="load no state, or leave out synthetic= and PENSTOCK_SYNTHETIC"):
+        with pytest.raises(NotRestartableError, match=r"Appliance\(synthetic=True\) cannot resume"):
             next(iter(DataExecutor(resumed, appliance=repeating)))
     assert repeated == [*real[:2] * 3, real[0]]

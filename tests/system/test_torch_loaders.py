@@ -14,7 +14,7 @@ from torch.utils import data
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import TensorDataset, get_worker_info
 
-from penstock.client import Appliance, DataExecutor, DataLoader, wrap
+from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto.errors import InvalidArgumentError
 
 NUMBERS = TensorDataset(torch.arange(10), torch.arange(10.0))
@@ -76,7 +76,7 @@ def epoch(loader: DataLoader, **settings: Any) -> list[Any]:
 def test_unshuffled_batches_are_those_of_torch(dataset: Any, arguments: dict[str, Any]) -> None:
     expected = [plain(batch) for batch in TorchLoader(dataset, **arguments)]
     assert epoch(DataLoader(dataset, **arguments)) == expected
-    assert epoch(wrap(TorchLoader(dataset, **arguments))) == expected
+    assert epoch(DataLoader(TorchLoader(dataset, **arguments))) == expected
 
 
 def test_a_collate_function_is_used() -> None:
@@ -102,7 +102,7 @@ def test_a_generator_gives_the_seed() -> None:
 
     def order(seed: int, of_run: int) -> list[Any]:
         generator = torch.Generator().manual_seed(seed)
-        return epoch(wrap(TorchLoader(NUMBERS, 10, shuffle=True, generator=generator)), seed=of_run)
+        return epoch(DataLoader(TorchLoader(NUMBERS, 10, shuffle=True, generator=generator)), seed=of_run)
 
     assert order(5, of_run=1) == order(5, of_run=2) != order(6, of_run=1)
 
@@ -118,7 +118,7 @@ def test_a_generator_gives_the_seed() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_torchs_own_samplers_are_taken_over(sampler: Any, expected: list[int] | None) -> None:
-    got = samples(epoch(wrap(TorchLoader(NUMBERS, 4, sampler=sampler))))
+    got = samples(epoch(DataLoader(TorchLoader(NUMBERS, 4, sampler=sampler))))
     assert sorted(got) == expected if expected is not None else len(set(got)) == 4
 
 
@@ -137,27 +137,25 @@ def test_an_order_of_the_users_own_is_refused(arguments: dict[str, Any], name: s
     with pytest.raises(InvalidArgumentError, match=rf"{name}.*MapLoader"):
         DataLoader(NUMBERS, **arguments)
     with pytest.raises(InvalidArgumentError, match=rf"{name}.*MapLoader"):
-        wrap(TorchLoader(NUMBERS, **arguments))
+        DataLoader(TorchLoader(NUMBERS, **arguments))
 
 
 def test_other_arguments_are_named() -> None:
     with pytest.raises(InvalidArgumentError, match="in_order of a torch DataLoader is not supported, got False"):
         DataLoader(NUMBERS, in_order=False)
-    with pytest.raises(TypeError, match="has an argument 'batchsize'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'batchsize'"):
         DataLoader(NUMBERS, batchsize=3)
-    with pytest.raises(InvalidArgumentError, match="shuffle of a torch DataLoader is not supported, got True"):
+    with pytest.raises(ValueError, match="shuffle"):
         DataLoader(Rows(3), shuffle=True)
-    with pytest.raises(InvalidArgumentError, match="shuffle must be False with a sampler, got True"):
+    with pytest.raises(ValueError, match="mutually exclusive with shuffle"):
         DataLoader(NUMBERS, shuffle=True, sampler=data.SequentialSampler(NUMBERS))
-    with pytest.raises(TypeError, match=r"argument of wrap\(\) must be a torch DataLoader, got a TensorDataset"):
-        wrap(NUMBERS)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_state_resumes_on_other_workers(appliance: Appliance, workers: int) -> None:
     """Saved in this process, resumed on worker processes."""
     whole = epoch(DataLoader(NUMBERS, batch_size=2, shuffle=True))
-    loader, again = (wrap(TorchLoader(NUMBERS, batch_size=2, shuffle=True)) for _ in range(2))
+    loader, again = (DataLoader(TorchLoader(NUMBERS, batch_size=2, shuffle=True)) for _ in range(2))
     with here() as first:
         begun = [plain(batch) for batch in DataExecutor(loader, num_steps=2, appliance=first)]
         again.load_state_dict(loader.state_dict())
@@ -168,7 +166,7 @@ def test_a_state_resumes_on_other_workers(appliance: Appliance, workers: int) ->
 
 def test_an_iterable_dataset_resumes_by_replay(appliance: Appliance) -> None:
     def loader() -> DataLoader:
-        return wrap(TorchLoader(Rows(20), batch_size=3))
+        return DataLoader(TorchLoader(Rows(20), batch_size=3))
 
     whole = [plain(batch) for batch in DataExecutor(loader(), appliance=appliance)]
     saved, again = loader(), loader()

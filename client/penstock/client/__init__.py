@@ -4,10 +4,9 @@ from penstock.runtime.process import linux_only  # noqa: F401  # before the impo
 
 # isort: split
 from penstock.client.api.appliance import Appliance
-from penstock.client.api.data_loader import DataLoader, wrap
+from penstock.client.api.data_loader import DataLoader
 from penstock.client.api.executor import DataExecutor, checkpoint_closure, compute_num_steps
 from penstock.client.api.lookahead import Lookahead
-from penstock.client.api.sample_log import SampleLog
 from penstock.client.states.batch_sizes import infer_batch_size
 from penstock.proto.state.assignment import get_streaming_batch_size
 from penstock.proto.state.restartable import DataLoaderCheckpoint, RestartableDataLoader, get_worker_state
@@ -19,11 +18,9 @@ __all__ = [
     "DataLoaderCheckpoint",
     "Lookahead",
     "RestartableDataLoader",
-    "SampleLog",
     "checkpoint_closure",
     "compute_num_steps",
     "get_streaming_batch_size",
     "get_worker_state",
     "infer_batch_size",
-    "wrap",
 ]

@@ -51,16 +51,12 @@ class Embedded:
 
     def __init__(self, on_death: Callable[[PenstockError], None]) -> None:
         if not sys.executable:
-            raise PenstockError(
-                "Appliance(): sys.executable must be the path of Python, got an empty one, so the embedded coordinator "
-                "cannot be started: pass the address of a coordinator"
-            )
+            raise PenstockError("Appliance(): sys.executable must be the path of Python, got an empty one")
         try:
             self._folder = PrivateFolder()
         except OSError as error:
             raise PenstockError(
-                f"Appliance(): a folder for the coordinator's socket cannot be made in {tempfile.gettempdir()}: "
-                f"{error}. Set TMPDIR to a folder that this user can write to"
+                f"Appliance(): no folder can be made in {tempfile.gettempdir()}: {error}. Set TMPDIR to another"
             ) from error
         self._socket = str(self._folder.path / "coordinator")
         self.address = f"unix:{self._socket}"
@@ -129,8 +125,8 @@ class Embedded:
                     pass
             if time.monotonic() > deadline:
                 raise PenstockError(
-                    "the embedded coordinator did not accept connections within timeout_s. Pass a larger "
-                    f"Appliance(timeout_s=), or see the cause in its output{self._last_words()}"
+                    "the embedded coordinator did not accept connections within timeout_s: see its "
+                    f"output{self._last_words()}"
                 )
             waiting()
             self._down.wait(PROBE_S)
@@ -152,8 +148,7 @@ class Embedded:
             return
         how = exit_words(self.process.result())
         self._failure = PenstockError(
-            f"the process of the embedded coordinator and worker {how}. See the cause in its output, and start the job "
-            f"again{self._last_words()}"
+            f"the process of the embedded coordinator and worker {how}: see its output{self._last_words()}"
         )
         self._down.set()
         self._on_death(self._failure)

@@ -107,9 +107,7 @@ class _Box:
         if step >= self.position.step:  # this box took fewer steps than the loop's box
             return next(reversed(self._at.values()), self.position)
         raise StateUnavailableError(
-            f"box {self.number}: the state of step {step} is not kept any more, because more than retention_steps "
-            "batches were delivered since: request the state of a later step, or pass a larger "
-            "Appliance(retention_steps=)"
+            f"box {self.number}: the state of step {step} is not kept any more: pass a larger retention_steps"
         )
 
 
@@ -279,10 +277,7 @@ class InProcessReader(Reader):
         if run.error is not None:
             raise run.error
         if run.closed:
-            raise PenstockError(
-                f"{self.label}: the Appliance was closed inside the loop over this loader: close the Appliance after "
-                "the loop"
-            )
+            raise PenstockError(f"{self.label}: its Appliance was closed inside the loop: close it after the loop")
         began, self.wait_s = time.monotonic(), 0.0
         with run.lock:
             run.prepare()
@@ -365,9 +360,8 @@ class InProcessReader(Reader):
         if seconds >= self._timeout_s:
             position, run = self.position, self.run
             raise DeadlineError(
-                f"{self.label}: box {run.box} waited timeout_s={self._timeout_s:g} s for step {position.step + 1} "
-                f"from worker slot {position.turn} on worker {HERE}, and its batch has not come: pass a larger "
-                "Appliance(timeout_s=), or make input_fn faster"
+                f"{self.label}: box {run.box} waited timeout_s={self._timeout_s:g} s for step {position.step + 1} from "
+                f"worker slot {position.turn} on worker {HERE}"
             )
 
     def replace_worker(self, why: str) -> None:

@@ -123,10 +123,9 @@ def _resident(pid: int) -> int:
 # ---- the server
 
 
-class _Server:
-    lock = threading.Lock()
-    web: WebServer | None = None
-    listen = ""
+_lock = threading.Lock()
+_servers: dict[str, WebServer] = {}
+"""At most one, by its address."""
 
 
 def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
@@ -138,24 +137,22 @@ def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
     Raises InvalidArgumentError (no address, another one than the running server's, or no prometheus-client),
     PortTakenError, or UnsafeBindError: beyond loopback without a certificate."""
     check_address(listen)
-    with _Server.lock:
-        if _Server.web is None:
-            _Server.web, _Server.listen = _opened(listen, local_rank, tokens, tls), listen
-            _log.info("this process serves its metrics at %s/metrics", _Server.web.url)
-        elif listen != _Server.listen:
+    with _lock:
+        if not _servers:
+            _servers[listen] = _opened(listen, local_rank, tokens, tls)
+            _log.info("this process serves its metrics at %s/metrics", _servers[listen].url)
+        if listen not in _servers:
             raise InvalidArgumentError(
-                f"Appliance(http=) must be {_Server.listen!r}, where this process already serves its metrics, got "
-                f"{listen!r}: one server shows all appliances of a process. Pass the same address, or leave http out"
+                f"Appliance(http=) must be {min(_servers)!r}, where this process serves its metrics, got {listen!r}"
             )
-        return f"{_Server.web.url}/metrics"
+        return f"{_servers[listen].url}/metrics"
 
 
 def _opened(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> WebServer:
     if not is_local(listen) and (tls is None or not tls.cert):
         raise UnsafeBindError(
-            f"Appliance(http={listen!r}) can be reached from other machines, and without TLS the token would cross the "
-            "network in clear text: listen on 127.0.0.1, pass tls_cert and tls_key, or register "
-            "penstock.client.metrics.collector() with your own exporter"
+            f"Appliance(http={listen!r}) can be reached from other machines, and without TLS the token would be in "
+            "clear text: listen on 127.0.0.1, or pass tls_cert and tls_key"
         )
     routes = {"/metrics": metrics_route(collector())}
     host, _, first = listen.rpartition(":")
@@ -164,7 +161,6 @@ def _opened(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> WebSe
         return WebServer(f"{host}:{port}", routes, tokens=tokens, tls=None if is_local(listen) else tls)
     except PortTakenError as error:
         raise PortTakenError(
-            f"Appliance(http={listen!r}): port {port} of {host} is in use. Each process of a host needs a port of its "
-            "own; under torchrun a process takes PORT + LOCAL_RANK. Pass another port to http= or PENSTOCK_HTTP, or "
-            "port 0 for any free port, which Appliance.metrics_url shows"
+            f"Appliance(http={listen!r}): port {port} of {host} is in use: pass another one (under torchrun a process "
+            "takes PORT + LOCAL_RANK), or port 0 for any"
         ) from error

@@ -3,12 +3,11 @@
 Without an address it starts both daemons as a child of this process (under torchrun, local rank 0 does so for all ranks
 of the machine); with `num_workers_per_box=0` nothing. Loaders iterated without an appliance share one: the innermost
 `with` of the thread, else the only one open in other threads (scopes.py), else a default one made from the environment,
-which is closed when the last loader that used it is garbage-collected."""
+which lives to the end of the process."""
 
 from __future__ import annotations
 
 import atexit
-import os
 import secrets
 import threading
 import time
@@ -16,11 +15,17 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
-import torch
-
-from penstock.client.api.appliance_settings import ApplianceSettings, Torchrun, attempt_key, resolve
+from penstock.client.api.appliance_settings import (
+    ApplianceOptions,
+    ApplianceSettings,
+    Torchrun,
+    attempt_key,
+    check_names,
+    resolve,
+    signature_of,
+)
 from penstock.client.api.rendezvous import CoordinatorAccess, SharedAppliance
 from penstock.client.api.scopes import EnteredScope
 from penstock.client.embedded import Embedded
@@ -71,50 +76,7 @@ class Appliance:
     Args:
         address: "host:port" of the coordinator. None: embedded; coordinator and workers are started on this machine,
             and stopped with this appliance.
-        num_workers_per_box: number of worker slots, each with a process that runs input_fn, for each box (1). 0:
-            input_fn runs in this process and thread, even with an address, so that breakpoint(), print() and profilers
-            work (docs/debugging.md). Batches and states are those of one worker.
-        box: number of this box, from 0 (0).
-        num_boxes: number of boxes (1).
-        job: name of the job. A job that is started again under its name takes over its runs (torchrun's run id unless
-            that is "none", else a new name). With an address and several boxes a job must have a name.
-        seed: seed of the run, 0 to 2**64 - 1 (that of the resumed run, else a random one).
-        device: device where tensors arrive, as copies in memory of their own: "cuda", "cuda:N" or "cpu". With CUDA the
-            next batch is copied on a separate stream while the loop computes, which takes device memory for two
-            batches. "cuda" is the device that is current when the loop starts, so under torchrun call
-            torch.cuda.set_device(LOCAL_RANK) first. None: batches are views of the shared memory that workers fill.
-        attempt: string that is the same on all boxes of one launch and differs between launches (from torchrun).
-        token: credential token of the role client (PENSTOCK_TOKEN, or the file that PENSTOCK_TOKEN_FILE names).
-        tls_ca: PEM file with the CA that signed the certificates of coordinator and workers; None: no TLS for calls and
-            lanes (docs/security.md).
-        tls_cert, tls_key: PEM files with this client's certificate, for servers that request one, and its key.
-        tls_name: name that the certificates of coordinator and workers must have, instead of their addresses.
-        lane: transport of batches: "auto" (shared memory on this host, TCP from others) or "tcp" ("auto").
-        compression: codec of batches over TCP: None, "lz4" or "zstd" (None). Faster than none where the data shrink and
-            a lane gets less than 7 Gbit/s ("lz4") or 4 Gbit/s ("zstd") (benchmarks/compression.md). Requires `pip
-            install penstock[compression]`.
-        max_batch_bytes: largest size of a batch in bytes; a larger batch is an error (1 GiB).
-        digest: bytes that a batch's digest covers (docs/guarantees.md): "sample" (of large tensors a sample; 1 to 6
-            us), "full" (every byte, 20 us a MiB), or "rows" (the sum of the digests of all rows, to compare runs on
-            different numbers of boxes, see DataExecutor.digest). Default: that of the loaded state, else "sample".
-        strict_structure: refuse a batch whose structure or dtypes differ from those of the first batch (False).
-        replay: save loaders without state methods too, by counting their batches and replaying them (False).
-        replay_s: seconds of a loader's work on an epoch, up to which a lost or resumed worker makes the epoch again
-            from its beginning, and compares all of it (2). Beyond, it restores a snapshot some way before, and compares
-            the batches since. inf: always from the beginning. For loaders with four methods: seconds of work since the
-            launch began, up to which a lost worker replays alone (30); see docs/restarts.md.
-        retention_steps: number of last delivered steps whose states stay available (256).
-        timeout_s: longest wait in seconds: for a batch, for a state, for the start of the daemons (120).
-        poison: treatment of a batch that kills its runner (the worker process that makes it) each time: "fail" ends the
-            stream before it with an error, "skip" leaves it out, with a warning and a count in DataExecutor.stats
-            ("fail"). "skip" needs a loader that can skip a batch (docs/faults.md).
-        synthetic: deliver each worker's first batch again and again, to measure a job without the cost of its input
-            (False). An epoch has len() batches; without a len() it never ends. States can neither be saved nor loaded.
-        progress: show a line on standard error with the loop's steps/s and the share of its time that it waits for
-            batches (False).
-        http: "host:port" where this process serves its metrics to Prometheus, at /metrics (none); under torchrun each
-            rank takes port + LOCAL_RANK. An address beyond loopback needs tls_cert and tls_key, and readers need a
-            token of the role admin. Requires `pip install penstock[metrics]` (docs/metrics.md).
+        options: see ApplianceOptions in penstock.client.api.appliance_settings, and the API's page.
 
     Raises:
         InvalidArgumentError, BoxOutOfRangeError: an argument or a variable has an invalid value; this process cannot
@@ -122,39 +84,10 @@ class Appliance:
         TlsError: a certificate or key cannot be used; the error names the file.
         RuntimeError: called inside a worker, because the main script has no `if __name__ == "__main__":`."""
 
-    def __init__(
-        self,
-        address: str | None = None,
-        *,
-        num_workers_per_box: int | None = None,
-        box: int | None = None,
-        num_boxes: int | None = None,
-        job: str | None = None,
-        seed: int | None = None,
-        device: str | torch.device | None = None,
-        attempt: str | None = None,
-        token: str | None = None,
-        tls_ca: str | os.PathLike[str] | None = None,
-        tls_cert: str | os.PathLike[str] | None = None,
-        tls_key: str | os.PathLike[str] | None = None,
-        tls_name: str | None = None,
-        lane: Literal["auto", "tcp"] | None = None,
-        compression: Literal["lz4", "zstd"] | None = None,
-        max_batch_bytes: int | None = None,
-        digest: Literal["sample", "full", "rows"] | None = None,
-        strict_structure: bool | None = None,
-        replay: bool | None = None,
-        replay_s: float | None = None,
-        retention_steps: int | None = None,
-        timeout_s: float | None = None,
-        poison: Literal["fail", "skip"] | None = None,
-        synthetic: bool | None = None,
-        progress: bool | None = None,
-        http: str | None = None,
-    ) -> None:
+    def __init__(self, address: str | None = None, **options: Unpack[ApplianceOptions]) -> None:
         forbid_in_runner("creating an Appliance")
-        given = {name: value for name, value in locals().items() if name != "self"}
-        self._describe(resolve(**given))
+        check_names(options, ApplianceOptions)
+        self._describe(resolve(address=address, **options))
         self._tls = _tls_of(self.settings)
         self.metrics_url = _exported(self.settings, self._torchrun, self._tls)
         if not self.in_process:
@@ -201,10 +134,8 @@ class Appliance:
         else:
             where = "several hosts" if self._torchrun.present else "several processes"
             raise InvalidArgumentError(
-                f"Appliance(num_boxes={settings.num_boxes}) over {where} needs a coordinator's address, got none. "
-                "Start `penstock coordinator --listen HOST:PORT --state-dir DIR` on one machine and `penstock worker "
-                "--coordinator HOST:PORT` on the machines that load data; then pass the address, or set "
-                "PENSTOCK_COORDINATOR=HOST:PORT, on every box"
+                f"Appliance(num_boxes={settings.num_boxes}) over {where} needs a coordinator's address, got none: "
+                "start `penstock coordinator` and `penstock worker`, and pass the address or set PENSTOCK_COORDINATOR"
             )
 
     def _embed(self) -> None:
@@ -220,8 +151,8 @@ class Appliance:
         if job or fresh:
             return job or f"job-{secrets.token_hex(4)}"
         raise InvalidArgumentError(
-            f"job must be given with num_boxes={self.settings.num_boxes}, got none: the boxes find each other by the "
-            "job's name. Pass Appliance(job=...) or set PENSTOCK_JOB, with the same name on all boxes"
+            f"job must be given with num_boxes={self.settings.num_boxes}, got none: pass Appliance(job=...) or set "
+            "PENSTOCK_JOB, with the same name on all boxes"
         )
 
     def _client(self) -> CoordinatorClient:
@@ -279,9 +210,8 @@ class Appliance:
         seed = opening.seed if opening.seed is not None else self._seeds.get(ordinal)
         if seed is None and settings.num_boxes > 1:
             raise InvalidArgumentError(
-                f"seed must be given with num_workers_per_box=0 and num_boxes={settings.num_boxes}, got no seed: "
-                "without a coordinator each box would draw another seed. Pass Appliance(seed=...), the same on all "
-                "boxes"
+                f"seed must be given with num_workers_per_box=0 and num_boxes={settings.num_boxes}, got none: pass "
+                "Appliance(seed=...), the same on all boxes"
             )
         self._seeds[ordinal] = seed = secrets.randbits(63) if seed is None else seed
         options = self._spec(replace(opening, arguments=b"")).options
@@ -306,14 +236,12 @@ class Appliance:
         access = self._reach(deadline, notice)
         if reference.only_here is not None and not self.embedded:
             raise InvalidArgumentError(
-                f"{reference.only_here.message} (only workers that this process starts itself accept code by value, "
-                f"and this loader uses the workers of the coordinator at {access.address})"
+                f"{reference.only_here.message} (the coordinator at {access.address} accepts no code by value)"
             )
         if reference.main_path and not self.embedded:
             raise InvalidArgumentError(
                 f"input_fn {reference.name.partition(':')[2]!r} is defined in the main script {reference.main_path}, "
-                f"which workers of the coordinator at {access.address} cannot import: move the function to a module "
-                "that is importable on the workers"
+                f"which workers of {access.address} cannot import: move it to a module that they can"
             )
         link = RunLink(
             client=self._client,
@@ -368,7 +296,7 @@ class Appliance:
                     if isinstance(error, OverloadedError):
                         raise OverloadedError(what) from None
                     raise CoordinatorUnavailableError(
-                        f"{what}. Check that the address is right and that `penstock coordinator` runs there"
+                        f"{what}. Check that the coordinator runs at this address"
                     ) from None
                 run.notice.tell("the coordinator", error.message)
                 run.reach(error.retry_after_s if isinstance(error, OverloadedError) else RETRY_S)
@@ -439,6 +367,9 @@ class Appliance:
         return f"<{type(self).__name__} {where}, {topology}>"
 
 
+Appliance.__signature__ = signature_of(Appliance.__init__, ApplianceOptions)  # type: ignore[attr-defined]
+
+
 def _on_death(appliance: Appliance) -> Callable[[PenstockError], None]:
     """Return a function that ends all runs with an error, and does not keep the appliance alive."""
     reference = weakref.ref(appliance)
@@ -483,61 +414,23 @@ _entered: EnteredScope[Appliance] = EnteredScope(
 
 # ---- the default appliance
 
-
-class _Default:
-    """Default appliance, and the ids of the loaders that use it.
-
-    A loader's finalizer may run inside the garbage collector, so it only writes to an eventfd; a thread closes the
-    appliance."""
-
-    def __init__(self) -> None:
-        self.appliance = Appliance()
-        self.users: set[int] = set()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
-        threading.Thread(target=self._keep, name="penstock-default-appliance", daemon=True).start()
-
-    def use(self, loader: Any) -> None:
-        key = id(loader)
-        if key not in self.users:
-            self.users.add(key)
-            weakref.finalize(loader, self._leave, key).atexit = False
-
-    def _leave(self, key: int) -> None:
-        self.users.discard(key)
-        os.eventfd_write(self._wake, 1)
-
-    def _keep(self) -> None:
-        global _default
-        while True:
-            os.eventfd_read(self._wake)
-            with _default_lock:
-                if not self.users:
-                    if _default is self:
-                        _default = None
-                    break
-        self.appliance.close()
-
-
-_default: _Default | None = None
+_default: Appliance | None = None
 _default_lock = threading.Lock()
 
 
-def current_appliance(loader: Any) -> Appliance:
+def current_appliance() -> Appliance:
     """Return the appliance for a loader that names none, see the module. Raises AmbiguousContextError."""
     global _default
     appliance = _entered.innermost()
     if appliance is not None:
         return appliance
     with _default_lock:
-        if _default is None or _default.appliance.closed:
-            _default = _Default()
-        _default.use(loader)
-        return _default.appliance
+        if _default is None or _default.closed:
+            _default = Appliance()
+        return _default
 
 
 def current_settings() -> ApplianceSettings:
     """Return the settings of the appliance that current_appliance() would return, without making one."""
-    appliance = _entered.innermost()
-    if appliance is not None:
-        return appliance.settings
-    return _default.appliance.settings if _default is not None else resolve()
+    appliance = _entered.innermost() or _default
+    return resolve() if appliance is None else appliance.settings

@@ -1,14 +1,20 @@
-"""Settings of an Appliance: an explicit argument wins, then a PENSTOCK_* variable, then torchrun's variables, then the
-settings file (sections [cluster] and [client]), then the default.
+"""Options of an Appliance, and its settings: an option wins, then a PENSTOCK_* variable, then torchrun's variables,
+then the settings file (sections [cluster] and [client]), then the default.
+
+Each option is declared once for users, here, with its type and meaning: signatures and pages are made from that. Its
+default, limits and variable are in penstock.runtime.config.job_settings, which needs no torch.
 
 With plain data parallelism each rank is a box, so RANK and WORLD_SIZE are used for box and num_boxes. With tensor or
 pipeline parallelism only the script can determine the box, so it must pass both."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypedDict, get_type_hints
 
+import torch
 from pydantic import ValidationError, field_validator
 
 from penstock.client.stream.device import check_device
@@ -17,7 +23,111 @@ from penstock.proto.lane.compression import require
 from penstock.runtime.config.job_settings import JobSettings, check_file
 from penstock.runtime.config.settings import field_of, reason_of, source_of
 
-__all__ = ["ApplianceSettings", "Torchrun", "attempt_key", "resolve", "resolve_given"]
+__all__ = [
+    "ApplianceOptions",
+    "ApplianceSettings",
+    "LocalOptions",
+    "Torchrun",
+    "attempt_key",
+    "check_names",
+    "resolve",
+    "resolve_given",
+    "signature_of",
+]
+
+
+class LocalOptions(TypedDict, total=False):
+    """Options of every appliance; in brackets their defaults."""
+
+    num_workers_per_box: int | None
+    """Number of worker slots, each with a process that runs input_fn, for each box (1). 0: input_fn runs in this
+    process and thread, even with an address, so that breakpoint(), print() and profilers work (docs/debugging.md).
+    Batches and states are those of one worker."""
+    box: int | None
+    """Number of this box, from 0 (0)."""
+    num_boxes: int | None
+    """Number of boxes (1)."""
+    job: str | None
+    """Name of the job. A job that is started again under its name takes over its runs (torchrun's run id unless that is
+    "none", else a new name). With an address and several boxes a job must have a name."""
+    seed: int | None
+    """Seed of the run, 0 to 2**64 - 1 (that of the resumed run, else a random one)."""
+    device: str | torch.device | None
+    """Device where tensors arrive, as copies in memory of their own: "cuda", "cuda:N" or "cpu". With CUDA the next batch
+    is copied on a separate stream while the loop computes, which takes device memory for two batches. "cuda" is the
+    device that is current when the loop starts, so under torchrun call torch.cuda.set_device(LOCAL_RANK) first. None:
+    batches are views of the shared memory that workers fill."""
+    max_batch_bytes: int | None
+    """Largest size of a batch in bytes; a larger batch is an error (1 GiB)."""
+    digest: Literal["sample", "full", "rows"] | None
+    """Bytes that a batch's digest covers (docs/guarantees.md): "sample" (of large tensors a sample; 1 to 6 us), "full"
+    (every byte, 20 us a MiB), or "rows" (the sum of the digests of all rows, to compare runs on different numbers of
+    boxes, see DataExecutor.digest). Default: that of the loaded state, else "sample"."""
+    strict_structure: bool | None
+    """Refuse a batch whose structure or dtypes differ from those of the first batch (False)."""
+    replay: bool | None
+    """Save loaders without state methods too, by counting their batches and replaying them (False)."""
+    retention_steps: int | None
+    """Number of last delivered steps whose states stay available (256)."""
+    timeout_s: float | None
+    """Longest wait in seconds: for a batch, for a state, for the start of the daemons (120)."""
+
+
+class ApplianceOptions(LocalOptions, total=False):
+    """Options of an Appliance, besides those of LocalOptions; in brackets their defaults."""
+
+    attempt: str | None
+    """String that is the same on all boxes of one launch and differs between launches (from torchrun)."""
+    token: str | None
+    """Credential token of the role client (PENSTOCK_TOKEN, or the file that PENSTOCK_TOKEN_FILE names)."""
+    tls_ca: str | os.PathLike[str] | None
+    """PEM file with the CA that signed the certificates of coordinator and workers; None: no TLS for calls and lanes
+    (docs/security.md)."""
+    tls_cert: str | os.PathLike[str] | None
+    """PEM file with this client's certificate, for servers that request one."""
+    tls_key: str | os.PathLike[str] | None
+    """PEM file with the key of that certificate."""
+    tls_name: str | None
+    """Name that the certificates of coordinator and workers must have, instead of their addresses."""
+    lane: Literal["auto", "tcp"] | None
+    """Transport of batches: "auto" (shared memory on this host, TCP from others) or "tcp" ("auto")."""
+    compression: Literal["lz4", "zstd"] | None
+    """Codec of batches over TCP: None, "lz4" or "zstd" (None). Faster than none where the data shrink and a lane gets
+    less than 7 Gbit/s ("lz4") or 4 Gbit/s ("zstd") (benchmarks/compression.md). Requires `pip install
+    penstock[compression]`."""
+    replay_s: float | None
+    """Seconds of a loader's work on an epoch, up to which a lost or resumed worker makes the epoch again from its
+    beginning, and compares all of it (2). Beyond, it restores a snapshot some way before, and compares the batches
+    since. inf: always from the beginning. For loaders with four methods: seconds of work since the launch began, up to
+    which a lost worker replays alone (30); see docs/restarts.md."""
+    poison: Literal["fail", "skip"] | None
+    """Treatment of a batch that kills its runner (the worker process that makes it) each time: "fail" ends the stream
+    before it with an error, "skip" leaves it out, with a warning and a count in DataExecutor.stats ("fail"). "skip"
+    needs a loader that can skip a batch (docs/faults.md)."""
+    synthetic: bool | None
+    """Deliver each worker's first batch again and again, to measure a job without the cost of its input (False). An
+    epoch has len() batches; without a len() it never ends. States can neither be saved nor loaded."""
+    http: str | None
+    """Address "host:port" where this process serves its metrics to Prometheus, at /metrics (none); under torchrun each
+    rank takes port + LOCAL_RANK. An address beyond loopback needs tls_cert and tls_key, and readers need a token of the
+    role admin. Requires `pip install penstock[metrics]` (docs/metrics.md)."""
+
+
+def signature_of(init: Callable[..., None], options: type[LocalOptions]) -> inspect.Signature:
+    """Return the signature of an __init__(self, ..., **options) with each option by name."""
+    _, *own, _ = inspect.signature(init).parameters.values()
+    named = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in get_type_hints(options).items()
+    ]
+    return inspect.Signature([*own, *named])
+
+
+def check_names(given: Mapping[str, Any], options: type[LocalOptions]) -> None:
+    if unknown := sorted(given.keys() - options.__optional_keys__):
+        raise TypeError(
+            f"{unknown[0]!r} is no option here: pass some of {', '.join(sorted(options.__optional_keys__))}"
+        )
 
 
 class ApplianceSettings(JobSettings):
@@ -64,8 +174,7 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
         require(settings.compression)
     if not settings.address and any(name.startswith("tls_") for name in explicit):
         raise InvalidArgumentError(
-            "Appliance: tls_* arguments need an address, got none: an embedded coordinator is reached on this machine "
-            "alone. Pass address, or leave out the tls_* arguments"
+            "Appliance: tls_* arguments need an address, got none: pass address, or leave them out"
         )
     if not 0 <= settings.box < settings.num_boxes:
         source = "" if "box" in explicit else f" (from {_source('box')})"
@@ -75,8 +184,7 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
         )
     if settings.num_workers_per_box == 0 and settings.synthetic:
         raise InvalidArgumentError(
-            "Appliance: synthetic must be False with num_workers_per_box=0, got True: synthetic batches are made by "
-            "workers, and there are none. Leave out synthetic= and PENSTOCK_SYNTHETIC, or pass num_workers_per_box >= 1"
+            "Appliance: synthetic must be False with num_workers_per_box=0, where no worker makes batches, got True"
         )
     return settings
 
@@ -97,14 +205,15 @@ def _explain(error: ValidationError, explicit: dict[str, Any]) -> str:
 
 class Torchrun:
     def __init__(self) -> None:
-        env = os.environ
+        env: Mapping[str, str] = os.environ
         self.present = "TORCHELASTIC_RUN_ID" in env or {"RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"} <= env.keys()
-        self.run_id = env.get("TORCHELASTIC_RUN_ID", "") if self.present else ""
-        self.master = f"{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}" if self.present else ""
-        self.restarts = env.get("TORCHELASTIC_RESTART_COUNT", "0") if self.present else "0"
-        self.local_rank = int(env.get("LOCAL_RANK", "0")) if self.present else 0
-        self.local_world_size = int(env.get("LOCAL_WORLD_SIZE", "1")) if self.present else 1
-        self.world_size = int(env.get("WORLD_SIZE", "1")) if self.present else 1
+        env = env if self.present else {}
+        self.run_id = env.get("TORCHELASTIC_RUN_ID", "")
+        self.master = f"{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}"
+        self.restarts = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.local_rank = int(env.get("LOCAL_RANK", "0"))
+        self.local_world_size = int(env.get("LOCAL_WORLD_SIZE", "1"))
+        self.world_size = int(env.get("WORLD_SIZE", "1"))
 
     @property
     def one_host(self) -> bool:

@@ -35,7 +35,7 @@ from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.position import MOST
 from penstock.proto.state.restartable import DataLoaderCheckpoint, by_own_methods
 
-__all__ = ["DataLoader", "wrap"]
+__all__ = ["DataLoader"]
 
 _Arguments = ParamSpec("_Arguments")
 _ids = itertools.count(1)
@@ -84,8 +84,7 @@ class DataLoader:
         if isinstance(input_fn, Dataset) or not callable(input_fn):
             from penstock.client.torch_loaders import taken_over  # imported here, because it imports the data sources
 
-            taken = taken_over(input_fn, *args, **kwargs)
-            input_fn, args, kwargs, replay = taken.input_fn, taken.args, taken.kwargs, taken.replay
+            input_fn, args, kwargs, replay = taken_over(input_fn, *args, **kwargs)
         else:
             check_arguments(input_fn, args, kwargs)
             args, kwargs = copy.deepcopy(args), copy.deepcopy(kwargs)
@@ -230,16 +229,15 @@ class DataLoader:
         """Return what state_dict() would have returned after an earlier step, one of the last
         Appliance(retention_steps=). For loops whose wrapper reads ahead: see Lookahead. Raises the errors of
         state_dict(), StateUnavailableError also for a step outside these or before that of the loaded state."""
-        if isinstance(step, bool) or not isinstance(step, int):
-            raise TypeError(f"{self.name}: step of state_at(step) must be an int, got {step!r}: pass a step number")
+        step = checked_int("step", step, least=0)
         if is_to_be_filled():
             return blank()
         session = self._session
         first = session.began_at if session is not None else self.step
         if not first <= step <= self.step:
             raise StateUnavailableError(
-                f"{self.name}: state_at(): step must be from {first} to {self.step}, got {step}: pass a step "
-                "that was delivered since the loader was made or a state was loaded"
+                f"{self.name}: state_at(): step must be from {first} to {self.step}, the steps delivered since the "
+                f"loader was made or a state was loaded, got {step}"
             )
         if session is None or step == first:
             if self.stream.loaded is not None:
@@ -263,9 +261,8 @@ class DataLoader:
     def _require_methods(self, methods: int, replay: bool) -> None:
         if methods == 0 and not replay:
             raise NotRestartableError(
-                f"the loader that {self.name} returned cannot be saved, because it has no state_dict and "
-                "load_state_dict. Add these two methods, use torchdata's StatefulDataLoader or a source of "
-                "penstock.data, or pass Appliance(replay=True)"
+                f"the loader that {self.name} returned has no state_dict and load_state_dict, so it cannot be saved: "
+                "add them, use a StatefulDataLoader or a loader of penstock.data, or pass Appliance(replay=True)"
             )
 
     def checkpoints(self, step: int | None = None) -> list[DataLoaderCheckpoint]:
@@ -278,11 +275,9 @@ class DataLoader:
         Raises the errors of state_at(), and StateUnavailableError before the first step."""
         session, step = self._session, self.step if step is None else step
         if session is None or not session.began_at < step <= self.step:
-            first = session.began_at + 1 if session is not None else self.step + 1
-            steps = f"steps {first} to {self.step} have" if first <= self.step else "no step has"
             raise StateUnavailableError(
-                f"{self.name}: checkpoints() of step {step} are not available, because {steps} been delivered since "
-                "the loader was made or a state was loaded: pass a step that was delivered since"
+                f"{self.name}: checkpoints(): step must be one delivered since the loader was made or a state was "
+                f"loaded, got {step}"
             )
         fetched, _ = self._fetch(session, step)
         return checkpoints_of(fetched, self.stream.loaded, step)
@@ -294,8 +289,7 @@ class DataLoader:
             raise run.error
         if run.closed:
             raise StateUnavailableError(
-                f"{self.name}: the state of step {step} is not available, because the appliance is closed: call "
-                "state_dict() before the appliance is closed"
+                f"{self.name}: the state of step {step} is gone with its appliance: call state_dict() before it closes"
             )
         capabilities = session.capabilities()[0]
         if capabilities.not_restartable:
@@ -336,18 +330,16 @@ class DataLoader:
             TypeError: only one of the loader's load_state_dict and deaggregate_state_dict takes `strict`."""
         if self.stream.iterated:
             raise RuntimeError(
-                f"{self.name}: load_state_dict was called while an executor iterates the loader: leave the loop first, "
-                "or close() the executor's iterator"
+                f"{self.name}: load_state_dict was called in a loop over the loader: leave it, or close() its iterator"
             )
         saved = self._made_by_hand(sd) or read(sd)
         if not self.stream.reference.same_as(saved.input_fn):
             raise StateMismatchError(
-                f"the state must be one of the loader {self.name}, got one of the loader {saved.input_fn}: load each "
-                "state into the loader that saved it"
+                f"the state must be one of the loader {self.name}, got one of the loader {saved.input_fn}"
             )
         if saved.methods == 4:
             try:
-                self._local.check_strict("load_state_dict")
+                self._local.instance("load_state_dict")  # takes `strict` in both loading methods or in none
             except PenstockError:
                 pass  # the loader cannot be built in this process; the workers make the same check
         given = copy.deepcopy(sd)
@@ -365,9 +357,8 @@ class DataLoader:
             return None
         encode_state(dict(sd))
         _log.warning(
-            "%s: the loaded state was not made by DataLoader.state_dict(), so the loader's deaggregate_state_dict "
-            "alone decides where the stream resumes; the first step is step 1, and the seed is new unless "
-            "Appliance(seed=) is passed",
+            "%s: the loaded state was not made by DataLoader.state_dict(): the loader's deaggregate_state_dict alone "
+            "decides where it resumes, from step 1, with a new seed unless Appliance(seed=) is passed",
             self.name,
         )
         return SavedState(0, self.name, 4, 0, 0, None, aggregated=dict(sd), by_hand=True)
@@ -410,26 +401,3 @@ class DataLoader:
     def expect(self, appliance: Appliance) -> None:
         """Record the appliance that an executor will use: until it begins, its settings are those of the loader."""
         self.stream.expected = appliance.settings
-
-
-def wrap(loader: TorchLoader[Any]) -> DataLoader:
-    """Return a loader that makes the batches of a torch DataLoader on the workers, with an exact position.
-
-    Example::
-
-        for batch in wrap(torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True)):
-            ...
-
-    A map-style dataset is read by a penstock.data.MapLoader: without shuffle the batches are those of torch; with
-    shuffle their order follows from the run's seed, or that of the DataLoader's `generator`. The state resumes on any
-    number of workers and boxes. An IterableDataset must shard itself by torch's get_worker_info(); it is restored by
-    replay from the start of the epoch, on the same number of workers. The dataset is pickled, so the appliance must be
-    embedded; for workers on other machines write an input_fn.
-
-    Raises InvalidArgumentError if Penstock cannot reproduce the order of the loader's sampler or batch_sampler."""
-    if not isinstance(loader, TorchLoader):
-        raise TypeError(
-            f"the argument of wrap() must be a torch DataLoader, got a {type(loader).__qualname__}: pass an input_fn "
-            "or a dataset to penstock.client.DataLoader instead"
-        )
-    return DataLoader(loader)

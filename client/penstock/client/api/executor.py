@@ -65,7 +65,7 @@ class DataExecutor:
         if not isinstance(loader, DataLoader):
             raise TypeError(
                 f"the loader of a DataExecutor must be a penstock.client.DataLoader, got a {type(loader).__module__}."
-                f"{type(loader).__qualname__}: pass the function that makes this loader to DataLoader(input_fn)"
+                f"{type(loader).__qualname__}: pass the function that makes it to DataLoader"
             )
         self._loader = loader
         self._num_steps = None if num_steps is None else checked_int("num_steps", num_steps, least=0)
@@ -137,9 +137,7 @@ class DataExecutor:
     @property
     def stats(self) -> StreamStats:
         """Waiting times and counts of the stream since its first loop began or a state was loaded."""
-        if self._session is None:
-            return StreamStats()
-        return self._session.stats()
+        return StreamStats() if self._session is None else self._session.stats()
 
     @property
     def digest(self) -> int | None:
@@ -182,10 +180,8 @@ def checkpoint_closure(function: Callable[P, R]) -> Callable[P, R | None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
         loop = iterating()
         if loop is None:
-            raise RuntimeError(
-                f"{getattr(function, '__qualname__', function)} is a checkpoint_closure, and no DataExecutor is "
-                "iterating: call the function inside the loop over a DataExecutor"
-            )
+            name = getattr(function, "__qualname__", function)
+            raise RuntimeError(f"{name} is a checkpoint_closure: call it inside the loop over a DataExecutor")
         return function(*args, **kwargs) if loop.on_checkpoint_step else None
 
     return run
@@ -220,30 +216,24 @@ def compute_num_steps(
         TypeError: a value is not an int.
     """
     if num_epochs is not None and num_steps is not None:
-        raise InvalidArgumentError(
-            f"only one of num_steps and num_epochs can be given, got {num_steps} and {num_epochs}: pass one of them"
-        )
+        raise InvalidArgumentError(f"pass num_steps or num_epochs, not both, got {num_steps} and {num_epochs}")
     if num_steps is None and num_epochs is None and max_steps is None:
         raise InvalidArgumentError("num_steps, max_steps or num_epochs must be given, got none: pass one of them")
     start = checked_int("initial_step", initial_step, least=0)
     accumulated = checked_int("grad_accum_steps", grad_accum_steps)
-    bounds = []
-    if num_steps is not None:
-        bounds.append(checked_int("num_steps", num_steps))
+    bounds = [] if num_steps is None else [checked_int("num_steps", num_steps)]
     if max_steps is not None:
         bounds.append(checked_int("max_steps", max_steps) - start)
         if bounds[-1] < 1:
             raise InvalidArgumentError(
-                f"initial_step must be below max_steps={max_steps}, got {start}: the training is complete. Raise "
-                "max_steps to continue"
+                f"initial_step must be below max_steps={max_steps}, got {start}: the training is complete"
             )
     epochs = None if num_epochs is None else checked_int("num_epochs", num_epochs)
     wanted = None if steps_per_epoch is None else checked_int("steps_per_epoch", steps_per_epoch)
     length = _length(dataloader)
     if length is None and epochs is not None:
         raise InvalidArgumentError(
-            f"num_epochs needs a dataloader with a len(), got a {type(dataloader).__qualname__} without a len(): pass "
-            "num_steps or max_steps instead"
+            f"num_epochs needs a dataloader with a len(), got a {type(dataloader).__qualname__} without: pass num_steps"
         )
     if length is not None:
         per_epoch = _per_epoch(length, wanted, accumulated)
@@ -256,14 +246,11 @@ def _per_epoch(length: int, wanted: int | None, accumulated: int) -> int:
     if length < 1:
         raise InvalidArgumentError(f"len() of the dataloader must be >= 1, got {length}: check the dataset's path")
     if wanted is not None and wanted > length:
-        raise InvalidArgumentError(
-            f"steps_per_epoch must be at most the {length} batches of an epoch, got {wanted}: pass a smaller number"
-        )
+        raise InvalidArgumentError(f"steps_per_epoch must be at most the {length} batches of an epoch, got {wanted}")
     batches = length if wanted is None else wanted
     if accumulated > batches:
         raise InvalidArgumentError(
-            f"grad_accum_steps must be at most the {batches} batches that are used of an epoch, got {accumulated}: "
-            f"pass a smaller number{'' if wanted is None else ', or raise steps_per_epoch'}"
+            f"grad_accum_steps must be at most the {batches} batches used of an epoch, got {accumulated}"
         )
     return batches // accumulated
 

@@ -53,8 +53,7 @@ class LoaderStream:
     def __getstate__(self) -> dict[str, Any]:
         if self.session is not None:
             raise TypeError(
-                f"{self.name}: a loader cannot be copied or pickled once it streams: save its state_dict(), and load "
-                "the state into a new DataLoader of the same input_fn"
+                f"{self.name}: a loader cannot be copied or pickled once it streams: load its state into a new one"
             )
         return {**self.__dict__, "_holder": None}
 
@@ -97,18 +96,18 @@ class LoaderStream:
         """Open the run if it is not open, so that the workers begin to make batches; takes none and begins no loop."""
         session = self.session
         if session is None:
-            session = self._open(appliance if appliance is not None else current_appliance(self))
+            session = self._open(appliance if appliance is not None else current_appliance())
         elif session.run.error is not None:
             raise session.run.error
         elif session.run.closed:
             raise RuntimeError(
-                f"{self.name}: the stream ended at step {self.step}, because its appliance was closed. To continue, "
-                "load a state by load_state_dict(); to start again from the beginning, make a new DataLoader"
+                f"{self.name}: the stream ended at step {self.step}, because its appliance was closed: load a state to "
+                "continue, or make a new DataLoader"
             )
         elif appliance is not None and appliance is not session.appliance:
             raise RuntimeError(
-                f"{self.name} streams from {session.appliance!r} and cannot also be iterated on {appliance!r}: load "
-                "its state by load_state_dict() to move the stream, or make a second DataLoader"
+                f"{self.name} streams from {session.appliance!r}, not from {appliance!r}: load its state to move it, "
+                "or make a second DataLoader"
             )
         return session
 
@@ -120,9 +119,8 @@ class LoaderStream:
         try:
             if not begins or (holder is not None and not (holder.number < steps.number and holder.give_up())):
                 raise RuntimeError(
-                    f"{self.name}: only one loop can take the batches of a loader at a time, and another one is at "
-                    f"step {self.step}: finish the other loop, or close() its iterator, or make a second DataLoader "
-                    "for a second stream"
+                    f"{self.name}: only one loop can take the batches of a loader, and another one is at step "
+                    f"{self.step}: finish it, or close() its iterator, or make a second DataLoader"
                 )
             if session.leave_due:
                 session.leave_epoch(ends_epoch=self._ends_epoch)
@@ -138,14 +136,12 @@ class LoaderStream:
         """Raise RuntimeError unless this iterator was the last that took the stream, in `session`."""
         if self.session is not session:
             raise RuntimeError(
-                f"{self.name}: this iterator has no further batch, because a state was loaded, or the loader was "
-                "closed, since its last one: make a new iterator by iter()"
+                f"{self.name}: this iterator has ended, because a state was loaded or the loader closed: call iter()"
             )
         if session.holder != number:
             raise RuntimeError(
-                f"{self.name}: this iterator has no further batch, because another loop over this loader has taken "
-                f"batches since its last one (now step {self.step}), and a loader has one stream: finish one loop "
-                "before the next, or make a second DataLoader for a second stream"
+                f"{self.name}: this iterator has ended, because another loop has taken batches (now step {self.step}): "
+                "finish one loop before the next, or make a second DataLoader"
             )
 
     def finish(self, *, left_early: bool, epoch_ended: bool) -> None:
@@ -171,13 +167,14 @@ class LoaderStream:
 
     def leave_epoch(self, *, at_its_end: bool = False) -> None:
         if not at_its_end and self.loaded is not None and self.loaded.methods != 4:
-            raise StateMismatchError(
-                f"the loaded state of {self.name} was saved after a framework had left the loader's epoch before its "
-                "end (Lightning: limit_train_batches). A loader without aggregate_state_dict and "
-                "deaggregate_state_dict cannot start the next epoch from such a state: load a state that was saved "
-                "inside the framework's epoch, or let each epoch run to its end"
-            )
+            raise self._left_epoch("can start the next epoch only with the four state methods")
         self._leaves_epoch, self._ends_epoch = not at_its_end, at_its_end
+
+    def _left_epoch(self, limit: str) -> StateMismatchError:
+        return StateMismatchError(
+            f"the loaded state of {self.name}, saved after a framework had left an epoch before its end (Lightning: "
+            f"limit_train_batches), {limit}: load a state from inside the framework's epoch"
+        )
 
     # ---- opening
 
@@ -221,11 +218,7 @@ class LoaderStream:
         )
         if self._leaves_epoch and not start.same_topology:
             self.close()
-            raise StateMismatchError(
-                f"the loaded state of {self.name} was saved after a framework had left the loader's epoch before its "
-                "end (Lightning: limit_train_batches). Such a state can be resumed only with the same numbers of boxes "
-                "and workers: use the same numbers, or load a state that was saved inside the framework's epoch"
-            )
+            raise self._left_epoch("can be resumed only with the same numbers of boxes and workers")
         weakref.finalize(self, _abandon, run, reader).atexit = False
         return session
 
@@ -233,34 +226,30 @@ class LoaderStream:
         saved = self.loaded
         if saved is not None and settings.synthetic:
             raise NotRestartableError(
-                f"a state of {self.name} was loaded, but Appliance(synthetic=True), which repeats the first batch of "
-                "each worker, cannot resume: load no state, or leave out synthetic= and PENSTOCK_SYNTHETIC"
+                f"a state of {self.name} was loaded, which Appliance(synthetic=True) cannot resume: leave one out"
             )
         if saved is not None and saved.methods == 0 and saved.positions and not self.replays(settings):
             raise NotRestartableError(
-                f"the loaded state of {self.name} was saved with Appliance(replay=True) and can be resumed only with "
-                "the same setting: pass Appliance(replay=True)"
+                f"the loaded state of {self.name} was saved with Appliance(replay=True): pass replay=True here too"
             )
 
     def _seed(self, settings: ApplianceSettings) -> int | None:
         saved, seed = self.loaded, settings.seed
         if seed is not None and self.drawn not in (None, seed):
             raise StateMismatchError(
-                f"seed must be {self.drawn}, the random seed that a state of {self.name} got when it was taken before "
-                f"the first loop, got Appliance(seed={seed}): take the state once the loop has begun, or inside `with "
-                "Appliance(...)`"
+                f"seed must be {self.drawn}, which a state of {self.name} got when it was taken before the first loop, "
+                f"got Appliance(seed={seed}): take the state in the loop, or inside `with Appliance(...)`"
             )
         if saved is None:
             return self.drawn if seed is None else seed
         if seed is None and saved.seed is None and not saved.by_hand:
             raise StateMismatchError(
-                f"the loaded state of {self.name} has no seed, because an older Penstock saved it before the first "
-                "loop. Pass Appliance(seed=...), or start without the state"
+                f"the loaded state of {self.name} has no seed (an older Penstock saved it): pass Appliance(seed=...)"
             )
         if seed is not None and saved.seed not in (None, seed):
             raise StateMismatchError(
                 f"seed must be {saved.seed}, as in the loaded state of {self.name}, got Appliance(seed={seed}): leave "
-                "out seed= and PENSTOCK_SEED, or start without a state"
+                "it out"
             )
         return saved.seed if seed is None else seed
 
@@ -272,8 +261,7 @@ class LoaderStream:
         if saved is not None and cover != saved.cover:
             raise StateMismatchError(
                 f"digest must be {saved.cover.name.lower()!r}, as in the loaded state of {self.name}, got "
-                f"Appliance(digest={settings.digest!r}): leave out digest= and PENSTOCK_DIGEST, or start without a "
-                "state"
+                f"Appliance(digest={settings.digest!r}): leave it out"
             )
         return cover
 
@@ -297,8 +285,8 @@ class LoaderStream:
             return settings.seed
         if settings.num_boxes > 1:
             raise StateUnavailableError(
-                f"{self.name}: no state is available before the first loop, because the boxes have not agreed on a "
-                "random seed yet. Pass Appliance(seed=...), or take the state once the loop has begun"
+                f"{self.name}: the boxes agree on a random seed in the first loop, and there is no state before: pass "
+                "Appliance(seed=...)"
             )
         if self.drawn is None:
             self.drawn = secrets.randbits(63)
@@ -326,9 +314,9 @@ class Steps(Iterator[Any]):
 
     def __next__(self) -> Any:
         batches = self._batches
-        if batches is None:
-            batches = self._batches = self._begin()
         try:
+            if batches is None:
+                batches = self._batches = self._begin()
             return next(batches)
         except StopIteration:
             raise
@@ -336,10 +324,9 @@ class Steps(Iterator[Any]):
             self._batches = None  # finished by the error
             raise error.with_traceback(None) from error.__cause__  # the generator's frame says nothing to users
         except BaseException as error:
-            if _runs(batches):
+            if batches is not None and _runs(batches):
                 raise RuntimeError(
-                    f"{self._stream.name}: next() of an iterator was called while another thread was in "
-                    "its next(): let one thread iterate, or guard next() by a lock"
+                    f"{self._stream.name}: next() was called while another thread was in it: guard it by a lock"
                 ) from error
             self._batches = None  # finished by the error
             raise
@@ -347,10 +334,7 @@ class Steps(Iterator[Any]):
     def _begin(self) -> Generator[Any, None, None]:
         if self._session is not None:
             self._stream.check_continues(self.number, self._session)
-        try:
-            session = self._stream.begin(self, self._appliance)
-        except PenstockError as error:
-            raise error.with_traceback(None) from error.__cause__
+        session = self._stream.begin(self, self._appliance)
         if self._session is None:
             self._session, self._first = session, session.reader.position.step
         return self._batches_from(session, self._first)

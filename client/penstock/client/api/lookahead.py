@@ -23,6 +23,11 @@ __all__ = ["Lookahead"]
 
 T = TypeVar("T")
 
+_ACCELERATE = (
+    "With Accelerate use prepare_data_loader(..., num_processes=1, process_index=0, dispatch_batches=False): prepare() "
+    "shares one process's batches among all"
+)
+
 
 class Lookahead(IterableDataset[Any]):
     """Wrapper of a loader for frameworks that take batches ahead of the training loop. Its state counts only batches
@@ -84,7 +89,7 @@ class Lookahead(IterableDataset[Any]):
         if get_worker_info() is not None:
             raise RuntimeError(
                 f"{self._loader.name}: a Lookahead must be iterated in the training process, got a worker process of "
-                "torch's DataLoader: give that DataLoader num_workers=0, because Penstock's workers make the batches"
+                "torch's DataLoader: give it num_workers=0"
             )
         return self._hand_out(iter(self._executor))
 
@@ -112,9 +117,8 @@ class Lookahead(IterableDataset[Any]):
     def _check_present(self, iterator: object) -> None:
         if self._handing_out is not iterator:
             raise RuntimeError(
-                f"{self._loader.name}: this iterator has no further batch, because another loop over this Lookahead "
-                "has taken batches since its last one, and a loader has one stream: finish one loop before the next, "
-                "or make a second Lookahead of a second DataLoader"
+                f"{self._loader.name}: this iterator has ended, because another loop over this Lookahead has taken "
+                "batches: finish one loop before the next, or make a second Lookahead of a second DataLoader"
             )
 
     def __len__(self) -> int:
@@ -137,11 +141,8 @@ class Lookahead(IterableDataset[Any]):
         """Count a batch that the loop has got. Raises RuntimeError if all that the framework took are counted."""
         if self._step is None or self._step >= self._loader.step:
             raise RuntimeError(
-                f"{self._loader.name}: took() was called for a batch after step {self.step}, but the framework has "
-                "taken no further batch from this loader: other code repeats or makes batches, or took() is called "
-                "more than once a batch. Call took() once for each batch; with Accelerate use prepare_data_loader(..., "
-                "num_processes=1, process_index=0, dispatch_batches=False), because prepare() shares one process's "
-                "batches among all"
+                f"{self._loader.name}: took() was called after step {self.step}, but the framework has taken no "
+                f"further batch: call it once for each batch. {_ACCELERATE}"
             )
         self._step += 1
         self._over_at = None
@@ -159,16 +160,11 @@ class Lookahead(IterableDataset[Any]):
             yield batch
             del batch  # do not keep it alive while the loop waits for the next one
             if self._loads != loads:
-                raise RuntimeError(
-                    f"{self._loader.name}: load_state_dict was called inside the loop over handed_out(...): leave the "
-                    "loop first"
-                )
+                raise RuntimeError(f"{self._loader.name}: load_state_dict was called in a loop over handed_out(...)")
         if self.step != self._loader.step:
             raise RuntimeError(
-                f"{self._loader.name}: the framework took the batches up to step {self._loader.step} of this epoch, "
-                f"but the loop got only those up to step {self.step}: the framework shares, joins or drops batches. "
-                "Turn this off, because each box has batches of its own already (Accelerate: prepare_data_loader(..., "
-                "num_processes=1, process_index=0, dispatch_batches=False))"
+                f"{self._loader.name}: the framework took the batches up to step {self._loader.step}, but the loop got "
+                f"only those up to step {self.step}: turn off that it shares, joins or drops batches. {_ACCELERATE}"
             )
 
     # ---- state
@@ -189,9 +185,7 @@ class Lookahead(IterableDataset[Any]):
         if ahead > self._depth:
             raise RuntimeError(
                 f"{self._loader.name}: the framework must be at most depth={self._depth} batches ahead of the loop, "
-                f"got {ahead}: it has taken step {self._loader.step}, and the loop has reported step {self.step}. "
-                "Report each batch: iterate handed_out(...), call took(), or use the callback of "
-                "penstock.client.integrations; for a framework that fetches further ahead, raise depth"
+                f"got {ahead}: iterate handed_out(...), or call took() for each batch, or raise depth"
             )
         return self._loader.state_at(self.step)
 

@@ -16,11 +16,9 @@ from penstock.client.api.scopes import EnteredScope
 from penstock.client.api.session import Session
 from penstock.client.states.code_reference import forbid_in_runner
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
-from penstock.client.stream.streams import EPOCH_ENDED, StreamStats
+from penstock.client.stream.streams import EPOCH_ENDED
 from penstock.proto.errors import EmptyInputError, PenstockError
 from penstock.proto.state.position import EPOCHS_AHEAD
-from penstock.runtime.telemetry.progress import Progress
-from penstock.runtime.telemetry.units import INPUT_BOUND, percent, rate
 
 __all__ = ["Loop", "iterating"]
 
@@ -72,17 +70,17 @@ class Loop:
         reader, position = session.reader, session.reader.position
         self.session, self.first, first_epoch = session, first, position.epoch
         self._last = stop = None if self._num_steps is None else first + self._num_steps
-        line: _ProgressLine | None = None
         left_early = False
         _iterating.enter(self)
         try:
-            if session.appliance.settings.progress:
-                line = _ProgressLine(stream.name, reader.stats, position.step)
             ahead = 0 if stop is None else EPOCHS_AHEAD
             reader.open_epochs(position.epoch + ahead, stream.asked_epoch)
             announced = reader.announce(schedule, stop)
             while stop is None or position.step < stop:
-                batch = self._next(session)
+                try:
+                    batch = reader.next()
+                except EmptyInputError:
+                    raise session.empty() from None
                 if batch is EPOCH_ENDED:
                     session.epoch_ended()
                     if stop is None and (position.step > first or self._rest_only):
@@ -100,8 +98,6 @@ class Loop:
                         announced = step
                 if announced is not None and step >= announced:
                     announced = reader.announce(schedule, self._last)
-                if line is not None:
-                    line.update(step)
                 if session.run.ended_boxes:
                     session.warn_of_ended(step)
                 if session.run.box_apart is not None:
@@ -114,36 +110,7 @@ class Loop:
             self._last = position.step
         finally:
             _iterating.leave(self)
-            if line is not None:
-                line.finish()
             stream.finish(left_early=left_early, epoch_ended=stop is None and position.epoch > first_epoch)
-
-    def _next(self, session: Session) -> Any:
-        try:
-            return session.reader.next()
-        except EmptyInputError:
-            raise session.empty() from None
-        except PenstockError as error:
-            raise error.with_traceback(None) from error.__cause__  # nor do those of the reader
-
-
-class _ProgressLine:
-    def __init__(self, label: str, stats: StreamStats, step: int) -> None:
-        self._label, self._stats, self._line = label, stats, Progress()
-        self._shown_step, self._shown_waited = step, stats.waited_s
-        self.finish = self._line.finish
-
-    def update(self, step: int) -> None:
-        seconds, stats = self._line.due(), self._stats
-        if not seconds:
-            return
-        per_s = (step - self._shown_step) / seconds
-        waited = min(1.0, (stats.waited_s - self._shown_waited) / seconds)
-        line = f"{self._label}: step {step}, {rate(per_s)} steps/s, waiting for data {percent(waited)}"
-        if waited > INPUT_BOUND and stats.waited_by_worker:
-            line += f" (most for {max(stats.waited_by_worker, key=lambda worker: stats.waited_by_worker[worker])})"
-        self._line.show(line)
-        self._shown_step, self._shown_waited = step, stats.waited_s
 
 
 _iterating: EnteredScope[Loop] = EnteredScope(

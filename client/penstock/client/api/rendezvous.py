@@ -96,15 +96,9 @@ class SharedAppliance:
             listener.listen(128)
         except OSError as error:
             listener.close()
-            if error.errno != errno.EADDRINUSE:
-                raise PenstockError(
-                    f"Appliance(): local rank 0 cannot listen for the other ranks of this torchrun launch: {error}. "
-                    "See `ulimit -a`, or pass the address of a coordinator"
-                ) from error
             raise PenstockError(
-                "Appliance(): another process of this torchrun launch has already started an embedded appliance as "
-                f"local rank 0 ({error}): make appliances in only one process with LOCAL_RANK=0, or pass the address "
-                "of a coordinator"
+                f"Appliance(): local rank 0 cannot listen for the other ranks of this torchrun launch: {error}. Make "
+                "appliances in only one process with LOCAL_RANK=0, or pass the address of a coordinator"
             ) from error
         self._listener = listener
         message = json.dumps(asdict(access)).encode()
@@ -147,8 +141,7 @@ class SharedAppliance:
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"Appliance(): local rank 0 of this torchrun launch has not started the embedded appliance within "
-                    f"{timeout_s:g} s. Create the same appliances in the same order on every rank; or start `penstock "
-                    "coordinator` and `penstock worker`, and set PENSTOCK_COORDINATOR"
+                    f"{timeout_s:g} s: create the same appliances in the same order on every rank"
                 )
             waiting()
             _pause.wait(POLL_S)

@@ -49,7 +49,7 @@ class EnteredScope(Generic[T]):
             thing = ref()
             if thing in usable:
                 return thing  # type: ignore[no-any-return]
-        others = list({id(thing): thing for thing in usable}.values())
+        others = list(dict.fromkeys(usable))
         if len(others) > 1:
             raise AmbiguousContextError(self._ambiguous.format(count=len(others)))
         return others[0] if others else None

@@ -39,17 +39,19 @@ class Session:
     """Number of the last step before the present epoch, or, unless `epoch_start_known`, before the session."""
     epoch_start_known: bool
     """False in the first epoch after a resume on another topology: it may have begun earlier."""
-    warned_ended: set[tuple[int, int]] = field(default_factory=set)
-    """Ends of other boxes' epochs that the user was warned of, as (box, last step of the epoch)."""
-    warned_of_abandoned: bool = False
-    warned_of_length: bool = False
-    warned_of_epoch: bool = False
-    told_apart: bool = False
+    told: set[object] = field(default_factory=set)
+    """What the user was warned of, to warn once."""
     leave_due: bool = False
     """The loop left its epoch, or the loaded state was saved after such an end: the next loop begins the next epoch."""
     holder: int = 0
     beginning: threading.Lock = field(default_factory=threading.Lock, repr=False)
     """Held while an iterator takes the stream, which may wait for workers."""
+
+    def _once(self, what: object) -> bool:
+        """Return True at the first call with `what`."""
+        first = what not in self.told
+        self.told.add(what)
+        return first
 
     def capabilities(self) -> list[records_pb2.LoaderCapabilities]:
         """Wait until all workers of this box have made their loaders; return for each slot what its loader can do."""
@@ -58,8 +60,7 @@ class Session:
             late = next(view for view in run.views if not _known(view))
             raise DeadlineError(
                 f"{self.name}: worker slot {late.slot} of box {run.box} (on worker {late.worker or 'none'}) has not "
-                f"built its loader within timeout_s={timeout_s:g} s: run `penstock status` to see the cause, or pass a "
-                "larger Appliance(timeout_s=) if input_fn needs longer"
+                f"built its loader within timeout_s={timeout_s:g} s: see `penstock status`, or raise timeout_s"
             )
         for view in run.views:
             if view.phase == pb.FAILED and not view.HasField("capabilities"):
@@ -105,8 +106,7 @@ class Session:
 
     def _log_abandoned(self) -> None:
         # Users of other systems may expect that the next loop continues the abandoned epoch.
-        if not self.warned_of_abandoned:
-            self.warned_of_abandoned = True
+        if self._once("abandoned"):
             _log.warning(
                 "%s: the loop left its epoch at step %d, so the next loop begins the next epoch: the rest of this "
                 "epoch is not delivered, and an endless source starts again. To continue with the next batch in each "
@@ -119,8 +119,7 @@ class Session:
     def check_epoch(self, asked: int | None) -> None:
         position, pure = self.reader.position, self._is_pure
         epoch = position.label if pure else position.epoch
-        if asked is not None and asked != epoch and not self.warned_of_epoch:
-            self.warned_of_epoch = True
+        if asked is not None and asked != epoch and self._once("epoch"):
             _log.warning(
                 "%s: set_epoch(%d) has no effect: the loop is in epoch %d, %s",
                 *(self.name, asked, epoch),
@@ -134,8 +133,7 @@ class Session:
         return all(is_pure(view.capabilities) for view in self.run.views if view.HasField("capabilities"))
 
     def _log_too_short(self) -> None:
-        if not self.warned_of_length:
-            self.warned_of_length = True
+        if self._once("length"):
             _log.warning(
                 "%s: the loop left its epoch at step %d, after as many batches as len() says, but the epoch has more: "
                 "they are not delivered. Correct the len() of the loader, or iterate it to its end",
@@ -148,17 +146,16 @@ class Session:
         for box, last in self.run.ended_boxes.items():
             # If the other box's epoch ended at the step where this box's epoch began, both are between the same two
             # epochs.
-            if self.epoch_began_at < last < step and (box, last) not in self.warned_ended:
-                self.warned_ended.add((box, last))
+            if self.epoch_began_at < last < step and self._once((box, last)):
                 warn_user(
                     f"{self.name}: the epoch of box {box} ended at step {last}, but box {self.run.box} continues with "
-                    f"step {step}: a collective operation of both boxes would hang. Give all boxes the same number of "
-                    "batches, or pass num_steps",
+                    f"step {step}, where a collective of both would hang: pass num_steps, or give all boxes as many "
+                    "batches",
                 )
 
     def tell_apart(self, step: int) -> None:
         other, position = self.run.box_apart, self.reader.position
-        if other is None or self.told_apart:
+        if other is None or "apart" in self.told:
             return
         if other.HasField("label"):
             if other.label == position.label or not self._is_pure:  # it is of an earlier epoch, or has no effect
@@ -170,15 +167,15 @@ class Session:
             what += f"continues it with step {step}. End the loops of all boxes after the same step"
         else:
             return
-        self.told_apart = True
+        self._once("apart")
         _log.warning("%s: boxes are in different epochs at one step: %s", self.name, what)
 
     def empty(self) -> EmptyInputError:
         position = self.reader.position
         which = "no batch at all" if position.step == 0 else f"no batch in epoch {max(position.epoch - 1, 0)}"
         return EmptyInputError(
-            f"{self.name} yielded {which} on any worker of box {self.run.box}: check the data paths and the sharding "
-            "in this function, and that its loader returns a new iterator for each epoch"
+            f"{self.name} yielded {which} on any worker of box {self.run.box}: check its data paths and sharding, and "
+            "that its loader returns a new iterator for each epoch"
         )
 
     def expected_last(self) -> int | None:

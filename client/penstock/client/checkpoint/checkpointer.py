@@ -112,28 +112,18 @@ class AsyncCheckpointer:
         check_replicas: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        for name, value in (
-            ("keep_last", keep_last),
-            ("keep_every", keep_every),
-            ("threads", threads),
-            ("buffers", buffers),
-        ):
+        counts = {"keep_last": keep_last, "keep_every": keep_every, "threads": threads, "buffers": buffers}
+        for name, value in counts.items():
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise InvalidArgumentError(f"AsyncCheckpointer: {name} must be an int >= 1, got {value!r}")
         if buffers > 2:
-            raise InvalidArgumentError(
-                f"AsyncCheckpointer: buffers must be 1 or 2, got {buffers}: with 2, two copies of the state take memory"
-            )
+            raise InvalidArgumentError(f"AsyncCheckpointer: buffers must be 1 or 2, got {buffers}")
         if not 0 < timeout_s <= LONGEST_S:
-            raise InvalidArgumentError(
-                f"AsyncCheckpointer: timeout_s must be > 0 and <= {LONGEST_S:,.0f} seconds, got {timeout_s!r}"
-            )
+            raise InvalidArgumentError(f"AsyncCheckpointer: timeout_s must be 0 to {LONGEST_S:g}, got {timeout_s!r}")
         if on_exit not in ("finish", "abandon"):
             raise InvalidArgumentError(f'AsyncCheckpointer: on_exit must be "finish" or "abandon", got {on_exit!r}')
         if keep_every is not None and keep_last is None:
-            raise InvalidArgumentError(
-                f"AsyncCheckpointer: keep_every={keep_every} must be given together with keep_last, got none"
-            )
+            raise InvalidArgumentError(f"AsyncCheckpointer: keep_every={keep_every} needs keep_last, got none")
         self.folder = Path(folder).absolute()
         self._keep_last, self._keep_every = keep_last, keep_every
         self._threads, self._hint, self._fsync = threads, separation_hint, fsync

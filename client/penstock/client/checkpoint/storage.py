@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from penstock.client.checkpoint.saving.planning import DCP_VERSION, Bucket, Item, assign
+from penstock.client.checkpoint.values.torch_frames import compact
 from penstock.client.checkpoint.values.torch_private import write_item
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 from penstock.proto.state.checkpoint_files import METADATA
@@ -99,9 +100,7 @@ class AsyncFileSystemWriter(FileSystemWriter):
     def _write_one(self, file: IOBase, item: WriteItem, planner: SavePlanner, name: str) -> WriteResult:
         data = planner.resolve_data(item)
         if isinstance(data, torch.Tensor):
-            data = data.detach().cpu()
-            if data.layout is torch.strided and data.untyped_storage().nbytes() != data.nbytes:
-                data = data.clone()  # a view: torch.save would write the whole storage behind it
+            data = compact(data)
         return write_item(self.transforms, file, data, item, name, SerializationFormat.TORCH_SAVE)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -20,7 +20,7 @@ import torch
 from penstock.client.states.batch_sizes import batch_size_of
 from penstock.proto.batch.flatten import Assembler, Flattener
 from penstock.proto.batch.structure import Structure, padded
-from penstock.proto.errors import ProtocolError
+from penstock.proto.errors import malformed
 
 __all__ = ["BatchMessages"]
 
@@ -68,20 +68,13 @@ class BatchMessages:
     def _parts(self, message: torch.Tensor) -> tuple[Structure, list[int], int, int]:
         memory = message.numpy()
         if memory.size < HEADER:
-            raise ProtocolError(
-                f"the message with a batch from another rank must have {HEADER} bytes or more, got {memory.size}: run "
-                "the same version of Penstock on all ranks"
-            )
+            raise malformed(f"a batch from another rank must have {HEADER} bytes or more, got {memory.size}")
         structure_bytes, dims, nbytes = memory[: 8 * NUMBERS].view("<i8").tolist()
         fits = min(structure_bytes, dims, nbytes) >= 0 and max(structure_bytes, dims, nbytes) <= memory.size
         dims_at = HEADER + padded(structure_bytes) if fits else 0
         region_at = dims_at + padded(8 * dims) if fits else 0
         if not fits or region_at + nbytes != memory.size:
-            raise ProtocolError(
-                f"the parts of a batch must fill its message of {memory.size} bytes, got {structure_bytes} bytes of "
-                f"names and types, {dims} dimensions and {nbytes} bytes of values: run the same version of Penstock on "
-                "all ranks"
-            )
+            raise malformed(f"the parts of a batch from another rank must fill its {memory.size} bytes")
         encoded = memory[HEADER : HEADER + structure_bytes].tobytes()
         known = self._assembler
         structure = known.structure if known is not None and known.structure.encoded == encoded else None

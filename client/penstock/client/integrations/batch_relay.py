@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ import torch
 from penstock.client.host_group import HostGroup, open_group
 from penstock.client.integrations.batch_messages import BatchMessages
 from penstock.client.integrations.rank_groups import RankGroups, Stages
-from penstock.proto.errors import DeadlineError, LaneLostError, PenstockError, ProtocolError, error_named
+from penstock.proto.errors import DeadlineError, LaneLostError, PenstockError, error_named, malformed
 
 __all__ = ["NOTHING", "Kind", "Message", "Relay", "error_of", "failure_message", "relayed"]
 
@@ -62,7 +63,7 @@ class Relay:
         if self._ranks.leads:
             assert self._leaders is not None
             reader = self._ranks.leaders[0]
-            with _Named(self._ranks):
+            with _named(self._ranks):
                 header = torch.empty(2, dtype=torch.int64)
                 self._leaders.receive(header, reader)
                 content = _content(header)
@@ -87,7 +88,7 @@ class Relay:
         if self._readers is None:
             return count
         total = torch.tensor(count, dtype=torch.int64)
-        with _Named(self._ranks):
+        with _named(self._ranks):
             self._readers.sum(total)
         return int(total)
 
@@ -116,8 +117,7 @@ class _Sender:
         if not sent.wait(timeout_s):
             self._check()
             raise DeadlineError(
-                f"ranks {list(self._targets)} have not received the batches of their box within {timeout_s:.0f} s: "
-                "read the logs of these ranks"
+                f"ranks {list(self._targets)} have not received the batches of their box within {timeout_s:.0f} s"
             )
         self._check()
 
@@ -128,8 +128,7 @@ class _Sender:
     def _check(self) -> None:
         if self._error is not None:
             raise LaneLostError(
-                f"batches could not be sent to ranks {list(self._targets)} of the same box: {self._error}. Read the "
-                "logs of these ranks"
+                f"batches could not be sent to ranks {list(self._targets)} of the same box: {self._error}"
             ) from self._error
 
     def _run(self) -> None:
@@ -150,19 +149,14 @@ class _Sender:
                 self._group.send(message[1], target)
 
 
-class _Named:
-    def __init__(self, ranks: RankGroups) -> None:
-        self._ranks = ranks
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
-            ranks = self._ranks
-            raise LaneLostError(
-                f"rank {ranks.rank} could not exchange batches with the other ranks of box {ranks.box} (a "
-                f"data-parallel rank): {error}. Read the logs of the box's other ranks"
-            ) from error
+@contextmanager
+def _named(ranks: RankGroups) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise LaneLostError(
+            f"rank {ranks.rank} could not exchange batches with the other ranks of box {ranks.box}: {error}"
+        ) from error
 
 
 def _broadcast(message: Message | None, group: HostGroup | None, ranks: RankGroups) -> Message:
@@ -171,7 +165,7 @@ def _broadcast(message: Message | None, group: HostGroup | None, ranks: RankGrou
         assert message is not None
         return message
     header = torch.empty(2, dtype=torch.int64) if message is None else _header(message)
-    with _Named(ranks):
+    with _named(ranks):
         group.broadcast(header)
         content = _content(header) if message is None else message[1]
         if content.numel():
@@ -186,11 +180,7 @@ def _header(message: Message) -> torch.Tensor:
 def _content(header: torch.Tensor) -> torch.Tensor:
     kind, nbytes = header.tolist()
     if kind not in iter(Kind) or not 0 <= nbytes <= MAX_MESSAGE_BYTES:
-        raise ProtocolError(
-            f"a message from the rank that reads for this box must have a kind of {[*map(int, Kind)]} and at most "
-            f"{MAX_MESSAGE_BYTES} bytes, got kind {kind} and {nbytes} bytes: run the same version of Penstock on all "
-            "ranks"
-        )
+        raise malformed(f"a message of a box's reader must be of a known kind, got kind {kind} of {nbytes} bytes")
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 

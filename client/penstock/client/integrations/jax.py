@@ -72,8 +72,7 @@ def as_numpy(batch: Any) -> Any:
 def _array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
     if not tensor.is_cpu:
         raise InvalidArgumentError(
-            f"as_numpy: tensors must be on the CPU, got one on {tensor.device}: leave device= out of Appliance(), and "
-            "let JAX move the arrays to its devices"
+            f"as_numpy: tensors must be on the CPU, got one on {tensor.device}: leave device= out of Appliance()"
         )
     extended = _extended(tensor.dtype)
     if extended is None:
@@ -96,14 +95,11 @@ def _extended(dtype: torch.dtype) -> tuple[torch.dtype, np.dtype[Any]] | None:
     try:
         extended = getattr(importlib.import_module("ml_dtypes"), name, None)
     except ImportError:
-        raise UnsupportedLeafError(
-            f"as_numpy: a tensor of {dtype} needs the package ml_dtypes, which is not installed: pip install ml_dtypes"
-        ) from None
+        raise UnsupportedLeafError(f"as_numpy: a tensor of {dtype} needs a package: pip install ml_dtypes") from None
     carrier = {1: torch.int8, 2: torch.int16}.get(dtype.itemsize)
     if extended is None or carrier is None:
         raise UnsupportedLeafError(
-            f"as_numpy: tensors must have a dtype that NumPy or ml_dtypes has, got {dtype}: return "
-            "x.view(torch.uint8), or another dtype, from input_fn"
+            f"as_numpy: tensors must have a dtype that NumPy or ml_dtypes has, got {dtype}: return another one"
         )
     return carrier, np.dtype(extended)
 
@@ -132,15 +128,9 @@ def state_from_json(saved: dict[str, Any]) -> dict[str, Any]:
     """
     text = saved.get(_KEY) if isinstance(saved, dict) else None
     if not isinstance(text, str):
-        raise StateCorruptError(
-            f"state_from_json: saved must be a result of state_to_json(), got {repr(saved)[:80]}: pass the item of "
-            "the checkpoint that holds the loader"
-        )
+        raise StateCorruptError(f"state_from_json: saved must be a result of state_to_json(), got {repr(saved)[:80]}")
     try:
         data = base64.b64decode(text, validate=True)
     except ValueError as error:
-        raise StateCorruptError(
-            f"state_from_json: the text of the state must be base64: {error}. Pass the unchanged result of "
-            "state_to_json()"
-        ) from None
+        raise StateCorruptError(f"state_from_json: saved must be an unchanged result: {error}") from None
     return cast(dict[str, Any], decode_state(data))

@@ -40,10 +40,9 @@ class LoaderState(Callback):
         unsized = trainer.num_training_batches == float("inf")
         if loop.restarting and unsized and batches.is_last_batch and batches.current.ready % count:
             warn_user(
-                f"LoaderState: the checkpoint was saved at the last of {batches.current.ready} batches of an epoch, "
-                f"which are not a multiple of accumulate_grad_batches={count}, and the loader has no length: from "
-                "here Lightning groups batches for accumulation in another way than uninterrupted training. Give the "
-                "loader a length, or resume from a checkpoint at the end of an epoch",
+                f"LoaderState: the {batches.current.ready} batches of the checkpoint's epoch are no multiple of "
+                f"accumulate_grad_batches={count}, so Lightning accumulates in another way than uninterrupted: give "
+                "the loader a length, or resume from an epoch's end",
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

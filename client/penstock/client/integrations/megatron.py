@@ -16,9 +16,7 @@ failure at once."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import reduction
@@ -34,7 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from penstock.client.checkpoint.saving.planning import Key, LocalItem, RankLayout, lay_out
 from penstock.client.checkpoint.saving.staging import SharedImage, StagingBuffer
 from penstock.client.checkpoint.storage import AsyncFileSystemWriter
-from penstock.client.checkpoint.values.torch_frames import is_plain, saved_bytes
+from penstock.client.checkpoint.values.torch_frames import compact, is_plain, saved_bytes
 from penstock.client.checkpoint.values.torch_private import StorageInfo, StoragePrefix, wrap_exception
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 from penstock.proto.state.checkpoint_files import METADATA
@@ -108,9 +106,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Copy all values of this rank's plan to shared memory, so that the training may change them again."""
-        Path(self.path, METADATA).unlink(
-            missing_ok=True
-        )  # the index of a checkpoint that is overwritten, which becomes invalid here
+        Path(self.path, METADATA).unlink(missing_ok=True)  # an overwritten checkpoint's, which becomes invalid here
         self.write_buckets, self._stored = StagedFiles(None, [], 0, str(self.path), self.sync_files), []
         if not plan.items:
             return
@@ -118,7 +114,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         objects: dict[Key, bytes] = {}
         items = [_resolved(item, planner, values, objects) for item in plan.items]
         layout = lay_out(items, plan.storage_data.prefix, self.thread_count, self.separation_hint)
-        self._buffer = _buffers.take()
+        self._buffer = _free_buffers.pop() if _free_buffers else StagingBuffer()
         files, (verdict, _) = self._buffer.stage(layout, objects, b"\0" * VERDICT, lambda one: values[one.key])
         sizes = [(name, start, size) for name, start, size, _ in files]
         self._stored = _stored(layout, {key: len(data) for key, data in objects.items()})
@@ -141,25 +137,19 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         """Return the results of this rank's items, or its error as torch sends one to other ranks. Call this after the
         writing function has returned, or its process has ended."""
         if self.write_buckets is None:
-            raise CheckpointError(
-                "retrieve_write_results() must be called after prepare_write_data(), got a call before it: call "
-                "prepare_write_data() first"
-            )
+            raise CheckpointError("retrieve_write_results() must be called after prepare_write_data()")
         if self._buffer is not None:
-            result = self.write_buckets.result()
-            if result is None:  # the process may still be writing, so its memory must not be reused
-                self._failure = (
-                    "left no result: it was killed, or still runs. Call retrieve_write_results() after its end; if it "
-                    "was killed, save again"
-                )
+            error = self.write_buckets.error()
+            if error is None:  # the process may still be writing, so its memory must not be reused
+                self._failure = "left no result: it was killed, or still runs. Save again after its end"
                 self._buffer.close()
             else:
-                self._failure = result["error"] and f"failed: {result['error']}. Check this folder, and save again"
-                _buffers.put(self._buffer)
+                self._failure = error and f"failed: {error}. Save again"
+                _free_buffers.append(self._buffer)
             self._buffer = None
         if self._failure:
-            error = CheckpointError(f"rank {_rank()}: the process that writes {self.path} {self._failure}")
-            return cast(tuple[BaseException, Any], wrap_exception(error))
+            failed = CheckpointError(f"rank {_rank()}: the process that writes {self.path} {self._failure}")
+            return cast(tuple[BaseException, Any], wrap_exception(failed))
         return [WriteResult(index, info.length, info) for index, info in self._stored]
 
 
@@ -198,7 +188,10 @@ class StagedFiles:
                     task.result()
         except Exception as failed:
             error = f"{type(failed).__name__}: {failed}"
-        self._put_result({"error": error})
+        # its length last, by which the training process recognises it
+        text = error.encode()[: VERDICT - LENGTH]
+        self._image.put(self._verdict + LENGTH, text)
+        self._image.put(self._verdict, (len(text) + 1).to_bytes(LENGTH))
 
     def _write_one(self, region: memoryview, name: str, size: int) -> None:
         path = Path(self._folder, name)
@@ -209,20 +202,12 @@ class StagedFiles:
         if self._received and self._image is not None:
             self._image.close()
 
-    def _put_result(self, what: dict[str, Any]) -> None:
-        assert self._image is not None
-        data = json.dumps(what).encode()
-        if len(data) > VERDICT - LENGTH:
-            data = json.dumps({"error": what["error"][: VERDICT // 16]}).encode()
-        self._image.put(self._verdict + LENGTH, data)
-        self._image.put(self._verdict, len(data).to_bytes(LENGTH))
-
-    def result(self) -> dict[str, Any] | None:
-        """Return the writing process's result; None if there is none yet."""
+    def error(self) -> str | None:
+        """Return the writing process's error; "" for success, None without a result yet."""
         assert self._image is not None
         begin = self._verdict + LENGTH
         length = int.from_bytes(self._image.map[self._verdict : begin])
-        return json.loads(self._image.map[begin : begin + length]) if length else None
+        return self._image.map[begin : begin + length - 1].decode(errors="replace") if length else None
 
 
 def write_staged(rank: int, staged: StagedFiles, results_queue: None) -> None:
@@ -237,23 +222,8 @@ def _received(handle: Any, nbytes: int, *rest: Any) -> StagedFiles:
     return staged
 
 
-class _Buffers:
-    """Shared memory that earlier saves released: allocating takes longer than copying into it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: list[StagingBuffer] = []
-
-    def take(self) -> StagingBuffer:
-        with self._lock:
-            return self._free.pop() if self._free else StagingBuffer()
-
-    def put(self, buffer: StagingBuffer) -> None:
-        with self._lock:
-            self._free.append(buffer)
-
-
-_buffers = _Buffers()
+_free_buffers: list[StagingBuffer] = []
+"""Shared memory that earlier saves released: allocating takes longer than copying into it."""
 
 
 def _resolved(
@@ -268,10 +238,7 @@ def _resolved(
     elif framed:
         values[local.key] = cast(torch.Tensor, data)
     else:
-        tensor = cast(torch.Tensor, data).detach().cpu()
-        if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()  # a view: torch.save would write the whole storage behind it
-        objects[local.key] = saved_bytes(tensor)
+        objects[local.key] = saved_bytes(compact(cast(torch.Tensor, data)))
     return local
 
 

@@ -14,25 +14,28 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, Unpack, cast
 
 import torch
 
 from penstock.client.api.appliance import Appliance
+from penstock.client.api.appliance_settings import ApplianceOptions
 from penstock.client.api.data_loader import DataLoader
 from penstock.client.api.executor import DataExecutor
 from penstock.client.integrations.batch_messages import BatchMessages
 from penstock.client.integrations.batch_relay import NOTHING, Kind, Message, Relay, error_of, failure_message
 from penstock.client.integrations.rank_groups import RankGroups, Stages
 from penstock.client.states.saved_state import is_to_be_filled
-from penstock.client.stream.checkpoint_schedule import CheckpointSteps
+from penstock.client.stream.checkpoint_schedule import CheckpointSteps, checked_int
 from penstock.proto.errors import InvalidArgumentError, PenstockError, StateMismatchError
 from penstock.proto.state.codec import decode_state, encode_state
 
 __all__ = ["DataIterator", "RankGroups", "box_appliance"]
 
 
-def box_appliance(*, ranks: RankGroups | None = None, **settings: Any) -> AbstractContextManager[Appliance | None]:
+def box_appliance(
+    *, ranks: RankGroups | None = None, **settings: Unpack[ApplianceOptions]
+) -> AbstractContextManager[Appliance | None]:
     """Return the `Appliance(**settings)` of this rank's box, to be opened by `with`; on ranks that do not iterate the
     loader, a context manager that does nothing.
 
@@ -42,8 +45,7 @@ def box_appliance(*, ranks: RankGroups | None = None, **settings: Any) -> Abstra
     wrong = sorted({"box", "num_boxes", "device"} & settings.keys())
     if wrong:
         raise InvalidArgumentError(
-            "box_appliance sets the box from Megatron's ranks and keeps batches on the host, got the argument "
-            f"{wrong[0]}. Leave {wrong[0]} out, and move batches to the device in the forward step"
+            f"box_appliance sets the box and keeps batches on the host, got the argument {wrong[0]}: leave it out"
         )
     ranks = ranks or RankGroups.of_megatron()
     return Appliance(box=ranks.box, num_boxes=ranks.num_boxes, **settings) if ranks.reads else nullcontext()
@@ -95,9 +97,7 @@ class DataIterator:
         if stages not in ("ends", "all"):
             raise InvalidArgumentError(f'stages must be "ends" or "all", got {stages!r}')
         if timeout_s <= 0:
-            raise InvalidArgumentError(
-                f"timeout_s must be > 0, got {timeout_s}: pass the longest wait for another rank in seconds"
-            )
+            raise InvalidArgumentError(f"timeout_s must be > 0, got {timeout_s}")
         self._ranks = ranks = ranks or RankGroups.of_megatron()
         self._loader, self._stages = loader, stages
         self._executor = DataExecutor(loader, num_steps, checkpoint_steps)
@@ -127,23 +127,15 @@ class DataIterator:
         if not self._cursors:
             self.chunks(1)
         if len(self._cursors) > 1:
-            raise InvalidArgumentError(
-                "data_iterator must be the list that chunks() returned, with an iterator for each model chunk, got "
-                "the DataIterator itself: pass data.chunks(number of model chunks)"
-            )
+            raise InvalidArgumentError("data_iterator must be the list that chunks() returned, got the DataIterator")
         return next(self._cursors[0])
 
     def chunks(self, count: int) -> list[Iterator[Any]]:
         """Return, for a virtual pipeline, `count` iterators over all microbatches, one for each model chunk."""
-        if count < 1:
-            raise InvalidArgumentError(
-                f"the number of model chunks passed to chunks() must be >= 1, got {count}: pass the number of parts of "
-                "the model on this rank"
-            )
+        checked_int("count", count)
         if self._cursors and len(self._cursors) != count:
             raise InvalidArgumentError(
-                f"the number of model chunks must stay {len(self._cursors)}, got {count}: call chunks() before next(), "
-                "always with the same number"
+                f"chunks() must get the same number each time and before next(), {len(self._cursors)}, got {count}"
             )
         if not self._cursors:
             self._cursors = [_Chunk(self, chunk, count) for chunk in range(count)]
@@ -231,8 +223,7 @@ class DataIterator:
         Raises the errors of DataLoader.load_state_dict(), and StateMismatchError for a state of anything else."""
         if not isinstance(state_dict, dict) or not {"loader", "consumed_samples"} <= state_dict.keys():
             raise StateMismatchError(
-                f"a DataIterator's state must have loader and consumed_samples, got {repr(state_dict)[:80]}: pass the "
-                "result of DataIterator.state_dict()"
+                f"a DataIterator's state must have loader and consumed_samples, got {repr(state_dict)[:80]}"
             )
         self._end()
         self._begin()
@@ -276,14 +267,11 @@ class _Chunk:
     def __next__(self) -> Any:
         if not self.takes:
             ranks = self._owner._ranks
-            ends, here = "the first and the last stage of the pipeline", f"stage {ranks.stage}"
-            if self._count > 1:
-                ends = "the first model chunk of the first stage and the last model chunk of the last stage"
-                here = f"model chunk {self._number} of stage {ranks.stage}"
             raise InvalidArgumentError(
-                f"next(data_iterator) must be called on {ends} only, got a call on {here} (numbers from 0; "
-                f"{ranks.num_stages} stages, {self._count} chunks a stage), on rank {ranks.rank}: pass "
-                'DataIterator(stages="all"), or do not call next() there'
+                "next(data_iterator) must be called on the first stage's first model chunk and the last stage's last "
+                f"only, got a call on chunk {self._number} of {self._count}, stage {ranks.stage} of "
+                f"{ranks.num_stages}, "
+                f'rank {ranks.rank}: pass DataIterator(stages="all")'
             )
         batch = self._owner._at(self.taken)
         self.taken += 1

@@ -46,21 +46,16 @@ class RankGroups:
     num_boxes: int = 1
 
     def __post_init__(self) -> None:
-        if self.rank not in self.peers or (self.leads and self.rank not in self.leaders):
+        if self.rank not in self.peers:
+            raise InvalidArgumentError(f"RankGroups: peers must contain rank {self.rank}, got {self.peers}")
+        if self.leads and (self.rank not in self.leaders or len(self.leaders) != self.num_stages):
             raise InvalidArgumentError(
-                f"RankGroups: peers must contain rank {self.rank}, and so must leaders if this rank is the first of "
-                f"peers, got peers={self.peers}, leaders={self.leaders}: add this rank, or call "
-                "RankGroups.of_megatron()"
-            )
-        if self.leads and len(self.leaders) != self.num_stages:
-            raise InvalidArgumentError(
-                f"RankGroups: leaders must have one rank for each of the {self.num_stages} stages of the pipeline, got "
-                f"{self.leaders}: list the first rank of each stage, or call RankGroups.of_megatron()"
+                f"RankGroups: leaders must be the first rank of each of the {self.num_stages} stages, got "
+                f"{self.leaders}"
             )
         if self.reads and len(self.readers) != self.num_boxes:
             raise InvalidArgumentError(
-                f"RankGroups: readers must have one rank for each of the {self.num_boxes} boxes (data-parallel ranks), "
-                f"got {self.readers}: list the first rank of each box, or call RankGroups.of_megatron()"
+                f"RankGroups: readers must be the first rank of each of the {self.num_boxes} boxes, got {self.readers}"
             )
 
     @property
@@ -102,7 +97,7 @@ class RankGroups:
         if not state.model_parallel_is_initialized():
             raise InvalidArgumentError(
                 "Megatron's parallel state must be initialized: call parallel_state.initialize_model_parallel(...) "
-                "before a DataIterator or box_appliance is made"
+                "first"
             )
         peers = _ranks(state.get_tensor_and_context_parallel_group())
         return cls(

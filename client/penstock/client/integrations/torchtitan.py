@@ -100,8 +100,7 @@ class PenstockDataLoader(BaseDataLoader):
         steps, for which the workers prepare states; None: none is announced."""
         if config.input_fn is None:
             raise InvalidArgumentError(
-                "PenstockDataLoader.Config: input_fn must be a function, got None: pass the function that makes the "
-                "loader, PenstockDataLoader.Config(input_fn=...)"
+                "PenstockDataLoader.Config: input_fn must be the function that makes the loader, got None"
             )
         self._infinite, self._every = config.infinite, snapshot_every_n_steps
         self._ranks, self._relay = _box(dp_rank, dp_world_size)
@@ -153,9 +152,7 @@ def _checked(batch: Any, name: str) -> Batch:
         case ({"input": torch.Tensor()} as inputs, torch.Tensor() as labels):
             return inputs, labels
     raise InvalidArgumentError(
-        f'the loader of {name} must yield ({{"input": tokens, ...}}, labels) for torchtitan, got a '
-        f"{type(batch).__name__}: let the dataset in input_fn return such a pair for each sample, "
-        "which the default collate function keeps"
+        f'the loader of {name} must yield ({{"input": tokens, ...}}, labels), got a {type(batch).__name__}'
     )
 
 
@@ -209,8 +206,7 @@ class PenstockCheckpointManager(CheckpointManager):
             return
         if filesystem.is_remote(self.folder):
             raise InvalidArgumentError(
-                f"PenstockCheckpointManager: folder must be a path, got {self.folder}: for a remote folder use "
-                "torchtitan's CheckpointManager.Config"
+                f"PenstockCheckpointManager: folder must be a path, got {self.folder}: use torchtitan's manager there"
             )
         # torchtitan's count of tokens may differ between ranks, and torchtitan itself keeps the count of one rank.
         self._checkpointer = AsyncCheckpointer(
@@ -253,9 +249,8 @@ class PenstockCheckpointManager(CheckpointManager):
         foreign = [] if self.load_only else _foreign(Path(self.folder), step)
         if foreign:  # a save of that step would fail, perhaps much later
             raise CheckpointError(
-                f"{self.folder} has {', '.join(foreign)} beyond step {step}, where training begins: torchtitan's own "
-                "manager wrote them (incomplete, or only a model), and Penstock does not replace them. Move these "
-                "folders to another place"
+                f"{self.folder} has {', '.join(foreign)} beyond step {step}, where training begins, which torchtitan's "
+                "manager wrote: move these folders to another place"
             )
         return bool(loaded)
 

@@ -53,16 +53,14 @@ class LoaderState(TrainerCallback, ExportableState):
         ahead = kwargs["train_dataloader"]
         if not isinstance(ahead, Lookahead):
             raise InvalidArgumentError(
-                "LoaderState: get_train_dataloader must return a penstock.client.Lookahead, got a "
-                f"{type(ahead).__qualname__}: return Lookahead(loader) there"
+                f"LoaderState: get_train_dataloader must return a Lookahead(loader), got a {type(ahead).__qualname__}"
             )
         self._ahead = ahead
         if not state.global_step:
             return
         if not args.ignore_data_skip:
             raise InvalidArgumentError(
-                "LoaderState: the Trainer would skip the batches before the checkpoint, but the restored loader has "
-                "skipped them already: set TrainingArguments(ignore_data_skip=True)"
+                "LoaderState: TrainingArguments(ignore_data_skip=True) must be set: the loader itself skips batches"
             )
         # The Trainer's attribute is first a list of callbacks, and later a dict of the callbacks' states.
         states = cast(dict[str, Any], state.stateful_callbacks)
@@ -70,16 +68,13 @@ class LoaderState(TrainerCallback, ExportableState):
         saved = of_callback.get("attributes", {}).get("saved")
         if saved is None:
             raise StateMismatchError(
-                f"LoaderState: the checkpoint of step {state.global_step} has no position of the loader: it was saved "
-                "without this callback. Resume from a checkpoint that was saved with LoaderState"
+                f"LoaderState: the checkpoint of step {state.global_step} was saved without this callback: take another"
             )
         if args.gradient_accumulation_steps > 1 and _length(ahead) % args.gradient_accumulation_steps:
             warn_user(
-                f"LoaderState: the {_length(ahead)} batches of an epoch are not a multiple of "
-                f"gradient_accumulation_steps={args.gradient_accumulation_steps}: after a resume within an epoch the "
-                "Trainer accumulates the last few batches of the epoch with batches of the next epoch, which "
-                "uninterrupted training does not. Losses differ from there, and training may end some steps before "
-                "max_steps. To avoid this, make the batches of an epoch a multiple of gradient_accumulation_steps",
+                f"LoaderState: the {_length(ahead)} batches of an epoch must be a multiple of "
+                f"gradient_accumulation_steps={args.gradient_accumulation_steps}: else a Trainer that resumed "
+                "accumulates over the end of the epoch, losses differ, and training may end before max_steps",
             )
         ahead.load_state_dict(cast(dict[str, Any], decode_state(base64.b64decode(saved))))
         if of_callback["attributes"].get("epoch_over"):

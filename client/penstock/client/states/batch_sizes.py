@@ -27,20 +27,16 @@ def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
     sizes = {tensor.shape[0] if tensor.ndim else 1 for tensor in _tensors(data)}
     if not sizes:
         raise InvalidArgumentError(
-            f"data must contain at least one tensor, got a {type(data).__qualname__} without a tensor: pass nested "
-            "dicts, lists, tuples or dataclasses of tensors"
+            f"data must contain a tensor, got a {type(data).__qualname__} without: pass nested dicts, lists, tuples or "
+            "dataclasses of tensors"
         )
     if len(sizes) > 1:
-        warn_user(
-            f"the tensors of a batch must have the same number of rows, got {sorted(sizes)}: the batch size is "
-            "unknown. Pass the batch size yourself"
-        )
+        warn_user(f"the tensors of a batch must have the same number of rows, got {sorted(sizes)}: pass the batch size")
         return None
     (size,) = sizes
     if batch_size is not None and size != batch_size:
         warn_user(
-            f"the batch must have {batch_size} rows, like earlier batches, got {size}: drop the last batch of an "
-            "epoch, or expect it to be shorter"
+            f"the batch must have {batch_size} rows, like earlier batches, got {size}: use drop_last for equal ones"
         )
     return size
 

@@ -71,8 +71,7 @@ def check_arguments(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(
-            f"input_fn {_label(input_fn)}{signature} cannot be called with the given arguments: {error}. Pass its "
-            "arguments after it, DataLoader(input_fn, ...)"
+            f"input_fn {_label(input_fn)}{signature} cannot be called with the given arguments: {error}"
         ) from None
 
 
@@ -95,7 +94,7 @@ def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
         data = dump((by_value, args, dict(kwargs)))
     except Exception as error:
-        words = f"{reference.only_here.message}. Sending it by value to this machine's own workers failed too: {error}"
+        words = f"{reference.only_here.message}. Sending it by value to workers of this machine failed too: {error}"
         raise type(reference.only_here)(words) from error
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     if not reference.main_path and main and os.path.isfile(main):
@@ -112,43 +111,31 @@ def _label(input_fn: Any) -> str:
 def refer(input_fn: Callable[..., Any]) -> CodeReference:
     """Return the reference to an input_fn. Raises InvalidArgumentError, with what to write instead, without a name."""
     if not callable(input_fn):
-        raise TypeError(
-            f"input_fn must be callable, got a {type(input_fn).__qualname__}: pass the function itself, without "
-            "calling it, and its arguments after it"
-        )
-    if isinstance(input_fn, functools.partial):
-        inner = getattr(input_fn.func, "__qualname__", repr(input_fn.func))
-        raise InvalidArgumentError(
-            f"input_fn must be a function or class with a name to import, got a functools.partial of {inner}: write "
-            f"DataLoader({inner}, ...) with the arguments after it"
-        )
+        raise TypeError(f"input_fn must be callable, got a {type(input_fn).__qualname__}: pass the function itself")
     module, qualname = getattr(input_fn, "__module__", None), getattr(input_fn, "__qualname__", None)
+    owner = getattr(input_fn, "__self__", None)
+    if isinstance(input_fn, functools.partial):
+        raise _not_importable(f"a functools.partial of {_label(input_fn)}")
     if not isinstance(module, str) or not isinstance(qualname, str):
-        raise InvalidArgumentError(
-            f"input_fn is an instance of {type(input_fn).__qualname__}, which has no name to import: pass a function "
-            "or a class at the top level of a module, and the instance's data as arguments"
-        )
+        raise _not_importable(f"an instance of {type(input_fn).__qualname__}")
     label = f"{module}.{qualname}"
     if "<lambda>" in qualname:
-        raise InvalidArgumentError(
-            f"input_fn {label} is a lambda, which has no name that a worker could import: write a def at the top "
-            "level of a module"
-        )
+        raise _not_importable(f"the lambda {label}")
     if "<locals>" in qualname:
-        raise InvalidArgumentError(
-            f"input_fn {label} is defined inside a function, where no worker can import it: move it to the top level "
-            "of its module, and pass the variables that it uses as arguments"
-        )
-    owner = getattr(input_fn, "__self__", None)
+        raise _not_importable(f"{label}, which is defined inside a function")
     if owner is not None and not isinstance(owner, type) and not hasattr(owner, "__spec__"):
-        raise InvalidArgumentError(
-            f"input_fn {label} is a method of an instance of {type(owner).__qualname__}, which cannot be imported: "
-            "pass a function at the top level of a module, and the instance's data as arguments"
-        )
+        raise _not_importable(f"{label}, a method of an instance of {type(owner).__qualname__}")
     reference = _of_main(module, qualname) if module in _MAIN_NAMES else CodeReference(f"{module}:{qualname}")
     if RUNNER_VARIABLE not in os.environ:
         _check_found(input_fn, module, qualname)
     return reference
+
+
+def _not_importable(what: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"input_fn must be a function or class that a worker can import, got {what}: write a def at the top level of a "
+        "module, and pass what it uses as arguments after it"
+    )
 
 
 def _of_main(module: str, qualname: str) -> CodeReference:
@@ -158,10 +145,7 @@ def _of_main(module: str, qualname: str) -> CodeReference:
         return CodeReference(f"{spec.name}:{qualname}")
     path = getattr(main, "__file__", None)
     if not path or not os.path.isfile(path):
-        raise InvalidArgumentError(
-            f"input_fn {qualname!r} is defined in a notebook, in an interactive session, or by python -c, where no "
-            "worker can import it: move the function to a module file, and import it from there"
-        )
+        raise _not_importable(f"{qualname!r}, which is defined in a notebook, an interactive session or by python -c")
     return CodeReference(f"{MAIN}:{qualname}", os.path.abspath(path))
 
 
@@ -171,15 +155,9 @@ def _check_found(input_fn: Callable[..., Any], module: str, qualname: str) -> No
         for part in qualname.split("."):
             imported = getattr(imported, part)
     except (ImportError, AttributeError) as error:
-        raise InvalidArgumentError(
-            f"input_fn has the name {module}.{qualname}, which cannot be imported ({error}): define input_fn at the "
-            "top level of an importable module"
-        ) from error
+        raise _not_importable(f"{module}.{qualname}, which cannot be imported here ({error})") from error
     if imported is not input_fn and imported != input_fn:
-        raise InvalidArgumentError(
-            f"input_fn has the name {module}.{qualname}, but importing that name yields another object, which workers "
-            "would run instead: give input_fn a unique name (a decorator may lack functools.wraps)"
-        )
+        raise _not_importable(f"another object than {module}.{qualname} has (a decorator may lack functools.wraps)")
 
 
 def encode_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
@@ -190,8 +168,7 @@ def encode_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             encode_state(value, what)
         except UnsupportedStateError as error:
             raise UnsupportedStateError(
-                f"{what} of input_fn {name} cannot be sent to a worker: {error.reason}. Pass plain "
-                "values, tensors or arrays, and build other objects inside input_fn"
+                f"{what} of input_fn {name} cannot be sent to a worker: {error.reason}. Build it inside input_fn"
             ) from error
     return encode_state({"args": tuple(args), "kwargs": dict(kwargs)})
 
@@ -205,7 +182,6 @@ def forbid_in_runner(what: str) -> None:
     """Raise RuntimeError in a runner: a script without a main guard would start further workers endlessly."""
     if os.environ.get(RUNNER_VARIABLE):
         raise RuntimeError(
-            f"{what} inside a worker is not possible. If input_fn or its dataset does this, leave it out there. If the "
-            "script or module that defines input_fn starts the training when a Penstock worker imports it, put the "
-            'training part under\n\n    if __name__ == "__main__":\n'
+            f"{what} inside a worker is not possible: leave it out of input_fn; if the script that defines input_fn "
+            'starts the training when a worker imports it, put that part under\n\n    if __name__ == "__main__":\n'
         )

@@ -27,27 +27,19 @@ class LocalLoader:
 
     def __init__(self, name: str, input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._name = name
-        self._fn = input_fn
-        self._args = args
-        self._kwargs = kwargs
+        self.input_fn = input_fn
+        self.arguments = args, kwargs
         self._instance: Any = None
         self._seeded: tuple[int, Any] | None = None
 
     @property
-    def input_fn(self) -> Callable[..., Any]:
-        return self._fn
-
-    @property
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self._args, self._kwargs
-
-    @property
     def maker(self) -> Callable[[], Any]:
         """Return a function that keeps no reference to this LocalLoader."""
-        return partial(_call, self._fn, self._args, self._kwargs)
+        return partial(_call, self.input_fn, *self.arguments)
 
     def instance(self, purpose: str) -> Any:
-        """Return the loader. Raises InputFnError if input_fn fails, and TypeError if check_strict() does."""
+        """Return the loader. Raises InputFnError if input_fn fails, and TypeError if only one loading method takes
+        `strict`: the user's choice would reach only that one."""
         instance = self._get(purpose)
         takes_strict(instance)
         return instance
@@ -55,10 +47,6 @@ class LocalLoader:
     def methods(self, purpose: str) -> int:
         """Return the number of the loader's state methods: 4, 2 (state_dict and load_state_dict) or 0."""
         return state_methods(self._get(purpose))
-
-    def check_strict(self, purpose: str) -> None:
-        """Raise TypeError if only one loading method takes `strict`: the user's choice would reach only that one."""
-        takes_strict(self._get(purpose))
 
     @property
     def can_be_built(self) -> bool:
@@ -71,8 +59,7 @@ class LocalLoader:
 
     def aggregate(self, states: list[Any]) -> Any:
         """Aggregate the states of all workers' loaders, in the order of global_worker_id."""
-        instance = self._get("aggregate_state_dict")
-        takes_strict(instance)
+        instance = self.instance("aggregate_state_dict")
         with _undisturbed():
             return instance.aggregate_state_dict(states)
 
@@ -109,8 +96,8 @@ class LocalLoader:
     def restore_sample(self, seed: int, key: Any) -> Any:
         if not self.can_restore_sample(seed):
             raise NotRestartableError(
-                f"the loader that {self._name} returned cannot restore samples: it has no method restore_sample(key), "
-                "or its can_restore_sample() returns False. Use a loader of penstock.data with keys=, or add the method"
+                f"the loader that {self._name} returned has no restore_sample(key), or its can_restore_sample() is "
+                "False: use a loader of penstock.data with keys="
             )
         with _undisturbed():
             return self._of_seed(seed, "restore_sample()").restore_sample(key)
@@ -129,7 +116,8 @@ class LocalLoader:
     def _build(self, assignment: Assignment, purpose: str) -> Any:
         try:
             with _undisturbed(), assigned(assignment):
-                instance = self._fn(*self._args, **self._kwargs)
+                args, kwargs = self.arguments
+                instance = self.input_fn(*args, **kwargs)
                 if isinstance(instance, torch_data.DataLoader) and instance.num_workers > 0:
                     # This process takes the place of the DataLoader's worker 0.
                     if instance.worker_init_fn is not None:
@@ -137,14 +125,12 @@ class LocalLoader:
                     instance.num_workers = 0
         except Exception as error:
             raise InputFnError(
-                f"{purpose} of {self._name} needs the loader in the training process, but input_fn failed there with "
-                f"{type(error).__name__}: {error}. Correct this error; if only the workers have the data, make the "
-                "data readable in the training process too"
+                f"{purpose} of {self._name} needs the loader in the training process, where input_fn failed with "
+                f"{type(error).__name__}: {error}. It needs the data there too"
             ) from error
         if instance is None:
             raise InputFnError(
-                f"{self._name} must return a torch DataLoader or an iterable of batches, got None: add a return "
-                "statement"
+                f"{self._name} must return a torch DataLoader or an iterable of batches, got None: add a return"
             )
         return instance
 

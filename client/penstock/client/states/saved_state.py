@@ -74,10 +74,7 @@ class WorkerPart:
         if any(type(count) is not int or not 0 <= count <= MASK for count in counts):
             raise ValueError(f"the counts of a worker in a state must be ints from 0 to {MASK}, got {counts!r:.200}")
         if type(self.next_epoch) is not bool or not isinstance(self.restart, dict):
-            raise ValueError(
-                "next_epoch of a worker in a state must be a bool, and restart must be a dict, got "
-                f"{self.next_epoch!r:.80} and a {type(self.restart).__name__}"
-            )
+            raise ValueError("next_epoch of a worker in a state must be a bool, and restart must be a dict")
 
 
 @dataclass(frozen=True)
@@ -161,8 +158,7 @@ class SavedState:
             return {STATE: self.aggregated, **own_part}
         if KEY in self.aggregated:
             raise StateMismatchError(
-                f"aggregate_state_dict of {self.input_fn} must return a dict without the key {KEY!r}, which Penstock "
-                "reserves, got a dict with this key: rename the key"
+                f"aggregate_state_dict of {self.input_fn} must return a dict without the key {KEY!r}: rename it"
             )
         return {**self.aggregated, **own_part}
 
@@ -253,12 +249,10 @@ class SavedState:
         """Return this state without parts: deaggregate_state_dict divides the aggregated one on the new topology."""
         if self.methods != 4 and self._next_epoch is None:
             raise StateMismatchError(
-                f"the state of {self.input_fn} at step {self.step} was saved on "
-                f"{_topology(self.num_boxes, self.num_workers_per_box)} and cannot be resumed on "
-                f"{_topology(num_boxes, num_workers_per_box)}: its loader has "
-                f"{'only state_dict and load_state_dict' if self.methods else 'no state methods'}. Use the numbers of "
-                "boxes and workers of the saved run, or add aggregate_state_dict and deaggregate_state_dict to the "
-                "loader"
+                f"the state of {self.input_fn} at step {self.step} was saved on {self.num_boxes} boxes with "
+                f"{self.num_workers_per_box} workers each and cannot be resumed on {num_boxes} with "
+                f"{num_workers_per_box}: use the same numbers, or add aggregate_state_dict and deaggregate_state_dict "
+                "to its loader"
             )
         epoch = max((position.epoch for position in self.positions), default=0)
         if self.methods != 4:
@@ -295,12 +289,6 @@ def is_to_be_filled() -> bool:
     return False
 
 
-def _topology(num_boxes: int, num_workers_per_box: int) -> str:
-    boxes = "1 box" if num_boxes == 1 else f"{num_boxes} boxes"
-    workers = "1 worker" if num_workers_per_box == 1 else f"{num_workers_per_box} workers"
-    return f"{boxes} with {workers} each"
-
-
 def read(value: object) -> SavedState:
     """Read a result of DataLoader.state_dict(). Raises StateMismatchError, StateVersionError, StateCorruptError."""
     if not isinstance(value, Mapping) or KEY not in value:
@@ -310,42 +298,36 @@ def read(value: object) -> SavedState:
         )
     ours = value[KEY]
     if not isinstance(ours, Mapping) or not isinstance(ours.get("format"), int):
-        raise StateCorruptError(
-            f"the saved state is damaged: its entry {KEY!r} has no format number. Load an older state"
-        )
+        raise _damaged(f"its entry {KEY!r} has no format number")
     if ours["format"] != FORMAT:
         raise StateVersionError(
-            f"the format of a saved state must be {FORMAT}, got {ours['format']}, from another version of Penstock. "
-            "Load the state with that version"
+            f"the format of a saved state must be {FORMAT}, got {ours['format']}: load it with the Penstock that saved "
+            "it"
         )
     if not isinstance(ours.get("record"), bytes | bytearray):
-        raise StateCorruptError(f"the saved state is damaged: its entry {KEY!r} has no record. Load an older state")
+        raise _damaged(f"its entry {KEY!r} has no record")
     record = cast(dict[str, Any], decode_state(ours["record"]))
     try:
         saved, wrapped = _saved(record)
     except PenstockError as error:
-        raise StateCorruptError(f"the saved state is damaged: {error.message}. Load an older state") from error
+        raise _damaged(error.message) from error
     except Exception as error:  # the checksum is right, so another program made these bytes
-        raise StateCorruptError(
-            f"the saved state is damaged: {type(error).__name__}: {error}. Load an older state"
-        ) from error
+        raise _damaged(f"{type(error).__name__}: {error}") from error
     step = ours.get("step")
     if type(step) is not int or step != saved.step:
-        raise StateCorruptError(
-            f"the saved state is damaged: its entry {KEY!r} is of step {step!r:.80}, but the record in this entry is "
-            f"of step {saved.step}. Load an older state"
-        )
+        raise _damaged(f"its entry {KEY!r} is of step {step!r:.80}, but the record in it of step {saved.step}")
     if saved.methods == 4 and "aggregated" in record and not _belongs(ours):
         saved.aggregated = record["aggregated"]
     elif saved.methods == 4:
         if wrapped and STATE not in value:
-            raise StateCorruptError(
-                f"the saved state of {saved.input_fn} must have the key {STATE!r}, got a state without this key: pass "
-                "the dict that state_dict() returned, unchanged"
-            )
+            raise _damaged(f"it has no key {STATE!r}")
         saved.aggregated = value[STATE] if wrapped else {key: item for key, item in value.items() if key != KEY}
         saved.is_changed = encode_state(saved.aggregated) != encode_state(record.get("aggregated"))
     return saved
+
+
+def _damaged(what: str) -> StateCorruptError:
+    return StateCorruptError(f"the saved state is damaged: {what}. Load an older state")
 
 
 def _belongs(own: Mapping[str, Any]) -> bool:
@@ -382,17 +364,11 @@ def _saved(record: dict[str, Any]) -> tuple[SavedState, bool]:
                 f"{len(saved.positions)} and {len(owners)}"
             )
         if owners and owners != [(box, slot) for box in range(saved.num_boxes) for slot in range(workers)]:
-            raise ValueError(
-                f"its record must have the workers of {saved.num_boxes} boxes with {workers} slots each, in order, got "
-                f"the workers (box, slot) {str(owners)[:200]}"
-            )
+            raise ValueError(f"its record must have all workers in order, got the workers {str(owners)[:200]}")
         if any(len(position.total) != workers for position in saved.positions):
-            raise ValueError(
-                f"each position in its record must have the counts of {workers} workers, got another number"
-            )
+            raise ValueError(f"each position in its record must have the counts of {workers} workers")
     if saved.methods not in (0, 2, 4) or not 0 <= saved.step <= MOST or (saved.step > 0 and not saved.positions):
         raise ValueError(
-            f"its record must have 0, 2 or 4 state methods, a step from 0 to {MOST}, and positions unless the step is "
-            f"0, got {saved.methods} state methods, step {saved.step} and {len(saved.positions)} positions"
+            f"its record has {saved.methods} state methods, step {saved.step} and {len(saved.positions)} positions"
         )
     return saved, bool(record["wrapped"])

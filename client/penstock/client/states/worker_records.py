@@ -68,9 +68,8 @@ def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
     owners = {(part.box, launch["worker"]) for part, launch in zip(saved.parts, launches, strict=True)}
     if len(owners) < len(values):
         raise StateUnavailableError(
-            f"the state of {saved.input_fn} at step {saved.step} is not available: its worker slots took different "
-            "worker numbers when the launch resumed, because their next batches did not show whether the loader counts "
-            "the samples of all workers. Resume from a step that the number of workers divides"
+            f"the state of {saved.input_fn} at step {saved.step} is not available: when the launch resumed, its next "
+            "batches did not show which slot is which worker. Resume from a step that the number of workers divides"
         )
     users = [None] * len(values)
     for part, launch, value in zip(saved.parts, launches, values, strict=True):
@@ -85,17 +84,14 @@ def checkpoints_of(fetched: FetchedState, loaded: SavedState | None, step: int) 
     before = {(part.box, part.slot): part for part in loaded.parts} if loaded is not None else {}
     checkpoints = []
     for record, envelope in fetched.records:
-        part = before.get((record.box, record.local_worker_id))
-        if loaded is None or (record.num_boxes, record.num_workers_per_box) != (
-            loaded.num_boxes,
-            loaded.num_workers_per_box,
-        ):
-            part = None
+        topology = record.num_boxes, record.num_workers_per_box
+        same = loaded is not None and topology == (loaded.num_boxes, loaded.num_workers_per_box)
+        part = before.get((record.box, record.local_worker_id)) if same else None
         value = cast(dict[str, Any], decode_state(envelope))
-        step_before = began
-        batches_before, samples_before = (part.worker_step, part.samples) if part is not None else (0, 0)
+        counts = (began, part.worker_step, part.samples) if part is not None else (began, 0, 0)
         if "launch" in value:  # all slots may have been restarted within the launch
-            step_before, batches_before, samples_before = value["restart"]["history"]["launch"][:3]
+            counts = value["restart"]["history"]["launch"][:3]
+        step_before, batches_before, samples_before = counts
         checkpoints.append(
             DataLoaderCheckpoint(
                 record.local_worker_id,

@@ -95,8 +95,7 @@ class DeliveredCounts:
             self._rows[slot] = rows = rows if is_whole(newest) else {**self._rows[slot], **rows}
             if len(rows) > MOST_GROUPS:
                 raise ProtocolError(
-                    f"a loader must count at most {MOST_GROUPS} groups (pairs of source and key), got {len(rows)}: use "
-                    "fewer sources or keys"
+                    f"a loader must count at most {MOST_GROUPS} groups (pairs of source and key), got {len(rows)}"
                 )
 
 

@@ -12,7 +12,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,10 +20,10 @@ from penstock.client.stream.device import DeviceEvent, copied
 from penstock.proto.lane.ring import Ring
 from penstock.proto.tracebacks import warn_user
 
-__all__ = ["CudaBackend", "PageLocks", "take_error"]
+if TYPE_CHECKING:
+    from penstock.client.checkpoint.saving.staging import SharedImage
 
-RING = "a shared-memory ring"
-FEWER = "Or use smaller batches or fewer workers: each worker slot has a ring of 8 MiB or a few batches"
+__all__ = ["CudaBackend", "PageLocks", "take_error"]
 
 
 class CudaBackend:
@@ -65,34 +65,19 @@ class CudaBackend:
             copy.record_stream(current)
 
 
-class Mapped(Protocol):
-    """Object with a memory mapping, which stays mapped while the object lives."""
-
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def address(self) -> int: ...
-    @property
-    def map(self) -> mmap.mmap: ...
-
-
 class PageLocks:
-    """Page locks for copies to a CUDA device, until the Mapped object that owns the memory is garbage-collected. A copy
-    of other memory blocks the thread, so without a lock copies are slower, but correct.
+    """Page locks for copies to a CUDA device, until the object that owns the memory is garbage-collected. A copy of
+    other memory blocks the thread, so without a lock copies are slower, but correct.
 
-    `runtime`: torch.cuda.cudart(). `take_error`: called after its failed calls. For the warning, `device`, `what` and
-    `less`: advice on how to need less page-locked memory."""
+    `runtime`: torch.cuda.cudart(). `take_error`: called after its failed calls. `device`: for the warning."""
 
-    def __init__(
-        self, runtime: Any, device: str, take_error: Callable[[], None], what: str = RING, less: str = FEWER
-    ) -> None:
+    def __init__(self, runtime: Any, device: str, take_error: Callable[[], None]) -> None:
         self._runtime = runtime
         self._device = device
         self._take_error = take_error
-        self._what, self._less = what, less
         self._warned = False
 
-    def lock(self, memory: Mapped) -> bool:
+    def lock(self, memory: Ring | SharedImage) -> bool:
         """Page-lock memory. Return True if that worked. The first failure is a UserWarning."""
         runtime = self._runtime
         error = runtime.cudaHostRegister(memory.address, memory.nbytes, 0)
@@ -105,10 +90,9 @@ class PageLocks:
         if not self._warned:
             self._warned = True
             warn_user(
-                f"{self._what} of {memory.nbytes:,} bytes could not be page-locked for {self._device}: "
-                f"{runtime.cudaGetErrorString(error)} ({int(error)}). Copies from this memory are correct, but "
-                "slower. Free memory, or raise the container's memory limit or `ulimit -l` (docker run --ulimit "
-                f"memlock=-1). {self._less}",
+                f"{memory.nbytes:,} bytes of shared memory could not be page-locked for {self._device}: "
+                f"{runtime.cudaGetErrorString(error)} ({int(error)}), so copies from them are slower. Free memory, or "
+                "raise `ulimit -l` (docker run --ulimit memlock=-1)",
             )
         return False
 

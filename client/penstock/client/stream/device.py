@@ -7,7 +7,7 @@ AMD EPYC); `benchmarks/device.py` measures it on a device."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -92,31 +92,20 @@ def check_device(name: str) -> str:
         device = torch.device(name)
     except RuntimeError:
         raise InvalidArgumentError(f'device must be "cpu", "cuda" or "cuda:N", got {name!r}') from None
-    if device.type == "cpu":
-        if device.index:
-            raise InvalidArgumentError(
-                f'device must be "cpu" for the CPU, without a number, got {name!r}: leave the number out'
-            )
+    if device.type == "cpu" and not device.index:
         return "cpu"
     if device.type != "cuda":
         raise InvalidArgumentError(
-            f'device must be "cpu", "cuda" or "cuda:N", got {name!r}: leave device out, and move the batches to '
-            "the device in the loop"
+            f'device must be "cpu", "cuda" or "cuda:N", got {name!r}: leave it out, and move batches in the loop'
         )
     if not torch.cuda.is_available():
-        if _built_for_cuda():
-            why = "torch finds no CUDA device here; see nvidia-smi, the driver's version and CUDA_VISIBLE_DEVICES"
-        else:
-            why = f"this torch ({torch.__version__}) was built without CUDA; install one that has it"
-        raise InvalidArgumentError(f'device={name!r} cannot be used: {why}. Or leave device out, or pass device="cpu"')
+        raise InvalidArgumentError(
+            f"device={name!r} cannot be used: torch {torch.__version__} finds no CUDA device (see nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES). Leave device out"
+        )
     count = torch.cuda.device_count()
     if device.index is not None and device.index >= count:
         raise InvalidArgumentError(
-            f"device must be one of the {count} CUDA devices that this process sees, numbered from 0, got {name!r}: "
-            "see CUDA_VISIBLE_DEVICES; under torchrun use LOCAL_RANK"
+            f"device must be one of the {count} CUDA devices that this process sees, numbered from 0, got {name!r}"
         )
     return str(device)
-
-
-def _built_for_cuda() -> Any:
-    return torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]

@@ -22,6 +22,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -71,11 +72,8 @@ class DeviceLoad:
         """Start copying the tensors among `leaves`, views of the ring entry. Return the leaves with the copies."""
         backend, tensors = self.lane.backend, [leaf for leaf in leaves if type(leaf) is torch.Tensor]
         if tensors:
-            if torch.is_inference_mode_enabled():
-                # The batch may be delivered after inference mode has ended, to a loop that needs gradients.
-                with torch.inference_mode(False):
-                    self.copies, self.event = backend.copy(tensors)
-            else:
+            # The batch may be delivered after inference mode has ended, to a loop that needs gradients.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 self.copies, self.event = backend.copy(tensors)
         arrived = iter(self.copies)
         return [
@@ -278,9 +276,9 @@ class DeviceReader(OrderedReader):
 
     def _late(self, waited: float) -> DeadlineError:
         return DeadlineError(
-            f"{self.label}: box {self.run.box} waited {waited:.0f} s for device {self._backend.device} to finish the "
-            f"copy of a batch, after step {self.position.step} was delivered (timeout_s={self._timeout_s:g}). Check "
-            "the device (for CUDA: nvidia-smi), or raise timeout_s"
+            f"{self.label}: box {self.run.box} waited {waited:.0f} s for device {self._backend.device} to copy a "
+            f"batch, after step {self.position.step} (timeout_s={self._timeout_s:g}): check the device, or raise "
+            "timeout_s"
         )
 
     # ---- ends of a staged batch

@@ -236,9 +236,7 @@ class SlotLane:
         nbytes = frame.nbytes
         dims = frame.rest if not (frame.size or frame.flags & COUNTED) else dims_of(frame, ring.ring)
         if len(dims) & 7:
-            raise malformed(
-                f"{self.name}: the encoded shapes of a batch must have a multiple of 8 bytes, got {len(dims)}"
-            )
+            raise malformed(f"{self.name}: the shapes of a batch must have a multiple of 8 bytes, got {len(dims)}")
         shapes, seed, sampling = layouts.find(nbytes, dims)
         view, offset, cover = ring.ring.view, frame.entry * ring.entry_bytes, frame.flags & COVER
         if cover == DigestCover.ROWS:
@@ -252,8 +250,7 @@ class SlotLane:
             )
         if digest != frame.digest:
             raise BatchCorruptError(
-                f"{self.name}: batch {frame.total} of the slot arrived damaged: its digest differs from the one that "
-                "its runner computed. Check memory and network of both machines if this happens often"
+                f"{self.name}: batch {frame.total} of the slot arrived damaged: its digest differs from its runner's"
             )
         self.layout, self.content = (assembler.structure, shapes), content
         return ring, assembler, shapes

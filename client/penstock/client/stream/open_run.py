@@ -338,7 +338,7 @@ class OpenRun(StreamRun):
         if not self.wait_for(lambda run: step < self.fence.step, timeout_s) and not self.closed:
             raise DeadlineError(
                 f"run {self.name}, box {self.box} waited {timeout_s:.0f} s before step {step} for the coordinator to "
-                "decide about a change of the mixture: check that the coordinator runs (`penstock status`)"
+                "decide about a change of the mixture: see `penstock status`"
             )
 
     def report(self) -> None:

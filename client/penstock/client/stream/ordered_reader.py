@@ -15,7 +15,6 @@ import logging
 import os
 import select
 import time
-from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
 from penstock.client.stream import open_streams
@@ -87,7 +86,6 @@ class OrderedReader(Reader):
         self._ending = False
         """In `end_epoch`: no further batch is wanted from this epoch."""
         self._abandoned: list[tuple[int, int]] = []
-        self._logged_not_used = self._told_keeps_place = False
         run.progress.position = self.copy_position
         run.progress.unreachable = self._unreachable
         open_streams.readers.add(self)
@@ -172,8 +170,7 @@ class OrderedReader(Reader):
             raise self._placed(
                 BatchCorruptError(
                     f"{self.label}: batch {self.position.total[slot] + 1} of the worker slot arrived damaged "
-                    f"{CORRUPT_TRIES} times in a row. Check memory and network of its worker's machine and of this "
-                    f"machine. Last cause: {what}"
+                    f"{CORRUPT_TRIES} times in a row: check memory and network of both machines. Last cause: {what}"
                 ),
                 slot,
             )
@@ -233,11 +230,10 @@ class OrderedReader(Reader):
         """Return (slot, generation, reason) for all slots of workers that one lane has found unreachable."""
         views, lanes = self.run.views, list(self._lanes)
         why = {views[lane.slot].worker: lane.unreachable for lane in lanes if lane.unreachable}
-        known = [(lane, views[lane.slot]) for lane in lanes]
         return [
-            (lane.slot, lane.generation, why[view.worker])
-            for lane, view in known
-            if view.worker in why and view.generation == lane.generation
+            (lane.slot, lane.generation, why[views[lane.slot].worker])
+            for lane in lanes
+            if views[lane.slot].worker in why and views[lane.slot].generation == lane.generation
         ]
 
     def _pass_over(self, lane: SlotLane) -> None:
@@ -264,9 +260,7 @@ class OrderedReader(Reader):
         if run.error is not None:
             raise run.error
         if run.closed:
-            raise PenstockError(
-                f"{self.label}: its Appliance was closed inside the loop: close the Appliance after the loop"
-            )
+            raise PenstockError(f"{self.label}: its Appliance was closed inside the loop: close it after the loop")
         now = time.monotonic()
         if not self._waiting_since:
             self._waiting_since = now
@@ -321,8 +315,7 @@ class OrderedReader(Reader):
         elif view.phase == pb.STARTING:
             why = STAGES.get(view.start_stage, "start of its runner")
             if view.start_queue_position:
-                queued = f"number {view.start_queue_position} of {view.start_queue_length}"
-                why = f"{queued} in the queue of runners to start"
+                why = _queued(view)
         return f"the {which} batch of {self.label}{slots}", why
 
     def _failed(self, lane: SlotLane, view: pb.SlotView, now: float) -> float:
@@ -330,21 +323,17 @@ class OrderedReader(Reader):
         check."""
         if lane.consumer is None:
             if lane.tried_failed:
-                raise self._slot_error(view)
+                self.raise_failed(view)
             return now
         if not lane.failed_since:
             lane.failed_since = now
         if now - lane.failed_since > FAILED_GRACE_S:
-            raise self._slot_error(view)
+            self.raise_failed(view)
         return lane.failed_since + FAILED_GRACE_S
 
     def raise_failed(self, view: pb.SlotView) -> NoReturn:
-        raise self._slot_error(view)
-
-    def _slot_error(self, view: pb.SlotView) -> PenstockError:
-        error = self._placed(error_of(view.error), view.slot)
-        self.run.error = error
-        return error
+        self.run.error = self._placed(error_of(view.error), view.slot)
+        raise self.run.error
 
     def _placed(self, error: PenstockError, slot: int) -> PenstockError:
         run = self.run
@@ -361,22 +350,20 @@ class OrderedReader(Reader):
             missing = sum(v.phase in NO_WORKER for v in run.views)
             return NoWorkersError(
                 f"{self.label}: box {run.box} waited {waited:.0f} s for step {step}: {missing} of its {run.num_slots} "
-                f"worker slots have no worker (slot {slot} is due){away}. Start more `penstock worker`s or ones with "
-                "more --slots, or lower num_workers_per_box; `penstock status` shows the workers"
+                f"worker slots have no worker (slot {slot} is due){away}. Start more `penstock worker`s, or lower "
+                "num_workers_per_box"
             )
         starting = "its runner is still starting"
         if view.start_queue_position:
-            queued = f"number {view.start_queue_position} of {view.start_queue_length}"
-            starting = f"its runner is {queued} in the worker's queue of runners to start"
+            starting = f"its runner is {_queued(view)}"
         doing = {pb.STARTING: starting, pb.READY: "its next batch has not arrived"}
-        why_closed = (
-            f"; no connection to its worker: {lane.last_failure}" if lane.consumer is None and lane.last_failure else ""
-        )
+        lost = lane.consumer is None and lane.last_failure
+        why_closed = f"; no connection to its worker: {lost}" if lost else ""
         what = f"its runner is {view.doing}" if view.doing else doing.get(view.phase, "it has failed")
         return DeadlineError(
-            f"{self.label}: box {run.box} waited {waited:.0f} s for step {step} from worker slot {slot} on "
-            f"worker {view.worker or 'unknown'}: {what}{why_closed}{away} (timeout_s={self._timeout_s:g}). `penstock "
-            "status` shows the workers; raise timeout_s if batches take this long",
+            f"{self.label}: box {run.box} waited {waited:.0f} s for step {step} from worker slot {slot} on worker "
+            f"{view.worker or 'unknown'}: {what}{why_closed}{away} (timeout_s={self._timeout_s:g}). See `penstock "
+            "status`",
             remote_traceback=view.stack if view.doing else "",
         )
 
@@ -406,8 +393,15 @@ class OrderedReader(Reader):
             if lane.consumer is None and view.phase == pb.READY:
                 self._connect(lane, view, now)
         self._tell_of_loaders()
-        self._log_not_used(run.views)
-        self._log_keeps_place(run.views)
+        why = next((view.capabilities.not_used for view in run.views if view.capabilities.not_used), "")
+        if why and self._once("not used"):  # saves and recoveries are slower
+            _log.warning("%s: %s", self.label, why)
+        if any(view.capabilities.keeps_place for view in run.views) and self._once("keeps place"):
+            _log.warning(
+                "%s: the loader has state methods and no set_epoch: each epoch begins with what input_fn left, also "
+                "after a break",
+                self.label,
+            )
         self.stats.skipped = sum(view.skipped for view in run.views)
         for note in notes:
             warn_user(f"{self.label}: {note}")
@@ -437,22 +431,6 @@ class OrderedReader(Reader):
             notes.append(f"slow worker: slot {slot} of box {box} on worker {view.worker} is {view.doing}")
         self._slow[slot] = view.doing
         return notes
-
-    def _log_not_used(self, views: Sequence[pb.SlotView]) -> None:
-        # Saves and recoveries are then slower.
-        why = next((view.capabilities.not_used for view in views if view.capabilities.not_used), "")
-        if why and not self._logged_not_used:
-            self._logged_not_used = True
-            _log.warning("%s: %s", self.label, why)
-
-    def _log_keeps_place(self, views: Sequence[pb.SlotView]) -> None:
-        if not self._told_keeps_place and any(view.capabilities.keeps_place for view in views):
-            self._told_keeps_place = True
-            _log.warning(
-                "%s: the loader has state methods and no set_epoch: each epoch begins with what input_fn left, also "
-                "after a break",
-                self.label,
-            )
 
     def _connect(self, lane: SlotLane, view: pb.SlotView, now: float) -> bool:
         if view.generation != lane.generation or now < lane.retry_at:
@@ -588,3 +566,7 @@ class OrderedReader(Reader):
         self.run.progress.unreachable = list
         for lane in self._lanes:
             lane.close()
+
+
+def _queued(view: pb.SlotView) -> str:
+    return f"number {view.start_queue_position} of {view.start_queue_length} in the queue of runners to start"

@@ -1,5 +1,6 @@
 """The receiver: a process that receives batches over TCP into a ring on this host, for a training job with workers on
-other hosts.
+other hosts. Its argument is a JSON object: the arguments of ReceiverLoop, those of load_tls under "tls", and
+"ready_fd", a descriptor for a newline once it listens.
 
 A thread would share the interpreter lock with the loop. It imports neither torch nor numpy: `receiver_process.Receiver`
 starts this file by its path, because `python -m` would import penstock.client.
@@ -21,17 +22,18 @@ connection, because a retry would not help.
 
 Ends. If TCP is lost or refused, complete batches are forwarded, then the consumer's socket ends, and it reconnects.
 Only an error from the daemon, or an invalid stream, is an ERROR frame. If the consumer is gone, its last acks are sent,
-then TCP is closed. The process ends with that of `--parent-pid`."""
+then TCP is closed. The process ends with that of `parent_pid`."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import json
 import logging
 import os
 import resource
 import select
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -302,9 +304,7 @@ class ReceiverLane:
                 self._waiting = True
             elif kind == RING:
                 self._entry_bytes[frame.ring] = frame.entry_bytes
-                producer.ring_bytes = min(
-                    frame.entry_bytes * frame.entries, BOX_BYTES
-                )  # a ring as large as the sender's
+                producer.ring_bytes = min(frame.entry_bytes * frame.entries, BOX_BYTES)  # as large as the sender's
                 if len(self._entry_bytes) > MAX_RINGS:
                     del self._entry_bytes[min(self._entry_bytes)]
             elif kind == STRUCTURE:
@@ -543,16 +543,8 @@ class ReceiverLoop:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Receive batches from other hosts into rings of this one.")
-    parser.add_argument("--parent-pid", type=int, required=True, help="process id of the training process to watch")
-    parser.add_argument("--ready-fd", type=int, required=True, help="descriptor for a newline once listening")
-    parser.add_argument("--name", required=True, help="abstract Unix socket to listen on, without the leading NUL")
-    parser.add_argument("--max-batch-bytes", type=int, default=1 << 30, help="largest ring entry in bytes (1 GiB)")
-    for what in ("ca", "cert", "key", "name"):
-        parser.add_argument(
-            f"--tls-{what}", default="", help="TLS of connections to workers (none), see penstock.proto.rpc.tls"
-        )
-    given = parser.parse_args()
+    given = json.loads(sys.argv[1])
+    ready_fd = given.pop("ready_fd")
     name_process("penstock recv")
     log_lines("%(name)s: %(message)s", os.environ.get("PENSTOCK_LOG_LEVEL", "WARNING"))
     # Each lane holds two sockets and two descriptors for each of its rings.
@@ -560,12 +552,11 @@ def main() -> None:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        tls = load_tls(given.tls_ca, given.tls_cert, given.tls_key, given.tls_name)
-        loop = ReceiverLoop(given.name, given.parent_pid, given.max_batch_bytes, tls)
+        loop = ReceiverLoop(**{**given, "tls": load_tls(*given["tls"])})
     except ProcessLookupError:
         return  # the watched parent process has ended already
-    os.write(given.ready_fd, b"\n")
-    os.close(given.ready_fd)
+    os.write(ready_fd, b"\n")
+    os.close(ready_fd)
     loop.run()
 
 

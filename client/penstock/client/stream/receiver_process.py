@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import threading
@@ -55,9 +56,16 @@ class Receiver:
     def _spawn(self, parent_watch: int) -> None:
         name = f"penstock-receiver-{os.getpid()}-{secrets.token_hex(8)}"
         with LinePipe() as ready:
-            what = ("--parent-pid", str(parent_watch), "--ready-fd", str(ready.theirs.fileno()), "--name", name)
+            tls = self.tls
+            given = {
+                "name": name,
+                "parent_pid": parent_watch,
+                "max_batch_bytes": self.max_batch_bytes,
+                "tls": ["", "", "", ""] if tls is None else [tls.ca_file, tls.cert_file, tls.key_file, tls.name],
+                "ready_fd": ready.theirs.fileno(),
+            }
             self._process = process = spawn(
-                [*by_path(RECEIVER), *what, "--max-batch-bytes", str(self.max_batch_bytes), *self._tls_arguments()],
+                [*by_path(RECEIVER), json.dumps(given)],
                 fds=[ready.theirs],
                 stdout=NULL,
                 # The receiver gets no token, because it only connects to workers, with tickets.
@@ -69,24 +77,14 @@ class Receiver:
             except TimeoutError:
                 self._end()
                 raise DeadlineError(
-                    f"waited {START_S:g} s for the receiver, the process that receives batches from other hosts, to "
-                    "start: see its messages on standard error of this process, then start the job again"
+                    f"waited {START_S:g} s for the receiver of batches from other hosts to start: see its messages "
+                    "above"
                 ) from None
         if first_line is None:
             how = exit_words(process.result())
             self._end()
-            raise PenstockError(
-                f"the receiver, the process that receives batches from other hosts, {how} at its start: see its "
-                "messages on standard error of this process, then start the job again"
-            )
+            raise PenstockError(f"the receiver of batches from other hosts {how} at its start: see its messages above")
         self.name = name
-
-    def _tls_arguments(self) -> list[str]:
-        tls = self.tls
-        if tls is None:
-            return []
-        given = {"ca": tls.ca_file, "cert": tls.cert_file, "key": tls.key_file, "name": tls.name}
-        return [f"--tls-{what}={value}" for what, value in given.items() if value]
 
     def _end(self) -> None:
         process, self._process = self._process, None

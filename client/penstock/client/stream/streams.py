@@ -148,7 +148,7 @@ class Reader(ABC):
         self.thread = threading.get_ident()
         """Only this thread takes batches; others may look at them."""
         self.counts = run.progress.counts = DeliveredCounts(run.num_slots)
-        self._warned_unsharded = self._told_worker_info = False
+        self._told: set[str] = set()
         run.progress.waited_by_slot = [0.0] * run.num_slots
 
     @abstractmethod
@@ -213,20 +213,20 @@ class Reader(ABC):
         whole input, and what torch's get_worker_info() answers."""
         views = self.run.views
         unsharded = all(view.HasField("capabilities") and not view.capabilities.looked_at_assignment for view in views)
-        if unsharded and self.run.num_workers > 1 and not self._warned_unsharded:
-            self._warned_unsharded = True
+        if unsharded and self.run.num_workers > 1 and self._once("unsharded"):
             warn_user(
-                f"{self.label}: no worker read its assignment, so every worker streams the whole input, and each "
-                "sample comes once from every worker. Let input_fn or its dataset read one share of the input: share "
-                "a.global_worker_id of a.total_num_workers, with a = penstock.worker.current_assignment(), or the "
-                "share of torch's get_worker_info()",
+                f"{self.label}: no worker read its assignment, so every worker streams the whole input. Let input_fn "
+                "read share a.global_worker_id of a.total_num_workers, with a = penstock.worker.current_assignment(), "
+                "or that of torch's get_worker_info()",
             )
-        if not self._told_worker_info:
-            told = next((view.capabilities.worker_info for view in views if view.capabilities.worker_info), None)
-            text = None if told is None else WORKER_INFO_TEXTS.get(told)
-            if text is not None:
-                self._told_worker_info = True
-                _log.info("%s: %s", self.label, text)
+        told = next((view.capabilities.worker_info for view in views if view.capabilities.worker_info), None)
+        if told in WORKER_INFO_TEXTS and self._once("worker info"):
+            _log.info("%s: %s", self.label, WORKER_INFO_TEXTS[told])
+
+    def _once(self, what: str) -> bool:
+        first = what not in self._told
+        self._told.add(what)
+        return first
 
 
 def placed(error: PenstockError, worker: str, box: int, slot: int, step: int) -> PenstockError:

@@ -6,12 +6,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
-
-import torch
+from typing import Unpack
 
 from penstock.client.api.appliance import Appliance
-from penstock.client.api.appliance_settings import resolve_given
+from penstock.client.api.appliance_settings import LocalOptions, check_names, resolve_given, signature_of
 from penstock.client.in_process import Fault, InProcessReader
 from penstock.client.states.code_reference import forbid_in_runner
 from penstock.proto.errors import InvalidArgumentError, WorkerLostError
@@ -37,37 +35,23 @@ class FakeAppliance(Appliance):
 
     Args:
         faults: faults that happen in each run, each once at its step: InputError, LostWorker, SlowBatch.
-        others: as for Appliance, with the same defaults. The job's name is by default "test-" and random digits, and
-            timeout_s is the deadline for SlowBatch. Batches have memory of their own, on any device.
+        options: see LocalOptions in penstock.client.api.appliance_settings. The job's name is by default "test-" and
+            random digits, and timeout_s is the deadline for SlowBatch. Batches have memory of their own, on any device.
 
     Raises the errors of Appliance, and InvalidArgumentError if the step of a fault is below 1."""
 
-    def __init__(
-        self,
-        *,
-        num_workers_per_box: int | None = None,
-        box: int | None = None,
-        num_boxes: int | None = None,
-        job: str | None = None,
-        seed: int | None = None,
-        device: str | torch.device | None = None,
-        max_batch_bytes: int | None = None,
-        digest: Literal["sample", "full", "rows"] | None = None,
-        strict_structure: bool | None = None,
-        replay: bool | None = None,
-        retention_steps: int | None = None,
-        timeout_s: float | None = None,
-        faults: Sequence[Fault] = (),
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "faults")}
+    def __init__(self, *, faults: Sequence[Fault] = (), **options: Unpack[LocalOptions]) -> None:
         forbid_in_runner("creating a FakeAppliance")
+        check_names(options, LocalOptions)
         for fault in faults:
             if fault.step < 1:
-                raise InvalidArgumentError(
-                    f"step of the fault {fault} must be >= 1, got {fault.step}: steps count from 1"
-                )
-        self._describe(resolve_given(**given | {"job": job or f"test-{secrets.token_hex(4)}"}))
+                raise InvalidArgumentError(f"step of the fault {fault} must be >= 1, got {fault.step}")
+        job = options.get("job") or f"test-{secrets.token_hex(4)}"
+        self._describe(resolve_given(**{**options, "job": job}))
         self.in_process, self._faults = True, tuple(faults)
+
+
+FakeAppliance.__signature__ = signature_of(FakeAppliance.__init__, LocalOptions)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,6 @@ class JobSettings(TlsFiles):
         False,
         description="Repetition of each worker's first batch, to measure a job without the cost of its input.",
     )
-    progress: bool = Field(False, description="Line of progress while the loop runs.")
     http: str = Field(
         "",
         description="HOST:PORT of this process's metrics; ranks of a host take PORT + LOCAL_RANK (default: none).",

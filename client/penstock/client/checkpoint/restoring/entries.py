@@ -74,21 +74,16 @@ class SavedEntries:
         saved = self.index[name].tensor
         if saved is None:
             raise CheckpointError(
-                f"{name!r} cannot be restored from {self.path}: it was saved as a Python object, but is a tensor in "
-                "the state to restore. In a dict, put None in its place"
+                f"{name!r} was saved in {self.path} as a Python object, but is a tensor in the state to restore: put "
+                "None in its place"
             )
         if tensor.is_meta:
-            raise CheckpointError(
-                f"{name!r} of the state to restore is on the meta device, so it has no memory: call to_empty() first"
-            )
-        if tensor.shape != saved.size:
-            raise CheckpointError(
-                f"{name!r} must have the shape saved in {self.path}, {list(saved.size)}, got {list(tensor.shape)}"
-            )
+            raise CheckpointError(f"{name!r} of the state to restore is on the meta device: call to_empty() first")
         dtype = saved.properties.dtype
-        if not torch.can_cast(dtype, tensor.dtype):
+        if tensor.shape != saved.size or not torch.can_cast(dtype, tensor.dtype):
             raise CheckpointError(
-                f"{name!r} was saved in {self.path} as {dtype}, which cannot be converted to {tensor.dtype}"
+                f"{name!r} must fit what is saved in {self.path}, {dtype} of shape {list(saved.size)}, got "
+                f"{tensor.dtype} of shape {list(tensor.shape)}"
             )
         return ReadRequest(tensor, False)
 

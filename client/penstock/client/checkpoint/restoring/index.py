@@ -65,9 +65,7 @@ def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> dict[str, 
     try:
         index = json.loads(data)
         if index["format"] > FORMAT:
-            raise CheckpointCorruptError(
-                f"{where} is in format {index['format']}, which needs a newer Penstock: upgrade it here"
-            )
+            raise CheckpointCorruptError(f"{where} is in format {index['format']}: upgrade Penstock here")
         tensors = [_tensor(*kind) for kind in index["tensors"]]
         names: list[str] = index["files"]
         if not all(type(name) is str and name in files for name in names):

@@ -60,7 +60,7 @@ class FillRequest:
             if other.name != fill.name and not _same(other.source, fill.source, target.dtype):
                 raise CheckpointError(
                     f"{other.name!r} and {fill.name!r} were saved with different values, but share one tensor in the "
-                    "state to restore: make two tensors of them"
+                    "state"
                 )
 
     @staticmethod
@@ -115,9 +115,7 @@ def read(
         for name, archives in by_file.items():
             file = files.get(name)
             if file is None:
-                raise CheckpointCorruptError(
-                    f"the checkpoint's manifest must list the file {name}, got a list without it"
-                )
+                raise CheckpointCorruptError(f"the checkpoint's manifest must list the file {name}")
             handles.append(_open(folder, file))
             if not file.parts:
                 _check_whole(handles[-1], file)
@@ -216,8 +214,8 @@ class _Reader:
         found = xxhash.xxh3_64_hexdigest(data)
         if found != written:
             raise CheckpointCorruptError(
-                f"bytes {archive.offset:,} to {archive.offset + len(data):,} of the file {self._file.name}, with "
-                f"{archive.name!r}, must have the checksum {written}, got {found}"
+                f"{archive.name!r}, from byte {archive.offset:,} of the file {self._file.name}, must have the checksum "
+                f"{written}, got {found}"
             )
 
     def _fill(self, name: str, piece: _Piece, values: torch.Tensor, *, keep: bool) -> None:
@@ -272,14 +270,10 @@ def _open(folder: int, file: CheckpointFile) -> int:
     try:
         handle = open_plain(file.name, folder=folder)
     except OSError as error:
-        raise CheckpointCorruptError(
-            f"the file {file.name} cannot be read: {error.strerror}. Check that it exists and this user may read it"
-        ) from error
+        raise CheckpointCorruptError(f"the file {file.name} cannot be read: {error.strerror}") from error
     if (nbytes := os.fstat(handle).st_size) < file.nbytes:  # compared before memory is allocated for the contents
         os.close(handle)
-        raise CheckpointCorruptError(
-            f"the file {file.name} must have {file.nbytes:,} bytes, as written, got {nbytes:,}"
-        )
+        raise CheckpointCorruptError(f"the file {file.name} must have {file.nbytes:,} bytes, got {nbytes:,}")
     return handle
 
 
@@ -292,9 +286,7 @@ def _read(handle: int, begin: int, nbytes: int, name: str) -> torch.Tensor:
         except OSError as error:
             raise CheckpointCorruptError(f"the file {name} cannot be read: {error.strerror}") from error
         if not count:
-            raise CheckpointCorruptError(
-                f"the file {name} must have {begin + nbytes:,} bytes or more, got {begin + done:,}"
-            )
+            raise CheckpointCorruptError(f"the file {name} must have {begin + nbytes:,} bytes, got {begin + done:,}")
         done += count
     return data
 
@@ -309,6 +301,4 @@ def _check_whole(handle: int, file: CheckpointFile) -> None:
     for begin in range(0, file.nbytes, RUN):
         hasher.update(_bytes_of(_read(handle, begin, min(RUN, file.nbytes - begin), file.name)))
     if hasher.hexdigest() != file.xxh3:
-        raise CheckpointCorruptError(
-            f"the file {file.name} must have the checksum {file.xxh3}, as written, got {hasher.hexdigest()}"
-        )
+        raise CheckpointCorruptError(f"the file {file.name} must have the checksum {file.xxh3}, got another")

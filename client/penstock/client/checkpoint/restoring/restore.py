@@ -82,10 +82,7 @@ def _choose(folder: Path, step: int | None) -> FoundCheckpoint | None:
         matching = [one for one in found if one.step == step]
         if not matching:
             there = ", ".join(str(one.step) for one in found)
-            offer = "Pass one of these steps, or step=None for the newest" if found else "Check the path of the folder"
-            raise CheckpointNotFoundError(
-                f"{folder} has no checkpoint of step {step}; its checkpoints are of steps: {there or 'none'}. {offer}"
-            )
+            raise CheckpointNotFoundError(f"{folder} has no checkpoint of step {step}; it has steps: {there or 'none'}")
         newest = matching[0]
     if newest.damage:
         raise _damaged(newest.path, newest.damage)
@@ -119,9 +116,7 @@ def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
         good = [one.step for one in checkpoints(path.parent) if one.path != path and not one.damage]
     except CheckpointError:
         good = []
-    offer = "The folder has no undamaged checkpoint: restore the files from a copy, or start without restore()"
-    if good:
-        offer = f"The newest undamaged checkpoint is of step {good[0]}: restore(state, step={good[0]}) loads it"
+    offer = f"The newest undamaged one is step={good[0]}" if good else "The folder has no undamaged one"
     return CheckpointCorruptError(f"the checkpoint {path} is damaged: {wrong}. {offer}")
 
 
@@ -202,8 +197,6 @@ def _index(folder: int, path: Path, files: Mapping[str, CheckpointFile]) -> dict
         raise CheckpointCorruptError(f"the checkpoint's manifest must list its index {INDEX}, got a list without it")
     data = read_file(folder, files[name])
     if (digest := xxhash.xxh3_128_hexdigest(data)) != files[name].xxh3:
-        raise CheckpointCorruptError(
-            f"the checkpoint's index {name} must have the checksum {files[name].xxh3}, as written, got {digest}"
-        )
+        raise CheckpointCorruptError(f"its index {name} must have the checksum {files[name].xxh3}, got {digest}")
     index = data if name == INDEX else converted(data, path / name)
     return read_index(index, path / name, {file.name: file.nbytes for file in files.values()})

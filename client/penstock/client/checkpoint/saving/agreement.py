@@ -142,33 +142,29 @@ class Agreement:
         objects, tensors = compare(self._ranks.exchange({"digests": [[*key, *one] for key, one in known.items()]}))
         if objects:
             raise CheckpointError(
-                "the ranks must have equal values under one name, because a checkpoint keeps one of them, got "
-                f"different ones: {'; '.join(objects)}. Put the rank into the name, or pass check_replicas=False"
+                "the ranks must have equal values under one name, of which a checkpoint keeps one, got different ones: "
+                f"{'; '.join(objects)}. Put the rank into the name, or pass check_replicas=False"
             )
         new = [text for name, text in tensors.items() if name not in self._warned]
         self._warned.update(tensors)
         if new:
             warn_user(
-                f"ranks have different values in {len(new)} tensors that they save under one name, and the checkpoint "
-                f"keeps those of one rank: {'; '.join(new[:3])}{' ...' if len(new) > 3 else ''}. Put the rank "
-                "into the name",
+                f"ranks have different values in {len(new)} tensors under one name, of which the checkpoint keeps one: "
+                f"{'; '.join(new[:3])}{' ...' if len(new) > 3 else ''}. Put the rank into the name",
             )
 
 
 def _check(answers: list[dict[str, Any]]) -> None:
-    for what, same, remedy in (
-        ("step", "the same step", "Call save() with the same step on all ranks"),
-        ("folder", "into the same folder", "Create the AsyncCheckpointer with the same folder on all ranks"),
-    ):
+    for what in ("step", "folder"):
         if any(answer[what] != answers[0][what] for answer in answers):
             values = ", ".join(f"rank {rank}: {answer[what]!r}" for rank, answer in enumerate(answers))
-            raise InvalidArgumentError(f"all ranks must save {same}, got {values}. {remedy}")
+            raise InvalidArgumentError(f"all ranks must save with the same {what}, got {values}")
     for key, (_, num_boxes) in (pair for answer in answers for pair in answer["loaders"].items()):
         boxes = sorted(answer["loaders"][key][0] for answer in answers if key in answer["loaders"])
         if num_boxes > 1 and len(answers) > 1 and 0 not in boxes:
             raise InvalidArgumentError(
-                f"{key!r} is a loader of {num_boxes} boxes, but the ranks that save it have only the boxes {boxes}. "
-                "Let the rank with box 0 save too, because it fetches the state of all boxes"
+                f"{key!r} is a loader of {num_boxes} boxes, which box 0 saves for all, but the ranks have only the "
+                f"boxes {boxes}"
             )
 
 

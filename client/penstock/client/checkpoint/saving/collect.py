@@ -99,9 +99,7 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
             f'the state to save must be a dict of names and values, such as {{"model": model}}, got {got}'
         )
     if OURS in state:
-        raise InvalidArgumentError(
-            f"the state to save must not have the key {OURS!r}, which Penstock reserves. Rename that entry"
-        )
+        raise InvalidArgumentError(f"the state to save must not have the key {OURS!r}: rename that entry")
     nested: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Loader):
@@ -117,8 +115,7 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
             continue
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             raise InvalidArgumentError(
-                f"{name!r} of the state to save is a {type(value).__name__} inside a dict or list: move it to the top "
-                "level, or save its state_dict()"
+                f"{name!r} of the state to save is a {type(value).__name__} inside a dict or list: move it to the top"
             )
     recipes, opaque = _made_plain(values)
     noted = {

@@ -254,8 +254,7 @@ def _compare(by_rank: Sequence[tuple[list[LocalItem], Any]]) -> dict[Key, list[i
             first, other = kinds.setdefault(one.name, (rank, kind))
             if kind != other:
                 raise CheckpointError(
-                    f"{one.name!r} is {other} on rank {first} and {kind} on rank {rank}, but a checkpoint keeps one "
-                    "of them. Put the rank into its name"
+                    f"{one.name!r} is {other} on rank {first} and {kind} on rank {rank}: put the rank into its name"
                 )
             holders.setdefault(one.key, []).append(rank)
     return {key: ranks for key, ranks in holders.items() if len(ranks) > 1}

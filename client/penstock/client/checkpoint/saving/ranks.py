@@ -30,9 +30,7 @@ class Ranks:
         self._group: HostGroup | None = None
         self._alone = not _initialized()  # checked again at each exchange
         if _initialized() and dist.get_rank(group) < 0:
-            raise InvalidArgumentError(
-                f"rank {dist.get_rank()} must be in AsyncCheckpointer(group=...) to create one, but is not"
-            )
+            raise InvalidArgumentError(f"rank {dist.get_rank()} must be in AsyncCheckpointer(group=...), but is not")
         if _initialized() and dist.get_world_size(group) > 1:
             members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
             self.rank, self.size = dist.get_rank(group), len(members)
@@ -56,9 +54,8 @@ class Ranks:
             values = self._group.gather(padded)
         except RuntimeError as error:
             raise CheckpointError(
-                f"rank {self.rank} lost the connection to the other {self.size - 1} ranks, or waited for them for "
-                f"more than {self.timeout_s + MARGIN_S:g} s. Make another AsyncCheckpointer on each, or start the job "
-                f"again. Cause: {error}"
+                f"rank {self.rank} lost the other {self.size - 1} ranks, or waited for them for more than "
+                f"{self.timeout_s + MARGIN_S:g} s: start the job again. Cause: {error}"
             ) from error
         return [
             json.loads(value[: int(length)].numpy().tobytes()) for value, length in zip(values, lengths, strict=True)
@@ -85,7 +82,7 @@ class Ranks:
         if any(answer["call"] != call for answer in answers):
             calls = ", ".join(f"rank {rank}: {answer['call']}" for rank, answer in enumerate(answers))
             raise InvalidArgumentError(
-                f"all ranks must call the same method of their AsyncCheckpointer at the same time, got {calls}"
+                f"all ranks must call the same method of their AsyncCheckpointer together, got {calls}"
             )
         return [answer["value"] for answer in answers]
 

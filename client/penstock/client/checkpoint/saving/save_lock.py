@@ -56,9 +56,8 @@ class CallLock:
             if self._owner == threading.get_ident():
                 held.restore_handlers()
                 raise CheckpointError(
-                    f"{call}() was called while {self._call}() of the same AsyncCheckpointer runs in this thread, by a "
-                    "signal handler or a state_dict(), and did nothing. To save after a signal, use "
-                    "AsyncCheckpointer(on_signal=...) and signalled()"
+                    f"{call}() was called within {self._call}() of the same AsyncCheckpointer, by a signal handler or "
+                    "a state_dict(), and did nothing: to save after a signal, use on_signal= and signalled()"
                 )
             if self._lock.acquire(blocking=False):
                 self._owner, self._call = threading.get_ident(), call

@@ -179,13 +179,7 @@ class CudaCopies:
         self._device = device
         self._cuda = cuda
         self._stream = cuda.Stream(device)
-        self._locks = PageLocks(
-            cuda.cudart(),
-            str(device),
-            lambda: take_error(device),
-            "the memory that a checkpoint is staged in",
-            "Or save from more ranks: each of AsyncCheckpointer's buffers needs the bytes that this rank saves",
-        )
+        self._locks = PageLocks(cuda.cudart(), str(device), lambda: take_error(device))
         self._locked: set[int] = set()
 
     def copy(self, image: SharedImage, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

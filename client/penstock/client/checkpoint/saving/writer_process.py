@@ -115,10 +115,7 @@ class WriterProcess:
             return True
         if time.monotonic() < pending.deadline:
             return False
-        self.kill(
-            f"its writer did not answer within {pending.request['timeout_s'] + GRACE_S:g} s, and was killed: check the "
-            "filesystem of the folder"
-        )
+        self.kill(f"its writer did not answer within {pending.request['timeout_s'] + GRACE_S:g} s, and was killed")
         return _ended(pending, LEAVE_S)
 
     def kill(self, why: str) -> None:
@@ -156,7 +153,7 @@ class _Running:
         except OSError as error:
             raise _not_started(rank, error) from error
         try:
-            what = ("--socket-fd", str(theirs.fileno()), "--parent-pid", str(os.getpid()))
+            what = str(theirs.fileno()), str(os.getpid())
             # The writer gets no token, because it does not need one. It has a session of its own, so that a signal to
             # the training job's process group does not stop a save.
             env = environment("PENSTOCK_TOKEN*")
@@ -175,9 +172,7 @@ class _Running:
             raise
         if not started:
             self.process.kill()
-            raise CheckpointError(
-                f"rank {rank}: the writer process did not start{self._how()}: see its messages on standard error"
-            )
+            raise CheckpointError(f"rank {rank}: the writer process did not start{self._how()}: see its messages")
 
     @property
     def alive(self) -> bool:
@@ -189,11 +184,9 @@ class _Running:
         fresh = [image.fd] if image is not None and image.number not in self._mapped else []
         self._mapped = (self._mapped & live) | ({image.number} if image is not None else set())
         with self._lock:
-            if self._ended:
-                lost = True
-            else:
+            lost = self._ended
+            if not lost:
                 self._queue.append(pending)
-                lost = False
         if lost:
             _give_up(pending, self._rank, self._how_it_ended())
             return

@@ -47,8 +47,8 @@ def names_for(loader: Loader, rank: int, names: set[str], key: str) -> str:
     if len(saved) == 1:
         return saved[0]
     raise StateMismatchError(
-        f"{key!r} was saved by {len(saved)} ranks, each with a run of its own, but not by rank {rank}: restore on "
-        f"{len(saved)} ranks, or save with one run for all ranks"
+        f"{key!r} was saved by {len(saved)} ranks with a run each, but not by rank {rank}: restore on {len(saved)} "
+        "ranks"
     )
 
 

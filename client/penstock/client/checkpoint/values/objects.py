@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
+import struct
 import zipfile
 from functools import lru_cache
 from typing import Any
@@ -105,8 +106,8 @@ def load_object(data: bytes, name: str, where: str, *, unsafe: bool) -> Any:
     except Exception as error:  # here too
         if isinstance(error, pickle.UnpicklingError) and not unsafe:
             raise CheckpointError(
-                f"{name!r} of {where} has a class that could run code while it is loaded: pass restore(..., "
-                f"allow_unsafe_types=True) if you trust who wrote it. Cause: {error}"
+                f"{name!r} of {where} has a class that could run code: pass restore(..., allow_unsafe_types=True) if "
+                f"you trust who wrote it. Cause: {error}"
             ) from error
         raise CheckpointError(f"{name!r} of {where} cannot be loaded: {type(error).__name__}: {error}") from error
 
@@ -120,15 +121,9 @@ def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ..
     try:
         tensor = torch.load(_stored(data), map_location="cpu", weights_only=True)
     except Exception as error:  # arbitrary bytes can raise any error
-        raise CheckpointCorruptError(
-            f"{name!r} cannot be loaded: {type(error).__name__}: {error}. Restore another checkpoint"
-        ) from error
+        raise CheckpointCorruptError(f"{name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, sizes):
-        is_tensor = isinstance(tensor, torch.Tensor)
-        got = f"a {tensor.dtype} tensor of shape {list(tensor.shape)}" if is_tensor else type(tensor).__name__
-        raise CheckpointCorruptError(
-            f"{name!r} must be a {dtype} tensor of shape {list(sizes)}, as in the checkpoint's index, got {got}"
-        )
+        raise CheckpointCorruptError(f"{name!r} must be a {dtype} tensor of shape {list(sizes)}, as in the index")
     return tensor
 
 
@@ -144,10 +139,8 @@ def _stored(data: bytes) -> io.BytesIO:
             if one.compress_type != zipfile.ZIP_STORED:
                 raise ValueError("the zip archive has compressed parts, which torch.save does not write")
             if one.filename.endswith("data.pkl"):  # without `read`, which checks a CRC32 that Penstock leaves out
-                header = data[one.header_offset : one.header_offset + HEADER]
-                begin = (
-                    one.header_offset + HEADER + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
-                )
+                name, extra = struct.unpack_from("<HH", data, one.header_offset + 26)
+                begin = one.header_offset + HEADER + name + extra
                 bounded(data[begin : begin + one.file_size])
     file.seek(0)
     return file

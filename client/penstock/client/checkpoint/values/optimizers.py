@@ -85,8 +85,7 @@ def group_order(loaded: dict[str, Any], names: list[str], lengths: list[int]) ->
         index = next((index for index, group in enumerate(saved) if group == own and index not in taken), None)
         if index is None:
             raise CheckpointError(
-                f"param_groups[{number}] has the parameters {some(sorted(own))}, but no saved group has exactly these: "
-                f"the saved groups begin with {some([min(group, default='nothing') for group in saved])}"
+                f"param_groups[{number}] has the parameters {some(sorted(own))}, but no saved group has exactly these"
             )
         taken.add(index)
         order.append(index)
@@ -99,8 +98,7 @@ def _check_names(saved: set[str], own: set[str]) -> None:
     if strange := sorted(saved - own):
         raise CheckpointError(
             f"the checkpoint has optimizer state for the parameters {some(strange)}, but the optimizer has "
-            f"{some(sorted(own - saved) or sorted(own))}. Parameters are matched by name if the module is saved and "
-            "restored with its optimizer, else by number"
+            f"{some(sorted(own - saved) or sorted(own))}: save and restore the module with its optimizer"
         )
     if added := sorted(own - saved):
         raise CheckpointError(
@@ -112,8 +110,8 @@ def warn_of_numbers(key: str, value: Any) -> None:
     """Warn of a nested optimizer's state_dict: its numbers need the same order of parameters at the restore."""
     for path in _numbered(value, (key,)):
         warn_user(
-            f"{'.'.join(map(str, path))!r} of the state is an optimizer's state_dict, which identifies parameters by "
-            "their order only. Put the optimizer itself into the state, at the top, beside its module",
+            f"{'.'.join(map(str, path))!r} of the state is an optimizer's state_dict, which knows parameters by their "
+            "order only: put the optimizer itself into the state, at the top",
         )
 
 

@@ -110,9 +110,8 @@ def _from_several(
     shape, count = next(iter(Counter(unnamed).most_common(1)), ((), 0))
     if count > 1:
         warn_user(
-            f"{key!r} of the state has {count} parameters of shape {list(shape)} without names, which are identified "
-            "by their order only. Save and restore the module with its optimizer, or make the optimizer with names: "
-            f"{type(optimizer).__name__}(model.named_parameters())",
+            f"{key!r} of the state has {count} parameters of shape {list(shape)} known by their order only: save the "
+            f"module with it, or make it by {type(optimizer).__name__}(model.named_parameters())",
         )
     return names
 

@@ -18,7 +18,7 @@ import torch
 from penstock.client.checkpoint.values.torch_private import without_crc32
 from penstock.proto.errors import CheckpointError
 
-__all__ = ["ALIGNMENT", "TorchFrame", "frame_of", "is_plain", "saved_bytes"]
+__all__ = ["ALIGNMENT", "TorchFrame", "compact", "frame_of", "is_plain", "saved_bytes"]
 
 ALIGNMENT = 64
 """Alignment in bytes of values in torch.save's archives, and of archives in Penstock's files."""
@@ -57,6 +57,13 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchFrame:
             f"this torch ({torch.__version__}) saves tensor values at byte {len(before)}: use a supported version"
         )
     return TorchFrame(bytes(before), tensor.nbytes, bytes(behind))
+
+
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the CPU without the rest of a storage that it views, which torch.save would write too."""
+    tensor = tensor.detach().cpu()
+    is_view = tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes
+    return tensor.clone() if is_view else tensor
 
 
 def saved_bytes(value: Any) -> bytes:
