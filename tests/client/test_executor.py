@@ -235,7 +235,7 @@ def test_a_loop_that_was_left_is_none(two: Any, loader: DataLoader) -> None:
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(checkpoint_closure(lambda: True)).result() is None
         two.close()
-        with pytest.raises(RuntimeError, match="no DataExecutor is iterating"):
+        with pytest.raises(RuntimeError, match="call it inside the loop over a DataExecutor"):
             pool.submit(checkpoint_closure(lambda: True)).result()
 
 

@@ -86,7 +86,7 @@ def test_the_state_of_another_loader(two: Any, loader: DataLoader) -> None:
 def test_another_shape_or_seed(two: Any, loader: DataLoader, appliances: Any) -> None:
     list(DataExecutor(loader, num_steps=1, appliance=two))
     loader.load_state_dict(loader.state_dict())
-    with pytest.raises(StateMismatchError, match="1 box with 2 workers each and cannot be resumed on 1 box with 3"):
+    with pytest.raises(StateMismatchError, match="1 boxes with 2 workers each and cannot be resumed on 1 with 3"):
         iter(DataExecutor(loader, appliance=appliances(numbers, num_workers_per_box=3)))
     with pytest.raises(StateMismatchError, match=r"seed must be 5, .* got Appliance\(seed=6\)"):
         iter(DataExecutor(loader, appliance=appliances(numbers, num_workers_per_box=2, seed=6)))

@@ -19,10 +19,10 @@ from penstock.proto.errors import AuthenticationError, InvalidArgumentError, Por
 @pytest.fixture(autouse=True)
 def _as_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without a server, and none left behind."""
-    monkeypatch.setattr(metrics, "_Server", type("_Server", (metrics._Server,), {"web": None, "asked": ""}))
+    monkeypatch.setattr(metrics, "_servers", {})
     yield
-    if metrics._Server.web is not None:
-        metrics._Server.web.close()
+    for server in metrics._servers.values():
+        server.close()
 
 
 def free_ports() -> int:

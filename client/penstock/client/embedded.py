@@ -32,8 +32,6 @@ from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import TORCHRUN, by_path, environment, spawn
 from penstock.runtime.process.watch import readable, wait_for_any
 
-__all__ = ["Embedded"]
-
 DAEMONS = Path(__file__).with_name("embedded_daemons.py")
 TAIL_LINES = 40
 STOP_S = 8.0

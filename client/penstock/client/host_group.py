@@ -17,8 +17,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 
-__all__ = ["HostGroup", "open_group"]
-
 
 class HostGroup:
     """Group of ranks of the job. Each makes it with the same `ranks` in the same order; `rank` is its number in the

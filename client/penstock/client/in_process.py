@@ -32,8 +32,6 @@ from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.forks import OwnerProcess
 from penstock.worker.runner.in_process_slot import InProcessSlot, MadeBatch
 
-__all__ = ["Fault", "InProcessReader", "InProcessRun"]
-
 HERE: Final = "this process"
 STRUCTURES_KEPT: Final = 64
 """Most Assemblers kept, each for one structure (nesting, keys and dtypes)."""

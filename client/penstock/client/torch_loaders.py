@@ -23,8 +23,6 @@ from torch.utils.data import DataLoader as TorchLoader
 from penstock.data.loading.torch_datasets import read_batches, stream_batches
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["taken_over"]
-
 _AHEAD = (
     *("num_workers", "pin_memory", "pin_memory_device", "timeout"),
     *("multiprocessing_context", "prefetch_factor", "persistent_workers"),

@@ -50,8 +50,6 @@ from penstock.runtime.process.forks import OwnerProcess
 if TYPE_CHECKING:
     from penstock.client.in_process import Fault
 
-__all__ = ["Appliance", "current_appliance", "current_settings"]
-
 REACH_S = 20.0
 """Seconds for which an unreachable coordinator is called again: a restart of the coordinator takes a few seconds."""
 RETRY_S = 0.25
@@ -433,4 +431,4 @@ def current_appliance() -> Appliance:
 def current_settings() -> ApplianceSettings:
     """Return the settings of the appliance that current_appliance() would return, without making one."""
     appliance = _entered.innermost() or _default
-    return resolve() if appliance is None else appliance.settings
+    return resolve() if appliance is None or appliance.closed else appliance.settings

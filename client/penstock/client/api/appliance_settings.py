@@ -23,18 +23,6 @@ from penstock.proto.lane.compression import require
 from penstock.runtime.config.job_settings import JobSettings, check_file
 from penstock.runtime.config.settings import field_of, reason_of, source_of
 
-__all__ = [
-    "ApplianceOptions",
-    "ApplianceSettings",
-    "LocalOptions",
-    "Torchrun",
-    "attempt_key",
-    "check_names",
-    "resolve",
-    "resolve_given",
-    "signature_of",
-]
-
 
 class LocalOptions(TypedDict, total=False):
     """Options of every appliance; in brackets their defaults."""

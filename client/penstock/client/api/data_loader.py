@@ -35,8 +35,6 @@ from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.position import MOST
 from penstock.proto.state.restartable import DataLoaderCheckpoint, by_own_methods
 
-__all__ = ["DataLoader"]
-
 _Arguments = ParamSpec("_Arguments")
 _ids = itertools.count(1)
 _log = logging.getLogger("penstock.client")

@@ -14,8 +14,6 @@ from penstock.client.stream.checkpoint_schedule import CheckpointSchedule, Check
 from penstock.client.stream.streams import StreamStats
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["DataExecutor", "checkpoint_closure", "compute_num_steps"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -26,8 +26,6 @@ from penstock.proto.batch.digest import DigestCover
 from penstock.proto.errors import NotRestartableError, PenstockError, StateMismatchError, StateUnavailableError
 from penstock.proto.state.position import Position
 
-__all__ = ["LoaderStream", "Steps"]
-
 
 class LoaderStream:
     def __init__(self, reference: CodeReference, arguments: bytes, local: LocalLoader, *, replay: bool) -> None:

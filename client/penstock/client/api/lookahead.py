@@ -19,8 +19,6 @@ from penstock.client.api.data_loader import DataLoader
 from penstock.client.api.executor import DataExecutor
 from penstock.client.stream.checkpoint_schedule import CheckpointSteps, checked_int
 
-__all__ = ["Lookahead"]
-
 T = TypeVar("T")
 
 _ACCELERATE = (

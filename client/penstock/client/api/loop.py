@@ -20,8 +20,6 @@ from penstock.client.stream.streams import EPOCH_ENDED
 from penstock.proto.errors import EmptyInputError, PenstockError
 from penstock.proto.state.position import EPOCHS_AHEAD
 
-__all__ = ["Loop", "iterating"]
-
 
 class Loop:
     def __init__(

@@ -28,8 +28,6 @@ from penstock.client.api.appliance_settings import Torchrun
 from penstock.proto.errors import DeadlineError, PenstockError
 from penstock.proto.lane.frames import check_peer, connect_local
 
-__all__ = ["CoordinatorAccess", "SharedAppliance"]
-
 POLL_S = 0.02
 LEAVE_S = 60.0
 MAX_MESSAGE = 4096

@@ -9,8 +9,6 @@ from typing import Any, Generic, TypeVar
 
 from penstock.proto.errors import AmbiguousContextError
 
-__all__ = ["EnteredScope"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from penstock.proto.tracebacks import warn_user
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["Session"]
-
 _log = logging.getLogger("penstock.client")
 
 _VOUCH = (

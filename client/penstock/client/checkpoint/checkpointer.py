@@ -37,8 +37,6 @@ from penstock.proto.state.checkpoint_files import checkpoints, newest, step_name
 from penstock.proto.tracebacks import warn_user
 from penstock.runtime.process.forks import OwnerProcess
 
-__all__ = ["AsyncCheckpointer", "Progress"]
-
 _log = logging.getLogger("penstock.checkpoint")
 
 OnExit = Literal["finish", "abandon"]

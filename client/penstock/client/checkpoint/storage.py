@@ -32,8 +32,6 @@ from penstock.proto.errors import CheckpointError, InvalidArgumentError
 from penstock.proto.state.checkpoint_files import METADATA
 from penstock.runtime.files.atomic_files import sync_folder, write_whole
 
-__all__ = ["AsyncFileSystemWriter"]
-
 
 class AsyncFileSystemWriter(FileSystemWriter):
     """Storage writer for torch.distributed.checkpoint that writes a checkpoint's files into a folder, in threads.

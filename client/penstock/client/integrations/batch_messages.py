@@ -22,8 +22,6 @@ from penstock.proto.batch.flatten import Assembler, Flattener
 from penstock.proto.batch.structure import Structure, padded
 from penstock.proto.errors import malformed
 
-__all__ = ["BatchMessages"]
-
 HEADER = 64
 NUMBERS = 3
 

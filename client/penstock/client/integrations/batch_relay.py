@@ -21,8 +21,6 @@ from penstock.client.integrations.batch_messages import BatchMessages
 from penstock.client.integrations.rank_groups import RankGroups, Stages
 from penstock.proto.errors import DeadlineError, LaneLostError, PenstockError, error_named, malformed
 
-__all__ = ["NOTHING", "Kind", "Message", "Relay", "error_of", "failure_message", "relayed"]
-
 MAX_MESSAGE_BYTES: Final = 4 << 30
 """Largest message in bytes for which a rank allocates memory."""
 

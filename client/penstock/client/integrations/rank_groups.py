@@ -22,8 +22,6 @@ import torch.distributed as dist
 
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["RankGroups", "Stages"]
-
 Stages = Literal["ends", "all"]
 """Stages of a pipeline that get batches: "ends" (the first and the last) or "all"."""
 

@@ -12,8 +12,6 @@ from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.tracebacks import warn_user
 
-__all__ = ["batch_size_of", "infer_batch_size"]
-
 
 def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
     """Return the number of rows of a batch: the first dimension that all its tensors share; without dimensions 1.

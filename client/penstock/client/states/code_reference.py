@@ -23,19 +23,6 @@ from typing import Any
 from penstock.proto.errors import InvalidArgumentError, PenstockError, UnsupportedStateError
 from penstock.proto.state.codec import encode_state
 
-__all__ = [
-    "BY_VALUE",
-    "MAIN",
-    "RUNNER_VARIABLE",
-    "CodeReference",
-    "check_arguments",
-    "encode_arguments",
-    "forbid_in_runner",
-    "refer",
-    "search_path",
-    "ship",
-]
-
 MAIN = "penstock_main"
 """Module name of a training script that was run as a file, so that its `if __name__ == "__main__"` is false."""
 BY_VALUE = "penstock_by_value"

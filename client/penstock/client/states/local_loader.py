@@ -18,8 +18,6 @@ from penstock.proto.state.assignment import NEUTRAL, Assignment, assigned
 from penstock.proto.state.generators import capture_rng, restore_rng
 from penstock.proto.state.restartable import DataLoaderCheckpoint, state_methods, takes_strict, worker_state
 
-__all__ = ["LocalLoader", "check_strict", "no_length"]
-
 
 class LocalLoader:
     """Holder of the loader that input_fn returns. Methods that depend on the seed or an assignment build others.

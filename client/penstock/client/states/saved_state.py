@@ -33,8 +33,6 @@ from penstock.proto.state.counts import COUNTS, Rows, counts_part
 from penstock.proto.state.position import MOST, Position
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["FORMAT", "KEY", "STATE", "BoxStart", "SavedState", "WorkerPart", "blank", "is_to_be_filled", "read"]
-
 KEY = "__penstock__"
 STATE = "state"
 FORMAT = 4

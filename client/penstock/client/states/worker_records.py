@@ -11,8 +11,6 @@ from penstock.proto.state.codec import decode_state
 from penstock.proto.state.position import Position
 from penstock.proto.state.restartable import DataLoaderCheckpoint, is_pure
 
-__all__ = ["checkpoints_of", "saved_of"]
-
 
 def saved_of(
     fetched: FetchedState, step: int, name: str, methods: int, seed: int, *, full_digest: bool

@@ -14,8 +14,6 @@ from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["BoxProgress", "DeliveredCounts", "EpochStarts"]
-
 MOST_EPOCH_STARTS = 256
 """Epoch starts that are kept and reported; equal to the coordinator's limit (Limits.epoch_starts_at_once)."""
 SLOTS_IN_ALL = 1 << 15

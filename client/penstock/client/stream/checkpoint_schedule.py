@@ -18,8 +18,6 @@ from typing import Any
 
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["CheckpointSchedule", "CheckpointSteps", "checked_int", "requests_of"]
-
 CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
 
 HORIZON = 256

@@ -12,18 +12,13 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from penstock.client.stream.device import DeviceEvent, copied
 from penstock.proto.lane.ring import Ring
 from penstock.proto.tracebacks import warn_user
-
-if TYPE_CHECKING:
-    from penstock.client.checkpoint.saving.staging import SharedImage
-
-__all__ = ["CudaBackend", "PageLocks", "take_error"]
 
 
 class CudaBackend:
@@ -77,8 +72,9 @@ class PageLocks:
         self._take_error = take_error
         self._warned = False
 
-    def lock(self, memory: Ring | SharedImage) -> bool:
-        """Page-lock memory. Return True if that worked. The first failure is a UserWarning."""
+    def lock(self, memory: Any) -> bool:
+        """Page-lock a Ring, or a checkpoint's SharedImage. Return True if that worked. The first failure is a
+        UserWarning."""
         runtime = self._runtime
         error = runtime.cudaHostRegister(memory.address, memory.nbytes, 0)
         if not int(error):

@@ -15,8 +15,6 @@ from penstock.proto.batch.assemble import CARRIERS
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.lane.ring import Ring
 
-__all__ = ["CpuBackend", "DeviceBackend", "DeviceEvent", "check_device", "copied"]
-
 
 class DeviceEvent(Protocol):
     """Point in a device's queue of work, such as a torch.cuda.Event."""

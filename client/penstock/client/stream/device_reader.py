@@ -39,8 +39,6 @@ from penstock.proto.lane.consumer import Consumer
 from penstock.proto.lane.frames import BATCH, END, Frame, counts_of
 from penstock.proto.state.position import Position
 
-__all__ = ["DeviceLane", "DeviceReader", "backend_of", "reader_for"]
-
 LOOK_S = 50e-6
 """Seconds between two queries of a copy's end. A copy of 1 MiB takes about as long."""
 CLOSE_S = 5.0

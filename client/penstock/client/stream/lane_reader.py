@@ -32,8 +32,6 @@ from penstock.proto.state.position import linked
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process import forks
 
-__all__ = ["CORRUPT_TRIES", "RingView", "SlotLane"]
-
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
 CUT_OFF_S = 2.0

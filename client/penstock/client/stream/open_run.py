@@ -47,8 +47,6 @@ from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process import forks
 from penstock.runtime.telemetry.logs import LONGEST, plain
 
-__all__ = ["OpenRun", "RunLink", "StepFence"]
-
 LINGER_S = 1.0
 """Seconds between two checks, after an error ended the run, of whether its loader was garbage-collected."""
 CLOSE_S = 5.0

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from penstock.client.stream.receiver_process import Receiver
     from penstock.client.stream.streams import Reader
 
-__all__ = ["SaveCounters", "readers", "receivers", "saves"]
-
 _Thing = TypeVar("_Thing")
 
 

@@ -44,8 +44,6 @@ from penstock.proto.tracebacks import stack_in_a_line, warn_user
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2, records_pb2
 
-__all__ = ["OrderedReader"]
-
 OUTRUN = 2 * (MAX_ENTRIES + 8)
 """A slot's next batches among which checkpoint steps are announced: more than twice a ring, because the next
 announcement comes at the middle one, and a worker may be a whole ring ahead of the loop."""

@@ -14,8 +14,6 @@ from penstock.runtime.process.end import exit_words
 from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import NULL, Spawned, by_path, environment, spawn
 
-__all__ = ["Receiver"]
-
 RECEIVER = Path(__file__).with_name("receiver.py")
 START_S = 30.0
 """On an idle machine the start takes 0.1 s."""

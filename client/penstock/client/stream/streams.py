@@ -24,8 +24,6 @@ from penstock.proto.state.position import Position
 from penstock.proto.tracebacks import warn_user
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-__all__ = ["EPOCH_ENDED", "Opening", "Reader", "StreamRun", "StreamStats", "placed", "recovered"]
-
 _log = logging.getLogger("penstock.client")
 
 EPOCH_ENDED: Final = object()

@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-__all__ = ["STAGES", "WaitNotice"]
-
 FIRST_S = 2.0
 LEAST_S, MOST_S = 10.0, 60.0
 """Limits of the seconds between two lines; within them, the next is due when the time waited has doubled."""

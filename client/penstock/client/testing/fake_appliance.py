@@ -14,8 +14,6 @@ from penstock.client.in_process import Fault, InProcessReader
 from penstock.client.states.code_reference import forbid_in_runner
 from penstock.proto.errors import InvalidArgumentError, WorkerLostError
 
-__all__ = ["FakeAppliance", "InputError", "LostWorker", "SlowBatch"]
-
 
 class FakeAppliance(Appliance):
     """Appliance with workers in this process and thread, for tests of training loops.

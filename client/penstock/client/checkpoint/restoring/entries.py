@@ -33,8 +33,6 @@ from penstock.client.checkpoint.values.parameter_names import clean_keys, parame
 from penstock.client.checkpoint.values.torch_private import flatten_state_dict, set_element
 from penstock.proto.errors import CheckpointError, PenstockError
 
-__all__ = ["ReadRequest", "SavedEntries", "StateEntry", "entry_for"]
-
 KeyPath = tuple[Any, ...]
 EXTRA = "_extra_state"
 

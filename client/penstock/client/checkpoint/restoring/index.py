@@ -22,8 +22,6 @@ from penstock.proto.errors import CheckpointCorruptError
 from penstock.proto.state.checkpoint_index import FORMAT, in_fours
 from penstock.runtime.process.spawn import environment
 
-__all__ = ["Archive", "SavedValue", "converted", "read_index"]
-
 READER = Path(__file__).with_name("metadata_reader.py")
 READER_S = 120.0
 """Seconds to read a `.metadata`. 3,000 entries take 0.1 s."""

@@ -30,8 +30,6 @@ from penstock.proto.errors import CheckpointCorruptError, CheckpointError
 from penstock.proto.state.checkpoint_files import CheckpointFile
 from penstock.runtime.files.plain_files import open_plain
 
-__all__ = ["FillRequest", "read", "read_file"]
-
 RUN = 16 << 20
 SMALL = 8 << 20
 """Bytes that a restore reads without threads, because Python's work for each entry takes longer."""

@@ -43,8 +43,6 @@ from penstock.proto.state.checkpoint_files import (
     read_manifest,
 )
 
-__all__ = ["LoadedCheckpoint", "chosen", "load"]
-
 SILENCE_S = 8.0
 """Seconds without a sign of life from another process's save, whose machine may be gone, until a restore ignores it."""
 TRIES = 20

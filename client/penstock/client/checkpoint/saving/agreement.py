@@ -27,8 +27,6 @@ from penstock.client.checkpoint.values.torch_private import find_state_dict_obje
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 from penstock.proto.tracebacks import warn_user
 
-__all__ = ["AgreedSave", "Agreement", "digests"]
-
 _log = logging.getLogger("penstock.checkpoint")
 
 SAMPLES = 16

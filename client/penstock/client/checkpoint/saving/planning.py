@@ -38,23 +38,6 @@ from penstock.client.checkpoint.values.torch_private import StorageInfo
 from penstock.proto.errors import CheckpointError
 from penstock.proto.state.checkpoint_index import ATTRIBUTES, FORMAT
 
-__all__ = [
-    "DCP_VERSION",
-    "Bucket",
-    "FileLayout",
-    "GlobalPlan",
-    "Item",
-    "LocalItem",
-    "RankLayout",
-    "TensorItems",
-    "agree",
-    "assign",
-    "decode_items",
-    "described",
-    "encode_items",
-    "lay_out",
-]
-
 SUFFIX = ".distcp"
 DCP_VERSION = "1.0.0"
 

@@ -15,8 +15,6 @@ import torch.distributed as dist
 from penstock.client.host_group import HostGroup
 from penstock.proto.errors import CATALOGUE, CheckpointError, InvalidArgumentError, PenstockError
 
-__all__ = ["Ranks"]
-
 MARGIN_S = 60.0
 
 

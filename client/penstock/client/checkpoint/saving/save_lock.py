@@ -16,8 +16,6 @@ from typing import Any
 
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 
-__all__ = ["CallLock", "SignalWatch"]
-
 POLL_S = 0.002
 
 Handler = Callable[[int, Any], Any]

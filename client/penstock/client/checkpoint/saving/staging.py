@@ -21,8 +21,6 @@ from penstock.client.checkpoint.values.torch_private import copy_all
 from penstock.client.stream.cuda import PageLocks, take_error
 from penstock.proto.errors import CheckpointError
 
-__all__ = ["CudaCopies", "SharedImage", "Staged", "StagingBuffer"]
-
 PAGE = mmap.PAGESIZE
 _numbers = itertools.count()
 SLACK = 16 * PAGE

@@ -31,8 +31,6 @@ from penstock.runtime.process.spawn import NULL, by_path, environment, spawn
 from penstock.runtime.process.watch import wait_for_any
 from penstock.runtime.telemetry.logs import about
 
-__all__ = ["PendingSave", "WriterProcess", "wait_all"]
-
 _log = logging.getLogger("penstock.checkpoint")
 
 WRITER = Path(__file__).with_name("writer.py")

@@ -12,8 +12,6 @@ from penstock.client.api.lookahead import Lookahead
 from penstock.proto.errors import StateMismatchError
 from penstock.proto.state.codec import decode_state, encode_state
 
-__all__ = ["Loader", "load_loader", "loader_leaves", "names_for"]
-
 Loader = DataLoader | Lookahead
 
 SHARED = "all"

@@ -19,8 +19,6 @@ from penstock.client.checkpoint.values.torch_frames import saved_bytes
 from penstock.client.checkpoint.values.torch_private import without_crc32
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError
 
-__all__ = ["bounded", "load_object", "load_tensor", "plain_bytes"]
-
 PROTOCOL = 2
 HEADER = 30
 """Bytes in a zip archive from the start of a file's header to the file's name."""

@@ -18,19 +18,6 @@ from penstock.client.checkpoint.values.plain_values import LEAVES
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 from penstock.proto.tracebacks import warn_user
 
-__all__ = [
-    "check_order",
-    "group_order",
-    "load_optimizer",
-    "merged",
-    "named_state",
-    "notes",
-    "numbered_state",
-    "regrouped",
-    "some",
-    "warn_of_numbers",
-]
-
 Path = tuple[Any, ...]
 """Keys and indexes to a value in the optimizer's state, first the parameter's name or number."""
 

@@ -15,8 +15,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.tracebacks import warn_user
 
-__all__ = ["clean_keys", "parameter_names", "unwrapped"]
-
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "_fsdp_wrapped_module"}
 """Attributes of wrapped modules: torch.compile, activation checkpointing, Lightning Fabric, FSDP1."""
 

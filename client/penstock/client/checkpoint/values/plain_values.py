@@ -20,8 +20,6 @@ import numpy as np
 import torch
 import xxhash
 
-__all__ = ["FACTORIES", "LEAVES", "PLAIN", "EncodedValue", "decode", "encode", "value_digest"]
-
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 LEAVES = PLAIN | {torch.Tensor, torch.nn.Parameter}
 """Types of values without parts, looked up first: `isinstance(value, Mapping)` takes 1 us, a state has thousands."""

@@ -18,8 +18,6 @@ import torch
 from penstock.client.checkpoint.values.torch_private import without_crc32
 from penstock.proto.errors import CheckpointError
 
-__all__ = ["ALIGNMENT", "TorchFrame", "compact", "frame_of", "is_plain", "saved_bytes"]
-
 ALIGNMENT = 64
 """Alignment in bytes of values in torch.save's archives, and of archives in Penstock's files."""
 
