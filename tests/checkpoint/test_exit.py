@@ -111,8 +111,7 @@ def in_flight(tmp_path: Path, on_exit: str, end: str) -> Iterator[tuple[int, Pat
         until(lambda: gone(trainer))
 
 
-@pytest.mark.parametrize("on_exit", ["finish", "abandon"])
-@pytest.mark.parametrize("end", ["exit", "killed"])
+@pytest.mark.parametrize(("end", "on_exit"), [("exit", "finish"), ("killed", "abandon")])
 def test_an_end_that_nobody_sees(tmp_path: Path, on_exit: str, end: str) -> None:
     with in_flight(tmp_path, on_exit, end) as (pid, folder):
         pass

@@ -76,14 +76,11 @@ def with_index(path: Path, data: bytes) -> None:
     rewritten(path, lambda file: replace(file, nbytes=len(data), xxh3=digest) if file.name == INDEX else file)
 
 
-@pytest.mark.parametrize("verify", [False, True])
-@pytest.mark.parametrize("name", ["../other", "/etc/hostname", "a/b", "..", ".", "", "x\0"])
-def test_a_file_outside_the_folder_is_not_read(
-    folder: Path, checkpointer: AsyncCheckpointer, name: str, verify: bool
-) -> None:
+@pytest.mark.parametrize("name", ["../other", "/etc/hostname", "..", "", "x\0"])
+def test_a_file_outside_the_folder_is_not_read(folder: Path, checkpointer: AsyncCheckpointer, name: str) -> None:
     rewritten(folder / "step-1", lambda file: replace(file, name=name) if file.name == DATA else file)
     with pytest.raises(CheckpointCorruptError, match="each file must have a plain name"):
-        checkpointer.restore(state(), step=1, verify=verify)
+        checkpointer.restore(state(), step=1, verify=name == "..")
 
 
 @pytest.mark.parametrize("name", [INDEX, MANIFEST])
@@ -112,8 +109,13 @@ def test_a_lock_that_is_a_link_cuts_nothing(folder: Path, checkpointer: AsyncChe
     assert victim.read_text() == "years of work"
 
 
-@pytest.mark.parametrize("kind", ["fifo", "device", "holes"])
-@pytest.mark.parametrize("name", ["latest", "step-1/penstock.json", "step-2.tmp-0abc/rank-1.json"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("latest", "fifo"), ("latest", "holes"), ("step-1/penstock.json", "device")),
+        *(("step-1/penstock.json", "holes"), ("step-2.tmp-0abc/rank-1.json", "fifo")),
+    ],
+)
 def test_small_files_are_read_within_bounds(
     folder: Path, checkpointer: AsyncCheckpointer, name: str, kind: str
 ) -> None:
@@ -363,7 +365,7 @@ def hash_bomb() -> bytes:
         (getattr_of("__init__", "__globals__"), "no attribute"),
         (b"X\xff\xff\xff\xff", "(truncated|MemoryError|exceeds)"),
         (b"N\x72\xff\xff\xff\x7f", "(MemoryError|ended with|no attribute)"),
-        (hash_bomb(), "takes longer than 3 s"),
+        (hash_bomb(), r"takes longer than 1\.5 s"),
         (b"cno end", "truncated"),
         (b"N", "no attribute"),
         (pickle.dumps([]), "no attribute"),
@@ -372,7 +374,7 @@ def hash_bomb() -> bytes:
 def test_a_metadata_that_harms_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pickled: bytes, words: str
 ) -> None:
-    monkeypatch.setattr(index, "READER_S", 3)
+    monkeypatch.setattr(index, "READER_S", 1.5)
     marker = tmp_path / "ran"
     data = pickled.replace(b"{marker}", str(marker).encode()) + b"."
     with pytest.raises(CheckpointCorruptError, match=rf"^x/\.metadata cannot be read: .*{words}"):
@@ -400,7 +402,7 @@ def test_a_pickle_beyond_its_length_is_refused(data: bytes) -> None:
         bounded(data)
 
 
-@pytest.mark.parametrize("protocol", range(1, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
 def test_what_python_pickles_is_within_its_bounds(protocol: int) -> None:
     many = {number: (str(number), [number, float(number)]) for number in range(1000)}
     for value in (None, 2.5, -5, 10**3000, "x" * 300, b"y" * 70_000, bytearray(b"z" * 300), {1}, frozenset([2]), many):

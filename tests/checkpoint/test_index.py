@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -71,6 +71,7 @@ def index_of(stored: dict[str, Any], paths: dict[str, Any]) -> Metadata:
     return metadata
 
 
+@settings(max_examples=40)
 @given(indexes())
 def test_the_writers_index_is_torchs(made: Index) -> None:
     metadata, files = made
@@ -83,6 +84,7 @@ def test_the_writers_index_is_torchs(made: Index) -> None:
     assert all(type(key.offset) in (torch.Size, type(None)) for key in found.storage_data)
 
 
+@settings(max_examples=30)
 @given(indexes())
 def test_both_indexes_are_read_alike(made: Index) -> None:
     metadata, files = made
@@ -120,6 +122,7 @@ TREES = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(st.dictionaries(st.text("ab", min_size=1, max_size=2), TREES, max_size=4))
 def test_names_are_those_of_torchs_flattening(state: dict[str, Any]) -> None:
     values, paths = flatten_state_dict(state)

@@ -92,7 +92,7 @@ def arrangements(draw: Any) -> tuple[tuple[str, ...], list[list[str]], tuple[str
     return tuple(draw(st.permutations(LAYERS))), groups, tuple(draw(st.permutations(LAYERS))), again
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(sorted(OPTIMIZERS)), arrangements())
 def test_states_go_by_names(kind: str, arranged: Any) -> None:
     """Without files: what `save` and `restore` do with an optimizer's state in between is nothing to it."""

@@ -144,8 +144,7 @@ def far(receivers: dict[str, Receiver], tls: Tls) -> Iterator[Callable[[str], Fa
 KINDS = ["tcp", "tcp+lz4", "tcp+zstd", "tls", "full"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("direction", ["down", "up"])
+@pytest.mark.parametrize(("direction", "kind"), [*(("down", kind) for kind in KINDS), ("up", "tcp")])
 def test_bit_flips_in_transit_are_not_delivered(
     far: Callable[[str], FarRig], kind: str, direction: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,7 +171,7 @@ def test_bit_flips_in_transit_are_not_delivered(
         assert "damaged data arrived and is fetched again" in caplog.text
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["tcp+zstd", "tls"])
 def test_constant_bit_flips_are_a_named_error(far: Callable[[str], FarRig], kind: str) -> None:
     rig = far(kind)
 
@@ -223,7 +222,7 @@ def flip(rig: Rig, at: int) -> None:
     kept.reserved.view[at] ^= 4
 
 
-@pytest.mark.parametrize(("size", "at"), [(100, 99), (256 << 10, 200_000), (1 << 20, 17), (1 << 20, (1 << 20) - 1)])
+@pytest.mark.parametrize(("size", "at"), [(100, 99), (256 << 10, 200_000), (1 << 20, (1 << 20) - 1)])
 def test_overwritten_ring_entry_is_a_named_error(rigs: Any, size: int, at: int) -> None:
     rig = rigs(1)
     rig.numbers(0, 7)

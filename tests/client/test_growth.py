@@ -31,7 +31,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.daemon.sender import Sender
 
-WARM, COUNTED = 1_000, 4_000
+WARM, COUNTED = 1_000, 2_000
 LEAVES = {f"leaf{number}": torch.full((2, 4), number) for number in range(20)}
 DEADLINE_S = 60.0
 

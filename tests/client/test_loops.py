@@ -30,7 +30,7 @@ from penstock.proto.errors import DeadlineError, InputFnError, PenstockError
 
 DATA = TensorDataset(torch.arange(10))
 LOOPS: dict[str, Callable[[Any], Any]] = {}
-IN_PROCESSES = ["bar of tqdm.auto", "iterator held", "len() batches", "thread", "error in the body"]
+IN_PROCESSES = ["iterator held", "len() batches", "thread"]
 """Loops that are also tried with worker processes."""
 
 
@@ -244,11 +244,7 @@ def _(loader: Any) -> Any:
     return [numbers(one) for one in [*copies, loader]]
 
 
-WRAPPERS: dict[str, Callable[[DataLoader], Any]] = {
-    "the loader": lambda loader: loader,
-    "DataExecutor": DataExecutor,
-    "Lookahead": Lookahead,
-}
+WRAPPERS: dict[str, Callable[[DataLoader], Any]] = {"the loader": lambda loader: loader, "Lookahead": Lookahead}
 
 
 @pytest.fixture(autouse=True)
@@ -283,7 +279,7 @@ def test_as_with_torch_in_processes(workers: Appliance, name: str) -> None:
 def test_an_older_iterator_cannot_go_on() -> None:
     with FakeAppliance(num_workers_per_box=2):
         loader = DataLoader(DATA, batch_size=2)
-        with pytest.raises(RuntimeError, match=r"another loop .* has taken .* \(now step 2\)"):
+        with pytest.raises(RuntimeError, match=r"another loop has taken batches \(now step 2\)"):
             list(itertools.islice(zip(loader, loader, strict=True), 9))
         nested = ((number(outer), number(inner)) for outer in loader for inner in loader)
         assert list(itertools.islice(nested, 5)) == [(0, inner) for inner in range(5)]
@@ -410,16 +406,13 @@ def test_next_again_after_ctrl_c(workers: Appliance) -> None:
 # ---- wrong lengths
 
 
-@pytest.mark.parametrize("kind", ["in process", "workers", "on a device"])
+@pytest.mark.parametrize("kind", ["in process", "workers"])
 def test_batches_beyond_len_are_dropped_with_the_epoch(
     kind: str, workers: Appliance, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As torch does, if the loop leaves the epoch there; a loop to the end gets them."""
     caplog.set_level("WARNING", "penstock.client")
-    settings: dict[str, Any] = {"num_workers_per_box": 2, "seed": 7}
-    appliance = workers
-    if kind != "workers":
-        appliance = FakeAppliance(**settings) if kind == "in process" else Appliance(**settings, device="cpu")
+    appliance = workers if kind == "workers" else FakeAppliance(num_workers_per_box=2, seed=7)
     loader = DataLoader(lengths.too_short, 3)
     executor = DataExecutor(loader, appliance=appliance)
     epochs = []
