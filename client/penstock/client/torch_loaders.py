@@ -43,7 +43,7 @@ def taken_over(
     loader = thing if isinstance(thing, TorchLoader) else _loader_of(thing, args, kwargs)
     dataset, sampler, batches = loader.dataset, loader.sampler, loader.batch_sampler
     of_torch = loader.collate_fn in (torch.utils.data.default_collate, torch.utils.data.default_convert)
-    arguments = {
+    arguments: dict[str, Any] = {
         "batch_size": loader.batch_size,
         "collate_fn": None if of_torch else loader.collate_fn,
         "worker_init_fn": loader.worker_init_fn,

@@ -112,10 +112,8 @@ def signature_of(init: Callable[..., None], options: type[LocalOptions]) -> insp
 
 
 def check_names(given: Mapping[str, Any], options: type[LocalOptions]) -> None:
-    if unknown := sorted(given.keys() - options.__optional_keys__):
-        raise TypeError(
-            f"{unknown[0]!r} is no option here: pass some of {', '.join(sorted(options.__optional_keys__))}"
-        )
+    if unknown := sorted(given.keys() - options.__annotations__.keys()):
+        raise TypeError(f"{unknown[0]!r} is no option here: pass some of {', '.join(sorted(options.__annotations__))}")
 
 
 class ApplianceSettings(JobSettings):

@@ -48,7 +48,10 @@ def box_appliance(
             f"box_appliance sets the box and keeps batches on the host, got the argument {wrong[0]}: leave it out"
         )
     ranks = ranks or RankGroups.of_megatron()
-    return Appliance(box=ranks.box, num_boxes=ranks.num_boxes, **settings) if ranks.reads else nullcontext()
+    if not ranks.reads:
+        return nullcontext()
+    settings["box"], settings["num_boxes"] = ranks.box, ranks.num_boxes
+    return Appliance(**settings)
 
 
 class DataIterator:
