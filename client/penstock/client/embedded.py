@@ -123,8 +123,7 @@ class Embedded:
                     pass
             if time.monotonic() > deadline:
                 raise PenstockError(
-                    "the embedded coordinator did not accept connections within timeout_s: see its "
-                    f"output{self._last_words()}"
+                    f"the embedded coordinator accepts no calls after timeout_s: see its output{self._last_words()}"
                 )
             waiting()
             self._down.wait(PROBE_S)

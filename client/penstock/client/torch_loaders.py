@@ -79,8 +79,7 @@ def _loader_of(dataset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     is_list = isinstance(dataset, Sized) and not isinstance(dataset, str | bytes | dict)
     if not isinstance(dataset, torch.utils.data.Dataset) and not (is_list and hasattr(type(dataset), "__getitem__")):
         raise TypeError(
-            f"input_fn must be a callable or a dataset, got a {type(dataset).__qualname__}: pass the function itself, "
-            "without calling it, and its arguments after it"
+            f"input_fn must be a callable or a dataset, got a {type(dataset).__qualname__}: pass the function itself"
         )
     given = inspect.signature(TorchLoader).bind(dataset, *args, **kwargs).arguments
     return TorchLoader(**{name: value for name, value in given.items() if name not in _AHEAD})

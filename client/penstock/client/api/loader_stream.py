@@ -246,8 +246,7 @@ class LoaderStream:
             )
         if seed is not None and saved.seed not in (None, seed):
             raise StateMismatchError(
-                f"seed must be {saved.seed}, as in the loaded state of {self.name}, got Appliance(seed={seed}): leave "
-                "it out"
+                f"seed must be {saved.seed}, as in the loaded state of {self.name}, got Appliance(seed={seed})"
             )
         return saved.seed if seed is None else seed
 
@@ -283,8 +282,7 @@ class LoaderStream:
             return settings.seed
         if settings.num_boxes > 1:
             raise StateUnavailableError(
-                f"{self.name}: the boxes agree on a random seed in the first loop, and there is no state before: pass "
-                "Appliance(seed=...)"
+                f"{self.name}: there is no state before the boxes have agreed on a seed: pass Appliance(seed=...)"
             )
         if self.drawn is None:
             self.drawn = secrets.randbits(63)

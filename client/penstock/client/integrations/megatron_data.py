@@ -273,8 +273,8 @@ class _Chunk:
             raise InvalidArgumentError(
                 "next(data_iterator) must be called on the first stage's first model chunk and the last stage's last "
                 f"only, got a call on chunk {self._number} of {self._count}, stage {ranks.stage} of "
-                f"{ranks.num_stages}, "
-                f'rank {ranks.rank}: pass DataIterator(stages="all")'
+                f"{ranks.num_stages}: "
+                'pass DataIterator(stages="all")'
             )
         batch = self._owner._at(self.taken)
         self.taken += 1

@@ -48,8 +48,7 @@ class RankGroups:
             raise InvalidArgumentError(f"RankGroups: peers must contain rank {self.rank}, got {self.peers}")
         if self.leads and (self.rank not in self.leaders or len(self.leaders) != self.num_stages):
             raise InvalidArgumentError(
-                f"RankGroups: leaders must be the first rank of each of the {self.num_stages} stages, got "
-                f"{self.leaders}"
+                f"RankGroups: leaders must be the first ranks of all {self.num_stages} stages, got {self.leaders}"
             )
         if self.reads and len(self.readers) != self.num_boxes:
             raise InvalidArgumentError(
@@ -94,8 +93,7 @@ class RankGroups:
         state: Any = importlib.import_module("megatron.core.parallel_state")
         if not state.model_parallel_is_initialized():
             raise InvalidArgumentError(
-                "Megatron's parallel state must be initialized: call parallel_state.initialize_model_parallel(...) "
-                "first"
+                "Megatron's parallel state must be initialized: call initialize_model_parallel(...) first"
             )
         peers = _ranks(state.get_tensor_and_context_parallel_group())
         return cls(

@@ -25,8 +25,7 @@ def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
     sizes = {tensor.shape[0] if tensor.ndim else 1 for tensor in _tensors(data)}
     if not sizes:
         raise InvalidArgumentError(
-            f"data must contain a tensor, got a {type(data).__qualname__} without: pass nested dicts, lists, tuples or "
-            "dataclasses of tensors"
+            f"data must contain a tensor, in dicts, lists, tuples or dataclasses, got a {type(data).__qualname__}"
         )
     if len(sizes) > 1:
         warn_user(f"the tensors of a batch must have the same number of rows, got {sorted(sizes)}: pass the batch size")

@@ -249,8 +249,7 @@ class SavedState:
             raise StateMismatchError(
                 f"the state of {self.input_fn} at step {self.step} was saved on {self.num_boxes} boxes with "
                 f"{self.num_workers_per_box} workers each and cannot be resumed on {num_boxes} with "
-                f"{num_workers_per_box}: use the same numbers, or add aggregate_state_dict and deaggregate_state_dict "
-                "to its loader"
+                f"{num_workers_per_box}, because its loader has no aggregate_state_dict and deaggregate_state_dict"
             )
         epoch = max((position.epoch for position in self.positions), default=0)
         if self.methods != 4:
@@ -299,8 +298,7 @@ def read(value: object) -> SavedState:
         raise _damaged(f"its entry {KEY!r} has no format number")
     if ours["format"] != FORMAT:
         raise StateVersionError(
-            f"the format of a saved state must be {FORMAT}, got {ours['format']}: load it with the Penstock that saved "
-            "it"
+            f"the format of a saved state must be {FORMAT}, got {ours['format']}: load it with the same Penstock"
         )
     if not isinstance(ours.get("record"), bytes | bytearray):
         raise _damaged(f"its entry {KEY!r} has no record")

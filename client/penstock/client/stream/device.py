@@ -98,8 +98,7 @@ def check_device(name: str) -> str:
         )
     if not torch.cuda.is_available():
         raise InvalidArgumentError(
-            f"device={name!r} cannot be used: torch {torch.__version__} finds no CUDA device (see nvidia-smi and "
-            "CUDA_VISIBLE_DEVICES). Leave device out"
+            f"device={name!r} cannot be used: torch {torch.__version__} finds no CUDA device, see nvidia-smi"
         )
     count = torch.cuda.device_count()
     if device.index is not None and device.index >= count:

@@ -275,8 +275,7 @@ class DeviceReader(OrderedReader):
     def _late(self, waited: float) -> DeadlineError:
         return DeadlineError(
             f"{self.label}: box {self.run.box} waited {waited:.0f} s for device {self._backend.device} to copy a "
-            f"batch, after step {self.position.step} (timeout_s={self._timeout_s:g}): check the device, or raise "
-            "timeout_s"
+            f"batch, after step {self.position.step} (timeout_s={self._timeout_s:g}): check the device"
         )
 
     # ---- ends of a staged batch

@@ -411,10 +411,7 @@ class OpenRun(StreamRun):
                     warn_at *= 2
                     waited = called_at - since
                     _log.warning(
-                        "waiting for %s: the coordinator has not answered for %.0f s and is called again: %s",
-                        what,
-                        waited,
-                        error.message,
+                        "waiting for %s: the coordinator has not answered for %.0f s: %s", what, waited, error.message
                     )
                 self.reach(MAX_BACKOFF_S)
                 away_s += time.monotonic() - called_at

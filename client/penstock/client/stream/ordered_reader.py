@@ -360,8 +360,7 @@ class OrderedReader(Reader):
         what = f"its runner is {view.doing}" if view.doing else doing.get(view.phase, "it has failed")
         return DeadlineError(
             f"{self.label}: box {run.box} waited {waited:.0f} s for step {step} from worker slot {slot} on worker "
-            f"{view.worker or 'unknown'}: {what}{why_closed}{away} (timeout_s={self._timeout_s:g}). See `penstock "
-            "status`",
+            f"{view.worker or 'unknown'}: {what}{why_closed}{away} (timeout_s={self._timeout_s:g})",
             remote_traceback=view.stack if view.doing else "",
         )
 
@@ -396,8 +395,7 @@ class OrderedReader(Reader):
             _log.warning("%s: %s", self.label, why)
         if any(view.capabilities.keeps_place for view in run.views) and self._once("keeps place"):
             _log.warning(
-                "%s: the loader has state methods and no set_epoch: each epoch begins with what input_fn left, also "
-                "after a break",
+                "%s: the loader has state methods and no set_epoch: each epoch begins with what input_fn left",
                 self.label,
             )
         self.stats.skipped = sum(view.skipped for view in run.views)

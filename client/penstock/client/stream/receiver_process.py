@@ -75,8 +75,7 @@ class Receiver:
             except TimeoutError:
                 self._end()
                 raise DeadlineError(
-                    f"waited {START_S:g} s for the receiver of batches from other hosts to start: see its messages "
-                    "above"
+                    f"waited {START_S:g} s for the receiver of batches from other hosts to start: see its messages"
                 ) from None
         if first_line is None:
             how = exit_words(process.result())

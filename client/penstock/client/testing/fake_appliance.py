@@ -87,9 +87,5 @@ class LostWorker:
     def strike(self, reader: InProcessReader) -> None:
         why = "its worker was lost (injected by a test)"
         if self.for_good:
-            raise reader.failed(
-                WorkerLostError(
-                    f"{reader.label}: {why}, and no other worker made the batch: load a state to open another run"
-                )
-            )
+            raise reader.failed(WorkerLostError(f"{reader.label}: {why}, and no other worker made the batch"))
         reader.replace_worker(why)

@@ -72,8 +72,7 @@ class SavedEntries:
         saved = self.index[name].tensor
         if saved is None:
             raise CheckpointError(
-                f"{name!r} was saved in {self.path} as a Python object, but is a tensor in the state to restore: put "
-                "None in its place"
+                f"{name!r} was saved in {self.path} as a Python object, but is a tensor in the state to restore"
             )
         if tensor.is_meta:
             raise CheckpointError(f"{name!r} of the state to restore is on the meta device: call to_empty() first")

@@ -57,8 +57,7 @@ class FillRequest:
             other = seen.setdefault(memory, fill)
             if other.name != fill.name and not _same(other.source, fill.source, target.dtype):
                 raise CheckpointError(
-                    f"{other.name!r} and {fill.name!r} were saved with different values, but share one tensor in the "
-                    "state"
+                    f"{other.name!r} and {fill.name!r} share one tensor, but were saved with different values"
                 )
 
     @staticmethod
@@ -212,8 +211,7 @@ class _Reader:
         found = xxhash.xxh3_64_hexdigest(data)
         if found != written:
             raise CheckpointCorruptError(
-                f"{archive.name!r}, from byte {archive.offset:,} of the file {self._file.name}, must have the checksum "
-                f"{written}, got {found}"
+                f"{archive.name!r} in the file {self._file.name} must have the checksum {written}, got {found}"
             )
 
     def _fill(self, name: str, piece: _Piece, values: torch.Tensor, *, keep: bool) -> None:

@@ -119,12 +119,7 @@ class Agreement:
             try:
                 load_object(objects[name, None], name, "", unsafe=False)
             except CheckpointError:
-                _log.warning(
-                    "%r of the state to save contains %s: a restore of this value needs restore(..., "
-                    "allow_unsafe_types=True)",
-                    name,
-                    kind,
-                )
+                _log.warning("%r of the state contains %s: it needs restore(..., allow_unsafe_types=True)", name, kind)
 
     def _replan(self, collected: CollectedState) -> GlobalPlan:
         self._plan = None
@@ -161,8 +156,7 @@ def _check(answers: list[dict[str, Any]]) -> None:
         boxes = sorted(answer["loaders"][key][0] for answer in answers if key in answer["loaders"])
         if num_boxes > 1 and len(answers) > 1 and 0 not in boxes:
             raise InvalidArgumentError(
-                f"{key!r} is a loader of {num_boxes} boxes, which box 0 saves for all, but the ranks have only the "
-                f"boxes {boxes}"
+                f"{key!r} is a loader of {num_boxes} boxes, which box 0 saves for all, got only the boxes {boxes}"
             )
 
 

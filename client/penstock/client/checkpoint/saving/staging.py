@@ -50,8 +50,7 @@ class SharedImage:
         except OSError as error:
             os.close(self.fd)
             raise CheckpointError(
-                f"{self.nbytes:,} bytes of shared memory for the state of this rank cannot be allocated: "
-                f"{error.strerror}"
+                f"{self.nbytes:,} bytes of shared memory for the state cannot be allocated: {error.strerror}"
             ) from error
 
     @classmethod

@@ -300,12 +300,8 @@ class SaveJob:
 
         if not self._wait_until(all_there):
             late = [rank for rank in range(1, self.ranks) if rank not in reports]
-            raise WriteFailed(
-                dict.fromkeys(
-                    late,
-                    f"its writer had not written its files after timeout_s={self.request['timeout_s']:g} s",
-                )
-            )
+            why = f"its writer had not written its files after timeout_s={self.request['timeout_s']:g} s"
+            raise WriteFailed(dict.fromkeys(late, why))
         return reports
 
     def _expect_signs(self, late: list[int]) -> None:

@@ -45,8 +45,7 @@ def names_for(loader: Loader, rank: int, names: set[str], key: str) -> str:
     if len(saved) == 1:
         return saved[0]
     raise StateMismatchError(
-        f"{key!r} was saved by {len(saved)} ranks with a run each, but not by rank {rank}: restore on {len(saved)} "
-        "ranks"
+        f"{key!r} was saved by {len(saved)} ranks with a run each, not by rank {rank}: restore on {len(saved)}"
     )
 
 
