@@ -176,7 +176,7 @@ def test_a_save_within_a_call_is_an_error_by_name(tmp_path: Path) -> None:
         def load_state_dict(self, state: dict[str, int]) -> None: ...
 
     with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
-        with pytest.raises(CheckpointError, match=r"save\(\) was called while save\(\) of the same AsyncCheckpointer"):
+        with pytest.raises(CheckpointError, match=r"save\(\) was called within save\(\) of the same AsyncCheckpointer"):
             checkpointer.save(1, {"it": Saves()})
         checkpointer.save(3, {"x": 1})
         checkpointer.wait()
@@ -190,7 +190,7 @@ def test_a_save_within_a_call_is_an_error_by_name(tmp_path: Path) -> None:
                 checkpointer.save(5, {"x": 1})
 
         checkpointer.save(4, {"it": Loads()})
-        with pytest.raises(CheckpointError, match=r"save\(\) was called while restore\(\) of"):
+        with pytest.raises(CheckpointError, match=r"save\(\) was called within restore\(\) of"):
             checkpointer.restore({"it": Loads()})
 
 

@@ -77,7 +77,7 @@ def test_unlockable_memory_is_logged_and_used(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(staging, "take_error", taken.append)
     cuda.runtime.error = 2
     copies = staging.CudaCopies(torch.device("cuda", 0), cuda)
-    with pytest.warns(UserWarning, match=r"that a checkpoint is staged in of 65,536 bytes could not be page-locked"):
+    with pytest.warns(UserWarning, match=r"65,536 bytes of shared memory could not be page-locked"):
         copies.copy(image, [image.view(0, torch.float32, (4,))], [torch.ones(4)])
     assert image.view(0, torch.float32, (4,)).eq(1).all()
     assert taken == [torch.device("cuda", 0)]

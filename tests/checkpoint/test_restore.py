@@ -119,7 +119,7 @@ def test_a_flipped_bit_is_found(checkpointer: AsyncCheckpointer) -> None:
     file.write_bytes(data)
     with pytest.raises(
         CheckpointCorruptError,
-        match=r"bytes 0 to [0-9,]+ of the file __0_0.distcp, with 'x', must have .* got [0-9a-f]{16}. .* is of step 1",
+        match=r"'x' in the file __0_0.distcp must have .* got [0-9a-f]{16}. .* is step=1",
     ):
         back(checkpointer)
     with pytest.raises(
@@ -277,7 +277,7 @@ def test_schedulers_and_whatever_has_a_state(checkpointer: AsyncCheckpointer) ->
     assert equal(other.state, meter.state)
 
 
-@pytest.mark.filterwarnings("ignore:'optimizer' of the state has .* without names:UserWarning")
+@pytest.mark.filterwarnings("ignore:'optimizer' of the state has:UserWarning")
 def test_what_does_not_fit_is_named(checkpointer: AsyncCheckpointer) -> None:
     module = network()
     optimizer = torch.optim.Adam(module.parameters())
@@ -332,9 +332,7 @@ def test_other_classes_are_loaded_only_on_request(tmp_path: Path, caplog: pytest
         for step in (1, 1):
             checkpointer.save(step, {"custom": {"it": Custom(7)}})
         told = [one.getMessage() for one in caplog.records]  # at the save, and once
-        assert [text.partition(":")[0] for text in told] == [
-            f"'custom.it' of the state to save contains {__name__}.Custom"
-        ]
+        assert [text.partition(":")[0] for text in told] == [f"'custom.it' of the state contains {__name__}.Custom"]
         state: dict[str, Any] = {"custom": {"it": None}}
         with pytest.raises(CheckpointError, match=r"'custom.it' of .* allow_unsafe_types=True"):
             checkpointer.restore(state)

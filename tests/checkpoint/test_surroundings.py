@@ -209,7 +209,7 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == []
 
 
-@pytest.mark.parametrize("timeout_s", [float("inf"), float("nan"), -1.0])
+@pytest.mark.parametrize("timeout_s", [float("nan"), -1.0])
 def test_deadlines_that_no_clock_can_wait_for(tmp_path: Path, timeout_s: float) -> None:
-    with pytest.raises(InvalidArgumentError, match="timeout_s must be 0 to"):
+    with pytest.raises(InvalidArgumentError, match="timeout_s must be in"):
         AsyncCheckpointer(tmp_path, timeout_s=timeout_s)

@@ -168,7 +168,7 @@ def test_state_query_waits_for_the_coordinator(
     assert run.fetch_state(7, 20.0) == FetchedState()
     assert deadlines == [20.0] * 5, "the time that it was away for does not count"
     assert next(record.getMessage() for record in caplog.records) == (
-        "waiting for the state of step 7: the coordinator has not answered for 65 s and is called again: away"
+        "waiting for the state of step 7: the coordinator has not answered for 65 s: away"
     )
 
     deadlines.clear()

@@ -117,7 +117,7 @@ class AsyncCheckpointer:
         if buffers > 2:
             raise InvalidArgumentError(f"AsyncCheckpointer: buffers must be 1 or 2, got {buffers}")
         if not 0 < timeout_s <= LONGEST_S:
-            raise InvalidArgumentError(f"AsyncCheckpointer: timeout_s must be 0 to {LONGEST_S:g}, got {timeout_s!r}")
+            raise InvalidArgumentError(f"AsyncCheckpointer: timeout_s must be in (0, {LONGEST_S:g}], got {timeout_s!r}")
         if on_exit not in ("finish", "abandon"):
             raise InvalidArgumentError(f'AsyncCheckpointer: on_exit must be "finish" or "abandon", got {on_exit!r}')
         if keep_every is not None and keep_last is None:

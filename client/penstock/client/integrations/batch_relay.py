@@ -54,7 +54,7 @@ class Relay:
         """On the reader: send a message to the other ranks of the box that get batches."""
         if self._sender is not None:
             self._sender.put(message)
-        self._broadcast(message)
+        self._broadcast(message, self._peers)
 
     def receive(self) -> Message:
         message = None
@@ -68,18 +68,28 @@ class Relay:
                 if content.numel():
                     self._leaders.receive(content, reader)
             message = Kind(int(header[0])), content
-        return self._broadcast(message)
+        return self._broadcast(message, self._peers)
 
     def share(self, message: Message | None) -> Message:
         """Return the reader's `message` on all ranks of the box, which call this together, the others with None."""
         if self._sender is not None:
             self._sender.drain(self._timeout_s)
         if self._ranks.leads:
-            message = _broadcast(message, self._leaders, self._ranks)
-        return self._broadcast(message)
+            message = self._broadcast(message, self._leaders)
+        return self._broadcast(message, self._peers)
 
-    def _broadcast(self, message: Message | None) -> Message:
-        return _broadcast(message, self._peers, self._ranks)
+    def _broadcast(self, message: Message | None, group: HostGroup | None) -> Message:
+        """Return the first rank's `message` on all ranks of the group. The others pass None."""
+        if group is None:
+            assert message is not None
+            return message
+        header = torch.empty(2, dtype=torch.int64) if message is None else _header(message)
+        with _named(self._ranks):
+            group.broadcast(header)
+            content = _content(header) if message is None else message[1]
+            if content.numel():
+                group.broadcast(content)
+        return Kind(int(header[0])), content
 
     def sum_over_boxes(self, count: int) -> int:
         """Return the sum of the counts that the readers of all boxes pass, together."""
@@ -155,20 +165,6 @@ def _named(ranks: RankGroups) -> Iterator[None]:
         raise LaneLostError(
             f"rank {ranks.rank} could not exchange batches with the other ranks of box {ranks.box}: {error}"
         ) from error
-
-
-def _broadcast(message: Message | None, group: HostGroup | None, ranks: RankGroups) -> Message:
-    """Return the first rank's `message` on all ranks. The others pass None."""
-    if group is None:
-        assert message is not None
-        return message
-    header = torch.empty(2, dtype=torch.int64) if message is None else _header(message)
-    with _named(ranks):
-        group.broadcast(header)
-        content = _content(header) if message is None else message[1]
-        if content.numel():
-            group.broadcast(content)
-    return Kind(int(header[0])), content
 
 
 def _header(message: Message) -> torch.Tensor:

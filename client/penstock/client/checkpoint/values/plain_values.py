@@ -34,11 +34,6 @@ class EncodedValue(NamedTuple):
     """Why it was not encoded: class without a recipe, "tensors", or too deep nesting. "": it was encoded."""
 
 
-class _Kind(NamedTuple):
-    taken: Callable[[Any], Any]
-    made: Callable[[Any], Any]
-
-
 def _moment(value: Any) -> Any:
     fields = ("year", "month", "day", "hour", "minute", "second", "microsecond", "tzinfo", "fold")
     return [getattr(value, field) for field in fields if hasattr(value, field)]
@@ -57,57 +52,49 @@ def _made_array(parts: Any) -> Any:
     return np.frombuffer(bytearray(data), np.dtype(str(dtype))).reshape(shape)
 
 
-KINDS: dict[type, tuple[str, _Kind]] = {
-    kind: (name, _Kind(taken, made))
-    for name, kind, taken, made in (
-        ("bytearray", bytearray, bytes, bytearray),
-        ("complex", complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
-        (
-            "counter",
-            Counter,
-            lambda value: [list(value), list(value.values())],
-            lambda parts: Counter(dict(zip(*parts, strict=True))),
-        ),
-        ("date", datetime.date, _moment, lambda fields: datetime.date(*fields)),
-        ("datetime", datetime.datetime, _moment, _made_with_fold(datetime.datetime)),
-        ("decimal", decimal.Decimal, str, decimal.Decimal),
-        ("deque", deque, lambda value: [list(value), value.maxlen], lambda parts: deque(*parts)),
-        ("device", torch.device, str, torch.device),
-        ("dtype", torch.dtype, lambda value: str(value).removeprefix("torch."), lambda name: _torch_dtype(name)),
-        ("fraction", fractions.Fraction, str, fractions.Fraction),
-        ("frozenset", frozenset, lambda value: sorted(value, key=value_digest), frozenset),
-        ("ndarray", np.ndarray, _array, _made_array),
-        (
-            "ordered",
-            OrderedDict,
-            lambda value: [list(value), list(value.values())],
-            lambda parts: OrderedDict(zip(*parts, strict=True)),
-        ),
-        ("path", pathlib.PosixPath, str, pathlib.Path),
-        ("purepath", pathlib.PurePosixPath, str, pathlib.PurePosixPath),
-        ("range", range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
-        ("set", set, lambda value: sorted(value, key=value_digest), set),
-        ("size", torch.Size, list, torch.Size),
-        ("slice", slice, lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts)),
-        ("time", datetime.time, _moment, _made_with_fold(datetime.time)),
-        (
-            "timedelta",
-            datetime.timedelta,
-            lambda value: [value.days, value.seconds, value.microseconds],
-            lambda parts: datetime.timedelta(*parts),
-        ),
-        (
-            "timezone",
-            datetime.timezone,
-            lambda value: list(value.__getinitargs__()),
-            lambda parts: datetime.timezone(*parts),
-        ),
-        ("uuid", uuid.UUID, str, uuid.UUID),
-        ("zone", zoneinfo.ZoneInfo, lambda value: value.key, zoneinfo.ZoneInfo),
-    )
-}
+def _pairs(value: Any) -> Any:
+    return [list(value), list(value.values())]
+
+
+def _bounds(value: Any) -> Any:
+    return [value.start, value.stop, value.step]
+
+
+KINDS: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
+    ("bytearray", bytearray, bytes, bytearray),
+    ("complex", complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    ("counter", Counter, _pairs, lambda parts: Counter(dict(zip(*parts, strict=True)))),
+    ("date", datetime.date, _moment, lambda fields: datetime.date(*fields)),
+    ("datetime", datetime.datetime, _moment, _made_with_fold(datetime.datetime)),
+    ("decimal", decimal.Decimal, str, decimal.Decimal),
+    ("deque", deque, lambda value: [list(value), value.maxlen], lambda parts: deque(*parts)),
+    ("device", torch.device, str, torch.device),
+    ("dtype", torch.dtype, lambda value: str(value).removeprefix("torch."), lambda name: _torch_dtype(name)),
+    ("fraction", fractions.Fraction, str, fractions.Fraction),
+    ("frozenset", frozenset, lambda value: sorted(value, key=value_digest), frozenset),
+    ("ndarray", np.ndarray, _array, _made_array),
+    ("ordered", OrderedDict, _pairs, lambda parts: OrderedDict(zip(*parts, strict=True))),
+    ("path", pathlib.PosixPath, str, pathlib.Path),
+    ("purepath", pathlib.PurePosixPath, str, pathlib.PurePosixPath),
+    ("range", range, _bounds, lambda parts: range(*parts)),
+    ("set", set, lambda value: sorted(value, key=value_digest), set),
+    ("size", torch.Size, list, torch.Size),
+    ("slice", slice, _bounds, lambda parts: slice(*parts)),
+    ("time", datetime.time, _moment, _made_with_fold(datetime.time)),
+    (
+        "timedelta",
+        datetime.timedelta,
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda parts: datetime.timedelta(*parts),
+    ),
+    ("timezone", datetime.timezone, lambda value: [*value.__getinitargs__()], lambda parts: datetime.timezone(*parts)),
+    ("uuid", uuid.UUID, str, uuid.UUID),
+    ("zone", zoneinfo.ZoneInfo, lambda value: value.key, zoneinfo.ZoneInfo),
+)
+"""Name in recipes, type, its plain parts, and the value of these, for each class that is saved as plain values."""
+TAKEN = {kind: (name, taken) for name, kind, taken, _ in KINDS}
 MAKE: dict[str, Callable[[Any], Any]] = {
-    **{name: kind.made for name, kind in KINDS.values()},
+    **{name: made for name, _, _, made in KINDS},
     "dict": lambda parts: dict(zip(*parts, strict=True)),
     "defaultdict": lambda parts: defaultdict(FACTORIES[parts[0]], zip(*parts[1:], strict=True)),
     "scalar": lambda parts: _made_array([parts[0], [], parts[1]])[()],
@@ -152,13 +139,11 @@ def _parts(value: Any) -> tuple[str, Any] | None:
         return "scalar", [value.dtype.str, value.tobytes()]
     if kind is defaultdict:
         factory = next((name for name, one in FACTORIES.items() if one is value.default_factory), None)
-        return None if factory is None else ("defaultdict", [factory, list(value), list(value.values())])
-    if kind is zoneinfo.ZoneInfo and value.key is None:
+        return None if factory is None else ("defaultdict", [factory, *_pairs(value)])
+    if kind not in TAKEN or (kind is zoneinfo.ZoneInfo and value.key is None):
         return None
-    if kind not in KINDS:
-        return None
-    name, known = KINDS[kind]
-    return name, known.taken(value)
+    name, taken = TAKEN[kind]
+    return name, taken(value)
 
 
 def _sequence(value: Any, depth: int) -> EncodedValue:
