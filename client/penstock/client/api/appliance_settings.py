@@ -43,8 +43,8 @@ class LocalOptions(TypedDict, total=False):
     device: str | torch.device | None
     """Device where tensors arrive, as copies in memory of their own: "cuda", "cuda:N" or "cpu". With CUDA the next
     batch is copied on a separate stream while the loop computes, which takes device memory for two batches. "cuda" is
-    the device that is current when the loop starts, so under torchrun call torch.cuda.set_device(LOCAL_RANK) first. None:
-    batches are views of the shared memory that workers fill."""
+    the device that is current when the loop starts, so under torchrun call torch.cuda.set_device(LOCAL_RANK) first.
+    None: batches are views of the shared memory that workers fill."""
     max_batch_bytes: int | None
     """Largest size of a batch in bytes; a larger batch is an error (1 GiB)."""
     digest: Literal["sample", "full", "rows"] | None
