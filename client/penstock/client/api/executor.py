@@ -43,11 +43,8 @@ class DataExecutor:
             change of the number of boxes or workers, the loaders of penstock.data cannot distinguish an epoch's end
             from the next epoch's beginning, so the next epoch is taken.
 
-    Raises:
-        TypeError: the loader is not a penstock.client.DataLoader, or a number of steps is not an int.
-        InvalidArgumentError: num_steps or checkpoint_steps is below 0, or a step in checkpoint_steps is below 1.
-
-    Iterating raises the stream's errors: DeadlineError, InputFnError, EmptyInputError, WorkerLostError and others of
+    Raises TypeError, InvalidArgumentError. Iterating raises the stream's errors: DeadlineError, InputFnError,
+    EmptyInputError, WorkerLostError and others of
     docs/errors.md."""
 
     def __init__(

@@ -49,10 +49,7 @@ class Lookahead(IterableDataset[Any]):
         depth: largest number of batches by which the framework may be ahead when a state is requested (1).
         checkpoint_steps, appliance: as for DataExecutor.
 
-    Raises:
-        TypeError: the loader is not a penstock.client.DataLoader, or depth is not an int.
-        InvalidArgumentError: depth is below 1, checkpoint_steps is below 0, or a step in checkpoint_steps is below
-            1."""
+    Raises TypeError, InvalidArgumentError."""
 
     def __init__(
         self,

@@ -69,10 +69,8 @@ class ShardLoader(Loader):
             shards = LogicalShards([LineFile(path) for path in sorted(glob("/data/*.jsonl"))], shards=240)
             return ShardLoader(Repeated(shards), batch_size=32, partitions=8)
 
-    Inside an input_fn the loader makes this worker's share of the batches, and is a RestartableDataLoader: a state can
-    be resumed on any number of boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None,
-    num_workers=4)`) the processes share the batches, in the same order; torchdata's StatefulDataLoader saves the state.
-    Anywhere else the loader yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
+    It works inside and outside of an input_fn as a MapLoader does; in worker processes of a torch DataLoader,
+    torchdata's StatefulDataLoader saves the state.
 
     One iteration is one epoch, or the rest of it after a loaded state. docs/sharded.md describes the orders of finite
     and of endless sources.
@@ -115,8 +113,6 @@ class ShardLoader(Loader):
             unbatched: True if the source's samples are batches already: a box gets one at each step, unchanged. Leave
                 out the batch size. If fewer batches than boxes are left at the end, tail="emit" gives the other boxes a
                 batch without rows.
-
-        Raises InvalidArgumentError or DatasetError for invalid arguments.
         """
         identity = WorkerIdentity.now(rank)
         batch = global_batch(batch_size, global_batch_size, identity.boxes, unbatched=unbatched)

@@ -81,8 +81,6 @@ class Mixture:
                 of each source is read ahead.
             names: name of each source in counts (see `Counts`) and in weights, which decides nothing else; None: the
                 names in `sources` if it is a dict, otherwise their numbers.
-
-        Raises InvalidArgumentError for invalid arguments.
         """
         one_of("stop", stop, get_args(Stop))
         one_of("by", by, get_args(By))

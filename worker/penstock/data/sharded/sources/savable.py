@@ -34,12 +34,8 @@ class Savable:
     again. They are compared with those that were delivered.
 
     While a stream's code runs, the generators of `random`, `numpy.random` and `torch` have states of the stream, seeded
-    by the source's seed, the shard and the epoch. So the code needs no seed of its own, and the drawn numbers do not
-    depend on other streams; a source that is in a Mixture twice draws different numbers. Threads that a stream starts
-    draw from the generators of the stream that runs at that time.
-
-    Without Repeated, each worker reads all streams, and skips the rows of other workers. With Repeated, each worker
-    reads only streams of its own, if the numbers divide (see ShardLoader).
+    by the source's seed, the shard and the epoch; a source that is in a Mixture twice draws different numbers. Threads
+    that a stream starts draw from the generators of the stream that runs at that time.
     """
 
     endless = False
@@ -68,8 +64,6 @@ class Savable:
                 state that was saved with another number is refused.
             config: other settings that decide the samples (a buffer's size, a file's name), as a JSON value. A state
                 that was saved with a different value is refused.
-
-        Raises InvalidArgumentError for invalid arguments.
         """
         if not callable(make):
             raise InvalidArgumentError(f"make must be a function of a shard's number, got {type(make).__name__}")
