@@ -19,7 +19,7 @@ from forked import Child
 from forked_jobs import forked_jobs
 from small_disk import small_disk_at
 
-from penstock.data import MDSWriter, StreamingDataset, index_folder, job_processes
+from penstock.data import CSVWriter, MDSWriter, StreamingDataset, index_folder, job_processes
 from penstock.data.formats.records import json_lines
 from penstock.data.writing import indexing
 from penstock.data.writing.indexing import STAMPS
@@ -180,11 +180,10 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
 
 
 def test_index_of_a_writer_is_kept(tmp_path: Path) -> None:
-    with MDSWriter(tmp_path / "made", {"n": "int"}) as shards:
+    with CSVWriter(tmp_path / "made", {"n": "int"}) as shards:
         shards.write({"n": 1})
-    write(tmp_path / "made" / "a.jsonl", range(3))
     before = (tmp_path / "made" / "index.json").read_bytes()
-    with pytest.raises(DatasetError, match="must not be replaced, because a writer made it for shards of mds"):
+    with pytest.raises(DatasetError, match="must not be replaced, because a writer made it for shards of csv"):
         index_folder(tmp_path / "made")
     assert (tmp_path / "made" / "index.json").read_bytes() == before
 

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 from mds_recipes import RECIPES
 
+from penstock.data.writing import text_writers, writers
 from penstock.data.writing.merge_index import merge_index
-from penstock.data.writing.writers import MDSWriter
 
 PYTHON = os.environ.get("STREAMING_PYTHON", "")
 MAKE = Path(__file__).parents[1] / "data" / "mds" / "make.py"
+WRITERS: dict[str, Any] = {**vars(writers), **vars(text_writers)}
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="STREAMING_PYTHON names no python that has mosaicml-streaming")
 
@@ -33,15 +34,13 @@ def make(*args: str) -> str:
 def test_it_reads_what_we_write(
     tmp_path: Path, expected: dict[str, list[Any]], read_all: Callable[[Path], list[Any]]
 ) -> None:
-    ours = {name: recipe for name, recipe in RECIPES.items() if recipe.writer == "MDSWriter"}
-    for name, recipe in ours.items():
-        with MDSWriter(tmp_path / name, recipe.columns, **recipe.settings) as writer:
+    for name, recipe in RECIPES.items():
+        with WRITERS[recipe.writer](tmp_path / name, recipe.columns, **recipe.settings) as writer:
             for sample in recipe.samples():
                 writer.write(sample)
     merge_index(tmp_path / "merged")
-    read = json.loads(make("read", *(str(tmp_path / name) for name in (*ours, "merged"))))
-    for name in (*ours, "merged"):
-        samples = expected[name]
+    read = json.loads(make("read", *(str(tmp_path / name) for name in expected)))
+    for name, samples in expected.items():
         assert read[str(tmp_path / name)] == samples
         assert read_all(tmp_path / name) == samples
 

@@ -18,7 +18,7 @@ from shardsets import numbers
 
 from penstock.client import DataExecutor, DataLoader
 from penstock.client.testing import FakeAppliance, LostWorker
-from penstock.data import MDSWriter, Stream, StreamingDataset, StreamingLoader, merge_index
+from penstock.data import JSONWriter, MDSWriter, Stream, StreamingDataset, StreamingLoader, merge_index
 from penstock.data.cache.dataset_versions import open_version
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.formats.index import INDEX, version_index
@@ -343,3 +343,11 @@ def test_indexes_of_any_size_are_joined(place: str, tmp_path: Path, monkeypatch:
     assert read(place, tmp_path / "cache", version=1) == list(range(40))
     merge_index(place, [f"{place}/2"], append=True)
     assert sorted(read(place, tmp_path / "again")) == list(range(61)), "nothing was new"
+
+
+def test_text_is_appended_too(tmp_path: Path) -> None:
+    for number in range(3):
+        with JSONWriter(tmp_path / "data", {"number": "int"}, append=True) as writer:
+            writer.write({"number": number})
+        assert writer.version == number + 1
+    assert read(str(tmp_path / "data"), tmp_path / "cache") == [0, 1, 2]

@@ -19,7 +19,8 @@ from penstock.data.formats.index import INDEX, read_index
 from penstock.data.formats.readers import open_shard
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing import writers
-from penstock.data.writing.writers import MDSWriter
+from penstock.data.writing.text_writers import CSVWriter, JSONWriter, TSVWriter, XSVWriter
+from penstock.data.writing.writers import MDSWriter, Writer
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError
 from penstock.runtime.files.atomic_files import write_whole
 
@@ -68,30 +69,49 @@ def test_unfit_sample_is_named_and_not_written(change: dict[str, Any], words: st
 
 
 @pytest.mark.parametrize(
-    ("columns", "keywords", "words"),
+    ("writer", "columns", "keywords", "words"),
     [
-        ({"n": "integer"}, {}, "column 'n': the encoding must be one of bytes, str.* got 'integer'"),
-        ({"n": "ndarray:int3"}, {}, "column 'n': encoding 'ndarray:int3': the dtype must be one of uint8"),
-        ({"n": int}, {}, "column 'n': the encoding must be one of .* got <class 'int'>"),
-        ({"n": "int", 3: "int"}, {}, "a column's name must be a str, got 3"),
-        (COLUMNS, {"size_limit": "64mib"}, "size_limit must be .* in powers of 1024, got '64mib'"),
-        (COLUMNS, {"size_limit": 1.5}, "size_limit must be a whole number, got 1.5"),
-        (COLUMNS, {"size_limit": "5gb"}, "size_limit must be at most 4294967295 bytes, got '5gb'"),
-        (COLUMNS, {"compression": "lz4"}, "the compression must be one of .* got 'lz4'"),
-        (COLUMNS, {"compression": "zstd:30"}, "the level of zstd"),
-        (COLUMNS, {"hashes": ["sha3"]}, "the hash algorithm must be one of .* got 'sha3'"),
-        (COLUMNS, {"size_limit": 0}, "size_limit must be at least 1 byte, got 0"),
-        (COLUMNS, {"size_limit": 1 << 32}, "size_limit must be at most .* got 4294967296"),
-        (COLUMNS, {"append": "x"}, "append must be True or False, got 'x'"),
-        (COLUMNS, {"exist_ok": 1}, "exist_ok must be True or False, got 1"),
+        (MDSWriter, {"n": "integer"}, {}, "column 'n': the encoding must be one of bytes, str.* got 'integer'"),
+        (MDSWriter, {"n": "ndarray:int3"}, {}, "column 'n': encoding 'ndarray:int3': the dtype must be one of uint8"),
+        (MDSWriter, {"n": int}, {}, "column 'n': the encoding must be one of .* got <class 'int'>"),
+        (MDSWriter, {"n": "int", 3: "int"}, {}, "a column's name must be a str, got 3"),
+        (MDSWriter, COLUMNS, {"size_limit": "64mib"}, "size_limit must be .* in powers of 1024, got '64mib'"),
+        (MDSWriter, COLUMNS, {"size_limit": 1.5}, "size_limit must be a whole number, got 1.5"),
+        (MDSWriter, COLUMNS, {"size_limit": "5gb"}, "size_limit must be at most 4294967295 bytes, got '5gb'"),
+        (MDSWriter, COLUMNS, {"compression": "lz4"}, "the compression must be one of .* got 'lz4'"),
+        (MDSWriter, COLUMNS, {"compression": "zstd:30"}, "the level of zstd"),
+        (MDSWriter, COLUMNS, {"hashes": ["sha3"]}, "the hash algorithm must be one of .* got 'sha3'"),
+        (MDSWriter, COLUMNS, {"size_limit": 0}, "size_limit must be at least 1 byte, got 0"),
+        (MDSWriter, COLUMNS, {"size_limit": 1 << 32}, "size_limit must be at most .* got 4294967296"),
+        (MDSWriter, COLUMNS, {"append": "x"}, "append must be True or False, got 'x'"),
+        (MDSWriter, COLUMNS, {"exist_ok": 1}, "exist_ok must be True or False, got 1"),
+        (JSONWriter, {"n": "bytes"}, {}, "column 'n': the encoding must be one of str, int, float, got 'bytes'"),
+        (JSONWriter, {"n": "int"}, {"newline": ""}, "newline must not be empty"),
+        (XSVWriter, {"n": "int"}, {"separator": ""}, "separator must not be empty"),
+        (CSVWriter, {"n,m": "int"}, {}, "column 'n,m': the name must not contain the separator"),
     ],
 )
 def test_invalid_settings_make_no_folder(
-    columns: dict[str, str], keywords: dict[str, Any], words: str, tmp_path: Path
+    writer: Any, columns: dict[str, str], keywords: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=words):
-        MDSWriter(tmp_path / "out", columns, **keywords)
+        writer(tmp_path / "out", columns, **keywords)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("writer", [CSVWriter, TSVWriter])
+def test_tables_refuse_what_would_need_quotes(writer: type[CSVWriter] | type[TSVWriter], tmp_path: Path) -> None:
+    with writer(tmp_path, {"n": "int", "text": "str"}) as out:
+        for text in ("a,\tb", "a\nb"):
+            with pytest.raises(DatasetError, match=r"sample 0, column 'text', 'str': .*which ends a value"):
+                out.write({"n": 1, "text": text})
+        for value in (True, 1.0, "1"):
+            with pytest.raises(DatasetError, match="sample 0, column 'n', 'int': TypeError: the value must be int"):
+                out.write({"n": value, "text": ""})
+        with pytest.raises(DatasetError, match="UnicodeEncodeError"):
+            out.write({"n": 1, "text": "\ud800"})
+        out.write({"n": 1, "text": "b"})
+    assert read_column(tmp_path, "text") == ["b"]
 
 
 def test_shards_are_below_the_limit_and_not_empty(tmp_path: Path) -> None:
@@ -116,9 +136,10 @@ def test_shard_has_all_samples_that_fit(tmp_path: Path) -> None:
     assert left == set(range(9))
 
 
-def test_no_shard_outgrows_its_offsets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("writer", [MDSWriter, JSONWriter, CSVWriter])
+def test_no_shard_outgrows_its_offsets(writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writers, "MAX_BYTES", 1000)  # in place of 4 GiB
-    with MDSWriter(tmp_path, {"a rather long name": "str"}, size_limit=None) as out:
+    with writer(tmp_path, {"a rather long name": "str"}, size_limit=None) as out:
         for _ in range(5):
             out.write({"a rather long name": "x" * 90})
         with pytest.raises(DatasetError, match="sample 5: the shard must have at most 1000 bytes"):
@@ -150,7 +171,7 @@ def test_a_broken_run_leaves_no_index(tmp_path: Path, killed: bool) -> None:
 
 
 def test_a_writer_that_was_left_writes_no_more(tmp_path: Path) -> None:
-    with MDSWriter(tmp_path, {"x": "int"}) as writer:
+    with JSONWriter(tmp_path, {"x": "int"}) as writer:
         writer.write({"x": 1})
     shards = writer.close()
     assert [shard.samples for shard in shards] == [1]
@@ -159,7 +180,7 @@ def test_a_writer_that_was_left_writes_no_more(tmp_path: Path) -> None:
 
 
 def test_folder_with_files_needs_exist_ok(tmp_path: Path) -> None:
-    def write(count: int, **keywords: bool) -> MDSWriter:
+    def write(count: int, **keywords: bool) -> Writer:
         with MDSWriter(tmp_path, {"x": "int"}, size_limit=300, exist_ok=keywords.get("exist_ok", False)) as writer:
             for i in range(count):
                 writer.write({"x": i})
@@ -222,6 +243,13 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
         write_whole(path, b"third")
     assert path.read_bytes() == b"new"
     assert names(tmp_path) == ["file"]
+
+
+def test_ambiguous_separators_are_refused(tmp_path: Path) -> None:
+    writer = XSVWriter(tmp_path, {"a": "str", "b": "str"}, separator="aa")
+    writer.write({"a": "x", "b": "ay"})
+    with pytest.raises(DatasetError, match="sample 1: a value must not end with the separator's first characters"):
+        writer.write({"a": "ya", "b": "z"})
 
 
 def write_numbers(out: Any, first: int = 0, **keywords: Any) -> None:
@@ -296,9 +324,9 @@ def test_address_is_never_a_local_folder(tmp_path: Path, monkeypatch: pytest.Mon
         StreamingDataset(local="s3://bucket/train")
     with pytest.raises(DatasetError, match="got a web server, which accepts no files"):
         MDSWriter("https://example.org/train", {"n": "int"})
-    with pytest.raises(InvalidArgumentError, match="keep_local=True needs out="):
+    with pytest.raises(InvalidArgumentError, match=r"keep_local=True needs out=.* got only a remote"):
         MDSWriter("memory://train", {"n": "int"}, keep_local=True)
-    with pytest.raises(InvalidArgumentError, match="keep_local=True needs out="):
+    with pytest.raises(InvalidArgumentError, match="got only a local folder, which keeps its files anyway"):
         MDSWriter("train", {"n": "int"}, keep_local=True)
     assert names(tmp_path) == []
 

@@ -37,10 +37,12 @@ NAMES = {
     "penstock.data": {
         "AudioClip",
         "Balance",
+        "CSVWriter",
         "Chunked",
         "Cursor",
         "Filtered",
         "Grouped",
+        "JSONWriter",
         "LanceRows",
         "LineFile",
         "LogicalShards",
@@ -61,8 +63,10 @@ NAMES = {
         "StreamingDataset",
         "StreamingLoader",
         "SyntheticDataset",
+        "TSVWriter",
         "VideoClip",
         "WindowShuffled",
+        "XSVWriter",
         "Converted",
         "convert_dataset",
         "energon_blend",
@@ -203,7 +207,7 @@ KEYWORDS = {
     "penstock.data:LineFile": "path parse",
     "penstock.data:LogicalShards": "pieces shards counts shuffle shuffle_block max_open names",
     "penstock.data:Savable": ("make shards snapshot_every snapshot_s capture_rng batch_rows config"),
-    "penstock.data:MDSWriter": "out columns compression hashes size_limit exist_ok",
+    "penstock.data.writing.writers:Writer": "out columns compression hashes size_limit exist_ok",
 }
 """module:class -> parameters that it has at least."""
 

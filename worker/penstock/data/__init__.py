@@ -36,17 +36,20 @@ if TYPE_CHECKING:
     from penstock.data.writing.index_folder import index_folder
     from penstock.data.writing.index_parquet import index_parquet
     from penstock.data.writing.merge_index import merge_index
+    from penstock.data.writing.text_writers import CSVWriter, JSONWriter, TSVWriter, XSVWriter
     from penstock.data.writing.writers import MDSWriter
 
 __all__ = [
     "AudioClip",
     "Balance",
+    "CSVWriter",
     "Chunked",
     "Converted",
     "Counts",
     "Cursor",
     "Filtered",
     "Grouped",
+    "JSONWriter",
     "LanceRows",
     "LineFile",
     "LogicalShards",
@@ -67,8 +70,10 @@ __all__ = [
     "StreamingDataset",
     "StreamingLoader",
     "SyntheticDataset",
+    "TSVWriter",
     "VideoClip",
     "WindowShuffled",
+    "XSVWriter",
     "collate_packed",
     "convert_dataset",
     "energon_blend",
@@ -109,6 +114,7 @@ _BY_MODULE = {
     "writing.index_folder": ["index_folder"],
     "writing.index_parquet": ["index_parquet"],
     "writing.merge_index": ["merge_index"],
+    "writing.text_writers": ["CSVWriter", "JSONWriter", "TSVWriter", "XSVWriter"],
     "writing.writers": ["MDSWriter"],
 }
 """Module, relative to this package -> its public names."""

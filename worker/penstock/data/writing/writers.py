@@ -1,10 +1,10 @@
-"""Writer of datasets in MDS, the format of mosaicml-streaming. Its version 0.13.0 reads them.
+"""Writers of datasets in the formats of mosaicml-streaming. Its version 0.13.0 reads them.
 
 Shards are written, and uploaded to a remote (writing/uploads.py), as they fill up; the index is written last, and only
 without an error. A folder without an index is not a dataset, so an interrupted write is never read as if complete.
 
-The files are those of mosaicml-streaming's own writer, byte for byte, but gzip files contain no time, and
-mosaicml-streaming writes an empty shard before a first sample that is larger than the limit.
+Before compression the files are those of mosaicml-streaming's own writer, byte for byte, but that one writes an empty
+shard before a first sample that is larger than the limit.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import re
 import shutil
 import struct
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 import numpy as np
 
 from penstock.data.arguments import at_least_one, byte_count, truth
 from penstock.data.cache.file_hashes import digest_of
 from penstock.data.formats.compressed_files import extension_of, pack
-from penstock.data.formats.encodings import Encoding, encoding_of
-from penstock.data.formats.format_table import MAX_BYTES
+from penstock.data.formats.encodings import encoding_of
+from penstock.data.formats.format_table import FORMATS, MAX_BYTES
 from penstock.data.formats.index import INDEX, join_indexes, write_index
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.remote.folders import RemoteFolder, joined
@@ -37,40 +38,47 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.plain_files import open_plain
 
+__all__ = ["MDSWriter", "Out", "Writer", "WriterSettings"]
+
 SIZE_LIMIT = 64 << 20
 """Default of `size_limit`, in bytes."""
-OFFSET_BYTES = 4
-"""Bytes of an offset, and of the number of samples, in a shard."""
 _SHARD_FILE = re.compile(r"shard\.\d{5,}\..*")
 
 
+class WriterSettings(TypedDict, total=False):
+    """Keyword arguments that all writers take."""
+
+    compression: str | None
+    """Compression of shards: "zstd", "gz:6" and so on; None: none."""
+    hashes: Collection[str]
+    """Hash algorithms (penstock.data.cache.file_hashes) of each file, before and after compression."""
+    size_limit: int | str | None
+    """Bytes of a shard before compression, or a text such as "64mb"; None puts all samples into one shard."""
+    exist_ok: bool
+    """True to replace a dataset that exists in the folder."""
+    append: bool
+    """True to publish the next version of a dataset: the samples of its newest version, then the new samples."""
+    keep_local: bool
+    """True to keep the local files of a dataset that is written to a remote."""
+    storage_options: Mapping[str, Any] | None
+    """Keyword arguments for fsspec's filesystem of the remote: keys, endpoint."""
+    upload_threads: int
+    """Number of files that are uploaded at the same time."""
+    progress: bool
+    """True to print the progress of uploads on standard error."""
+    timeout_s: float
+    """Seconds for each request to the remote, such as the upload of a file, with retries of temporary failures."""
+
+
 Out = str | os.PathLike[str] | tuple[str | os.PathLike[str], str]
+"""Local folder; URL that fsspec opens; or (local folder, URL): files are uploaded, and removed unless keep_local."""
 
 
-class MDSWriter:
-    """Context manager that writes samples into MDS shards, and at the end of the `with` block the index, unless there
-    was an error.
+class Writer(ABC):
+    """Base class of writers: context managers that write samples into shards, and the index at the end of the `with`
+    block, unless there was an error."""
 
-    Example::
-
-        with MDSWriter("s3://bucket/train", {"tokens": "ndarray:int32", "label": "int"}, compression="zstd") as writer:
-            writer.write({"tokens": np.arange(9, dtype=np.int32), "label": 1})
-
-    Args:
-        out: local folder; URL that fsspec opens; or (local folder, URL). Files are uploaded, and removed unless
-            keep_local.
-        columns: name -> encoding, see encodings.py. A value of type bytes is stored unchanged, whatever the encoding.
-        compression: of shards: "zstd", "gz:6" and so on; None: none.
-        hashes: hash algorithms (penstock.data.cache.file_hashes) of each file, before and after compression.
-        size_limit: bytes of a shard before compression, or a text such as "64mb"; None puts all samples into one shard.
-        exist_ok: True to replace a dataset that exists in the folder.
-        append: True to publish the next version of a dataset: the samples of its newest version, then the new samples.
-        keep_local: True to keep the local files of a dataset that is written to a remote.
-        storage_options: keyword arguments for fsspec's filesystem of the remote: keys, endpoint.
-        upload_threads: number of files that are uploaded at the same time.
-        progress: True to print the progress of uploads on standard error.
-        timeout_s: seconds for each request to the remote, such as the upload of a file, with retries.
-    """
+    format: str
 
     def __init__(
         self,
@@ -108,18 +116,10 @@ class MDSWriter:
         self.compression = compression or None
         self.hashes = sorted(set(hashes))
         self.size_limit = _size_limit(size_limit)
-        self.columns = {name: columns[name] for name in sorted(columns, key=str)}
-        self._encodings = {name: self._encoding(name) for name in self.columns}
-        self._varying = [name for name, encoding in self._encodings.items() if encoding.size is None]
-        self._head = struct.Struct(f"={len(self._varying)}I")
-        self._settings = {
-            "column_names": list(self.columns),
-            "column_encodings": list(self.columns.values()),
-            "column_sizes": [encoding.size for encoding in self._encodings.values()],
-            "size_limit": self.size_limit,
-        }
-        config = {"version": 2, "format": "mds", "compression": self.compression, "hashes": self.hashes}
-        self._text = json.dumps({**config, **self._settings}, sort_keys=True).encode()
+        self.columns = dict(columns)
+        for name in self.columns:
+            if not isinstance(name, str):
+                raise InvalidArgumentError(f"{self.name}: a column's name must be a str, got {name!r}")
         if self.compression:
             pack(b"", self.compression)  # fail early if the compression is unknown, or its package is missing
         for algorithm in self.hashes:
@@ -133,10 +133,19 @@ class MDSWriter:
         self._samples: list[bytes] = []
         self._written = 0
         self._ended = False
-        self._bytes = 0
+        # Overhead in bytes of a shard, and of each sample, that the size limit counts.
+        self._shard_bytes = self._sample_bytes = self._bytes = 0
+        self._most = MAX_BYTES
         self._keeps, self._temporary = keep_local, remote is not None and not isinstance(out, tuple | list)
         if keep_local and (remote is None or self._temporary):
-            raise InvalidArgumentError("keep_local=True needs out=(local folder, remote), got only one of them")
+            raise InvalidArgumentError(
+                "keep_local=True needs out=(local folder, remote), got "
+                + (
+                    "only a local folder, which keeps its files anyway. Leave keep_local out"
+                    if remote is None
+                    else "only a remote. Pass a local folder for the files, too"
+                )
+            )
         threads = at_least_one("upload_threads", upload_threads)
         if self._whole is not None:
             self._check_appendable(self._whole)
@@ -158,15 +167,15 @@ class MDSWriter:
         if self._ended:
             raise DatasetError(f"{self.name}: write needs an open writer, but this one was closed. Make a new writer")
         data = self._encode(sample)
-        size = len(data) + OFFSET_BYTES
+        size = len(data) + self._sample_bytes
         if self._samples and self.size_limit is not None and self.size_limit < self._bytes + size:
             self._flush()
         if not self._samples:
-            self._bytes = 2 * OFFSET_BYTES + len(self._text)
-        if self._bytes + size > MAX_BYTES:
+            self._bytes = self._shard_bytes
+        if self._bytes + size > self._most:
             raise DatasetError(
-                f"{self.name}: sample {self._written}: the shard must have at most {MAX_BYTES} bytes, got more. Pass a "
-                "smaller size_limit, or split the sample"
+                f"{self.name}: sample {self._written}: the shard must have at most {MAX_BYTES} bytes, because its "
+                "offsets have 32 bits, got more with this sample. Pass a smaller size_limit, or split the sample"
             )
         self._samples.append(data)
         self._bytes += size
@@ -240,14 +249,22 @@ class MDSWriter:
         finally:
             self.abandon()
 
-    def _encoding(self, name: str) -> Encoding:
-        if not isinstance(name, str):
-            raise InvalidArgumentError(f"{self.name}: a column's name must be a str, got {name!r}")
-        try:
-            # Writing a pickle runs no foreign code. Reading a pickle does, so only the reader has to allow it.
-            return encoding_of(self.columns[name], allow_unsafe_types=True)
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"{self.name}: column {name!r}: {error.message}") from None
+    @abstractmethod
+    def _settings(self) -> dict[str, Any]:
+        """Return the fields of a shard's entry in the index that only this format has."""
+
+    @abstractmethod
+    def _encode_column(self, name: str, value: Any) -> Any:
+        """Return a value as `_joined` needs it, usually as bytes. Raise any exception if it cannot be stored."""
+
+    @abstractmethod
+    def _joined(self, values: dict[str, Any]) -> bytes:
+        """Return the bytes of a sample, made from the encoded values of its columns."""
+
+    @abstractmethod
+    def _files(self, offsets: np.ndarray[Any, Any], body: bytes) -> list[bytes]:
+        """Return the files of a shard, before compression. `body`: bytes of its samples; `offsets`: of each sample in
+        it, and of the end; shape (samples + 1,)."""
 
     def _encode(self, sample: Mapping[str, Any]) -> bytes:
         values = {}
@@ -275,35 +292,40 @@ class MDSWriter:
                 f"{self.name}: sample {self._written} must have the columns {known}, got also {extra}. Remove them "
                 "from the sample, or add them to columns"
             )
-        sizes = [len(values[name]) for name in self._varying]
-        return b"".join([self._head.pack(*sizes), *values.values()])
+        return self._joined(values)
 
-    def _encode_column(self, name: str, value: Any) -> bytes:
-        encoding = self._encodings[name]
-        data = value if isinstance(value, bytes) else encoding.encode(value)
-        if encoding.size is not None and len(data) != encoding.size:
-            raise ValueError(f"the value must have {encoding.size} bytes, got {len(data)}")
-        return data
+    def _config(self) -> dict[str, Any]:
+        return {
+            "version": 2,
+            "format": self.format,
+            "compression": self.compression,
+            "hashes": self.hashes,
+            "size_limit": self.size_limit,
+            **self._settings(),
+        }
 
     def _flush(self) -> None:
         offsets = np.cumsum([0, *map(len, self._samples)], dtype=np.uint64).astype(np.uint32)
-        begins = offsets + np.uint32(OFFSET_BYTES + offsets.nbytes + len(self._text))
-        head = np.uint32(len(self._samples)).tobytes() + begins.tobytes()
-        content = b"".join([head, self._text, *self._samples])
-        name = f"shard.{len(self._shards):05}.mds"
-        raw, packed = self._stored(name, content), None
-        if self.compression:
-            content = pack(content, self.compression)
-            packed = self._stored(f"{name}.{extension_of(self.compression)}", content)
-        path = self.out / (packed or raw).name
-        with open(path, "wb", opener=open_plain) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        if self._uploads is not None:
-            self._uploads.send(path)
-        files = (ShardFile(raw, packed),)
-        self._shards.append(Shard("mds", len(self._samples), files, self.compression or "", self._settings))
+        files = []
+        kinds = FORMATS[self.format].file_kinds
+        for part, data in zip(kinds, self._files(offsets, b"".join(self._samples)), strict=True):
+            name = f"shard.{len(self._shards):05}.{self.format}" + (".meta" if part == "meta" else "")
+            raw, packed, content = self._stored(name, data), None, data
+            if self.compression:
+                content = pack(data, self.compression)
+                packed = self._stored(f"{name}.{extension_of(self.compression)}", content)
+            path = self.out / (packed or raw).name
+            with open(path, "wb", opener=open_plain) as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            if self._uploads is not None:
+                self._uploads.send(path)
+            files.append(ShardFile(raw, packed))
+        settings = {"size_limit": self.size_limit, **self._settings()}
+        self._shards.append(
+            Shard(self.format, len(self._samples), tuple(files), self.compression or "", settings),
+        )
         self._samples = []
 
     def _stored(self, name: str, data: bytes) -> StoredFile:
@@ -320,7 +342,8 @@ class MDSWriter:
             raise DatasetError(
                 f"{whole.url} must be empty or have an {INDEX} to append to, got other files. Give another folder"
             )
-        check_columns(whole.url, first, [Shard("mds", 0, (), settings=self._settings)])
+        sample = Shard(self.format, 0, (), settings=self._settings())
+        check_columns(whole.url, first, [sample])
 
     def _open_folder(self, exist_ok: bool) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -359,3 +382,59 @@ def _size_limit(value: int | str | None) -> int | None:
             f"size_limit must be at most {MAX_BYTES} bytes, got {value!r}. Pass None for a single shard"
         )
     return limit
+
+
+class MDSWriter(Writer):
+    """Writer of a dataset in MDS format. `columns`: name -> encoding, see encodings.py. A value of type bytes is stored
+    unchanged, whatever the encoding.
+
+    Example::
+
+        with MDSWriter("s3://bucket/train", {"tokens": "ndarray:int32", "label": "int"}, compression="zstd") as writer:
+            writer.write({"tokens": np.arange(9, dtype=np.int32), "label": 1})
+    """
+
+    format = "mds"
+
+    def __init__(
+        self,
+        out: Out,
+        columns: Mapping[str, str],
+        **settings: Unpack[WriterSettings],
+    ) -> None:
+        self._encodings = {}
+        for name in sorted(columns, key=str):
+            try:
+                # Writing a pickle runs no foreign code. Reading a pickle does, so only the reader has to allow it.
+                self._encodings[name] = encoding_of(columns[name], allow_unsafe_types=True)
+            except InvalidArgumentError as error:
+                raise InvalidArgumentError(f"{out}: column {name!r}: {error.message}") from None
+        ordered = {name: columns[name] for name in self._encodings}
+        super().__init__(out, ordered, **settings)
+        self._varying = [name for name, encoding in self._encodings.items() if encoding.size is None]
+        self._head = struct.Struct(f"={len(self._varying)}I")
+        self._text = json.dumps(self._config(), sort_keys=True).encode()
+        self._shard_bytes, self._sample_bytes = 8 + len(self._text), 4
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "column_names": list(self.columns),
+            "column_encodings": list(self.columns.values()),
+            "column_sizes": [encoding.size for encoding in self._encodings.values()],
+        }
+
+    def _encode_column(self, name: str, value: Any) -> bytes:
+        encoding = self._encodings[name]
+        data = value if isinstance(value, bytes) else encoding.encode(value)
+        if encoding.size is not None and len(data) != encoding.size:
+            raise ValueError(f"the value must have {encoding.size} bytes, got {len(data)}")
+        return data
+
+    def _joined(self, values: dict[str, bytes]) -> bytes:
+        sizes = [len(values[name]) for name in self._varying]
+        return b"".join([self._head.pack(*sizes), *values.values()])
+
+    def _files(self, offsets: np.ndarray[Any, Any], body: bytes) -> list[bytes]:
+        begin = 4 + offsets.nbytes + len(self._text)
+        head = np.uint32(len(self._samples)).tobytes() + (offsets + np.uint32(begin)).tobytes()
+        return [head + self._text + body]
