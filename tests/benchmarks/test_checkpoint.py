@@ -117,10 +117,3 @@ def test_what_is_missed_is_said(own: dict[str, float], missed: list[int]) -> Non
     verdicts = judge(_results(**own))
     assert [number for number, verdict in enumerate(verdicts) if verdict.met is False] == missed
     assert [verdict.met for verdict in verdicts].count(None) == 0
-
-
-def test_medians_are_taken_of_sums_of_all_saves() -> None:
-    results = _results()
-    results["saves"][PENSTOCK] = [[_save(0.1, 0.9, 1.0), _save(0.3, 0.1, 1.0)], [], [_save(0.2, 0.3, 1.0)]]
-    row = next(line for line in markdown(results).splitlines() if line.startswith("| Penstock | 0.200"))
-    assert row.split(" | ")[1:7] == ["0.200", "0.100 - 0.300", "2.00x", "0.450", "0.300", "0.500"]

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from benchmarks.cases import Case, Times, ring_entries, spin
-from benchmarks.measure import batch_bytes, consume, measure, percentile
-
-from penstock.proto.lane.ring import entries_for
+from benchmarks.cases import Case, Times, spin
+from benchmarks.measure import batch_bytes, consume, measure
 
 
 class Clock:
@@ -45,11 +43,6 @@ def test_a_span_lasts_until_it_has_enough_batches() -> None:
     assert span == pytest.approx(4.0)
 
 
-@pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 50), (0.99, 99), (1.0, 100)])
-def test_percentiles_are_of_the_nearest_rank(share: float, value: int) -> None:
-    assert percentile(range(100, 0, -1), share) == value
-
-
 @pytest.mark.parametrize(
     ("batch", "nbytes"),
     [
@@ -80,8 +73,3 @@ def test_a_measurement_refuses_other_batches() -> None:
     assert 0 < found["latency_us"]["p50"] <= found["latency_us"]["p99"]
     with pytest.raises(ValueError, match=r"must have 9 bytes, .* got 8"):
         measure(batches(), Case("9 bytes", 9), times, [])
-
-
-@pytest.mark.parametrize("nbytes", [1, 4 << 10, 64 << 10, 1 << 20, 3 << 20, 8 << 20, 64 << 20])
-def test_floors_use_as_many_entries_as_a_ring(nbytes: int) -> None:
-    assert ring_entries(nbytes) == entries_for(nbytes)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from benchmarks.cases import PATH, SLOW, SNAPSHOTS
-from benchmarks.figures import RECEIVING, Figures, cpu_us, rate, ratio
+from benchmarks.figures import Figures, rate, ratio
 from benchmarks.modes import DATALOADER, MODES, PENSTOCK, TCP
 from benchmarks.report import BEGIN, END, between, markdown
-from benchmarks.suites import turns
 from benchmarks.targets import TARGETS, judge
 
 DOCUMENT = Path(__file__).parent.parent.parent / "benchmarks" / "README.md"
@@ -30,22 +28,6 @@ def test_a_ratio_is_the_median_of_round_ratios() -> None:
     assert rate(figures, ("c", "b")) == 4
     figures["c"]["a"].reverse()
     assert ratio(figures, ("c", "a"), ("c", "b")) == 10  # of 1.2, 10 and 33
-
-
-def test_the_receiver_is_on_the_receiving_side() -> None:
-    found = record(1000, consumer=0.1, receiver=0.2, daemon=0.3, runner=0.4)
-    assert cpu_us(RECEIVING)(found) == pytest.approx(300)
-    assert cpu_us(None)(found) == pytest.approx(700)
-    assert cpu_us(["runner"])(found) == pytest.approx(400)
-
-
-def test_each_round_begins_with_another() -> None:
-    assert [turns(n, ["a", "b", "c"]) for n in range(4)] == [
-        ["a", "b", "c"],
-        ["b", "c", "a"],
-        ["c", "a", "b"],
-        ["a", "b", "c"],
-    ]
 
 
 # ---- targets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import signal
@@ -221,3 +222,15 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_json_error_is_one_object_on_stderr(shell: Any) -> None:
+    done = shell.call("status", "--json", "--coordinator", "127.0.0.1:1")
+    assert (done.returncode, done.stdout) == (11, "")
+    assert len(done.stderr.splitlines()) == 1
+    error = json.loads(done.error)["error"]
+    assert (error["name"], error["exit_code"]) == ("CoordinatorUnavailableError", 11)
+    assert "127.0.0.1:1" in error["message"]
+    done = shell.call("doctor", str(shell.folder), "--json")
+    assert done.returncode == 23
+    assert json.loads(done.error)["error"]["exit_code"] == 23

@@ -143,6 +143,8 @@ def test_token_is_that_of_the_coordinator(tmp_path: Path, monkeypatch: pytest.Mo
     assert Peer().token() == "announced"
     assert Peer(coordinator="unix:/x/lm").token() == "announced"
     assert Peer(coordinator="head:1").token() == "mine"
+    announce(replace(one("other"), address="head:2", token_file=str(tmp_path / "token")))
+    assert Peer(coordinator="head:2").token() == "mine"
 
 
 @pytest.mark.usefixtures("_no_settings")

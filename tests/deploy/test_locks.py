@@ -45,12 +45,3 @@ def test_lock_satisfies_the_package_requirements(name: str) -> None:
         else:
             where = f"{name}.txt does not fit {requirement}: make lock"
             assert requirement.specifier.contains(locked.get(canonicalize_name(requirement.name), "0"), True), where
-
-
-def test_worker_image_has_its_locked_extras() -> None:
-    dockerfile = (REPO / "deploy" / "docker" / "Dockerfile").read_text()
-    assert re.findall(r"^ARG EXTRAS=(\S+)$", dockerfile, re.MULTILINE) == [",".join(KINDS["worker"][1])]
-    installed = re.findall(r"--require-hashes --requirement \"?deploy/locks/(\S+)\.txt", dockerfile)
-    assert installed == ["coordinator", "$lock"]
-    assert 'lock=$([ -n "${EXTRAS}" ] && echo worker || echo worker-plain)' in dockerfile
-    assert set(KINDS) == {"development", "coordinator", "worker", "worker-plain"}

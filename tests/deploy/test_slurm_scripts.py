@@ -93,10 +93,6 @@ def test_a_dead_worker_is_started_again(tmp_path: Path) -> None:
     assert "--name penstock-7-1 --listen " in first
 
 
-def test_service_fails_if_its_coordinator_exits_0(tmp_path: Path) -> None:
-    assert run(SERVICE, programs(tmp_path, 0)).returncode == 1
-
-
 def test_a_service_for_a_command_has_its_code(tmp_path: Path) -> None:
     assert run(SERVICE, programs(tmp_path), "sh", "-c", "exit 7").returncode == 7
 

@@ -171,24 +171,10 @@ KEYWORDS = {
     "penstock.client.checkpoint:AsyncFileSystemWriter": (
         "path thread_count separation_hint sync_files overwrite transforms"
     ),
-    "penstock.data:Chunked": "source length bos eos longest strip_tokens min_length",
-    "penstock.data:Filtered": "source predicate random name",
-    "penstock.data:Grouped": "source key size window drop_rest name",
-    "penstock.data:Mapped": "source fn random name skip_failures",
-    "penstock.data:Mixture": "sources weights stop by",
-    "penstock.data:Ramp": "to over start",
-    "penstock.data:Schedule": "changes rows_per_step",
-    "penstock.data:Packed": (
-        "source length pad bos eos split long window dtype tokens labels positions segments cu_seqlens loss_mask "
-        "ignore_index payload attached"
-    ),
-    "penstock.data:Repeated": "source",
     "penstock.data:ShardedSource.open": "shard epoch seed saved position_of",
     "penstock.data:ShardLoader": (
         "source batch_size global_batch_size seed partitions block tail keys rank collate_fn unbatched"
     ),
-    "penstock.data:AudioClip": "samples sample_rate channels",
-    "penstock.data:VideoClip": "frames transforms",
     "penstock.data:MapLoader": (
         "dataset batch_size global_batch_size shuffle seed shuffle_block num_samples tail skip "
         "fetch_threads reseed keys rank collate_fn"
@@ -202,9 +188,6 @@ KEYWORDS = {
         "dataset batch_size global_batch_size shuffle seed shuffle_block shuffle_memory partitions interleave "
         "epoch_size tail skip predownload prefetch_seconds fetch_threads reseed keys rank collate_fn"
     ),
-    "penstock.data:SyntheticDataset": "sample_spec num_samples seed",
-    "penstock.data:WindowShuffled": "source window",
-    "penstock.data:LineFile": "path parse",
     "penstock.data:LogicalShards": "pieces shards counts shuffle shuffle_block max_open names",
     "penstock.data:Savable": ("make shards snapshot_every snapshot_s capture_rng batch_rows config"),
     "penstock.data.writing.writers:Writer": "out columns compression hashes size_limit exist_ok",

@@ -76,14 +76,6 @@ def test_live_runs_come_first_and_ended_are_folded() -> None:
     assert [run["run"] for run in as_json(reply)["runs"]] == ["j/0", "gone/0", "old/0", "older/0"]
 
 
-def test_runs_that_have_all_ended_are_one_line() -> None:
-    reply = pb.StatusReply(version="0.1.0")
-    reply.runs.add(run="old/0")
-    runs = tables(view(reply, "head:7070"))[0]
-    assert (runs.rows, runs.note) == ([], "1 run has ended: `penstock status --all` shows them.")
-    assert runs.empty.startswith("No run is open at head:7070 (Penstock 0.1.0, up 0")
-
-
 def test_metrics_and_view_agree_on_lost_worker() -> None:
     found = readings(status(), CoordinatorCounters(CallCounters(), Histogram([1.0]), 0, 0, {}))
     workers = {
@@ -157,13 +149,3 @@ def test_page_shows_the_boxes_that_wait_most() -> None:
     assert [row[0] for row in shown["boxes"]["rows"]] == [str(n) for n in range(2 * MOST_BOXES, 3 * MOST_BOXES)]
     assert shown["more"] == f"The {MOST_BOXES} of {3 * MOST_BOXES} boxes that wait most."
     assert shown["finding"]["title"] == "\u2026 No box is live"
-
-
-def test_live_box_between_epochs_is_not_called_ended() -> None:
-    reply = pb.StatusReply()
-    run = reply.runs.add(run="j/0", open=True)
-    run.boxes.add(box=0, live=True, epoch_ended=True)
-    run.boxes.add(box=1, live=False)
-    (shown,) = dashboard(view(reply))["runs"]
-    assert shown["finding"]["title"] == "\u2026 Epoch ended"
-    assert shown["finding"]["text"] == "The epoch of each live box has ended, and its loop has not begun another one."

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.telemetry.logs import LONGEST, JsonLines, RepeatedWarnings, SubjectLogger, TextLines, about
+from penstock.runtime.telemetry.logs import LONGEST, JsonLines, RepeatedWarnings, TextLines, about
 
 NASTY = 'a\n2026-01-01 00:00:00,000 INFO penstock: forged\r\x1b[2J\x00\x9b\u2028\u202e"}\ud800'
 
@@ -75,18 +75,6 @@ def test_text_cannot_be_forged_by_a_field() -> None:
     first, *more = TextLines().format(record("lost", run="a\nb\x1b")).split("\n")
     assert "\x1b" not in "".join([first, *more])
     assert all(line.startswith("    ") for line in more)
-
-
-def test_subject_logger_keeps_extra_of_a_call(caplog: pytest.LogCaptureFixture) -> None:
-    log = SubjectLogger(logging.getLogger("penstock.test"), run="lm/0", box=1)
-    log.warning("saved", extra=about(step=7))
-    (made,) = caplog.records
-    assert (made.__dict__["run"], made.__dict__["box"], made.__dict__["step"]) == ("lm/0", 1, 7)
-
-
-def test_records_are_about_known_things() -> None:
-    with pytest.raises(AssertionError, match="unknown field"):
-        about(mood="good")
 
 
 def test_what_strangers_cause_is_cut_and_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from penstock.runtime.telemetry import progress
 from penstock.runtime.telemetry.progress import Progress
 
 
@@ -39,20 +38,6 @@ def test_lines_stay_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     line.show("step 2")
     line.finish()
     assert capsys.readouterr().err == "step 1\nstep 2\n"
-
-
-def test_a_line_is_due_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_terminal(monkeypatch)
-    line = Progress()
-    assert line.due() == 0
-    monkeypatch.setattr(progress, "TERMINAL_S", 1e-9)
-    assert line.due() > 0
-
-
-def test_work_on_files_says_nothing_at_first(capsys: pytest.CaptureFixture[str]) -> None:
-    Progress(1000.0).update("1 of 2 files")
-    Progress(0.0).update("2 of 2 files")
-    assert capsys.readouterr().err == "2 of 2 files\n"
 
 
 @pytest.mark.parametrize("stream", [None, "closed"])

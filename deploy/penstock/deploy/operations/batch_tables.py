@@ -76,7 +76,7 @@ def _leaf(name: str, value: Any) -> dict[str, Any]:
 def _numbers(value: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
     try:
         if isinstance(value, torch.Tensor):
-            value = _resolved(value)
+            value = value.detach()
             value = value.double() if value.is_floating_point() else value
         array = value.numpy() if isinstance(value, torch.Tensor) else value
         if array.dtype.kind not in "biuf":
@@ -91,11 +91,6 @@ def _numbers(value: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
     except (TypeError, RuntimeError):  # a dtype that numpy, or this torch, cannot compute with
         return {}
     return found
-
-
-def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as a box receives it: no gradient, lazy conjugation and negation applied."""
-    return tensor.detach().resolve_conj().resolve_neg()
 
 
 # ---- files
@@ -137,7 +132,7 @@ def _plain(value: Any, name: str) -> Any:
     if type(value) is dict:
         return {key: _plain(item, f"{name}[{key!r}]") for key, item in value.items()}
     if isinstance(value, torch.Tensor):
-        value = _resolved(value)
+        value = value.detach()
         if value.untyped_storage().nbytes() > value.nbytes:
             value = value.clone()
     if type(value) not in _PLAIN:
