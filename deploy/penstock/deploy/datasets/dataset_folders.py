@@ -84,16 +84,13 @@ def _opened(folder: Path, shards: Sequence[Shard], **options: Any) -> Iterator[S
     """Open a dataset without writing into its folder; decompressed shards go into a temporary one."""
     from penstock.data import StreamingDataset  # imports torch
 
+    split = "*" if any("splits" in shard.settings for shard in shards) else None
     with tempfile.TemporaryDirectory() as scratch:
-        dataset = StreamingDataset(str(folder.absolute()), scratch, split=_split_of(shards), **options)
+        dataset = StreamingDataset(str(folder.absolute()), scratch, split=split, **options)
         try:
             yield dataset
         finally:
             dataset.close()
-
-
-def _split_of(shards: Sequence[Shard]) -> str | None:
-    return "*" if any("splits" in shard.settings for shard in shards) else None
 
 
 def _shards(folder: Path) -> list[Shard]:

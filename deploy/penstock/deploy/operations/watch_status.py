@@ -43,9 +43,16 @@ STYLES = {"": "", "info": "cyan", "warn": "yellow", "bad": "red"}
 def watch_status(peer: Peer) -> None:
     """Show the screen until Ctrl-C or SIGTERM. Only at the start it is an error if the coordinator is out of reach:
     later training continues meanwhile."""
+    from rich.console import Console
     from rich.live import Live
 
-    console = _terminal()
+    console = Console()
+    if not sys.stdout.isatty() or console.is_dumb_terminal:
+        raise CommandError(
+            "--watch must be given on a terminal whose cursor can be moved, got another output. Use `penstock status`, "
+            "or `penstock status --json` in a script",
+            USAGE,
+        )
     with peer.client() as client, contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual end
         address = peer.address
         found, answered_at = view(client.status(deadline_s=DEADLINE_S), address), time.monotonic()
@@ -67,19 +74,6 @@ def watch_status(peer: Peer) -> None:
                     )
                     client.reach(0.2)  # gives the channel time to reconnect
                 live.update(Screen(found, away), refresh=True)
-
-
-def _terminal() -> Console:
-    from rich.console import Console
-
-    console = Console()
-    if not sys.stdout.isatty() or console.is_dumb_terminal:
-        raise CommandError(
-            "--watch must be given on a terminal whose cursor can be moved, got another output. Use `penstock status`, "
-            "or `penstock status --json` in a script",
-            USAGE,
-        )
-    return console
 
 
 @dataclass(frozen=True)

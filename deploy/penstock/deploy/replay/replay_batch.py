@@ -183,10 +183,6 @@ def _publish(part: Path, out: Path) -> None:
         raise InvalidArgumentError(f"--out {out} cannot be written: {error.strerror}. Pass another path") from error
 
 
-def _counted(number: int, what: str) -> str:
-    return f"1 {what}" if number == 1 else f"{number} {what}s"
-
-
 class _BatchReplay:
     """Replay of a delivered batch by a plan (plan.py). `children`: by worker slot, with slot_replay.py as program."""
 
@@ -216,8 +212,8 @@ class _BatchReplay:
         start = self._plan.start.position
         count = len(start.total)
         print(
-            f"penstock: replaying box {request.box} from {self._where}: {_counted(request.step - start.step, 'step')} "
-            f"on {_counted(count, 'worker')}",
+            f"penstock: replaying box {request.box} from {self._where}: {request.step - start.step} steps of {count} "
+            "workers",
             file=sys.stderr,
             flush=True,
         )
