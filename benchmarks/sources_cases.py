@@ -51,6 +51,21 @@ class Numbers(torch.utils.data.Dataset[int]):
         return index
 
 
+class InProcesses:
+    """MapLoader whose batches the processes of a torch DataLoader make. Its state is that after the batches taken."""
+
+    def __init__(self, loader: MapLoader, processes: int) -> None:
+        self.loader, self.processes, self.done = loader, processes, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = torch.utils.data.DataLoader(self.loader, batch_size=None, num_workers=self.processes)
+        for self.done, batch in enumerate(batches, 1):
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_after(self.done)
+
+
 def readers(dataset: torch.utils.data.Dataset[Any], processes: int) -> dict[str, Make]:
     """Return the readers to compare, by name: functions that make a loader of one library over a shuffled epoch, in
     batches. `processes`: number of worker processes."""
@@ -59,8 +74,11 @@ def readers(dataset: torch.utils.data.Dataset[Any], processes: int) -> dict[str,
         return lambda: torch.utils.data.DataLoader(dataset, BATCH, num_workers=processes, **settings)
 
     def ours(reseed: bool) -> Make:
-        loader = MapLoader(dataset, batch_size=BATCH, shuffle=True, seed=1, reseed=reseed)
-        return lambda: torch.utils.data.DataLoader(loader, batch_size=None, num_workers=processes)
+        def make() -> Any:
+            loader = MapLoader(dataset, batch_size=BATCH, shuffle=True, seed=1, reseed=reseed)
+            return InProcesses(loader, processes) if processes else loader
+
+        return make
 
     one_rank: Any = torch.utils.data.DistributedSampler(dataset, num_replicas=1, rank=0)
     return {

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.ipc
-import pyarrow.parquet
-import pytest
 
-from penstock.data import StreamingDataset, StreamingLoader, index_folder, index_parquet
 from penstock.data.batch_columns import Columns, ColumnSource
 from penstock.data.loading.columns_ahead import AHEAD_BATCHES, FEWEST, ColumnsAhead
 from penstock.data.ordering.epoch_plan import BatchPlan
@@ -101,57 +95,3 @@ def test_batches_not_at_hand_are_read_alone() -> None:
     source = Numbers(far=0)
     check(taken(source, plans), plans)
     assert source.calls == [ROWS] * 40
-
-
-def written(folder: Path, rows: int, *, kind: str) -> Any:
-    folder.mkdir()
-    table = pyarrow.table({"number": list(range(rows)), "data": [b"%05d" % n * 100 for n in range(rows)]})
-    if kind == "parquet":
-        pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=100)
-        return index_parquet(folder)
-    with pyarrow.ipc.new_file(str(folder / "a.arrow"), table.schema) as writer:
-        writer.write_table(table, max_chunksize=10)
-    return index_folder(folder)
-
-
-def numbers_of(batches: Any) -> list[int]:
-    found = []
-    for batch in batches:
-        assert batch["number"].untyped_storage().nbytes() == 8 * len(batch["number"])
-        assert [b"%05d" % number * 100 for number in batch["number"].tolist()] == batch["data"]
-        found += batch["number"].tolist()
-    return found
-
-
-@pytest.mark.parametrize("kind", ["parquet", "arrow"])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_states_do_not_see_what_is_read_ahead(kind: str, shuffle: bool, tmp_path: Path) -> None:
-    written(tmp_path / kind, 900, kind=kind)
-
-    def loader() -> StreamingLoader:
-        return StreamingLoader(StreamingDataset(local=tmp_path / kind), batch_size=10, shuffle=shuffle, seed=1)
-
-    whole = numbers_of(loader())
-    assert sorted(whole) == list(range(900))
-    first = loader()
-    batches = iter(first)
-    read = numbers_of(next(batches) for _ in range(23))
-    second = loader()
-    second.load_state_dict(first.state_dict())
-    assert read + numbers_of(second) == whole
-    assert read + numbers_of(batches) == whole
-
-
-def test_damage_of_a_row_is_named(tmp_path: Path) -> None:
-    folder = tmp_path / "a"
-    folder.mkdir()
-    table = pyarrow.table({"text": [f"row {n:04}" for n in range(900)]})
-    with pyarrow.ipc.new_file(str(folder / "a.arrow"), table.schema) as writer:
-        writer.write_table(table, max_chunksize=10)
-    index_folder(folder)
-    path = folder / "a.arrow"
-    path.write_bytes(path.read_bytes().replace(b"row 0777", b"row \xff777"))
-    batches = iter(StreamingLoader(StreamingDataset(local=folder), batch_size=10))
-    assert len([next(batches) for _ in range(77)]) == 77
-    with pytest.raises(ShardCorruptError, match="sample 777, column 'text' cannot be read"):
-        next(batches)

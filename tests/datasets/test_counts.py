@@ -452,7 +452,7 @@ def test_invalid_counts_are_refused() -> None:
         (Counts(truncated=lambda sample: "no"), "must give True or False for each sample, got 'no'"),
     ]:
         with pytest.raises(DatasetError, match=message):
-            next(iter(MapLoader(Words(), batch_size=2, counts=counts)))
+            next(iter(MapLoader(Words(), batch_size=2, counts=counts, reseed=False)))
     for names in ([1, 1], ["one"], "ab"):
 
         class Misnamed(Words):
@@ -460,4 +460,4 @@ def test_invalid_counts_are_refused() -> None:
                 return names if isinstance(names, list) else [*names, "c"]
 
         with pytest.raises(DatasetError, match="sources_of must return a text for each of 2 samples"):
-            next(iter(MapLoader(Misnamed(), batch_size=2, counts=Counts())))
+            next(iter(MapLoader(Misnamed(), batch_size=2, counts=Counts(), reseed=False)))

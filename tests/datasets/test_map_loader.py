@@ -53,7 +53,9 @@ def as_it_is(samples: list[Any]) -> list[Any]:
 
 
 def loader_of(length: int, **changed: Any) -> MapLoader:
-    return MapLoader(Numbers(length), **{"shuffle": True, "seed": SEED, "collate_fn": as_it_is, **changed})
+    # without reseed, because each loader would look for the generators of all modules
+    options = {"shuffle": True, "seed": SEED, "collate_fn": as_it_is, "reseed": False, **changed}
+    return MapLoader(Numbers(length), **options)
 
 
 def cluster_of(length: int, shape: Shape, before: AllWorkers | None = None, **options: Any) -> AllWorkers:

@@ -244,9 +244,7 @@ def test_a_stream_without_samples_has_no_share(tmp_path: Path, hundred: Path, we
     [
         ("choose", np.int64(5), 5),
         ("choose", "0.005k", 5),
-        ("proportion", np.float32(0.5), 0.5),
         ("repeat", np.float64(1.5), 1.5),
-        ("repeat", np.int8(2), 2),
     ],
 )
 def test_numbers_of_numpy_are_numbers(hundred: Path, name: str, value: Any, plain: float) -> None:

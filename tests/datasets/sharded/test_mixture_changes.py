@@ -51,7 +51,7 @@ LATER = Schedule({0: [2, 1, 0], 40: [1, 3, 0], 96: [0, 3, 1]})
 
 
 @pytest.mark.parametrize("by", ["samples", "tokens"])
-@pytest.mark.parametrize("saved", range(3, 9))
+@pytest.mark.parametrize("saved", [3, 5, 8])
 def test_changed_run_equals_the_schedule(by: Any, saved: int) -> None:
     """A run that is saved before, at or after the change, and goes on elsewhere with the original code."""
     whole = AllWorkers(lambda: loader(LATER, by, 1), (1, 1)).take(40)
