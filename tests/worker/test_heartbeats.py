@@ -102,7 +102,6 @@ def test_busy_event_loop_keeps_its_lease() -> None:
         assert coordinator.heard.acquire(timeout=DEADLINE_S)
     heart.stop()
     assert coordinator.closed.wait(DEADLINE_S)
-    assert heart.heartbeats >= 2
 
 
 def answered(heart: Heartbeats, coordinator: Coordinator) -> bool:

@@ -71,7 +71,6 @@ class Heartbeats:
         """False from the thread's first heartbeat until the event loop gets an answer again."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-heart", daemon=True)
-        self.heartbeats = 0
 
     def start(self) -> None:
         self._thread.start()
@@ -107,6 +106,5 @@ class Heartbeats:
             except PenstockError:
                 continue  # the event loop meets the same error and reports it
             self._answered = time.monotonic()
-            self.heartbeats += 1
         if client is not None:
             client.close()

@@ -8,7 +8,7 @@ a snapshot       `state_dict()` after batch n, and the random generators at that
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import chain
 from typing import Any, cast
 
@@ -45,10 +45,10 @@ class StreamPosition:
         return self.total - self.delivered
 
     def copy(self) -> StreamPosition:
-        return StreamPosition(self.epoch, self.delivered, self.total, self.samples)
+        return replace(self)
 
     def as_list(self) -> list[int]:
-        return [self.epoch, self.delivered, self.total, self.samples]
+        return [*astuple(self)]
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,8 @@ class RestartPoint:
             "history": self.history.encode(),
         }
         skips = [list(skip) for skip in self.skips]
-        optional = {
-            "rng": self.rng,
-            "spent_s": self.spent_s,
-            "chain": self.chain,
-            "seeds": list(self.seeds),
-            "skips": skips,
-        }
+        optional = {name: getattr(self, name) for name in ("rng", "spent_s", "chain")}
+        optional |= {"seeds": list(self.seeds), "skips": skips}
         restart |= {name: value for name, value in optional.items() if value}
         value = {"user": self.state, "restart": restart}
         launch = self.history.launch
@@ -177,7 +172,7 @@ class RestartPoint:
 
     def _as_start(self) -> dict[str, Any]:
         start: dict[str, Any] = {"at": self.position.as_list(), "state": self.state}
-        known = {"rng": self.rng, "digest": self.digest, "spent_s": self.spent_s, "chain": self.chain}
+        known = {name: getattr(self, name) for name in ("rng", "digest", "spent_s", "chain")}
         if self.rng_before is not None:
             start["rng_before"] = self.rng_before
         return start | {name: value for name, value in known.items() if value}
@@ -211,26 +206,10 @@ class RestartPoint:
         taken, state = (epoch_start, epoch_start["state"]) if nested else (restart, value["user"])
         position, rng, digest = taken["at"], taken.get("rng", b""), taken.get("digest", 0)
         if not isinstance(rng, bytes) or not isinstance(before, bytes | None):
-            raise TypeError(
-                f"rng must be bytes and rng_before bytes or None, got {type(rng).__name__} and {type(before).__name__}"
-            )
+            raise TypeError("rng and rng_before must be bytes")
         if any(type(count) is not int or not 0 <= count <= MASK for count in (*position, digest, *chain(*skips))):
-            raise ValueError(
-                f"position, digest and skipped batches of a restart point must be integers from 0 to {MASK}, got "
-                f"{position!r:.80}, {digest!r:.80} and {skips!r:.80}"
-            )
-        spent_s = float(taken.get("spent_s", 0.0))
-        hashed = int(taken.get("chain", 0))
+            raise ValueError(f"position, digest and skips must be integers from 0 to {MASK}, got {position!r:.80}")
+        spent_s, hashed = float(taken.get("spent_s", 0.0)), int(taken.get("chain", 0))
         seeds = tuple(int(seed) for seed in restart.get("seeds", ()))
-        return cls(
-            StreamPosition(*position),
-            state,
-            rng,
-            before,
-            digest,
-            spent_s,
-            hashed,
-            skips=skips,
-            history=history,
-            seeds=seeds,
-        )
+        place = StreamPosition(*position)
+        return cls(place, state, rng, before, digest, spent_s, hashed, skips=skips, history=history, seeds=seeds)

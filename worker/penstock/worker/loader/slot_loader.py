@@ -79,6 +79,11 @@ MOST_SHOWN = 500
 MOST_NAMED = 8
 
 
+def part_of(a: records_pb2.WorkerAssignment, resume: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the slot's own part of a state of the same topology."""
+    return resume["slots"].get(a.slot) if resume is not None and a.resume.same_topology else None
+
+
 def _vouches(loader: Any) -> bool:
     return any(getattr(holder, "exact_states", False) is True for holder in (loader, getattr(loader, "dataset", None)))
 
@@ -226,7 +231,7 @@ class SlotLoader:
         """Record the state from which the launch resumed; if it is from an epoch's end, also the digest of the next
         batch."""
         self.resume, a = resume, self.assignment
-        part = resume["slots"].get(a.slot) if resume is not None and a.resume.same_topology else None
+        part = part_of(a, resume)
         known = part is not None and part.get("next_epoch") and part["next_digest"] and not self.by_own_methods
         if part is not None and known and self.trusts_history(part):
             self.awaited[a.start.epoch + 1, a.start.slots[a.slot].total] = part["next_digest"]

@@ -23,7 +23,7 @@ from penstock.proto.v1 import records_pb2
 from penstock.worker.loader.epoch_goal import EpochGoal
 from penstock.worker.loader.restart_plan import Leg, Target, first_fit
 from penstock.worker.loader.restart_points import END, UNFIT, RestartPoint, StreamHistory, StreamPosition
-from penstock.worker.loader.slot_loader import SlotLoader
+from penstock.worker.loader.slot_loader import SlotLoader, part_of
 from penstock.worker.loader.travel import Go, catch_up, cause_of, reach_any, replay, travel
 
 _log = logging.getLogger("penstock.worker")
@@ -44,7 +44,7 @@ def start(source: SlotLoader, resume: dict[str, Any] | None, keep: Keep, go: Go)
     if resume is None:
         keep(source.open_epoch(step=point.step), True)
         return
-    part = resume["slots"].get(a.slot) if a.resume.same_topology else None
+    part = part_of(a, resume)
     if part is None:
         _resume_on_other_topology(source, resume, keep)
     elif source.is_pure:

@@ -111,23 +111,19 @@ def uncounted() -> Iterator[None]:
 def as_main_process(method: Callable[[], T]) -> T:
     """Call a state method of the loader. If it calls get_worker_info() and raises, call it again with None as the
     answer, as in a main process; if that succeeds, all later calls get None."""
-    with uncounted():
-        return _as_main_process(method)
-
-
-def _as_main_process(method: Callable[[], T]) -> T:
     answers = _current if _current is not None else Answers()
-    if not answers.refused:
-        before = answers.given
+    with uncounted():
+        if not answers.refused:
+            before = answers.given
+            try:
+                return method()
+            except Exception:
+                if answers.given == before:
+                    raise
+        answers.hidden = True
         try:
-            return method()
-        except Exception:
-            if answers.given == before:
-                raise
-    answers.hidden = True
-    try:
-        result = method()
-    finally:
-        answers.hidden = False
-    answers.refused = True
-    return result
+            result = method()
+        finally:
+            answers.hidden = False
+        answers.refused = True
+        return result

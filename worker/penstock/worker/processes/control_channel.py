@@ -225,16 +225,11 @@ def payload_of(message: ControlMessage) -> bytes:
         os.close(fd)
 
 
-def assignment_of(message: ControlMessage) -> records_pb2.WorkerAssignment:
-    """Return the assignment. Large arguments are in the memfd that came with it."""
+def begin_slot(message: ControlMessage, role: str) -> records_pb2.WorkerAssignment:
+    """Return the assignment, and name the process. Large arguments are in the memfd that came with it."""
     assignment = records_pb2.WorkerAssignment.FromString(message.payload)
     if message.fds:
         assignment.loader.arguments = payload_of(message)
-    return assignment
-
-
-def begin_slot(message: ControlMessage, role: str) -> records_pb2.WorkerAssignment:
-    assignment = assignment_of(message)
     title_process(f"penstock {role} {assignment.run} box {assignment.box} slot {assignment.slot}")
     return assignment
 

@@ -27,6 +27,7 @@ from penstock.proto.v1 import lane_pb2
 from penstock.worker.loader.epoch_goal import EpochGoal
 from penstock.worker.loader.restart_plan import is_compared, replay_s
 from penstock.worker.loader.restart_points import UNFIT, RestartPoint
+from penstock.worker.loader.slot_loader import part_of
 from penstock.worker.loader.start import saved_goal, start
 from penstock.worker.loader.travel import begin, finish, reach
 from penstock.worker.processes.control_channel import DescriptorsClosedError, plain_detail
@@ -288,12 +289,9 @@ class EpochRunner:
 
     def _go(self, goal: EpochGoal | None) -> bool:
         stream = self._stream
-        source, sent, assignment = stream.source, self._sent, stream.assignment
+        source, sent = stream.source, self._sent
         if goal is None:
-            part = (
-                sent.resume["slots"].get(assignment.slot) if sent.resume and assignment.resume.same_topology else None
-            )
-            if part is None:
+            if part_of(stream.assignment, sent.resume) is None:
                 self._start_anew()
                 return False
             goal = saved_goal(source, cast(dict[str, Any], sent.resume))

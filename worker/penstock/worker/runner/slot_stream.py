@@ -149,12 +149,8 @@ class SlotStream:
     # ---- streaming
 
     def stream_epoch(self) -> None:
-        source, producer, progress_page, flatten = (
-            self.source,
-            self.producer,
-            self.page,
-            self._flattener.flatten,
-        )
+        source, producer, progress_page = self.source, self.producer, self.page
+        flatten = self._flattener.flatten
         position = source.position
         clock, cover, log = time.monotonic, self._cover, progress_page.frame_log
         self.doing("next")

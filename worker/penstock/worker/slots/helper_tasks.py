@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 from penstock.proto.errors import DeadlineError, WorkerLostError, error_named
@@ -43,10 +42,14 @@ async def _by_child(
     for last in (False, True):
         fork_server = await host.fork_server.get()
         answer: asyncio.Future[ControlMessage] = asyncio.get_running_loop().create_future()
+
+        def on_message(message: ControlMessage, answer: asyncio.Future[ControlMessage] = answer) -> None:
+            if not answer.done():
+                answer.set_result(message)
+
         try:
-            child = await fork_server.fork(
-                "task", f"{slot.name} {task}", slot.progress_page, _first(answer), about_slot(assignment)
-            )
+            name = f"{slot.name} {task}"
+            child = await fork_server.fork("task", name, slot.progress_page, on_message, about_slot(assignment))
         except WorkerLostError:
             if last:
                 raise
@@ -78,11 +81,3 @@ async def send_assignment(blobs: Blobs, child: Child, assignment: records_pb2.Wo
     """Send an assignment. Large arguments are sent as a descriptor."""
     name = assignment.loader.arguments_blob
     await child.send("assign", assignment.SerializeToString(), [await blobs.descriptor(name)] if name else None)
-
-
-def _first(answer: asyncio.Future[ControlMessage]) -> Callable[[ControlMessage], None]:
-    def on_message(message: ControlMessage) -> None:
-        if not answer.done():
-            answer.set_result(message)
-
-    return on_message

@@ -350,15 +350,12 @@ class SlotStates:
         """Return the state that `advance_state` computes from an earlier one in the epoch, without input_fn; b"" if it
         cannot."""
         slot, total = self._slot, request.position.total
-        point, entry = (
-            slot.store.nearest(request.epoch, total, abandoned=_abandoned(request)),
-            slot.progress_page.entry(total),
-        )
+        point = slot.store.nearest(request.epoch, total, abandoned=_abandoned(request))
+        entry = slot.progress_page.entry(total)
         if not slot.capabilities.advances_state or point is None or point.epoch != request.epoch or entry is None:
             return b""
-        if point.total - point.delivered != total - request.position.delivered or point.step or slot.assignment.skips:
-            return b""
-        if self._may_lack_a_change(point):
+        is_other = point.began != total - request.position.delivered or point.step or slot.assignment.skips
+        if is_other or self._may_lack_a_change(point):
             return b""
         done = await self._helper(
             [point.data],
