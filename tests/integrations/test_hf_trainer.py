@@ -81,7 +81,7 @@ def test_accumulation_over_an_epoch_end_warns(ahead: Lookahead) -> None:
 
 @pytest.mark.parametrize("states", [{}, {"LoaderState": {"args": {}, "attributes": {"saved": None}}}])
 def test_checkpoint_without_position_is_refused(ahead: Lookahead, states: dict[str, Any]) -> None:
-    with pytest.raises(StateMismatchError, match="the checkpoint of step 5 has no position"):
+    with pytest.raises(StateMismatchError, match="the checkpoint of step 5 was saved without this callback"):
         begin(new(), ahead, states=states)
 
 

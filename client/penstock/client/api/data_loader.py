@@ -227,7 +227,8 @@ class DataLoader:
         """Return what state_dict() would have returned after an earlier step, one of the last
         Appliance(retention_steps=). For loops whose wrapper reads ahead: see Lookahead. Raises the errors of
         state_dict(), StateUnavailableError also for a step outside these or before that of the loaded state."""
-        step = checked_int("step", step, least=0)
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError(f"{self.name}: step of state_at(step) must be an integer, got {step!r}")
         if is_to_be_filled():
             return blank()
         session = self._session
