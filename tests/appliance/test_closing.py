@@ -24,6 +24,7 @@ def test_ended_run_frees_its_workers_at_once() -> None:
     worker.ready()
     assert ended(world, "job/0") == [("job/0", 1, True)]
     assert not worker.heartbeat().assignments
+    assert not world.state_machine.cluster.workers["w"].slots
     error = box.refused()
     assert isinstance(error, SupersededError)
     assert error.message == (

@@ -21,7 +21,7 @@ from penstock.appliance.journal.database import SCHEMA
 from penstock.appliance.journal.journal import Journal, StateDir
 from penstock.appliance.journal.snapshot_index import DropAttempt, DurableSnapshot, SlotKey
 from penstock.appliance.journal.snapshot_store import Store
-from penstock.proto.errors import BoxTakenError, JournalError, SupersededError, TopologyError
+from penstock.proto.errors import BoxTakenError, JournalError, TopologyError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 KEY = SlotKey("job/0", 1, 0, 0)
@@ -51,25 +51,6 @@ def running(directory: StateDir) -> tuple[FakeCluster, FakeBox, FakeWorker]:
 # ------------------------------------------------------------------------------------------------------------ restarts
 
 
-def test_everything_resumes_after_restart(state: StateDir) -> None:
-    world, box, worker = running(state)
-    worker.lose(worker.of(1))
-    worker.ready()
-    keys = [worker.of(slot).lane_key for slot in (0, 1)]
-    view, boots = box.watch(), world.journal.boots
-    restarted(world)
-    assert box.watch().version > view.version  # so that no long poll takes the new views for the old
-    assert world.journal.boots == boots + 1
-    assert worker.heartbeat().register_again
-    worker.register()
-    assert [worker.of(slot).lane_key for slot in (0, 1)] == keys
-    assert [(worker.of(slot).generation, worker.of(slot).seed) for slot in (0, 1)] == [(1, 2**63 + 1), (2, 2**63 + 1)]
-    assert box.phases() == ["READY", "READY"]
-    again = box.watch().slots[1]
-    assert (again.restarts, again.note) == (1, "runner of box 0 slot 1 on worker w died: killed by SIGKILL")
-    assert world.open(has_seed=True, seed=2**63 + 1).reply == box.reply
-
-
 def test_leases_after_host_change_cover_lookup(state: StateDir) -> None:
     world, _, worker = running(state)
     world.host = "another-host"
@@ -84,24 +65,6 @@ def test_leases_after_host_change_cover_lookup(state: StateDir) -> None:
     world.worker("other")
     world.run_for(world.limits.worker_lease_s + 1)
     assert worker.heartbeat().register_again
-
-
-def test_numbers_and_fences_hold_over_restarts(state: StateDir) -> None:
-    world, old, worker = running(state)
-    worker.lose(worker.of(0))
-    new = world.open(client_id="new")
-    restarted(world)
-    with pytest.raises(
-        SupersededError, match=r"was superseded by attempt 2, opened by box 0, client [0-9a-f]{8} on host host-a"
-    ):
-        old.watch()
-    with pytest.raises(SupersededError):
-        world.state_machine.attempts.open_run(old.request)
-    worker.register()
-    assert {(a.attempt, a.generation) for a in worker.heartbeat().assignments} == {(2, 3)}
-    new.close()
-    restarted(world)
-    assert world.open(client_id="third").reply.attempt == 3
 
 
 SECRET = "0123456789abcdef" * 2

@@ -182,21 +182,6 @@ def test_promise_has_margin_and_is_taken_back(tmp_path: Path) -> None:
     directory.close()
 
 
-def test_coordinator_delay_extends_leases() -> None:
-    world = FakeCluster()
-    world.worker("w")
-    for _ in range(4):  # 0.9 s from tick to tick, where 0.3 s was meant: its calls may wait in the queue
-        world.now += 0.9
-        world.state_machine.tick()
-    for _ in range(11):
-        world.now += 0.3
-        world.state_machine.tick()
-    assert "w" in world.state_machine.cluster.workers  # after 6.9 s, with a lease of 3 s: 1.2 s late, and then patient
-    world.now += 0.6
-    world.state_machine.tick()
-    assert "w" not in world.state_machine.cluster.workers
-
-
 def test_queued_calls_keep_leases_open() -> None:
     world = FakeCluster()
     world.worker("w")

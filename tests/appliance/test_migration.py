@@ -47,33 +47,6 @@ def prepare_migration(worker: FakeWorker, slot: int, *, delivered: int = 0, prod
     worker.heartbeat(report)
 
 
-def test_slot_stays_until_its_target_is_ready(world: FakeCluster) -> None:
-    old, box, new = two(world)
-    assert drain(world, "old") == (2, 0)
-    waits = new.of(0)
-    assert (waits.generation, waits.recovery, waits.is_target, waits.prepare_migration) == (2, True, True, False)
-    has = old.of(0)
-    assert (has.generation, has.is_target, has.prepare_migration) == (1, False, False)
-    assert box.phases() == ["READY", "READY"]
-    assert {view.target_worker for view in box.watch().slots} == {"new"}
-
-    new.heartbeat(new.slot_report(waits, pb.READY))
-    assert old.of(0).prepare_migration
-    assert box.watch().slots[0].generation == 1
-    assert not new.of(0).prepare_migration
-    prepare_migration(old, 0, delivered=7)
-    assert box.watch().slots[0].generation == 1
-    asked = new.of(0)
-    assert (asked.is_target, asked.prepare_migration, asked.migration_total, asked.loop_waits) == (True, True, 7, False)
-    prepare_migration(new, 0, produced=7)
-    view = box.watch().slots[0]
-    assert (view.generation, view.worker, view.phase, view.note) == (2, "new", pb.READY, "worker old drains")
-    assert view.migrated
-    assert [assignment.slot for assignment in old.heartbeat().assignments] == [1]
-    now = new.of(0)
-    assert (now.generation, now.recovery, now.is_target) == (2, True, False)
-
-
 def test_loop_that_waits_is_shadowed(world: FakeCluster) -> None:
     """The target is close behind the loop, and gets the slot once the loop has passed where it was compared."""
     old, box, new = two(world)
@@ -103,18 +76,6 @@ def test_no_second_instance_of_a_loader_without_states(world: FakeCluster, metho
     assert box.watch().slots[0].migrated == (not methods)
 
 
-def test_old_and_new_have_lanes_of_their_own(world: FakeCluster) -> None:
-    old, _box, new = two(world)
-    drain(world, "old")
-    assert old.of(0).lane_key != new.of(0).lane_key
-    for worker in (old, new):
-        world.state_machine.slot_to_recover(world.slots()[0].key, worker.of(0).generation)
-    with pytest.raises(SupersededError):
-        world.state_machine.slot_to_recover(world.slots()[0].key, 3)
-    with pytest.raises(SupersededError):  # it may read, and write nothing yet
-        world.state_machine.slot_of_generation(world.slots()[0].key, 2)
-
-
 def test_slow_durability_ends_in_a_replay(world: FakeCluster) -> None:
     old, box, new = two(world)
     drain(world, "old")
@@ -123,20 +84,6 @@ def test_slow_durability_ends_in_a_replay(world: FakeCluster) -> None:
     assert box.watch().slots[0].worker == "old"
     world.run_for(1.0, (old, box, new))
     assert box.watch().slots[0].worker == "new"
-
-
-def test_target_takes_over_from_dead_worker(world: FakeCluster) -> None:
-    _old, box, new = two(world)
-    drain(world, "old")
-    new.heartbeat(new.slot_report(new.of(0), pb.READY))
-    world.run_for(4.0, (box, new))
-    views = box.watch().slots
-    assert [(view.worker, view.generation, view.phase) for view in views] == [
-        ("new", 2, pb.READY),
-        ("new", 2, pb.STARTING),
-    ]
-    assert not views[0].migrated
-    assert [assignment.recovery for assignment in new.heartbeat().assignments] == [True, True]
 
 
 def test_target_takes_over_from_dead_runner(world: FakeCluster) -> None:
@@ -261,18 +208,6 @@ def test_failed_slot_keeps_worker_loses_target(world: FakeCluster) -> None:
     assert [assignment.slot for assignment in new.heartbeat().assignments] == [1]
 
 
-def test_target_generation_is_never_reused(tmp_path: Path) -> None:
-    world = FakeCluster(LIMITS, StateDir(tmp_path))
-    old, box, new = two(world)
-    drain(world, "old")
-    assert new.of(0).generation == 2
-    world.restart(old, new)
-    assert new.heartbeat().assignments == []  # nobody is getting ready any more
-    box.watch()
-    old.lose(old.of(0))
-    assert box.watch().slots[0].generation == 3
-
-
 def test_worker_reports_its_drain_after_restart(tmp_path: Path) -> None:
     world = FakeCluster(LIMITS, StateDir(tmp_path))
     old, _box, _new = two(world)
@@ -309,3 +244,42 @@ def test_a_worker_that_has_left_is_not_lost(world: FakeCluster) -> None:
     world.run_for(4.0)
     told = [(event.kind, event.worker) for event in world.status().events if event.worker]
     assert told[2:] == [("worker left", "goes"), ("worker lost", "stays")]
+
+
+def test_slot_stays_until_its_target_is_ready(world: FakeCluster) -> None:
+    old, box, new = two(world)
+    assert drain(world, "old") == (2, 0)
+    waits = new.of(0)
+    assert (waits.generation, waits.recovery, waits.is_target, waits.prepare_migration) == (2, True, True, False)
+    has = old.of(0)
+    assert (has.generation, has.is_target, has.prepare_migration) == (1, False, False)
+    assert box.phases() == ["READY", "READY"]
+    assert {view.target_worker for view in box.watch().slots} == {"new"}
+
+    assert not new.heartbeat(new.slot_report(waits, pb.READY)).taken
+    assert old.of(0).prepare_migration
+    assert box.watch().slots[0].generation == 1
+    assert not new.of(0).prepare_migration
+    prepare_migration(old, 0, delivered=7)
+    assert box.watch().slots[0].generation == 1
+    asked = new.of(0)
+    assert (asked.is_target, asked.prepare_migration, asked.migration_total, asked.loop_waits) == (True, True, 7, False)
+    prepare_migration(new, 0, produced=7)
+    view = box.watch().slots[0]
+    assert (view.generation, view.worker, view.phase, view.note) == (2, "new", pb.READY, "worker old drains")
+    assert view.migrated
+    assert [assignment.slot for assignment in old.heartbeat().assignments] == [1]
+    now = new.of(0)
+    assert (now.generation, now.recovery, now.is_target) == (2, True, False)
+
+
+def test_old_and_new_have_lanes_of_their_own(world: FakeCluster) -> None:
+    old, _box, new = two(world)
+    drain(world, "old")
+    assert old.of(0).lane_key != new.of(0).lane_key
+    for worker in (old, new):
+        world.state_machine.slot_to_recover(world.slots()[0].key, worker.of(0).generation)
+    with pytest.raises(SupersededError):
+        world.state_machine.slot_to_recover(world.slots()[0].key, 3)
+    with pytest.raises(SupersededError):  # it may read, and write nothing yet
+        world.state_machine.slot_of_generation(world.slots()[0].key, 2)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from fake_cluster import FakeBox, FakeCluster, FakeWorker
 
 from penstock.appliance.core.mixture_orders import MixtureOrders, Proposal
-from penstock.appliance.journal.journal import StateDir
 from penstock.proto.errors import (
     InvalidArgumentError,
     OverloadedError,
@@ -59,38 +57,6 @@ def stage() -> Stage:
     return Stage(FakeCluster())
 
 
-def test_change_waits_for_all_boxes(stage: Stage) -> None:
-    proposal = stage.proposed()
-    stage.orders.fence(proposal)
-    assert stage.orders.undecided(proposal) == "the answer of box 0, 1"
-    stage.answer(stage.boxes[1], 4)
-    assert stage.orders.undecided(proposal) == "the answer of box 0"
-    stage.answer(stage.boxes[0], 5)
-    assert stage.orders.undecided(proposal) == ""
-    before = [slot.generation for slot in stage.world.slots()]
-    stage.orders.make(proposal)
-    stage.world.state_machine.settle()
-    assert [slot.generation for slot in stage.world.slots()] == [generation + 1 for generation in before]
-    reply = stage.boxes[0].watch()
-    assert not reply.HasField("fence")
-    assert {view.generation for view in reply.slots} == {generation + 1 for generation in before}
-    assert [(change.key, change.step) for change in stage.worker.of(0).mixture_changes] == [("k", 6)]
-    made = stage.orders.repeated(stage.request())
-    assert made is not None
-    assert made.change.position == 40
-
-
-def test_box_that_has_taken_the_step_refuses(stage: Stage) -> None:
-    proposal = stage.proposed()
-    stage.orders.fence(proposal)
-    stage.answer(stage.boxes[0], 8)
-    with pytest.raises(InvalidArgumentError, match=r"--from-step must be at least 9 for run job/0, got 6"):
-        stage.orders.undecided(proposal)
-    stage.orders.withdraw(proposal)
-    assert not stage.boxes[0].watch().HasField("fence")
-    assert not stage.worker.of(0).mixture_changes
-
-
 def test_unprintable_name_is_refused(stage: Stage) -> None:
     request = stage.request()
     request.retired.append("a\nb")
@@ -106,20 +72,6 @@ def test_answer_to_an_earlier_try_does_not_count(stage: Stage) -> None:
     again = stage.proposed()
     stage.orders.fence(again)
     assert stage.orders.undecided(again) == "the answer of box 0, 1"
-
-
-def test_change_outlives_a_restart(tmp_path: Path) -> None:
-    world = FakeCluster(directory=StateDir(tmp_path / "state"))
-    stage = Stage(world)
-    proposal = stage.proposed()
-    stage.orders.make(proposal)
-    world.state_machine.settle()
-    world.restart(stage.worker)
-    assert [change.step for change in stage.worker.of(1, 1).mixture_changes] == [6]
-    track = world.state_machine.cluster.history("job/0", 0)
-    assert track is not None
-    assert [change.key for change in track.message().mixture_changes] == ["k"]
-    world.journal.close()
 
 
 def _closed(stage: Stage) -> None:

@@ -58,14 +58,6 @@ def test_single_box_supersedes_its_predecessor(world: FakeCluster) -> None:
     assert error.message.startswith(expected.format(shown(client_of("new"))))
 
 
-def test_delayed_old_opening_is_refused(world: FakeCluster) -> None:
-    world.open(client_id="old")
-    world.open(client_id="new")
-    with pytest.raises(SupersededError, match="superseded by attempt 2"):
-        world.open(client_id="old")
-    assert world.state_machine.cluster.runs["job/0"].attempt == 2
-
-
 def test_boxes_without_key_join_one_attempt(world: FakeCluster) -> None:
     boxes = [world.open(box, num_boxes=3) for box in range(3)]
     assert [box.reply.attempt for box in boxes] == [1, 1, 1]

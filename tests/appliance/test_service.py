@@ -129,18 +129,6 @@ async def test_history_has_the_present_position(client: AsyncCoordinatorClient) 
     assert [position.step for position in history.known][-1] == 7
 
 
-@limited(heartbeat_s=300.0)
-@on_coordinator(SELDOM)
-async def test_superseded_client_learns_it_in_long_poll(client: AsyncCoordinatorClient) -> None:
-    await client.open_run(opening())
-    held = asyncio.create_task(until_ready(client))
-    await client.watch_run(watching())
-    await client.open_run(opening(client_id="new"))
-    async with asyncio.timeout(4):
-        with pytest.raises(SupersededError, match="superseded by attempt 2, opened by box 0, client 11507a0e"):
-            await held
-
-
 # ----------------------------------------------------------------------------------------------- snapshots and blobs
 
 
@@ -152,21 +140,6 @@ def header(total: int, **fields: Any) -> pb.SnapshotHeader:
 
 def query(generation: int = 1) -> pb.GetSnapshotsRequest:
     return pb.GetSnapshotsRequest(run="job/0", attempt=1, box=0, slot=0, generation=generation)
-
-
-@on_coordinator()
-async def test_snapshots_return_oldest_first(client: AsyncCoordinatorClient, address: str) -> None:
-    await client.open_run(opening())
-    async with daemon(address):
-        await until_ready(client)
-        values = {0: b"", 3: b"x" * 6_000_000, 5: b"y" * (CHUNK + 1)}
-        for total in (3, 0, 5):
-            reply = await client.put_snapshot(header(total), values[total])
-            assert reply.refused == ""
-        found = await client.get_snapshots(query())
-        assert [(head.total, head.generation, data) for head, data in found] == [
-            (total, 1, values[total]) for total in (0, 3, 5)
-        ]
 
 
 @on_coordinator()

@@ -77,16 +77,6 @@ def test_a_ready_slot_shows_where_its_lane_is(world: FakeCluster) -> None:
     check_ticket(view.ticket, worker.of(0).lane_key, 0.0, "the slot")
 
 
-def test_repeated_or_reordered_reports_are_no_ops(world: FakeCluster) -> None:
-    box, worker = world.open(), world.worker("w")
-    worker.ready()
-    version = box.watch().version
-    worker.ready()
-    worker.heartbeat(worker.slot_report(worker.of(0), pb.STARTING))
-    assert box.phases() == ["READY", "READY"]
-    assert box.watch().version == version
-
-
 def test_what_a_start_waits_for_is_told(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     report = worker.slot_report(worker.of(0), pb.STARTING)
@@ -119,26 +109,6 @@ def test_place_in_the_queue_of_starts_is_told(world: FakeCluster) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- losses
-
-
-def test_lost_runner_raises_the_generation(world: FakeCluster) -> None:
-    box, worker = world.open(), world.worker("w")
-    worker.ready()
-    before = worker.of(1)
-    worker.lose(before)
-    after = worker.of(1)
-    assert (after.generation, after.recovery) == (2, True)
-    assert after.lane_key != before.lane_key
-    view = box.watch().slots[1]
-    assert (view.phase, view.restarts) == (pb.STARTING, 1)
-    assert view.note == "runner of box 0 slot 1 on worker w died: killed by SIGKILL"
-    reply = worker.heartbeat(worker.slot_report(before, pb.READY))  # late words of the old generation
-    assert [(taken.slot, taken.generation, taken.why) for taken in reply.taken] == [
-        (1, 1, "runner of box 0 slot 1 on worker w died: killed by SIGKILL; worker w has it")
-    ]
-    assert box.phases() == ["READY", "STARTING"]
-    worker.lose(before)
-    assert generations(worker) == {0: 1, 1: 2}
 
 
 def test_a_slot_that_never_ran_just_starts_again(world: FakeCluster) -> None:
@@ -272,33 +242,6 @@ def test_ended_connection_shortens_the_lease(world: FakeCluster) -> None:
     assert set(world.state_machine.cluster.workers) == {"back", "other"}
 
 
-def test_restarted_worker_loses_its_slots(world: FakeCluster) -> None:
-    box, old = world.open(), world.worker("w")
-    old.ready()
-    new = world.worker("w", session="w-2")
-    assert generations(new) == {0: 2, 1: 2}
-    assert new.of(0).recovery
-    assert box.watch().slots[0].note == "worker w was restarted"
-    assert old.heartbeat().register_again
-    with pytest.raises(
-        SupersededError, match="another process has since registered as worker w: give every worker its own"
-    ):
-        old.register()
-    assert generations(new) == {0: 2, 1: 2}
-
-
-def test_same_session_keeps_its_slots(world: FakeCluster) -> None:
-    box, worker = world.open(), world.worker("w")
-    worker.ready()
-    worker.register()
-    assert generations(worker) == {0: 1, 1: 1}
-    assert box.phases() == ["READY", "READY"]
-    worker.capacity = 1
-    worker.register()
-    assert generations(worker) == {0: 1}
-    assert box.watch().missing_slots == 1
-
-
 @limited(abandoned_s=60)
 def test_abandoned_attempt_is_closed() -> None:
     world = FakeCluster()
@@ -343,24 +286,6 @@ def test_coarse_reports_keep_more_never_less(world: FakeCluster) -> None:
     assert totals(world)[0] == 15  # 29 was never reported, 18 is the newest below
     box.deliver(1)
     assert totals(world) == [25, 30, 35, 40]
-
-
-def test_snapshot_of_old_generation_is_refused(world: FakeCluster) -> None:
-    world.open()
-    worker = world.worker("w")
-    worker.ready()
-    worker.lose(worker.of(0))
-    with pytest.raises(SupersededError, match=r"generation of box 0 slot 0 of run job/0 must be 2, got 1"):
-        world.state_machine.slot_of_generation(KEY, 1)
-    worker.ready()
-    put(world, 4, generation=2)
-    world.state_machine.placement.fail(world.slots()[1], records_pb2.ErrorDetail(name="PenstockError", message="x"))
-    world.state_machine.placement.move(world.slots()[1], "lost", None)
-    with pytest.raises(SupersededError, match=r"must be that of its runner \(it has none now\), got 1"):
-        world.state_machine.slot_of_generation(KEY._replace(slot=1), 1)
-    with pytest.raises(SupersededError):  # it was on its way to the disk when the slot moved: told, but as good
-        put(world, 3, generation=1)
-    assert totals(world) == [3, 4]
 
 
 def test_snapshot_after_its_attempt_is_removed(world: FakeCluster) -> None:
@@ -437,6 +362,7 @@ def test_sure_snapshot_before_epoch_start_is_kept(world: FakeCluster) -> None:
     ]
     snapshot_index.trim(KEY, 10)
     assert snapshot_index.snapshots(KEY) == [DurableSnapshot(9, 1, 1)]
+    assert snapshot_index.used == 1
 
 
 def test_snapshots_past_abandoned_step_are_unused(world: FakeCluster) -> None:
@@ -481,6 +407,51 @@ def test_status_names_straggler_hides_tickets(world: FakeCluster) -> None:
     assert (node.worker, node.slots, node.slots_used, node.batches_per_s) == ("w", 8, 2, 12.5)
 
 
+def test_a_report_of_another_shape_is_refused(world: FakeCluster) -> None:
+    box = world.open()
+    box.position = Position.start(3)
+    with pytest.raises(InvalidArgumentError, match="a reported position must have 2 entries, got 3"):
+        box.watch()
+
+
+def test_lost_runner_raises_the_generation(world: FakeCluster) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    before = worker.of(1)
+    worker.lose(before)
+    after = worker.of(1)
+    assert (after.generation, after.recovery) == (2, True)
+    assert after.lane_key != before.lane_key
+    view = box.watch().slots[1]
+    assert (view.phase, view.restarts) == (pb.STARTING, 1)
+    assert view.note == "runner of box 0 slot 1 on worker w died: killed by SIGKILL"
+    reply = worker.heartbeat(worker.slot_report(before, pb.READY))  # late words of the old generation
+    assert [(taken.slot, taken.generation, taken.why) for taken in reply.taken] == [
+        (1, 1, "runner of box 0 slot 1 on worker w died: killed by SIGKILL; worker w has it")
+    ]
+    assert box.phases() == ["READY", "STARTING"]
+    worker.lose(before)
+    assert generations(worker) == {0: 1, 1: 2}
+
+
+def test_snapshot_of_old_generation_is_refused(world: FakeCluster) -> None:
+    world.open()
+    worker = world.worker("w")
+    worker.ready()
+    worker.lose(worker.of(0))
+    with pytest.raises(SupersededError, match=r"generation of box 0 slot 0 of run job/0 must be 2, got 1"):
+        world.state_machine.slot_of_generation(KEY, 1)
+    worker.ready()
+    put(world, 4, generation=2)
+    world.state_machine.placement.fail(world.slots()[1], records_pb2.ErrorDetail(name="PenstockError", message="x"))
+    world.state_machine.placement.move(world.slots()[1], "lost", None)
+    with pytest.raises(SupersededError, match=r"must be that of its runner \(it has none now\), got 1"):
+        world.state_machine.slot_of_generation(KEY._replace(slot=1), 1)
+    with pytest.raises(SupersededError):  # it was on its way to the disk when the slot moved: told, but as good
+        put(world, 3, generation=1)
+    assert totals(world) == [3, 4]
+
+
 def test_late_report_does_not_turn_back(world: FakeCluster) -> None:
     box = world.open()
     box.deliver(5)
@@ -488,10 +459,3 @@ def test_late_report_does_not_turn_back(world: FakeCluster) -> None:
     box.deliver(5)
     world.watch(late)
     assert world.status().runs[0].boxes[0].step == 10
-
-
-def test_a_report_of_another_shape_is_refused(world: FakeCluster) -> None:
-    box = world.open()
-    box.position = Position.start(3)
-    with pytest.raises(InvalidArgumentError, match="a reported position must have 2 entries, got 3"):
-        box.watch()

@@ -35,29 +35,6 @@ def two_boxes(world: FakeCluster) -> tuple[list[FakeBox], FakeWorker]:
     return boxes, worker
 
 
-def test_state_has_one_record_per_worker(world: FakeCluster) -> None:
-    boxes = [world.open(number, num_boxes=2) for number in range(2)]
-    worker = world.worker("w")
-    worker.ready()
-    boxes[0].deliver(5)
-    query = ask(boxes[0], 5)
-    assert not query.done
-    assert query.waits_for() == ", ".join(f"box {b} slot {k} on worker w" for b in range(2) for k in range(2))
-    (first, *_) = worker.heartbeat().state_requests
-    assert (first.step, first.epoch, first.position.total, first.position.delivered) == (5, 0, 3, 3)
-    assert first.deadline_s == 30
-    respond(worker)
-    assert values(query) == ["0.0:0.3", "0.1:0.2", "1.0:0.3", "1.1:0.2"]
-    found = result(query)
-    assert found is not None
-    record, _ = found.records[3]
-    assert (record.box, record.local_worker_id, record.num_boxes, record.num_workers_per_box) == (1, 1, 2, 2)
-    assert (record.step, record.worker_step, record.epoch, record.samples_streamed) == (5, 2, 0, 8)
-    assert (record.state_bytes, record.digest) == (7, 99)
-    assert found.positions[1].step == 5
-    assert list(worker.heartbeat().state_requests) == []
-
-
 def test_earlier_end_replans_and_keeps_answers(world: FakeCluster) -> None:
     asker, _ = (world.open(number, num_boxes=2, num_workers_per_box=3) for number in range(2))
     worker = world.worker("w")
@@ -93,23 +70,6 @@ def test_requests_end_with_the_last_caller(world: FakeCluster) -> None:
     reply = worker.heartbeat()
     assert (list(reply.state_requests), reply.version > version) == ([], True)
     assert not ask(box, 4).done
-
-
-def test_moved_slot_is_asked_at_its_new_owner(world: FakeCluster) -> None:
-    box, worker = world.open(), world.worker("w")
-    worker.ready()
-    box.deliver(4)
-    query = ask(box, 4)
-    (old,) = (request for request in worker.heartbeat().state_requests if request.slot == 1)
-    worker.lose(worker.of(1))
-    assert "box 0 slot 1 (starting on worker w)" in query.waits_for()
-    late = pb.StateAnswer(request=old.request, worker="w", session="w-1")
-    world.state_machine.answer_state(late, b"")
-    assert not query.done
-    worker.ready()
-    assert {(r.slot, r.generation) for r in worker.heartbeat().state_requests} == {(0, 1), (1, 2)}
-    respond(worker)
-    assert values(query) == ["0.0:0.2", "0.1:0.2"]
 
 
 def test_who_is_waited_for_is_named(world: FakeCluster) -> None:

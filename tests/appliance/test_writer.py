@@ -292,22 +292,6 @@ def test_bad_row_leaves_no_open_transaction(state: StateDir) -> None:
 
 
 @in_loop
-async def test_unwritten_rows_are_retried_in_order(state: StateDir) -> None:
-    journal = Journal(state)
-    syncing = GroupCommit(journal)
-    journal._db.execute("PRAGMA max_page_count=1")
-    journal.put("attempts", attempt(1) | {"why": "x" * 100_000})
-    with pytest.raises(JournalError, match="1 changes wait"):
-        await syncing.sync()
-    journal._db.execute("PRAGMA max_page_count=100000")
-    journal.put("attempts", attempt(1) | {"why": "newer"})
-    await syncing.sync()
-    assert [row["why"] for row in journal.rows("attempts")] == ["newer"]
-    syncing.close()
-    journal.close()
-
-
-@in_loop
 async def test_an_error_leaves_after_what_it_speaks_of(state: StateDir) -> None:
     journal = Journal(state)
     syncing = GroupCommit(journal)

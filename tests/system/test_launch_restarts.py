@@ -102,20 +102,6 @@ def test_all_slots_restart_from_the_newest_saved_state(tmp_path: Path) -> None:
         follow(DataExecutor(again, num_steps=20, appliance=appliance), {})
 
 
-def test_state_that_is_not_exact_is_given_up(tmp_path: Path) -> None:
-    log, before = tmp_path / "log", runners()
-    loader = DataLoader(launch_counts.Dealt, str(log), 0.01, 2)
-    with Appliance(num_workers_per_box=2, seed=7, replay_s=0.2) as appliance:
-        executor = DataExecutor(loader, num_steps=240, appliance=appliance)
-
-        def save() -> None:
-            loader.state_dict()
-            offered(loader)
-
-        follow(executor, {80: save, 100: lambda: kill(0, before), 210: lambda: kill(1, before)})
-        assert loader.state_dict()["batches"] == 240
-
-
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with running(tmp_path / "state") as cluster:

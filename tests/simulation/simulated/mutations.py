@@ -37,6 +37,8 @@ class Mutation:
     function: str
     old: str
     new: str
+    seed: int = 0
+    """History that has seen it, which is tried first."""
 
 
 MUTATIONS = (
@@ -53,7 +55,12 @@ MUTATIONS = (
     ),
     Mutation("the reply goes before the commit", GroupCommit, "sync", "await written", "pass"),
     Mutation(
-        "rows that could not be written are forgotten", GroupCommit, "_write", "self._journal.put_back(rows)", "pass"
+        "rows that could not be written are forgotten",
+        GroupCommit,
+        "_write",
+        "self._journal.put_back(rows)",
+        "pass",
+        seed=12,
     ),
     Mutation(
         "a late report of an old generation counts",
@@ -61,6 +68,7 @@ MUTATIONS = (
         "_note_report",
         "slot.generation != report.generation or ",
         "",
+        seed=8,
     ),
     Mutation(
         "a heartbeat does not renew the lease",
@@ -77,8 +85,10 @@ MUTATIONS = (
         "    box.reported_at = now",
         "pass",
     ),
-    Mutation("leases are not whole after a restart", recovery, "_fill", "now + worker_lease_s", "now + 0.5"),
-    Mutation("what it slept through is others' silence", StateMachine, "_extend_leases", "if late > 0:", "if False:"),
+    Mutation("leases are not whole after a restart", recovery, "_fill", "now + worker_lease_s", "now + 0.5", seed=2),
+    Mutation(
+        "what it slept through is others' silence", StateMachine, "_extend_leases", "if late > 0:", "if False:", seed=5
+    ),
     Mutation("the newest snapshot goes, not the oldest", SnapshotIndex, "trim", "kept[first:]", "kept[:first]"),
     Mutation(
         "the window of states is not kept",
@@ -102,7 +112,12 @@ MUTATIONS = (
         "True",
     ),
     Mutation(
-        "a successor takes over before it is ready", Migrations, "target_reported", "report.phase == pb.READY", "True"
+        "a successor takes over before it is ready",
+        Migrations,
+        "target_reported",
+        "report.phase == pb.READY",
+        "True",
+        seed=10,
     ),
     Mutation(
         "a successor keeps its place when it is dismissed",
@@ -110,6 +125,7 @@ MUTATIONS = (
         "cancel_migration",
         "worker.slots.pop(slot.key, None)",
         "pass",
+        seed=17,
     ),
     Mutation(
         "a successor's generation is not written down",
@@ -117,6 +133,7 @@ MUTATIONS = (
         "start_migration",
         "self._cluster.journal.put(",
         "dict(",
+        seed=6,
     ),
     Mutation(
         "a change of the mixture restarts no slot",
@@ -124,6 +141,7 @@ MUTATIONS = (
         "make",
         "self._placement.move(slot, note, None)",
         "pass",
+        seed=6,
     ),
     Mutation(
         "a box's step is not compared with a change's",
@@ -131,12 +149,35 @@ MUTATIONS = (
         "undecided",
         "if taken >= change.step:",
         "if False:",
+        seed=53,
     ),
-    Mutation("a change of the mixture does not wait for boxes", MixtureOrders, "undecided", "if missing:", "if False:"),
     Mutation(
-        "a change of the mixture is not written down", MixtureOrders, "make", "cluster.journal.put(", "dict.fromkeys("
+        "a change of the mixture does not wait for boxes",
+        MixtureOrders,
+        "undecided",
+        "if missing:",
+        "if False:",
+        seed=6,
     ),
-    Mutation("a restarted coordinator forgets who waits", recovery, "_slot", "waiting[slot.key] = slot", "pass"),
+    Mutation(
+        "a change of the mixture is not written down",
+        MixtureOrders,
+        "make",
+        "cluster.journal.put(",
+        "dict.fromkeys(",
+        seed=6,
+    ),
+    Mutation(
+        "a worker that registers again loses its slots",
+        Workers,
+        "register_worker",
+        "old is not None and old.session == request.session",
+        "False",
+        seed=4,
+    ),
+    Mutation(
+        "a restarted coordinator forgets who waits", recovery, "_slot", "waiting[slot.key] = slot", "pass", seed=12
+    ),
 )
 
 

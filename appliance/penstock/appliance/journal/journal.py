@@ -114,10 +114,6 @@ class StateDir:
         os.close(self._lock)
 
 
-def _is_blank(path: Path) -> bool:
-    return not path.exists() or path.stat().st_size == 0
-
-
 def _table(name: str) -> str:
     keys, values = TABLES[name]
     columns = ", ".join((*keys, *values, "sum"))
@@ -130,7 +126,8 @@ class Journal:
     def __init__(self, directory: StateDir | None) -> None:
         self.path = directory.path / "journal.db" if directory else None
         self.name = str(self.path or "the journal in memory")
-        if self.path is not None and self.path.with_name("snapshots.db").exists() and _is_blank(self.path):
+        path = self.path
+        if path is not None and path.with_name("snapshots.db").exists() and not (path.exists() and path.stat().st_size):
             # The journal is made before snapshots.db. SQLite would take an empty file for a new database.
             raise JournalError(
                 f"{self.path} is missing or empty, but snapshots.db is beside it: restore a copy of the file, or move "
