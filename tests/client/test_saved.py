@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,6 +96,12 @@ def test_same_topology_keeps_slots_and_positions() -> None:
             for slot, part in parts.items()
         }
         assert decode_state(start.blob) == {"aggregated": None, "strict": False, "slots": slots}
+
+
+def test_chains_of_slots_go_on() -> None:
+    saved = make(2)
+    saved.parts = [replace(part, chain=7 + part.slot) for part in saved.parts]
+    assert [slot.chain for slot in saved.start(1, 2, 2, strict=True).position.slots] == [7, 8]
 
 
 def test_user_changed_state_is_reported() -> None:
