@@ -235,8 +235,8 @@ class DataLoader:
         first = session.began_at if session is not None else self.step
         if not first <= step <= self.step:
             raise StateUnavailableError(
-                f"{self.name}: state_at(): step must be from {first} to {self.step}, the steps delivered since the "
-                f"loader was made or a state was loaded, got {step}"
+                f"{self.name}: state_at(): step must be from {first} to {self.step}, got {step}: pass one that was "
+                "delivered since the loader was made or a state was loaded"
             )
         if session is None or step == first:
             if self.stream.loaded is not None:
