@@ -16,6 +16,7 @@ import fsspec
 import pytest
 from forked import join_all
 from prepared_folders import prepare, write_offsets_of_energon
+from s3fs import S3FileSystem
 from shard_folder import HASH, make_shards, raw_bytes
 
 from penstock.data import MDSWriter, StreamingDataset, index_folder, merge_index
@@ -195,15 +196,15 @@ def test_failed_piece_is_requested_again(
 ) -> None:
     """Fail one of the pieces that are requested at the same time; what arrived before it is not read again."""
     read: list[int] = []
-    real = transfer.s3_piece
+    real = S3FileSystem._cat_file
 
     async def piece(fs: Any, path: str, start: int, end: int) -> Any:
         read.append(start)
         if start == 18_000 and read.count(start) == 1:
             raise TimeoutError("the connection was silent")
-        return await real(fs, path, start, end)
+        return await real(fs, path, start=start, end=end)
 
-    monkeypatch.setattr(folders, "s3_piece", piece)
+    monkeypatch.setattr(S3FileSystem, "_cat_file", piece)
     place = RemoteFolder(f"s3://{bucket.bucket}/data/", options, tries=2)
     place.download(NAME, tmp_path / "got", expected_size=SIZE, deadline_s=30)
     assert (tmp_path / "got").read_bytes() == raw_bytes(0, SIZE)

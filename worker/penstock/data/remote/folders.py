@@ -29,7 +29,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from penstock.data.remote.blocking_filesystems import PlainFilesystems
-from penstock.data.remote.local_files import copy_file, files_below, read_file, write_file
+from penstock.data.remote.local_files import copy_file, read_file, write_file
 from penstock.data.remote.remote_loop import RemoteLoop
 from penstock.data.remote.transfer import (
     CLOSED,
@@ -43,12 +43,10 @@ from penstock.data.remote.transfer import (
     TransferBroken,
     age_of,
     by_pieces,
-    by_s3_pieces,
     http_headers,
     judge,
     over_http,
     pause_before_retry,
-    s3_piece,
     scrubbed,
     tries_text,
 )
@@ -117,8 +115,6 @@ class RemoteFolder:
     ) -> None:
         """Store the settings, without connecting. `tries`: failures in a row, without a new byte, after which a
         transfer fails; None: until the deadline. `stall_s`: without progress until an attempt is cancelled."""
-        if (tries is not None and tries < 1) or stall_s <= 0:
-            raise InvalidArgumentError(f"tries must be at least 1 and stall_s above 0, got {tries} and {stall_s}")
         self._url = os.fspath(url)
         self._options = dict(storage_options or {})
         self._tries = tries
@@ -132,8 +128,7 @@ class RemoteFolder:
             kind = fsspec.get_filesystem_class(self._protocol)
         except ValueError as error:
             raise InvalidArgumentError(
-                f"{self.url} must have a scheme that fsspec knows, got {self._protocol}://. Correct the address, or "
-                "install the package of that filesystem"
+                f"{self.url} must have a scheme that fsspec knows, got {self._protocol}://"
             ) from error
         except ImportError as error:
             extra = _EXTRAS.get(self._protocol)
@@ -230,8 +225,7 @@ class RemoteFolder:
             info = self._call(until, "info", self._path_of(name, until))
             if type(info.get("size")) is not int:
                 raise DatasetError(
-                    f"{self.url_of(name)}: the server must report the file's size, got {info.get('size')!r}. Use "
-                    "another server, or a copy of the files in a local folder"
+                    f"{self.url_of(name)}: the server must report the file's size. Use another server, or a local copy"
                 )
             return int(info["size"])
 
@@ -244,8 +238,7 @@ class RemoteFolder:
         data = self._part(name, begin, end, deadline_s)
         if len(data) < end - begin:
             raise ShardCorruptError(
-                f"{self.url_of(name)} must have {end - begin} bytes from byte {begin} on, got {len(data)}. Upload the "
-                "file again if it is truncated, or index it again if it has changed"
+                f"{self.url_of(name)} must have {end - begin} bytes from byte {begin} on, got {len(data)}"
             )
         if len(data) > end - begin:
             raise DatasetError(
@@ -296,7 +289,8 @@ class RemoteFolder:
     def find(self, *, deadline_s: float) -> list[str]:
         """Return relative paths of all files; none without a folder. Raises ShardUnavailableError, locally OSError."""
         if self.local:
-            return files_below(self.local)
+            files = (path for path in self.local.rglob("*") if path.is_file())
+            return sorted(path.relative_to(self.local).as_posix() for path in files)
         return sorted(self._listed("find", deadline_s))
 
     def _listed(self, method: str, deadline_s: float, **options: Any) -> list[str]:
@@ -369,10 +363,7 @@ class RemoteFolder:
             left = until - time.monotonic()
             pause = pause_before_retry(failures, left, failure_kind)
             if failure_kind.final or failures == self._tries:
-                raise ShardUnavailableError(
-                    f"{self.url_of(name)} could not be {done} after {tries_text(failures)}: {failure_kind.reason}. "
-                    "Check the address and storage_options"
-                ) from self._absent(name, failure_kind)
+                raise self._failed(name, done, failures, failure_kind) from self._absent(name, failure_kind)
             if pause >= left or left < LAST_PAUSE_S:
                 raise self._too_late(name, done, deadline_s, failures, failure_kind)
             self._closed.wait(pause)
@@ -418,10 +409,7 @@ class RemoteFolder:
             mistyped = failure_kind.no_such_host and not self._reached and failures == QUIET_TRIES
             if failure_kind.final or mistyped or failures == self._tries:
                 # The cause is left out, because its text may contain credentials.
-                raise ShardUnavailableError(
-                    f"{source} could not be fetched after {tries_text(failures)}: {failure_kind.reason}. Check the "
-                    "address and storage_options"
-                ) from self._absent(name, failure_kind)
+                raise self._failed(name, "fetched", failures, failure_kind) from self._absent(name, failure_kind)
             left = until - time.monotonic()
             pause = pause_before_retry(failures, left, failure_kind)
             if pause >= left or left < LAST_PAUSE_S:
@@ -445,6 +433,12 @@ class RemoteFolder:
             else None
         )
 
+    def _failed(self, name: str, done: str, failures: int, failure_kind: FailureKind) -> ShardUnavailableError:
+        return ShardUnavailableError(
+            f"{self.url_of(name)} could not be {done} after {tries_text(failures)}: {failure_kind.reason}. Check the "
+            "address and storage_options"
+        )
+
     def _too_late(
         self, name: str, done: str, deadline_s: float, failures: int, failure_kind: FailureKind
     ) -> ShardUnavailableError:
@@ -462,12 +456,6 @@ class RemoteFolder:
         loop, fs, _ = self._opened(until)
         if self._is_http:
             self._run(loop, over_http(fs, path, target, progress, source), until, target)
-        elif hasattr(fs, "_call_s3") and progress.expected is not None and not progress.is_small:
-
-            def begin(start: int, end: int) -> _Request:
-                return _Request(self, self._started(loop, s3_piece(fs, path, start, end)), until, self._stall_s)
-
-            by_s3_pieces(begin, target, progress, source)
         else:
             by_pieces(partial(self._begin, until), path, target, progress, source)
 
@@ -540,10 +528,7 @@ class RemoteFolder:
                 weakref.finalize(self, RemoteLoop.close, self._loop)  # called also at the interpreter's exit
             loop = self._loop
             if loop.ended:
-                raise ShardUnavailableError(
-                    f"{self.url} cannot be read or written, because the interpreter is exiting. Finish all reads and "
-                    "writes before the program ends"
-                )
+                raise ShardUnavailableError(f"{self.url} cannot be read or written, because the interpreter is exiting")
         concurrent.futures.wait((loop.opening,), min(self._stall_s, max(0.0, until - time.monotonic())))
         if loop.opening.cancelled():
             raise TransferBroken(CLOSED)

@@ -41,8 +41,3 @@ def copy_file(source: Path, path: Path) -> None:
     """Copy a file completely or not at all. Raises ShardUnavailableError, or OSError for an unreadable source."""
     with open(source, "rb", buffering=0, opener=open_plain) as file:
         write_file(path, iter(lambda: file.read(PIECE), b""))
-
-
-def files_below(folder: Path) -> list[str]:
-    """Return the relative paths of all files in a folder and its subfolders, sorted."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

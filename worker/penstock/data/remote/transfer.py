@@ -2,7 +2,7 @@
 
 HTTP is read as one stream. A broken one is continued if the server's *validator* (ETag or Last-Modified) shows that the
 file is unchanged. Other storage (object stores, memory, SFTP) is read in pieces, several at a time where there is an
-event loop. S3 says with each piece which version it is from; elsewhere the file's `info` is compared before and after.
+event loop; the file's `info` is compared before and after.
 A file that changed meanwhile is read again from its beginning.
 """
 
@@ -185,8 +185,7 @@ class DownloadProgress:
     def check_size(self, size: int, source: str) -> None:
         if self.expected is not None and size != self.expected:
             raise ShardCorruptError(
-                f"{source} must have {self.expected} bytes, as the dataset's index lists, got {size}. Open the dataset "
-                "again if it was written anew"
+                f"{source} must have {self.expected} bytes, as the dataset's index lists, got {size}. Open it again"
             )
 
 
@@ -244,59 +243,6 @@ def _validator(headers: Any) -> str:
     return str(headers.get("Last-Modified", ""))
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Answer to one request for some bytes of a file on S3."""
-
-    data: bytes
-    size: int
-    """Bytes of the whole file."""
-    etag: str
-    """ETag of the whole file that the bytes are from."""
-
-
-async def s3_piece(fs: Any, path: str, start: int, end: int) -> _Piece:
-    """Read a file's bytes from `start` to before `end`; fewer if it ends before."""
-    bucket, key, version = fs.split_path(path)
-    options = {"VersionId": version} if version else {}
-    try:
-        response = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}", **options)
-    except OSError as error:
-        if _status(error.__cause__) != 416:
-            raise
-        info = await fs._info(path, refresh=True)  # the file ends before `start`
-        return _Piece(b"", info["size"], info.get("ETag", ""))
-    body = response["Body"]
-    try:
-        data = await body.read()
-    finally:
-        body.close()
-    size = response.get("ContentRange", "").rpartition("/")[2]
-    return _Piece(data, int(size) if size.isdecimal() else len(data), response.get("ETag", ""))
-
-
-def _status(error: Any) -> int:
-    return int(getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-
-
-def by_s3_pieces(
-    begin: Callable[[int, int], Request], target: DownloadTarget, progress: DownloadProgress, source: str
-) -> None:
-    """Read a file of a known size from S3, several pieces at a time. `begin` begins a call of `s3_piece`."""
-    assert progress.expected is not None
-
-    def checked(piece: _Piece) -> bytes:
-        if progress.validator and piece.etag != progress.validator:
-            raise FileChanged("the file was changed while it was read")
-        progress.check_size(piece.size, source)
-        progress.validator = piece.etag
-        return piece.data
-
-    if not progress.validator:
-        target.rewind()
-    _copy_pieces(begin, checked, progress.expected, target, progress)
-
-
 class Request(Protocol):
     """Running call of a filesystem's method."""
 
@@ -330,14 +276,13 @@ def by_pieces(
         target.write(call("cat_file", path))
         return
     progress.check_size(size, source)
-    _copy_pieces(lambda start, end: begin("cat_file", path, start=start, end=end), bytes, size, target, progress)
+    _copy_pieces(lambda start, end: begin("cat_file", path, start=start, end=end), size, target, progress)
     if call("info", path) != progress.info:
         raise FileChanged("the file was changed while it was read")
 
 
 def _copy_pieces(
     begin: Callable[[int, int], Request],
-    bytes_of: Callable[[Any], bytes],
     size: int,
     target: DownloadTarget,
     progress: DownloadProgress,
@@ -356,7 +301,7 @@ def _copy_pieces(
                 requests.append((end, begin(requested, end)))
                 requested = end
             end, request = requests.popleft()
-            data = bytes_of(request.result())
+            data = request.result()
             # the server does not support ranges, and sent the whole file
             if len(data) == size and end - target.at < size:
                 data, end = data[target.at :], size
