@@ -21,7 +21,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.media import images
 from penstock.data.formats.raw_files import open_file
 from penstock.data.formats.records.energon_folder import field_of
@@ -123,32 +122,58 @@ class TarReader(RecordFile):
 
 Member = tuple[str, str, str, int, int]
 """(name, key, column, offset of its data, offset of the end of its data), in bytes."""
+IndexedMember = tuple[str, str, str, int, int, int]
+"""Member, and the offset of the end with its padding."""
+Read = Callable[[int, int], bytes]
+"""(size, begin) -> bytes."""
+
+
+class _NotPlainError(Exception):
+    """Error for an archive with a header that only tarfile reads."""
 
 
 def _plain_members(record: bytes) -> list[Member] | None:
-    """Return the members in a part of an archive whose headers are all plain (names of at most 256 bytes) or extended
-    with times and owners, as webdataset's writer puts before each member. None for any other: tarfile takes ten times
-    as long."""
-    members: list[Member] = []
+    """Return the members in a part of an archive of plain headers; None for any other: tarfile takes ten times as
+    long."""
+    ended = 0
+
+    def plain() -> Iterator[IndexedMember]:
+        nonlocal ended
+        ended = yield from _walk(lambda size, begin: record[begin : begin + size], len(record))
+
+    try:
+        members = [member[:5] for member in plain()]
+    except _NotPlainError:
+        return None
+    return members if ended == len(record) else None
+
+
+def _walk(read: Read, size: int) -> Generator[IndexedMember, None, int]:
+    """Yield the members of an archive of which all headers are plain (names of at most 256 bytes), or extended with
+    times and owners, as webdataset's writer puts before each member. Return the offset of the block of zeros, or of the
+    end. Raises _NotPlainError for any other header, also for a damaged one."""
     at, extended = 0, False
-    while at < len(record):
-        header = _plain_header(record[at : at + tarfile.BLOCKSIZE])
-        if header is None:
-            return None
-        kind, size, name = header
-        begin = at + tarfile.BLOCKSIZE
-        if begin + size > len(record):
-            return None
+    while at < size:
+        head = read(tarfile.BLOCKSIZE, at)
+        if not extended and not head.strip(b"\0"):
+            return at
+        header = _plain_header(head)
+        if header is None or (head[257:263] != b"ustar\0" and head[345:].strip(b"\0")):
+            raise _NotPlainError
+        kind, length, name = header
+        begin, end = at + tarfile.BLOCKSIZE, at + tarfile.BLOCKSIZE + length
         if kind == tarfile.XHDTYPE:
-            if extended or not _says_times_and_owners(record[begin : begin + size]):
-                return None
+            if extended or length > READ_AT_ONCE or not _says_times_and_owners(read(length, begin)):
+                raise _NotPlainError
         elif kind not in (tarfile.REGTYPE, tarfile.DIRTYPE):
-            return None
-        elif kind == tarfile.REGTYPE and (split := _split(name)):
-            members.append((name, *split, begin, begin + size))
+            raise _NotPlainError
         extended = kind == tarfile.XHDTYPE
-        at = begin + -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-    return members if at == len(record) and not extended else None
+        at = begin + -(-length // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+        if kind == tarfile.REGTYPE and (split := _split(name)):
+            yield name, *split, begin, end, at
+    if extended:
+        raise _NotPlainError
+    return at
 
 
 def _plain_header(head: bytes) -> tuple[bytes, int, str] | None:
@@ -225,17 +250,8 @@ def _check_end(file: BinaryIO, at: int, name: str) -> None:
     while rest := file.read(READ_AT_ONCE):
         if rest.strip(b"\0"):
             raise ShardCorruptError(
-                f"{name} must be one archive, but more data follow its end, as if archives were joined with cat. Give "
-                "the archives as separate files, or join them with tar --concatenate"
+                f"{name} must be one archive, but more data follow its end. Join archives with tar --concatenate"
             )
-
-
-IndexedMember = tuple[str, str, str, int, int]
-"""(name, key, column, offset of the end of its data, offset of the end with its padding), in bytes."""
-
-
-class _NotPlainError(Exception):
-    """Error for an archive with a header that only tarfile reads."""
 
 
 def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:
@@ -244,7 +260,7 @@ def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.in
 
     def plain() -> Iterator[IndexedMember]:
         nonlocal ended
-        ended = yield from _plain_found(file, size)
+        ended = yield from _walk(file.read, size)
 
     try:
         offsets = _offsets(plain(), name, size)
@@ -253,30 +269,6 @@ def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.in
     with open(path, "rb", opener=open_plain) as archive:
         _check_end(archive, ended, name)
     return size, offsets
-
-
-def _plain_found(file: Descriptor, size: int) -> Generator[IndexedMember, None, int]:
-    """Yield the members of an archive of plain headers (see `_plain_members`), in a fifth of tarfile's time. Return the
-    archive's end. Raises _NotPlainError for any other header, also for a damaged one."""
-    at, extended = 0, False
-    while True:
-        head = file.read(tarfile.BLOCKSIZE, at)
-        if not extended and at < size and not head.strip(b"\0"):
-            return at
-        header = _plain_header(head)
-        if header is None or (head[257:263] != b"ustar\0" and head[345:].strip(b"\0")):
-            raise _NotPlainError
-        kind, length, name = header
-        begin, end = at + tarfile.BLOCKSIZE, at + tarfile.BLOCKSIZE + length
-        if kind == tarfile.XHDTYPE:
-            if extended or length > READ_AT_ONCE or not _says_times_and_owners(file.read(length, begin)):
-                raise _NotPlainError
-        elif kind not in (tarfile.REGTYPE, tarfile.DIRTYPE):
-            raise _NotPlainError
-        extended = kind == tarfile.XHDTYPE
-        at = begin + -(-length // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-        if kind == tarfile.REGTYPE and (split := _split(name)):
-            yield name, *split, end, at
 
 
 def _samples_by_tarfile(path: Path, name: str, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -305,7 +297,8 @@ def _tarfile_found(file: BinaryIO, archive: tarfile.TarFile, name: str) -> Itera
             raise ShardCorruptError(
                 f"{name} must not be an incremental archive of GNU tar. Write the archive without --listed-incremental"
             )
-        yield member_name, key, column, member.offset_data + member.size, archive.offset
+        begin = member.offset_data
+        yield member_name, key, column, begin, begin + member.size, archive.offset
 
 
 def _offsets(members: Iterable[IndexedMember], name: str, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -314,14 +307,13 @@ def _offsets(members: Iterable[IndexedMember], name: str, size: int) -> np.ndarr
     begins = array("q")
     keys: set[str] = set()
     last, columns, end = "", set[str](), 0
-    for member_name, key, column, data_end, member_end in members:
+    for member_name, key, column, _, data_end, member_end in members:
         if data_end > size:
             raise ShardCorruptError(f"{name} is truncated within {member_name}. Fetch or write the archive again")
         if key != last:
             if key in keys:
                 raise ShardCorruptError(
-                    f"{name}: a sample's members must follow each other, got {member_name} after other samples. Write "
-                    "the archive again, for example with tar --sort=name"
+                    f"{name}: a sample's members must follow each other, got {member_name} after others"
                 )
             keys.add(key)
             begins.append(end if begins else 0)
