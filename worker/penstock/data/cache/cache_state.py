@@ -67,8 +67,7 @@ class CacheState:
                 self._sweep(state)
         except OSError as error:
             raise ShardUnavailableError(
-                f"the cache folder {self.root} cannot be written: {error.strerror}. Make space, or give a local "
-                "folder that you can write to"
+                f"the cache folder {self.root} cannot be written: {error.strerror}. Make space, or give another folder"
             ) from error
         self._prepared = True
 

@@ -69,8 +69,7 @@ def _numbered(make: Callable[[str], ShardCache], version: int, name: str) -> tup
         cache.close()
         if isinstance(error, ShardUnavailableError) and isinstance(error.__cause__, FileNotFoundError):
             raise DatasetError(
-                f"{name} must have version {version}, but its index {version_index(version)} is missing. Give "
-                "version=None for the newest version"
+                f"{name} must have version {version}, but its index {version_index(version)} is missing"
             ) from error
         raise
     return cache, index, version

@@ -12,7 +12,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -61,15 +61,8 @@ def give_name(temporary: Path, folder: Path, name: str) -> None:
         os.replace(temporary, last, dst_dir_fd=parent)
 
 
-@dataclass(frozen=True)
-class _Numbered:
-    """Function from "packed" or "raw" to the path of a temporary file for the shard's file `number`."""
-
-    temporary: Callable[[str], Path]
-    number: int
-
-    def __call__(self, kind: str) -> Path:
-        return self.temporary(f"{self.number}{kind}")
+def _numbered(temporary: Callable[[str], Path], number: int, kind: str) -> Path:
+    return temporary(f"{number}{kind}")
 
 
 class Downloads:
@@ -153,12 +146,10 @@ class Downloads:
         evictable: list[tuple[str, int]] = []
         found: list[tuple[str, int]] = []
         for number, file in enumerate(shard.files):
-            path, was_there = self._raw(shard, file, _Numbered(temporary, number), until)
+            path, was_there = self._raw(shard, file, partial(_numbered, temporary, number), until)
             size_and_time = file_stat(str(path))
             if size_and_time is None:
-                raise ShardUnavailableError(
-                    f"{path} was removed while it was fetched or verified. Let no other program remove it"
-                )
+                raise ShardUnavailableError(f"{path} was removed while it was fetched or verified")
             in_place = path != self._own(file.raw)
             raw.append((str(path) if in_place else file.raw.name, *size_and_time))
             if in_place or self._remote is None:
@@ -227,8 +218,7 @@ class Downloads:
         try:
             if found[0] != stored.size:
                 raise ShardCorruptError(
-                    f"{path} must have {stored.size} bytes, as the dataset's index lists, got {found[0]}. Copy "
-                    "the file again"
+                    f"{path} must have {stored.size} bytes, as the dataset's index lists, got {found[0]}. Copy it again"
                 )
             self._verify(path, stored, str(path))
         except ShardCorruptError:
@@ -250,14 +240,12 @@ class Downloads:
         if expected is None:
             known = ", ".join(sorted(stored.hashes)) or "none"
             raise DatasetError(
-                f"{name}: validate_hash={algorithm!r} needs this hash of each file in the dataset's index, got the "
-                f"hashes {known}. Write the dataset with hashes=[{algorithm!r}], or leave validate_hash out"
+                f"{name}: validate_hash={algorithm!r} needs this hash of each file in the dataset's index, got {known}"
             )
         digest = digest_of(source, algorithm)
         if digest != expected.lower():
             raise ShardCorruptError(
-                f"{name} is damaged: its {algorithm} hash must be {expected}, got {digest}. Copy or upload the file "
-                "again; if the dataset was written again since its index was fetched, use another cache folder"
+                f"{name} is damaged: its {algorithm} hash must be {expected}, got {digest}. Upload the file again"
             )
 
     def _fetch(self, stored: StoredFile, temporary: Path, until: float) -> None:
@@ -284,10 +272,7 @@ class Downloads:
         """Download a file, then call `use` (with the address, for errors), which verifies and renames or decompresses
         it. If it is damaged, download it again, up to ATTEMPTS times in all."""
         if self._remote is None:
-            raise ShardUnavailableError(
-                f"{self._own(stored)} is missing, and there is no remote to fetch it from. Copy the file there, or "
-                "give the dataset's address as remote"
-            )
+            raise ShardUnavailableError(f"{self._own(stored)} is missing, and there is no remote to fetch it from")
         source = self._remote.url_of(stored.source or stored.name)
         for last in range(1 - ATTEMPTS, 1):
             try:
@@ -324,8 +309,7 @@ class Downloads:
             raise ShardCorruptError(f"{source}: {error}") from error
         if len(raw) != file.raw.size:
             raise ShardCorruptError(
-                f"{source} must decompress to {file.raw.size} bytes ({file.raw.name} in the index), got {len(raw)}. "
-                "Copy or upload the file again"
+                f"{source} must decompress to {file.raw.size} bytes, as the index lists, got {len(raw)}"
             )
         self._verify(raw, file.raw, f"{source} inflated")
         put(raw, temporary, self._folder, file.raw.name, source)

@@ -85,8 +85,7 @@ class FileLock:
                 fcntl.flock(descriptor.fileno(), fcntl.LOCK_UN)
 
     def _held(self) -> Descriptor:
-        if self._descriptor is None:
-            raise ValueError(f"the lock {self.path} must be held, but it was released before")
+        assert self._descriptor is not None, f"{self.path} was released"
         return self._descriptor
 
 

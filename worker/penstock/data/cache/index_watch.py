@@ -11,7 +11,6 @@ the same. To compare indexes is not enough: without hashes, two datasets of equa
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,8 +30,6 @@ from penstock.runtime.files.plain_files import read_plain
 
 VERSION_TIMEOUT_S = 10.0
 """Seconds to wait for the remote's answer about its index's version."""
-LARGEST_PAGE = 4 << 20
-"""Size of a fetched index up to which it is parsed completely, to see that it is not a login page."""
 
 
 @dataclass
@@ -78,8 +75,7 @@ class IndexWatch:
 
     def _refuse(self, path: Path, what: str) -> NoReturn:
         raise DatasetError(
-            f"{path} was {what} since the dataset was opened, so old and new samples would be mixed. Write new data to "
-            "a new folder, or open the dataset again"
+            f"{path} was {what} since the dataset was opened. Write new data to a new folder, or open it again"
         )
 
     def _is_same(self) -> bool:
@@ -156,22 +152,13 @@ class RemoteIndex:
 
 
 def check_index(file: Descriptor, source: str) -> None:
-    """Raise DatasetError for a fetched file that is no index, such as a login's page, which must not be cached. Of a
-    file larger than any page, only the ends are checked. `source`: for errors."""
-    size = os.fstat(file.fileno()).st_size
-    if size > LARGEST_PAGE:
-        is_index = file.read(256, 0).lstrip()[:1] == b"{" and file.read(256, size - 256).rstrip()[-1:] == b"}"
-        data = b"" if is_index else file.read(40, 0)
-    else:
-        data = file.read(size, 0)
-        try:
-            is_index = isinstance(json.loads(data), dict)
-        except ValueError:
-            is_index = False
+    """Raise DatasetError for a fetched file whose ends are not an index's, such as a login's page, which must not be
+    cached. `source`: for errors."""
+    size, data = os.fstat(file.fileno()).st_size, file.read(256, 0)
+    is_index = data.lstrip()[:1] == b"{" and file.read(256, max(0, size - 256)).rstrip()[-1:] == b"}"
     if not is_index:
         raise DatasetError(
-            f"{source} must be the index of a dataset, got a file that begins with {data[:40]!r}. Check the address, "
-            "and whether a proxy or a login page answers for it"
+            f"{source} must be the index of a dataset, got a file that begins with {data[:40]!r}. Check the address"
         )
 
 

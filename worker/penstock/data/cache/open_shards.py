@@ -134,9 +134,7 @@ class PartTables:
                     raise
                 except Exception as error:
                     raise ShardCorruptError(
-                        f"{source}: the cached copy of the file's table (its footer, header or offsets), {path}, "
-                        f"cannot be read: {error}. Remove the copy to fetch the table again; if that does not help, "
-                        "index the file again"
+                        f"{source}: its cached table {path} cannot be read: {error}. Remove it to have it fetched again"
                     ) from error
             self._known[key] = table
             if len(self._known) > MOST_TABLES:

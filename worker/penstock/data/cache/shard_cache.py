@@ -125,8 +125,6 @@ class ShardCache:
                 are not needed now.
             group: Unix group whose members share the folder; None: this user alone.
         """
-        if limit is not None and limit <= 0:
-            raise InvalidArgumentError(f"cache_limit must be above 0 bytes, got {limit}")
         if validate and validate not in HASHES:
             raise InvalidArgumentError(f"validate_hash must be one of {', '.join(sorted(HASHES))}, got {validate!r}")
         if threads < 1 or timeout_s <= 0:
@@ -221,8 +219,7 @@ class ShardCache:
                 raise ShardUnavailableError(what) from error
             except OSError as error:
                 raise ShardUnavailableError(
-                    f"{self.index_path} cannot be read: {error.strerror}. Check that it is a file that this "
-                    "user may read"
+                    f"{self.index_path} cannot be read: {error.strerror}. Check its permissions"
                 ) from error
         assert self.remote is not None
         self._state.prepare()
@@ -287,7 +284,7 @@ class ShardCache:
             if paths is None:
                 began = time.monotonic()
                 paths = self._fill(shard, key, lock, until)
-                self._count(waited_s=time.monotonic() - began)
+                self._count(FetchStats(waited_s=time.monotonic() - began))
             if paths is None:
                 raise ShardUnavailableError(
                     f"{shard.name} was changed in {self.folder} while it was fetched. Let only Penstock write there"
@@ -360,18 +357,12 @@ class ShardCache:
                     lock.write(b"")  # nothing is on disk, so nothing is claimed
                 raise
             lock.write(version.encoded())
-            self._count(1, version.size)
+            self._count(FetchStats(1, version.size))
             return version.holds(shard, self._root)
 
-    def _count(self, shards: int = 0, size: int = 0, waited_s: float = 0.0) -> None:
+    def _count(self, more: FetchStats) -> None:
         with self._lock:
-            before = self._fetched
-            self._fetched = replace(
-                before,
-                fetched_shards=before.fetched_shards + shards,
-                fetched_bytes=before.fetched_bytes + size,
-                waited_s=before.waited_s + waited_s,
-            )
+            self._fetched += more
 
     def stats(self) -> FetchStats:
         """Return what this process has fetched into the cache, and what it has prefetched and not used yet."""

@@ -94,7 +94,6 @@ def convert_dataset(
     hashes: Collection[str] | None = None,
     size_limit: int | str | None = None,
     keep_order: bool = True,
-    verify: bool = True,
     processes: int | None = None,
     source_options: Mapping[str, Any] | None = None,
     dest_options: Mapping[str, Any] | None = None,
@@ -118,7 +117,6 @@ def convert_dataset(
         size_limit: bytes of an MDS shard (64 MiB), or of the values in a row group of Parquet (16 MiB).
         keep_order: True: keep the source's order, so that states saved with the source can be resumed on the result.
             False: the result's own shards decide its order.
-        verify: True: read each part back, and compare its rows with those that were written.
         processes: number of processes; None: one for each processor, but at most one for each 128 MiB of data.
         source_options, dest_options: keyword arguments for fsspec's filesystems.
         timeout_s: seconds for each file of a remote.
@@ -128,7 +126,6 @@ def convert_dataset(
     settings = _settings(to, compression, hashes, size_limit)
     workers = None if processes is None else at_least_one("processes", processes)
     truth("keep_order", keep_order)
-    truth("verify", verify)
     source, remote = _address(source), writable_remote(os.fspath(dest), dest_options)
     with tempfile.TemporaryDirectory(prefix="penstock-convert-") as scratch, contextlib.closing(remote):
         origin = RemoteFolder(source, source_options)
@@ -149,7 +146,6 @@ def convert_dataset(
             settings=settings,
             parts=parts,
             key=_digest(json.dumps([*decisive, [origin_of(shard, origin.local) for shard in shards]], sort_keys=True)),
-            verify=verify,
             timeout_s=timeout_s,
             cache=scratch,
             cache_limit=max(4 << 30, (workers + 1) * max(sizes)),
@@ -233,8 +229,7 @@ def _chosen(columns: Sequence[str] | None, known: Sequence[str], types: Mapping[
         wrong = [each for each in given if each not in among or given.count(each) > 1]
         if wrong or not names:
             raise InvalidArgumentError(
-                f"{name}: {argument} must be some of {', '.join(among)}, each once, got "
-                f"{', '.join(wrong) or 'none'}. Correct the columns' names"
+                f"{name}: {argument} must be some of {', '.join(among)}, each once, got {', '.join(wrong) or 'none'}"
             )
     return names
 
@@ -284,10 +279,7 @@ def _finished(plan: ConversionPlan, remote: RemoteFolder) -> dict[int, bytes]:
     with ThreadPoolExecutor(THREADS) as threads:
         texts = list(threads.map(partial(remote.read, deadline_s=plan.timeout_s), indexes))
     if any(index_notes(text).get("convert", {}).get("key") != plan.key for text in texts):
-        raise DatasetError(
-            f"{remote.url} must be empty, but it has a dataset of other data or with other settings. Give another "
-            "folder, or remove this one"
-        )
+        raise DatasetError(f"{remote.url} must be empty, but it has a dataset of other data or with other settings")
     for path in remote.local.glob(f"{UNFINISHED}*") if remote.local else ():
         shutil.rmtree(path, ignore_errors=True)
     return {

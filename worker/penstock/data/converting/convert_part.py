@@ -67,7 +67,6 @@ class ConversionPlan:
     """Pieces of shards of which each part consists."""
     key: str
     """Digest of all that decides the result's content. Parts that were finished under the same key are kept."""
-    verify: bool
     timeout_s: float
     cache: str
     """Folder on this machine that caches the files of a remote source."""
@@ -158,8 +157,7 @@ class PartConverter:
             where = local / name if local else gettempdir()
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise DatasetError(
-                f"{where} could not be written: {reason}. Make space, or give a folder that you can write to and that "
-                "no other process converts into; then convert again. Finished parts are kept"
+                f"{where} could not be written: {reason}. Make space, or give another folder. Finished parts are kept"
             ) from error
         except DatasetError as error:
             raise type(error)(f"{self._where}: {error.message}") from error
@@ -173,8 +171,7 @@ class PartConverter:
             address = joined(self.plan.dest, folder.name)
             for path in folder.iterdir():
                 self._dest.upload(f"{folder.name}/{path.name}", path, deadline_s=self.plan.timeout_s)
-        if self.plan.verify:
-            self._verify(address, shards, digest)
+        self._verify(address, shards, digest)
         return write_index(shards, {"convert": {"key": self.plan.key, "digest": digest.hexdigest()}})
 
     def _rows(self, number: int, digest: RowDigest) -> Generator[tuple[Row, int], None, None]:

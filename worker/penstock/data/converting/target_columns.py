@@ -131,8 +131,7 @@ def _remedy(change: str, name: str) -> str:
 
 def _missing(sample: str, name: str, row: Mapping[str, Any]) -> DatasetError:
     return DatasetError(
-        f"{sample} must have the column {name!r}, as other samples have, got {', '.join(map(repr, row))}. Write "
-        "samples that all have this column, or leave it out of `columns`"
+        f"{sample} must have the column {name!r}, got {', '.join(map(repr, row))}. Leave it out of `columns`"
     )
 
 
@@ -170,10 +169,7 @@ def _mds_column(name: str, values: Sequence[Any], given: str | None) -> TargetCo
         return TargetColumn(name, "str" if times == kinds else "json", "time")
     if all(map(_is_json, values)):
         return TargetColumn(name, "json", "listed")
-    raise DatasetError(
-        f"column {name!r} must have values that MDS can store, got {_names(kinds)}. Convert to Parquet, or "
-        "leave the column out of `columns`"
-    )
+    raise DatasetError(f"column {name!r} must have values that MDS can store, got {_names(kinds)}. Convert to Parquet")
 
 
 def _unwrapped(values: Sequence[Any]) -> tuple[str, Sequence[Any]]:
@@ -274,10 +270,7 @@ def _parquet_column(
         return TargetColumn(name, str(kind)), kind
     if all(map(_is_json, values)):
         return TargetColumn(name, "string", "json"), arrow.string()
-    raise DatasetError(
-        f"column {name!r} must have values that Parquet can store, got {_names(kinds)}. Leave the column out of "
-        "`columns`"
-    )
+    raise DatasetError(f"column {name!r} must have values that Parquet can store, got {_names(kinds)}. Leave it out")
 
 
 def _arrow_type(arrow: Any, kinds: set[type], present: Sequence[Any]) -> Any:

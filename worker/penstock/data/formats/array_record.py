@@ -57,8 +57,7 @@ class _Records:
         size = os.fstat(self._file.fileno()).st_size
         if size != self.size:
             raise ShardCorruptError(
-                f"{self.name} must not change while it is read: it had {self.size} bytes when it was opened, got "
-                f"{size}. Start again, and write new data to another file"
+                f"{self.name} must not change while it is read: it had {self.size} bytes, got {size}"
             )
         try:
             records: list[bytes] = reader.read(rows)

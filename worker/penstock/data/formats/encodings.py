@@ -45,8 +45,7 @@ def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
     check_encoding(name)
     if name in UNSAFE and not allow_unsafe_types:
         raise DatasetError(
-            f"encoding {name!r} needs allow_unsafe_types=True, got False: reading it runs any code that the dataset's "
-            "writer put into it. Pass allow_unsafe_types=True if you trust the writer"
+            f"encoding {name!r} needs allow_unsafe_types=True, because reading it runs code of the dataset's writer"
         )
     family, colon, config = name.partition(":")
     return _ndarray(config) if family == "ndarray" and colon else ENCODINGS[family]
@@ -55,9 +54,7 @@ def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
 def check_encoding(name: str) -> None:
     family, colon, config = name.partition(":") if isinstance(name, str) else (name, "", "")
     if family not in ENCODINGS:
-        raise InvalidArgumentError(
-            f"the encoding must be one of {', '.join(ENCODINGS)}, got {name!r}. Pass one of these"
-        )
+        raise InvalidArgumentError(f"the encoding must be one of {', '.join(ENCODINGS)}, got {name!r}")
     if colon:
         if family != "ndarray":
             raise InvalidArgumentError(f"encoding {name!r}: {family} takes no parameter. Use {family!r}")
@@ -152,16 +149,14 @@ def _ndarray(config: str) -> Encoding:
     dtype = _BY_NAME.get(name)
     if dtype is None:
         raise InvalidArgumentError(
-            f"encoding 'ndarray:{config}': the dtype must be one of {', '.join(_BY_NAME)}, got {name!r}. Pass one of "
-            "these"
+            f"encoding 'ndarray:{config}': the dtype must be one of {', '.join(_BY_NAME)}, got {name!r}"
         )
     shape = None
     if colon:
         parts = dims.split(",")
         if len(parts) > MAX_DIMENSIONS or not all(dim.isascii() and dim.isdigit() and int(dim) for dim in parts):
             raise InvalidArgumentError(
-                f"encoding 'ndarray:{config}': the shape must be numbers >= 1, such as 3,224,224, got {dims!r}. Give a "
-                "size for each axis"
+                f"encoding 'ndarray:{config}': the shape must be numbers >= 1, such as 3,224,224, got {dims!r}"
             )
         shape = tuple(map(int, parts))
     size = None if shape is None else prod(shape) * dtype.itemsize

@@ -153,8 +153,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         table = self._called(lambda: dataset.take(numbers, columns=self.columns), _named(numbers))
         if table.num_rows != len(numbers):
             raise ShardCorruptError(
-                f"{self.uri}: pylance must return {len(numbers)} rows, got {table.num_rows}. Check that the "
-                "dataset's files are complete"
+                f"{self.uri}: pylance must return {len(numbers)} rows, got {table.num_rows}: files are missing"
             )
         return table
 
@@ -170,8 +169,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         except (ValueError, OSError) as error:
             where = self.uri if self._version is None else f"version {self._version} of {self.uri}"
             raise DatasetError(
-                f"{where} cannot be opened: {error}. Give the folder that Lance wrote, storage_options that can read "
-                "it, and a version that cleanup_old_versions has not removed"
+                f"{where} cannot be opened: {error}. Correct the address, storage_options or version"
             ) from error
         self._opened = os.getpid(), dataset
         return dataset
@@ -182,8 +180,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             return call()
         except Exception as error:
             raise ShardCorruptError(
-                f"{self.uri}: {what} cannot be read: {error}. Check that its files can be reached and that this user "
-                "may read them; if they are damaged, write the dataset again"
+                f"{self.uri}: {what} cannot be read: {error}. Check that its files can be reached, or write it again"
             ) from error
         except BaseException as error:
             if type(error).__name__ != "PanicException":

@@ -78,8 +78,7 @@ class MDSReader(SampleFile):
             sizes = self._head.unpack_from(record)
             if self._least + sum(sizes) != len(record):
                 raise ValueError(
-                    f"the sample must have {self._least + sum(sizes)} bytes, as the sizes in the sample say, got "
-                    f"{len(record)}"
+                    f"the sample must have {self._least + sum(sizes)} bytes, as its sizes say, got {len(record)}"
                 )
             values = {}
             following = iter(sizes)

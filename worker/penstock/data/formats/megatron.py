@@ -175,10 +175,7 @@ class TokenIndex:
     def _check(self) -> None:
         first, last = int(self._bounds(0, 1)[0]), int(self._bounds(self.documents, self.documents + 1)[0])
         if first != 0 or last != self.sequences:
-            self._corrupt(
-                f"the documents must consist of sequences 0 to {self.sequences}, got {first} to {last}. Write the file "
-                "again"
-            )
+            self._corrupt(f"the documents must consist of sequences 0 to {self.sequences}, got {first} to {last}")
         if self._kept is None or not self.sequences:
             return
         bounds = self._bounds(0, self.documents + 1)
@@ -208,17 +205,11 @@ class TokenIndex:
         except OSError as error:
             raise unreadable(self.name, error) from error
         if len(data) != size:
-            self._corrupt(
-                f"the file is truncated: {len(data)} of the bytes {begin} to {begin + size} are left. Write the "
-                "file again"
-            )
+            self._corrupt(f"the file is truncated: {len(data)} of the bytes {begin} to {begin + size} are left")
         return data
 
     def _refuse(self, document: int, inside: str, got: str) -> NoReturn:
-        self._corrupt(
-            f"document {document} must not end before it begins, and must lie in {inside}, got {got}. Write the file "
-            "again"
-        )
+        self._corrupt(f"document {document} must not end before it begins, and must lie in {inside}, got {got}")
 
     def _corrupt(self, why: str) -> NoReturn:
         raise ShardCorruptError(f"{self.name}: {why}")
@@ -236,8 +227,7 @@ class _TokenFile:
         self._file, self.size = open_file(data, data_name)
         if self.size != self.index.data_bytes:
             raise ShardCorruptError(
-                f"{data_name} must have {self.index.data_bytes} bytes, as {index_name} says, got {self.size}. Copy or "
-                "write the two files together again"
+                f"{data_name} must have {self.index.data_bytes} bytes, as {index_name} says, got {self.size}"
             )
 
     def tokens(self, number: int) -> Tokens:
@@ -246,8 +236,7 @@ class _TokenFile:
             begin, end = self.index.extent(number)
             if end > self.size:
                 raise ShardCorruptError(
-                    f"{self.index.name}: document {number} must end within the {self.size} bytes of {self.name}, got "
-                    f"byte {end}. Write the files again"
+                    f"{self.index.name}: document {number} must end within {self.name}, got byte {end}"
                 )
         else:  # bounds in memory were checked when the index was opened
             begin, end = extents[number], extents[number + 1]
@@ -263,8 +252,7 @@ class _TokenFile:
             raise unreadable(self.name, error) from error
         if read != end - begin:
             raise ShardCorruptError(
-                f"{self.name}: document {number} is truncated: {read} of {end - begin} bytes are left. Write the file "
-                "again, and do not change it while it is read"
+                f"{self.name}: document {number} is truncated: {read} of {end - begin} bytes are left"
             )
         return tokens
 
@@ -300,10 +288,7 @@ class MegatronDocuments:
         Raises DatasetError if a file is missing, ShardCorruptError if one is damaged or they do not belong together.
         """
         if not isinstance(prefix, str | os.PathLike):
-            raise InvalidArgumentError(
-                f"prefix must be a path as text or Path, got {prefix!r:.100}. Pass the path of the files without .bin "
-                "and .idx"
-            )
+            raise InvalidArgumentError(f"prefix must be a path as text or Path, got {prefix!r:.100}")
         self.prefix = os.fspath(prefix)
         """Path of the files without .bin and .idx."""
         self._file = self._opened()
@@ -386,8 +371,7 @@ class MegatronDocuments:
         for path in (index, data):
             if not os.path.exists(path):
                 raise DatasetError(
-                    f"{path} must exist: prefix must be the path of a .bin and an .idx file without that ending, got "
-                    f"{self.prefix!r}. Correct the prefix, or copy the missing file"
+                    f"{path} must exist: prefix must be the path without .bin and .idx, got {self.prefix!r}"
                 )
         return _TokenFile(Path(data), Path(index), data, index)
 
@@ -398,10 +382,7 @@ class MegatronDocuments:
         self.prefix, self._range = state["prefix"], state["range"]
         self._file = self._opened()
         if self._file.index.digest() != state["digest"]:
-            raise DatasetError(
-                f"{self.prefix}.idx must not change while a job reads it, but its documents differ now. Start the job "
-                "again"
-            )
+            raise DatasetError(f"{self.prefix}.idx must not change while a job reads it. Start the job again")
 
 
 class MegatronReader:

@@ -101,15 +101,12 @@ class SampleFile:
 
 def truncated(name: str, left: int, size: int, begin: int) -> ShardCorruptError:
     return ShardCorruptError(
-        f"{name} is truncated: {left} of the {size} bytes from byte {begin} are left. Write the file again, and do not "
-        "change it while it is read"
+        f"{name} is truncated: {left} of the {size} bytes from byte {begin} are left. Write the file again"
     )
 
 
 def unreadable(name: str, error: OSError) -> ShardCorruptError:
-    return ShardCorruptError(
-        f"{name} cannot be read: {error}. Check the disk or the network file system that has the file"
-    )
+    return ShardCorruptError(f"{name} cannot be read: {error}. Check the disk or the network file system")
 
 
 def open_file(path: Path, name: str, size: int | None = None) -> tuple[Descriptor, int]:
@@ -119,12 +116,11 @@ def open_file(path: Path, name: str, size: int | None = None) -> tuple[Descripto
         actual = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise ShardCorruptError(
-            f"{name}: {path} cannot be read: {error}. Check that the file exists and that this user may read it"
+            f"{name}: {path} cannot be read: {error}. Check that it exists and that this user may read it"
         ) from error
     if size not in (None, actual):
         raise ShardCorruptError(
-            f"{name}: {path} must have {size} bytes, as the dataset's index lists, got {actual}. Fetch the file again, "
-            "or index the folder again"
+            f"{name}: {path} must have {size} bytes, as the dataset's index lists, got {actual}. Fetch the file again"
         )
     return file, actual
 
@@ -133,8 +129,7 @@ def check_samples(name: str, what: str, samples: int, expected: int) -> None:
     """`what`: what the format calls samples, for the error."""
     if samples != expected:
         raise ShardCorruptError(
-            f"{name} must have {expected} {what}, as the dataset's index lists, got {samples}. Index the folder again "
-            "with index_folder"
+            f"{name} must have {expected} {what}, as the dataset's index lists, got {samples}. Index the folder again"
         )
 
 

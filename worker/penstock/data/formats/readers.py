@@ -89,8 +89,7 @@ class _Projected:
             return {name: sample[name] for name in self._columns}
         except KeyError as error:
             raise DatasetError(
-                f"{self.name}: a sample must have the column {error} that the argument `columns` names, got "
-                f"{', '.join(map(str, sample))}. Correct the argument `columns`"
+                f"{self.name}: a sample must have the column {error} of `columns`, got {', '.join(map(str, sample))}"
             ) from error
 
 
@@ -98,7 +97,6 @@ def _reader(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ShardR
     known = FORMATS.get(shard.format)
     if known is None or len(paths) != len(known.file_kinds):
         raise DatasetError(
-            f"{shard.name}: this version of Penstock cannot read a shard of format {shard.format!r} with {len(paths)} "
-            "files. Upgrade Penstock, or write the dataset in another format"
+            f"{shard.name}: format {shard.format!r} with {len(paths)} files is unknown. Upgrade Penstock"
         )
     return known.open(shard, paths, options)

@@ -136,9 +136,8 @@ class _StoredColumns:
         while (lock := take(str(self._place.root), f"{self._name}.lock", shared=False)) is None:
             if time.monotonic() >= until:
                 raise ShardUnavailableError(
-                    f"{where}: another process has not finished reading the index within "
-                    f"{self._place.timeout_s:g} s, and still holds the lock "
-                    f"{self._place.root}/{self._name}.lock. Set timeout_s higher, or end that process"
+                    f"{where}: another process has held {self._place.root}/{self._name}.lock for "
+                    f"{self._place.timeout_s:g} s. End it, or raise timeout_s"
                 )
             time.sleep(pause)
             pause = min(LONGEST_PAUSE_S, 2 * pause)

@@ -65,15 +65,13 @@ class OrderLayout:
                 raise ValueError("the sum of its list 'files' must be the length of its list 'units'")
             if int(units.sum()) != int(table.starts[-1]):
                 raise ValueError(
-                    f"its list 'units' must have {int(table.starts[-1])} samples in all, as the shards, got "
-                    f"{int(units.sum())}"
+                    f"its list 'units' must have {int(table.starts[-1])} samples in all, got {int(units.sum())}"
                 )
             decoded = int(note["decoded"][0]), int(note["decoded"][1])
             return OrderLayout(str(note["fingerprint"]), units, counts, bool(note["blocks"]), decoded, own=False)
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise DatasetError(
-                f"{name}: penstock.order in the index must be the order of the dataset from which this one was "
-                f"converted: {type(error).__name__}: {error}. Convert that dataset again"
+                f"{name}: penstock.order in the index is invalid: {type(error).__name__}: {error}. Convert again"
             ) from None
 
     def note(self) -> dict[str, Any]:

@@ -223,8 +223,7 @@ class ShardTable(Sequence[Shard]):
             entry = text[begin : begin + length] if isinstance(text, bytes) else text.read(length, begin)
             if _check(entry) != self._columns["checks"][number]:
                 raise DatasetError(
-                    f"{self._where} was written again since the dataset was opened. Write new data to a new folder, or "
-                    "open the dataset again"
+                    f"{self._where} was written again since the dataset was opened. Open the dataset again"
                 )
             shard = shard_of(parsed_entry(entry), self._known, {})
             kept = self._kept

@@ -171,10 +171,7 @@ def _found(root: Path, format: str | None, where: str) -> tuple[str, list[tuple[
 def _joined(root: Path, where: str, format: str, shards: list[Shard], ranges: bool) -> list[Shard]:
     shards = INDEXABLE[format].join(root, shards)
     if not any(shard.samples for shard in shards):
-        raise DatasetError(
-            f"{where} must have at least one sample, but its {len(shards)} files of {format} have none. Wait until "
-            "their writer has ended, or give another folder"
-        )
+        raise DatasetError(f"{where} must have at least one sample, but its {len(shards)} files of {format} have none")
     return shards if ranges else [replace(shard, spans=(), ranges=()) for shard in shards]
 
 
@@ -186,8 +183,7 @@ def _refuse_written(out: Path) -> None:
     written = {shard.format for shard in read_index(path.read_bytes(), str(path))} - {PARQUET, *INDEXABLE}
     if written:
         raise DatasetError(
-            f"{path} must not be replaced, because a writer made it for shards of {', '.join(sorted(written))}. Read "
-            "the folder as it is, or move the other files to a folder of their own"
+            f"{path} must not be replaced, because a writer made it for shards of {', '.join(sorted(written))}"
         )
 
 
@@ -204,7 +200,6 @@ def _files(root: Path) -> list[Path]:
     for path in found:
         if path.is_symlink() and not path.is_file():
             raise DatasetError(
-                f"{path} must be a file or a folder, got a link to a folder or a broken link. Index the target of the "
-                "link instead, or remove the link"
+                f"{path} must be a file or a folder, got a link to a folder or a broken link. Index its target"
             )
     return [path for path in found if path.is_file()]

@@ -65,8 +65,7 @@ def index_parquet(
     tables = [name for name in found if TABLE_FORMATS.search(name)]
     if tables:
         raise DatasetError(
-            f"{remote.url} must be a folder of plain Parquet files, got a Delta Lake, Hudi or Iceberg table "
-            f"({tables[0]}), which may have deleted rows in its files. Write the table's rows to a folder of their own"
+            f"{remote.url} must have plain Parquet files, got a Delta Lake, Hudi or Iceberg table ({tables[0]})"
         )
     names = data_files(found, pattern)
     if not names:
@@ -75,10 +74,7 @@ def index_parquet(
             if pattern
             else ("the folder and its subfolders must have a *.parquet file", "Give the folder of the files")
         )
-        raise DatasetError(
-            f"{remote.url}: {what}, got none; hidden files, and files in _temporary and similar folders, are ignored. "
-            f"{remedy}"
-        )
+        raise DatasetError(f"{remote.url}: {what}, got none; hidden files and folders are ignored. {remedy}")
     if local:
         shards = parquet_shards((name, local / name) for name in names)
         shards = shards if ranges else [replace(shard, ranges=()) for shard in shards]
@@ -87,7 +83,7 @@ def index_parquet(
     try:
         with ThreadPoolExecutor(REMOTE_THREADS) as threads:
             tails = list(threads.map(lambda name: _remote_tail(remote, name, timeout_s), names))
-        shards = shards_of_tails((name, partial(_unchanged, tail)) for name, tail in zip(names, tails, strict=True))
+        shards = shards_of_tails((name, partial(_read_before, tail)) for name, tail in zip(names, tails, strict=True))
         shards = shards if ranges else [replace(shard, ranges=()) for shard in shards]
         if out is None:
             remote.write(INDEX, write_index(shards), deadline_s=timeout_s)
@@ -144,7 +140,7 @@ def _expression(pattern: str) -> str:
     )
 
 
-def _unchanged(tail: Tail) -> Tail:
+def _read_before(tail: Tail) -> Tail:
     return tail
 
 

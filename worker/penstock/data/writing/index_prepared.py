@@ -99,9 +99,7 @@ def _offsets(remote: RemoteFolder, name: str, timeout_s: float) -> Ints:
         if not isinstance(error.__cause__, FileNotFoundError):
             raise
         raise DatasetError(
-            f"{remote.url_of(name + OFFSETS_ENDING)} must have the offsets of the archive's samples, but is missing. "
-            "Run `energon prepare` again; or index a local copy of the folder, and upload index.json and the files "
-            ".penstock-index"
+            f"{remote.url_of(name + OFFSETS_ENDING)} is missing. Run `energon prepare` again, or index a local copy"
         ) from error
     if len(data) < 16 or len(data) % 8:
         _refuse(remote, name, f"the file must have 8 bytes for each sample, and 8 more, got {len(data)}")
@@ -110,8 +108,7 @@ def _offsets(remote: RemoteFolder, name: str, timeout_s: float) -> Ints:
 
 def _refuse(remote: RemoteFolder, name: str, why: str) -> None:
     raise ShardCorruptError(
-        f"{remote.url_of(name + OFFSETS_ENDING)} does not fit the archive beside it: {why}. One of them is damaged "
-        "or was changed: run `energon prepare` again"
+        f"{remote.url_of(name + OFFSETS_ENDING)} does not fit its archive: {why}. Run `energon prepare` again"
     )
 
 

@@ -50,10 +50,7 @@ def _arrow_files(root: Path, files: Sequence[Path]) -> list[Path]:
         return saved
     states = [path for path in files if path.name == "state.json"]
     if states and states[0].parent != root:
-        raise DatasetError(
-            f"{root} must be a folder that save_to_disk wrote, got a folder with such a dataset below it. Index "
-            f"{states[0].parent} instead"
-        )
+        raise DatasetError(f"{root} has a dataset of save_to_disk below it. Index {states[0].parent} instead")
     # Cached results of map() lie beside the files of a dataset in a cache of Hugging Face.
     return [path for path in files if path.suffix.lower() == ".arrow" and not path.name.startswith("cache-")]
 

@@ -57,10 +57,7 @@ def merge_index(
             check_no_versions(remote.names(deadline_s=timeout_s), remote.url)
         below = _all_below(remote, timeout_s) if parts is None else [_below(text, os.fspath(part)) for part in parts]
         if not below:
-            raise DatasetError(
-                f"{remote.url} must have at least one folder with an {INDEX} below it, got none. Give the folder "
-                "that has the datasets, and leave out an empty `parts`"
-            )
+            raise DatasetError(f"{remote.url} must have at least one folder with an {INDEX} below it, got none")
         made = JoinedIndex()
         for name in below:
             for _, shard in GivenIndex(remote, f"{name}/{INDEX}", timeout_s).entries():

@@ -81,10 +81,7 @@ def newest_index(remote: RemoteFolder, *, timeout_s: float) -> GivenIndex | None
 def check_no_versions(names: Sequence[str], url: str) -> None:
     """Refuse to replace a dataset that has versions, because jobs may be reading an older one."""
     if any(map(_is_version_index, names)):
-        raise DatasetError(
-            f"{url} must not have versions when it is replaced, because jobs may be reading them. Publish the next "
-            "version with append=True, or give another folder"
-        )
+        raise DatasetError(f"{url} must not have versions when it is replaced. Use append=True, or give another folder")
 
 
 def _is_version_index(name: str) -> bool:
@@ -99,8 +96,7 @@ def check_columns(url: str, old: Shard | None, new: Iterable[Shard]) -> None:
             before, now = old and old.settings.get(name), shard.settings.get(name)
             if before != now:
                 raise DatasetError(
-                    f"{url}: {name} of the appended shards must be {before}, as in the dataset, got {now}. Append "
-                    "them to another dataset"
+                    f"{url}: {name} of the appended shards must be {before}, as in the dataset, got {now}"
                 )
 
 
@@ -114,8 +110,7 @@ def _sole_publisher(remote: RemoteFolder, timeout_s: float) -> Iterator[None]:
     while (lock := take(str(remote.local), LOCK, shared=False)) is None:
         if time.monotonic() > until:
             raise DatasetError(
-                f"{remote.url} must have one publisher at a time, but another process has held {LOCK} for "
-                f"{timeout_s:g} s. Wait for that process, or end it"
+                f"{remote.url}: another process has held {LOCK} for {timeout_s:g} s. Wait for it, or end it"
             )
         time.sleep(LOOK_S)
     try:

@@ -23,25 +23,22 @@ def local_folder(name: str, value: Any) -> Path:
     """Return a path. Raise InvalidArgumentError for a URL, also as a Path: pathlib makes a folder "s3:" of it."""
     path = Path(value).expanduser()
     if _SCHEME_LOST_A_SLASH.match(str(path)):
-        raise InvalidArgumentError(
-            f"{name} must be a folder of this machine, got the address {str(value)!r}. "
-            + (
-                "Pass a path"
-                if isinstance(value, str)
-                else "Pass a path, or, where one is allowed, an address as a str"
-            )
-        )
+        raise InvalidArgumentError(f"{name} must be a folder of this machine, got the address {str(value)!r}")
     return path
 
 
 def writable_remote(url: str, storage_options: Any = None) -> RemoteFolder:
     """Return the folder at this address. Raise DatasetError for a web server, to which files cannot be written."""
     if url.startswith(("http://", "https://")):
-        raise DatasetError(
-            f"{url} must be a folder or an object store, got a web server, which accepts no files. Write to "
-            "another address"
-        )
+        raise DatasetError(f"{url} must be a folder or an object store, got a web server, which accepts no files")
     return RemoteFolder(url, storage_options)
+
+
+def not_empty(where: str | Path) -> DatasetError:
+    return DatasetError(
+        f"{where} must be empty, got a folder with files. Pass another folder, or exist_ok=True to replace its dataset "
+        "and keep other files, or append=True to publish a version with more samples"
+    )
 
 
 class Uploads:
@@ -63,10 +60,7 @@ class Uploads:
         there are any files. `is_shard`: whether a name is that of a shard's file."""
         names = self._remote.names(deadline_s=self._timeout_s)
         if names and not exist_ok:
-            raise DatasetError(
-                f"{self._remote.url} must be empty, got a folder with files. Pass another folder, or exist_ok=True to "
-                "replace its dataset and keep other files, or append=True to publish a version with more samples"
-            )
+            raise not_empty(self._remote.url)
         check_no_versions(names, self._remote.url)
         for name in sorted(names, key=lambda name: name != INDEX):  # the index goes first
             if name == INDEX or is_shard(name):

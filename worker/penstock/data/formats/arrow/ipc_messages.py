@@ -157,18 +157,12 @@ def _message(read: Read, begin: int, size: int) -> Message | None:
         return None
     at = begin + mark + 4
     if not 0 < length <= min(size - at, MAX_METADATA):
-        raise ValueError(
-            f"the file is truncated or damaged: the message at byte {begin} must have 1 to "
-            f"{min(size - at, MAX_METADATA)} bytes of metadata, got {length}"
-        )
+        raise ValueError(f"the message at byte {begin} is truncated or damaged: it has {length} bytes of metadata")
     metadata = head[mark + 4 : mark + 4 + length]
     if len(metadata) < length:
         metadata = read(at, length)
     message = _Table.root(metadata)
     body = message.number(3)
     if not 0 <= body <= size - at - length:
-        raise ValueError(
-            f"the file is truncated or damaged: the message at byte {begin} has a body of {body} bytes, but "
-            f"{size - at - length} are left"
-        )
+        raise ValueError(f"the message at byte {begin} is truncated or damaged: it has a body of {body} bytes")
     return Message(message.byte(1), begin, metadata, at + length, body)

@@ -150,8 +150,7 @@ class _ArrowFile:
         needed, free = body + size - begin, free_memory()
         if needed > free:
             raise DatasetError(
-                f"{self.name}: a record batch must fit into memory: it takes at least {needed} bytes, but {free} are "
-                "free. Write the file in smaller record batches"
+                f"{self.name}: a record batch must fit into memory: it takes {needed} bytes, but {free} are free"
             )
         before = [self._bytes(message) for message in (self.head, *self.dictionaries[:dictionaries])]
         stream = b"".join([*before, self.read(begin, needed), END])
@@ -306,8 +305,7 @@ class ArrowReader(BlocksReader):
         check_samples(stored.name, "rows", sum(file.rows), shard.samples)
         if shard.blocks and shard.blocks != file.rows:
             raise ShardCorruptError(
-                f"{stored.name}: the record batches must have the numbers of rows that the dataset's index lists. The "
-                "file was changed: index the folder again with index_folder"
+                f"{stored.name} must have the record batches that the index lists. Index the folder again"
             )
         self._firsts = file.blocks()
         """First record batch of each block, then the number of record batches."""
@@ -400,8 +398,7 @@ class ArrowReader(BlocksReader):
 
     def _changed(self) -> ShardCorruptError:
         return ShardCorruptError(
-            f"{self.name} must not change while it is read, but it did. Write new data to a new file, and index this "
-            "file again if its new content is wanted"
+            f"{self.name} must not change while it is read. Write new data to a new file, or index this file again"
         )
 
 

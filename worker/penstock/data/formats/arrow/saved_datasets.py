@@ -47,15 +47,13 @@ def saved_files(folder: Path) -> list[Path] | None:
     state = _json(path)
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise DatasetError(
-            f"{path}: the dataset must be stored in the order of its rows, got a mapping of indices. Load it, call "
-            "flatten_indices(), and save it again"
+            f"{path}: rows must be stored in order, got a mapping of indices. Call flatten_indices(), and save again"
         )
     listed = state.get("_data_files")
     names = [each.get("filename") if isinstance(each, dict) else None for each in listed or ()]
     if not isinstance(listed, list) or not names or not all(_is_name(name) for name in names):
         raise DatasetError(
-            f"{path}: _data_files must be a list with a filename in each entry, got {listed!r:.200}. Save the dataset "
-            "again"
+            f"{path}: _data_files must be a list of filenames, got {listed!r:.200}. Save the dataset again"
         )
     files = [folder / str(name) for name in names]
     missing = [file for file in files if not file.is_file()]
@@ -72,9 +70,7 @@ def _refuse_cache(folder: Path) -> None:
     splits = _json(path).get("splits") if path.exists() else None
     if isinstance(splits, dict) and len(splits) > 1:
         raise DatasetError(
-            f"{folder} must have the files of one split, got those of several: {INFO} lists "
-            f"{', '.join(map(str, splits))}. Load the dataset and save it with save_to_disk, or link the files of one "
-            "split into a folder"
+            f"{folder} must have the files of one split, got {', '.join(map(str, splits))}. Save them with save_to_disk"
         )
 
 

@@ -230,8 +230,7 @@ class BlocksReader(ABC):
             raise
         except MemoryError as error:
             raise DatasetError(
-                f"{where} must fit into memory: {error}. Write the file in smaller {self.block_kind}s, or run fewer "
-                "workers"
+                f"{where} must fit into memory: {error}. Write smaller {self.block_kind}s, or run fewer workers"
             ) from error
         except NotImplementedError as error:
             raise DatasetError(

@@ -84,8 +84,7 @@ def _conversion(kind: Any) -> Conversion | None:
         return inner and _present(lambda values: [inner(each) for each in values])
     if any(storage_of(field.type) != field.type for field in _fields(kind)):
         raise DatasetError(
-            f"an extension type must not be within a union or a list view, got {kind}. Write the column with the type "
-            "that stores the extension, or leave it out with the argument `columns`"
+            f"an extension type must not be within a union or a list view, got {kind}. Leave it out of `columns`"
         )
     return None
 
@@ -116,8 +115,7 @@ def _tensor(kind: Any) -> Conversion:
     if permutation is not None and [permutation[number] for number in permutation] != sorted(permutation):
         # pyarrow 26 writes the inverse of what Arrow's specification says, and reads neither of the two.
         raise DatasetError(
-            f"a tensor's permutation must be its own inverse, because writers differ in the meaning of others, got "
-            f"{kind}. Write the tensors in their logical order, or leave the column out with the argument `columns`"
+            f"a tensor's permutation must be its own inverse, got {kind}. Leave the column out of `columns`"
         )
     dtype = np.dtype(kind.value_type.to_pandas_dtype())
 

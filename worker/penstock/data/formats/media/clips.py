@@ -184,8 +184,7 @@ def _chosen(positions: Positions, sample: Mapping[str, Any], opened: Opened) -> 
         found = sample[positions]
     else:
         raise InvalidPositions(
-            f"the column with the positions, {positions!r}, must be one of the sample's columns, got "
-            f"{', '.join(map(str, sample))}"
+            f"the column with the positions, {positions!r}, must be one of {', '.join(map(str, sample))}"
         )
     try:
         numbers = [operator.index(number) for number in found]
@@ -201,8 +200,7 @@ def check_clips(clips: Mapping[str, Clip] | None) -> dict[str, Clip]:
     for name, clip in (clips or {}).items():
         if not isinstance(name, str) or not isinstance(clip, VideoClip | AudioClip):
             raise InvalidArgumentError(
-                f"clips must be a dict from columns to VideoClip or AudioClip, got {clip!r:.100} for {name!r}. Pass "
-                "such a dict"
+                f"clips must be a dict from columns to VideoClip or AudioClip, got {clip!r:.100} for {name!r}"
             )
     if clips:
         _decoders()
@@ -262,18 +260,12 @@ class ClipReader:
 
     def _file(self, sample: Mapping[str, Any], column: str, where: str) -> bytes:
         if column not in sample:
-            raise DatasetError(
-                f"{where} must be one of the sample's columns, got {', '.join(map(str, sample))}. Correct the argument "
-                "`clips`"
-            )
+            raise DatasetError(f"{where} must be one of the sample's columns, got {', '.join(map(str, sample))}")
         value = sample[column]
         if isinstance(value, Mapping) and isinstance(value.get("bytes"), bytes):  # as Hugging Face's datasets store it
             return bytes(value["bytes"])
         if not isinstance(value, bytes):
-            raise DatasetError(
-                f"{where} must be the bytes of a video or sound, got {type(value).__name__}. Correct the argument "
-                "`clips`"
-            )
+            raise DatasetError(f"{where} must be the bytes of a video or sound, got {type(value).__name__}")
         return value
 
 
@@ -309,7 +301,6 @@ def _decoders() -> Any:
 
 def _unloadable() -> DatasetError:
     return DatasetError(
-        f"torchcodec must find FFmpeg's libraries and fit torch {version('torch')}, but cannot be loaded. Install "
-        "FFmpeg, for example by apt-get install ffmpeg, and the release of torchcodec for this build of torch "
+        f"torchcodec cannot be loaded with torch {version('torch')}. Install FFmpeg and a release that fits "
         "(docs/formats.md#videos-and-sounds)"
     )

@@ -57,8 +57,7 @@ def decode_raw(sample: bytes, begin: int, end: int) -> Any:
     # PIL keeps a pointer for each row, even of an image without columns.
     if size != end - pixels or (not size and max(width, height) > LONGEST_EMPTY_SIDE):
         raise ValueError(
-            f"the size of a raw image must fit its bytes, got {width} x {height} pixels of mode {mode} in "
-            f"{end - pixels} bytes"
+            f"the size of a raw image must fit its {end - pixels} bytes, got {width} x {height} of mode {mode}"
         )
     return image.frombytes(mode, (width, height), sample[pixels:end])
 

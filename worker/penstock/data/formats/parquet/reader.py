@@ -124,8 +124,7 @@ class ParquetReader(BlocksReader):
             check_samples(self.name, "rows", footer.metadata.num_rows, shard.samples)
         if shard.blocks and shard.blocks != blocks:
             raise ShardCorruptError(
-                f"{self.name}: the row groups must have the numbers of rows that the dataset's index lists. The file "
-                "was changed: index the folder again with index_folder"
+                f"{self.name} must have the row groups that the index lists. Index the folder again"
             )
         rows_before = sum(group.rows for group in footer.groups[:first])
         super().__init__(stored.name, blocks, list(self._schema.names), first, rows_before)
@@ -162,8 +161,7 @@ class ParquetReader(BlocksReader):
         free = free_memory()
         if needed > free:
             raise DatasetError(
-                f"{self.name}: row group {self._first_block + number} must fit into memory: it takes about {needed} "
-                f"bytes, but {free} are free. Write the file in smaller row groups"
+                f"{self.name}: row group {self._first_block + number} must fit into memory: {needed} of {free} bytes"
             )
         file = self._new_file(opened) if file is None else file
         table = self._table(opened, file, number)
@@ -187,8 +185,7 @@ class ParquetReader(BlocksReader):
         """Raise ShardCorruptError if the file was written to since: its row groups may mix old and new data."""
         if os.fstat(opened.fileno()).st_mtime_ns != self._version:
             raise ShardCorruptError(
-                f"{self.name} must not change while it is read, but it was written to since it was opened. Write new "
-                "data to a new file, and index this file again if its new content is wanted"
+                f"{self.name} must not change while it is read. Write new data to a new file, or index this file again"
             )
 
     def _table(self, opened: Descriptor, file: Any, number: int) -> Any:

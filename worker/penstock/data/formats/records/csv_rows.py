@@ -46,8 +46,7 @@ class CSVRowsReader(RecordFile):
             ) from error
         if columns != self._columns:
             raise ShardCorruptError(
-                f"{self.name}: the header must be {', '.join(self._columns)}, as when the file was indexed, got "
-                f"{', '.join(columns)}. Index the file again with index_folder"
+                f"{self.name}: the header must be {', '.join(self._columns)}, got {', '.join(columns)}. {INDEX_AGAIN}"
             )
 
     def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
@@ -97,10 +96,7 @@ def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[i
     try:
         columns = next(rows, [])
         if not columns or len(set(columns)) != len(columns):
-            raise ShardCorruptError(
-                f"{name}: the first line must have the columns' names, each once, got {columns}. Correct the "
-                "header, or add one"
-            )
+            raise ShardCorruptError(f"{name}: the first line must have the columns' names, each once, got {columns}")
         offsets = [consumed]
         for row in rows:
             if not row:
@@ -108,8 +104,7 @@ def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[i
                 continue
             if len(row) != len(columns):
                 raise ShardCorruptError(
-                    f"{name}: the row that ends in line {line} must have {len(columns)} values, as the header has, got "
-                    f"{len(row)}. Correct the file"
+                    f"{name}: the row that ends in line {line} must have {len(columns)} values, got {len(row)}"
                 )
             offsets.append(consumed)
     except (csv.Error, UnicodeDecodeError) as error:

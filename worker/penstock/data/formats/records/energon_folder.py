@@ -59,8 +59,7 @@ def prepared_files(folder: Path) -> list[Path] | None:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise DatasetError(
-            f"{folder / missing[0]} must be a file in the folder, as {_split_path(folder).name} lists it. Copy the "
-            "file into the folder"
+            f"{folder / missing[0]} must be a file in the folder, as {_split_path(folder).name} lists it"
         )
     return [folder / name for name in names]
 
@@ -88,8 +87,7 @@ def check_current(folder: Path, notes: Mapping[str, Any], where: str) -> None:
     known = listed if isinstance(listed, dict) else {}
     changed = next((name for name in META_FILES if known.get(name) != now.get(name)), SPLITS[0])
     raise DatasetError(
-        f"{where}: {META}/{changed} must be as it was when the folder was indexed, but has changed since. Run "
-        f"index_folder again; if the folder is remote, with another cache folder"
+        f"{where}: {META}/{changed} must be as it was when the folder was indexed. Run index_folder again"
     )
 
 
@@ -122,8 +120,7 @@ def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
     for shard in shards:
         if counts.get(shard.name, shard.samples) != shard.samples:
             raise DatasetError(
-                f"{folder / shard.name} must have {counts[shard.name]} samples, as {META} lists, got {shard.samples}. "
-                "Run `energon prepare` again, or fetch the file again"
+                f"{folder / shard.name} must have {counts[shard.name]} samples, as {META} lists, got {shard.samples}"
             )
     return [replace(shard, settings={"splits": splits[shard.name], **fields}) for shard in shards]
 
@@ -146,8 +143,7 @@ def select_split(
     if not chosen:
         known = sorted({name for _, splits in of_each for name in splits})
         raise InvalidArgumentError(
-            f"{where}: split must be one of {', '.join(known)}, got {split!r}. Pass one of these, or {EVERY_SPLIT!r} "
-            "for all"
+            f"{where}: split must be one of {', '.join(known)} or {EVERY_SPLIT!r}, got {split!r}"
         )
     return chosen
 
@@ -188,10 +184,7 @@ def _splits(folder: Path) -> dict[str, list[str]]:
     if not isinstance(parts, dict) or not parts or not all(isinstance(each, list | None) for each in parts.values()):
         raise DatasetError(f"{path}: split_parts must list the archives of each split. Run `energon prepare` again")
     if not isinstance(exclude, list):
-        raise DatasetError(
-            f"{path}: exclude must be a list of names, got {exclude!r:.200}. Correct the file, or run `energon "
-            "prepare` again"
-        )
+        raise DatasetError(f"{path}: exclude must be a list of names, got {exclude!r:.200}")
     left_out = {name for pattern in exclude for name in _expanded(path, pattern)}
     inside = sorted(name for name in left_out if not name.endswith(".tar"))
     if inside:
@@ -206,8 +199,7 @@ def _splits(folder: Path) -> dict[str, list[str]]:
     outside = [name for name in splits if ".." in Path(name).parts or Path(name).is_absolute()]
     if outside:
         raise DatasetError(
-            f"{path}: an archive must be a file in the folder, got {outside[0]}. Copy the file into the folder, and "
-            "run `energon prepare` again"
+            f"{path}: an archive must be a file in the folder, got {outside[0]}. Copy it there, and prepare again"
         )
     return splits
 
@@ -231,10 +223,7 @@ def _expanded(path: Path, pattern: object) -> list[str]:
     else:
         choices = found[1].split(",")
     if len(choices) < 1 + (ends is None):
-        raise DatasetError(
-            f"{path}: braces must hold choices (a,b) or an ascending range (0..9), got {pattern!r:.200}. List the "
-            "files instead"
-        )
+        raise DatasetError(f"{path}: braces must hold choices (a,b) or an ascending range (0..9), got {pattern!r:.200}")
     before, after = pattern[: found.start()], _expanded(path, pattern[found.end() :])
     if len(choices) * len(after) > MAX_NAMES:
         raise _too_many(path, pattern)
@@ -242,10 +231,7 @@ def _expanded(path: Path, pattern: object) -> list[str]:
 
 
 def _too_many(path: Path, pattern: str) -> DatasetError:
-    return DatasetError(
-        f"{path}: a name with braces must stand for at most {MAX_NAMES} files, got {pattern!r:.200}. Divide it into "
-        "several names"
-    )
+    return DatasetError(f"{path}: a name with braces must stand for at most {MAX_NAMES} files, got {pattern!r:.200}")
 
 
 def _fields(folder: Path) -> dict[str, Any]:

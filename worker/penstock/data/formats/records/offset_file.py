@@ -61,16 +61,14 @@ def read_offsets(path: Path, stored: StoredFile, size: int, records: int) -> tup
     table = memoryview(data)[HEAD.size :]
     if count != records or len(table) != 8 * (records + 1):
         raise ShardCorruptError(
-            f"{stored.name} must have the offsets of {records} records, as the dataset's index lists, got {count} "
-            f"records in {len(table)} bytes. {remedy}"
+            f"{stored.name} must have the offsets of {records} records, got {count} in {len(table)} bytes. {remedy}"
         )
     if xxhash.xxh3_64_intdigest(table) != digest:
         raise ShardCorruptError(f"{stored.name}: the offsets are damaged. {remedy}")
     offsets = np.frombuffer(table, "<i8")
     if expected_size != size:
         raise ShardCorruptError(
-            f"{stored.name} must belong to a file of {size} bytes, got the offsets of a file of {expected_size} bytes. "
-            f"{remedy}"
+            f"{stored.name} must belong to a file of {size} bytes, got that of {expected_size} bytes. {remedy}"
         )
     if offsets[-1] > size or offsets[0] < 0 or (offsets[1:] < offsets[:-1]).any():
         raise ShardCorruptError(f"{stored.name}: the offsets must ascend within the file's {size} bytes. {remedy}")

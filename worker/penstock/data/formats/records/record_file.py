@@ -54,8 +54,7 @@ class RecordFile(SampleFile):
         self._offsets, expected = read_offsets(offsets, shard.files[1].raw, stored.size, shard.samples)
         if expected not in (NO_FINGERPRINT, fingerprint(self._file, stored.size)):
             raise ShardCorruptError(
-                f"{data} must be the file that was indexed, got another one of the same size, {stored.size} bytes. "
-                f"{INDEX_AGAIN}"
+                f"{data} must be the file that was indexed, got another one of the same size. {INDEX_AGAIN}"
             )
 
 
@@ -81,8 +80,7 @@ def record_shard(
         written = write_offsets(path, size, stamp, offsets)
     except OSError as error:
         raise DatasetError(
-            f"{path} cannot be written: {error}. Give index_folder an argument `out`, a folder that you may write to "
-            "and that has space"
+            f"{path} cannot be written: {error}. Give index_folder a folder `out` that you may write to"
         ) from error
     files = ShardFile(StoredFile(name, size)), ShardFile(StoredFile(name + ENDING, written))
     return with_spans(Shard(format, len(offsets) - 1, files, settings=dict(settings or {})), offsets)

@@ -36,8 +36,7 @@ def _crc32c() -> Callable[[bytes], int]:
         value: Callable[[bytes], int] = importlib.import_module("google_crc32c").value
     except ImportError as error:
         raise DatasetError(
-            "TFRecord files need the package google-crc32c, which verifies checksums. Run pip install "
-            "'penstock[tfrecord]'"
+            "TFRecord files need the package google-crc32c. Run pip install 'penstock[tfrecord]'"
         ) from error
     return value
 
