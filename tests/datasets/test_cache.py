@@ -279,7 +279,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, server: ShardServer) ->
     (shard,) = make_shards(server.folder, 1, SIZE)
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        ShardUnavailableError, match=r"file/cache cannot be written: Not a directory. Make space, or give a local"
+        ShardUnavailableError, match=r"file/cache cannot be written: Not a directory. Make space, or give another"
     ):
         ShardCache(RemoteFolder(server.url), tmp_path / "file" / "cache").hold(shard)
 

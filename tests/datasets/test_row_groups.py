@@ -341,7 +341,7 @@ def test_an_array_of_a_sample_is_its_own(tmp_path: Path) -> None:
 
 def test_other_row_groups_than_indexed_are_named(folder: Path, tmp_path: Path) -> None:
     shard = parquet_shards([("a.parquet", folder / "a.parquet")])[0]
-    with pytest.raises(ShardCorruptError, match=r"the row groups must have the numbers of rows .*index_folder"):
+    with pytest.raises(ShardCorruptError, match="must have the row groups that the index lists"):
         ParquetReader(replace(shard, blocks=(250, 250)), folder / "a.parquet")
 
 
@@ -351,7 +351,7 @@ def test_file_written_while_read_is_named(folder: Path) -> None:
     path = folder / "a.parquet"
     os.utime(path, ns=(1, 1))
     assert dataset[1]["number"] == 1  # in memory
-    with pytest.raises(ShardCorruptError, match=r"a\.parquet must not change .* it was written to since it was opened"):
+    with pytest.raises(ShardCorruptError, match=r"a\.parquet must not change while it is read"):
         dataset[499]
 
 

@@ -130,7 +130,7 @@ def test_damaged_offsets_are_named(folder: Path) -> None:
     data = path.read_bytes()
     for at, message in (
         (0, "must begin with PENSTOCK OFFSET2"),
-        (16, "of a file of"),
+        (16, "got that of"),
         (32, "25 records"),
         (58, "damaged"),
     ):

@@ -178,7 +178,7 @@ def test_lance_rows_are_pieces(lance_folder: Path) -> None:
 
 
 def test_bad_lance_datasets_are_named(lance_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"nothing.lance cannot be opened: .*Give the folder that Lance wrote"):
+    with pytest.raises(DatasetError, match=r"nothing.lance cannot be opened: .*Correct the address"):
         LanceRows(tmp_path / "nothing.lance")
     with pytest.raises(DatasetError, match=r"version 99 of .*rows.lance cannot be opened"):
         LanceRows(lance_folder, version=99)
