@@ -201,7 +201,7 @@ def test_other_formats_have_clips(tmp_path: Path, written: Callable[[Path], str]
         (VideoClip([-1]), "at least 0 and below 30, got -1"),
         (VideoClip([]), r"positions must be a list of at least one whole number, got \[\]"),
         (VideoClip("text"), "positions must be a list of at least one whole number, got 'abc'"),
-        (VideoClip("other"), "'other', must be one of the sample's columns, got sound, text, video"),
+        (VideoClip("other"), "'other', must be one of sound, text, video"),
         (AudioClip((5, 5)), r"must be two numbers >= 0, the first below the second, got \[5, 5\]"),
         (AudioClip((0, SAMPLES + 1)), "the sound must have at least 22051 samples, got 22050"),
     ],

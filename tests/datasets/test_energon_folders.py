@@ -143,7 +143,7 @@ def test_stale_offsets_of_energon_are_refused(remote: ShardServer, tmp_path: Pat
         index_folder(remote.url, out=tmp_path / "out")
     (remote.folder / "d_0.tar.idx").write_bytes(offsets.read_bytes())
     offsets.write_bytes(offsets.read_bytes()[:-8] + struct.pack("<Q", 512 * 10))
-    with pytest.raises(ShardCorruptError, match=r"d_1\.tar\.idx does not fit the archive .*energon prepare"):
+    with pytest.raises(ShardCorruptError, match=r"d_1\.tar\.idx does not fit its archive: .*energon prepare"):
         index_folder(remote.url, out=tmp_path / "out")
     offsets.unlink()
     with pytest.raises(DatasetError, match=r"d_1\.tar\.idx must have the offsets .* is missing"):

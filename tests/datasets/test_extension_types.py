@@ -153,7 +153,7 @@ def test_extension_in_a_union_is_refused(tmp_path: Path) -> None:
     union = pyarrow.UnionArray.from_sparse(pyarrow.array([0] * ROWS, pyarrow.int8()), [uuids])
     write_arrow(pyarrow.table({"c": union}), tmp_path)
     index_folder(tmp_path)
-    words = r"column 'c': an extension type must not be within a union.*Write the"
+    words = r"column 'c': an extension type must not be within a union"
     with closing(StreamingDataset(str(tmp_path))) as dataset, pytest.raises(DatasetError, match=words):
         dataset[3]
 

@@ -170,7 +170,7 @@ def test_broken_lines_are_named(name: str, old: bytes, new: bytes, words: str, c
 
 def test_a_format_without_reader_is_named() -> None:
     shard, paths = shard_of("json")
-    with pytest.raises(DatasetError, match="cannot read a shard of format 'json' with 1 files"):
+    with pytest.raises(DatasetError, match="format 'json' with 1 files is unknown"):
         open_shard(shard, paths[:1])
 
 

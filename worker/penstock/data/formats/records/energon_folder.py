@@ -143,7 +143,7 @@ def select_split(
     if not chosen:
         known = sorted({name for _, splits in of_each for name in splits})
         raise InvalidArgumentError(
-            f"{where}: split must be one of {', '.join(known)} or {EVERY_SPLIT!r}, got {split!r}"
+            f"{where}: split must be one of {', '.join(known)}, got {split!r}. Pass {EVERY_SPLIT!r} for all"
         )
     return chosen
 
