@@ -12,8 +12,6 @@ from penstock.data.formats.text_shards import SEPARATORS, TEXT_ENCODINGS
 from penstock.data.writing.writers import Out, Writer, WriterSettings
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["CSVWriter", "JSONWriter", "TSVWriter", "XSVWriter"]
-
 REMEDY = "Correct the value, or write the dataset with JSONWriter, which stores any text"
 """Remedy for a value that a file of separated values (CSV, TSV) cannot hold."""
 

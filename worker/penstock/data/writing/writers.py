@@ -33,12 +33,10 @@ from penstock.data.formats.index import INDEX, join_indexes, write_index
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.writing.publish import check_columns, check_no_versions, newest_index, publish
-from penstock.data.writing.uploads import Uploads, local_folder, writable_remote
+from penstock.data.writing.uploads import Uploads, local_folder, not_empty, writable_remote
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.plain_files import open_plain
-
-__all__ = ["MDSWriter", "Out", "Writer", "WriterSettings"]
 
 SIZE_LIMIT = 64 << 20
 """Default of `size_limit`, in bytes."""
@@ -174,8 +172,7 @@ class Writer(ABC):
             self._bytes = self._shard_bytes
         if self._bytes + size > self._most:
             raise DatasetError(
-                f"{self.name}: sample {self._written}: the shard must have at most {MAX_BYTES} bytes, because its "
-                "offsets have 32 bits, got more with this sample. Pass a smaller size_limit, or split the sample"
+                f"{self.name}: sample {self._written}: the shard must have at most {MAX_BYTES} bytes. Split the sample"
             )
         self._samples.append(data)
         self._bytes += size
@@ -278,20 +275,14 @@ class Writer(ABC):
             where = f"{self.name}: sample {self._written}, column {name!r}"
             if name not in sample:
                 found = ", ".join(map(repr, sample))
-                raise DatasetError(
-                    f"{where}: the sample must have this column, got the columns {found}. Add it to the sample, or "
-                    "leave it out of columns"
-                ) from None
+                raise DatasetError(f"{where}: the sample must have this column, got the columns {found}") from None
             raise DatasetError(
                 f"{where}, {self.columns[name]!r}: {type(error).__name__}: {error}. {self.remedy_of(name)}"
             ) from error
         if len(sample) != len(values):
             extra = ", ".join(repr(name) for name in sample if name not in values)
             known = ", ".join(map(repr, values))
-            raise DatasetError(
-                f"{self.name}: sample {self._written} must have the columns {known}, got also {extra}. Remove them "
-                "from the sample, or add them to columns"
-            )
+            raise DatasetError(f"{self.name}: sample {self._written} must have the columns {known}, got also {extra}")
         return self._joined(values)
 
     def _config(self) -> dict[str, Any]:
@@ -350,10 +341,7 @@ class Writer(ABC):
         if not any(self.out.iterdir()):
             return
         if not exist_ok:
-            raise DatasetError(
-                f"{self.out} must be empty, got a folder with files. Pass another folder, or exist_ok=True to replace "
-                "its dataset and keep other files, or append=True to publish a version with more samples"
-            )
+            raise not_empty(self.out)
         check_no_versions([path.name for path in self.out.iterdir()], str(self.out))
         # Remove the index first, then the files that it lists.
         (self.out / INDEX).unlink(missing_ok=True)
