@@ -99,6 +99,7 @@ def test_parked_stream_reads_little_again(every: int, eager: None) -> None:
     for _ in range(10):
         got += [next(stream), next(stream)]
         stream.park()
+        opaque.StreamMark.of(saved(stream.saved_position()), "stream")  # refuses a snapshot at the position itself
         assert not stream.is_open
         stream.park()
     assert got == list(range(20))

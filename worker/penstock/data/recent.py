@@ -18,9 +18,10 @@ class Recent(Generic[K, V]):
         self._values: OrderedDict[K, V] = OrderedDict()
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        if key not in self._values:
-            self._values[key] = make()
-            if len(self._values) > self._most:
-                self._values.popitem(last=False)
-        self._values.move_to_end(key)
-        return self._values[key]
+        value = self._values.pop(key, None)
+        if value is None:
+            value = make()
+        self._values[key] = value
+        if len(self._values) > self._most:
+            self._values.popitem(last=False)
+        return value

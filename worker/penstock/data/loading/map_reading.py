@@ -135,7 +135,11 @@ class MapReader:
         seed_generators = self._generators.seed
         for row, (number, seed) in enumerate(zip(plan.ids.tolist(), seeds, strict=True)):
             seed_generators(seed)
-            found.append(self._one(plan, row, number))
+            try:
+                found.append(self.dataset[number])
+            except Exception as error:
+                self._annotate(error, self._sample_position(plan, row))
+                raise
         return found
 
     def _all(self, plan: BatchPlan) -> list[Any]:
@@ -164,13 +168,6 @@ class MapReader:
                 f"{self.name}: __getitems__ must return one sample for each of {len(numbers)} numbers, got {len(found)}"
             )
         return found
-
-    def _one(self, plan: BatchPlan, row: int, number: int) -> Any:
-        try:
-            return self.dataset[number]
-        except Exception as error:
-            self._annotate(error, self._sample_position(plan, row))
-            raise
 
     def _annotate(self, error: Exception, what: str) -> None:
         """Add a note. A StopIteration, which would silently end the epoch, becomes a DatasetError."""

@@ -5,6 +5,7 @@ replay from the start of the epoch."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.utils.data
@@ -16,14 +17,8 @@ from penstock.proto.state.assignment import process_assignment
 from penstock.worker.batch.building import collate
 
 
-class _OnlySample:
-    """For `batch_size=None`: each sample is a batch."""
-
-    def __init__(self, convert: Callable[[Any], Any]) -> None:
-        self._convert = convert
-
-    def __call__(self, samples: list[Any]) -> Any:
-        return self._convert(samples[0])
+def _only_sample(convert: Callable[[Any], Any], samples: list[Any]) -> Any:
+    return convert(samples[0])
 
 
 def read_batches(
@@ -40,7 +35,7 @@ def read_batches(
     """`batch_size` None: each sample is a batch."""
     _begin(worker_init_fn)
     if batch_size is None:
-        collate_fn = _OnlySample(collate_fn or default_convert)
+        collate_fn = partial(_only_sample, collate_fn or default_convert)
     return MapLoader(
         dataset,
         batch_size=1 if batch_size is None else batch_size,

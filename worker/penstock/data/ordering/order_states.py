@@ -172,16 +172,12 @@ def differences(was: Any, now: Any, path: str = "") -> dict[str, str]:
             else:
                 texts.update(differences(was[name], now[name], inner))
         return texts
-    if _is_list(was) and _is_list(now):
+    if isinstance(was, list | tuple) and isinstance(now, list | tuple):  # JSON turns a tuple into a list
         was, now = list(was), list(now)
         if len(was) == len(now):
             pairs = enumerate(zip(was, now, strict=True))
             return {name: text for at, pair in pairs for name, text in differences(*pair, f"{path}[{at}]").items()}
     return {} if was == now else {path: f"{path} was {was!r:.200} and is {now!r:.200} now"}
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)  # JSON turns a tuple into a list
 
 
 def common_progress(workers: Sequence[OrderProgress]) -> tuple[OrderProgress, list[int]]:
