@@ -245,7 +245,8 @@ class Downloads:
         digest = digest_of(source, algorithm)
         if digest != expected.lower():
             raise ShardCorruptError(
-                f"{name} is damaged: its {algorithm} hash must be {expected}, got {digest}. Upload the file again"
+                f"{name} is damaged: its {algorithm} hash must be {expected}, got {digest}. Upload the file again; "
+                "if the dataset was written again since its index was fetched, use another cache folder"
             )
 
     def _fetch(self, stored: StoredFile, temporary: Path, until: float) -> None:
