@@ -208,8 +208,8 @@ async def test_other_protocol_is_refused_with_remedy(
     with pytest.raises(VersionSkewError) as caught:
         await client.open_run(pb.OpenRunRequest())
     assert caught.value.message == (
-        f"the caller (Penstock 9.9.9) uses protocol 7, the coordinator (Penstock {VERSION}) uses protocol "
-        f"{PROTOCOL}: install the same release on both ends"
+        f"the caller (Penstock 9.9.9) uses protocol 7, the coordinator (Penstock {VERSION}) uses {PROTOCOL}: "
+        "install the same release on both ends"
     )
     monkeypatch.setattr(authenticated_calls, "_RELEASE", ())
     with pytest.raises(VersionSkewError, match="uses no protocol number"):
@@ -409,9 +409,7 @@ def test_shared_unix_socket_folder_is_refused(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/coordinator"
     tmp_path.chmod(0o777)
     for attempt in (lambda: connect(address), lambda: asyncio.run(server_aio(address, TOKEN, lambda server: None))):
-        with pytest.raises(
-            UnsafeBindError, match=f"{tmp_path} must be a folder of this user to which no other user can write"
-        ):
+        with pytest.raises(UnsafeBindError, match=f"other users can write to {tmp_path}"):
             attempt()
     tmp_path.chmod(0o755)
     (tmp_path / "coordinator").symlink_to("/dev/null")
@@ -424,7 +422,7 @@ def test_shared_unix_socket_folder_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("listen", "words"),
     [
-        ("0.0.0.0:0", "without TLS the token and the data would cross"),
+        ("0.0.0.0:0", "can be reached from other machines"),
         ("[::]:0", "can be reached from other machines"),
         ("example.org:80", "can be reached from other machines"),
         ("no-port", 'must be "host:port" or "unix:/path"'),

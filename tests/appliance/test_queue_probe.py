@@ -69,5 +69,5 @@ def test_no_listener_keeps_no_lease_open(tmp_path: Path) -> None:
 def test_error_names_the_second_address(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     inner = f"{tmp_path}/missing/own"
-    with pytest.raises(InvalidArgumentError, match=f"cannot listen on {inner}: the path must have at most 107 bytes"):
+    with pytest.raises(InvalidArgumentError, match=f"cannot listen on {inner}: it must have at most 107 bytes"):
         asyncio.run(server_aio("127.0.0.1:0", "token", lambda server: None, inner=f"unix:{inner}"))

@@ -80,7 +80,6 @@ CALLS: dict[str, Callable[[AsyncCoordinatorClient, CoordinatorClient], Calls]] =
         lambda: asyncio.to_thread(blocking.fetch_state, STATE),
     ],
     "FetchHistory": lambda client, blocking: [
-        lambda: client.fetch_histories("job/0", 0),
         lambda: asyncio.to_thread(blocking.fetch_histories, "job/0", 0),
     ],
     "a snapshot": lambda _, blocking: [lambda: asyncio.to_thread(blocking.fetch_snapshot, pb.SnapshotHeader())],

@@ -17,7 +17,7 @@ from functools import partial
 
 import pytest
 from lane_doors import listeners, refusing
-from lane_frames import a_frame, checked
+from lane_frames import a_frame, accept_tls_blocking, checked, read_hello
 from pki import Pair, Pki
 from tests.lanes.conftest import next_frame
 
@@ -27,7 +27,7 @@ from penstock.proto.lane import tcp
 from penstock.proto.lane.consumer import Consumer
 from penstock.proto.lane.frames import BATCH, ERROR, LANE_PROTOCOL, RING, STRUCTURE, Ack, connect_local
 from penstock.proto.lane.producer import Producer
-from penstock.proto.lane.tls_socket import TlsSocket, accept_tls_blocking, connect_tls, looks_like_tls
+from penstock.proto.lane.tls_socket import TlsSocket, connect_tls, looks_like_tls
 from penstock.proto.rpc.tls import Tls, load_tls
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.daemon.sender import Sender
@@ -115,7 +115,7 @@ def ends(mutual: Tls) -> Iterator[tuple[Receiver, Consumer, TlsSocket]]:
     connection, _ = listener.accept()
     connection.settimeout(QUICK_S)
     far = accept_tls_blocking(connection, mutual.server_context())
-    tcp.read_hello(far, QUICK_S)
+    read_hello(far, QUICK_S)
     far.settimeout(QUICK_S)
     consumer = Consumer(sock, "the receiver")
     yield receiver, consumer, far
@@ -205,7 +205,7 @@ def test_bytes_behind_the_hello_reach_the_runner(mutual: Tls, under_tls: bool) -
         (near,) = accepted
     hello, ack = lane_pb2.Hello(next_total=1), Ack(open_epochs=3)
     far.sendall(tcp.sealed(hello.SerializeToString()) + tcp.sealed(ack.encode()))
-    received = tcp.read_hello(near, QUICK_S)
+    received = read_hello(near, QUICK_S)
     assert received == hello
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     producer = Producer(1 << 20)

@@ -70,7 +70,7 @@ def test_a_worker_is_no_coordinator(start: Starter, pki: Pki, pairs: dict[str, P
 
 def test_server_must_have_the_name_of_its_role(pki: Pki, pairs: dict[str, Pair]) -> None:
     for role, serves in (("worker", "coordinator"), ("client", "worker")):
-        with pytest.raises(TlsError, match=rf"is not a certificate for the name {serves}\.penstock"):
+        with pytest.raises(TlsError, match=rf"must be for the name {serves}\.penstock"):
             tls_of(pki, pairs[role]).check_own(serves)
         tls_of(pki, pairs[serves]).check_own(serves)
         tls_of(pki, pairs[role], "penstock").check_own(serves)

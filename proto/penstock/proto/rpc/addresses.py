@@ -21,9 +21,7 @@ def check_address(address: str) -> None:
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise InvalidArgumentError(
-            f'the address of a coordinator must be "host:port" or "unix:/path", got {address!r}: name its host and port'
-        )
+        raise InvalidArgumentError(f'the coordinator\'s address must be "host:port" or "unix:/path", got {address!r}')
 
 
 def socket_path(address: str) -> Path | None:
@@ -31,7 +29,9 @@ def socket_path(address: str) -> Path | None:
 
 
 def refuse_strangers(address: str) -> None:
-    """Raise UnsafeBindError for a Unix socket that another user made or could replace, now or later."""
+    """Raise InvalidArgumentError for an invalid address, and UnsafeBindError for a Unix socket that another user made
+    or could replace, now or later."""
+    check_address(address)
     path = socket_path(address)
     if path is None:
         return
@@ -39,17 +39,11 @@ def refuse_strangers(address: str) -> None:
     try:
         folder = path.parent.stat()
         if folder.st_uid not in trusted or stat.S_IMODE(folder.st_mode) & 0o022:
-            # A sticky folder, such as /tmp, is meant for all users.
-            private = folder.st_uid == os.geteuid() and not folder.st_mode & stat.S_ISVTX
             raise UnsafeBindError(
-                f"{path.parent} must be a folder of this user to which no other user can write, because a writer could "
-                f"pose as the coordinator: {f'run chmod 700 {path.parent}, or ' if private else ''}choose another "
-                "folder"
+                f"other users can write to {path.parent}, and could pose as the coordinator: choose your own folder"
             )
         if path.lstat().st_uid not in trusted:
-            raise UnsafeBindError(
-                f"{path} belongs to another user, who could pose as the coordinator: choose another path"
-            )
+            raise UnsafeBindError(f"{path} belongs to another user, who could pose as the coordinator: choose another")
     except FileNotFoundError:
         return
 
@@ -71,8 +65,8 @@ def refuse_unsafe(listen: str, *, encrypted: bool, insecure: bool) -> None:
     if encrypted or insecure or is_local(listen):
         return
     raise UnsafeBindError(
-        f"{listen} can be reached from other machines, and without TLS the token and the data would cross the network "
-        "unencrypted: listen on 127.0.0.1, or pass --tls-cert and --tls-key, or --insecure on a network that you trust"
+        f"{listen} can be reached from other machines without encryption: listen on 127.0.0.1, or pass --tls-cert and "
+        "--tls-key, or --insecure on a network that you trust"
     )
 
 

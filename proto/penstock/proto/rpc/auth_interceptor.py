@@ -11,8 +11,8 @@ and hide cancellation."""
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ _HEALTH = f"/{health.SERVICE_NAME}/Check"
 """Method of the health check, which needs no token. Watch is refused: any caller could leave that stream open."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 _SHOWN_NAMES = "x509_subject_alternative_name"
+_SAME = "install the same release on both ends"
 MAX_SHOWN = 200
 
 
@@ -70,25 +71,17 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         if caller is None:
             said = "the token is wrong" if "authorization" in sent else "no token was sent"
             return AuthenticationError(f"{said}: set the same PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE at both ends")
+        theirs, ours = _short(sent.get(VERSION_KEY, "of unknown version")), f"the coordinator (Penstock {VERSION})"
         if method not in METHODS or _OURS + method not in self._handlers:
-            return VersionSkewError(
-                f"the coordinator (Penstock {VERSION}) does not know the call {_short(method)}, which Penstock "
-                f"{_short(sent.get(VERSION_KEY, 'of unknown version'))} makes: install the same release on both ends"
-            )
+            call = f"the call {_short(method)}, which Penstock {theirs} makes"
+            return VersionSkewError(f"{ours} does not know {call}: {_SAME}")
         protocol = sent.get(PROTOCOL_KEY)
         if protocol != str(PROTOCOL) and method not in READ_ONLY:
-            theirs = f"protocol {_short(protocol)}" if protocol is not None else "no protocol number"
-            return VersionSkewError(
-                f"the caller (Penstock {_short(sent.get(VERSION_KEY, 'of unknown version'))}) uses {theirs}, the "
-                f"coordinator (Penstock {VERSION}) uses protocol {PROTOCOL}: install the same release on both ends"
-            )
-        allowed = METHODS[method]
-        if not caller.roles & allowed:
-            have, need = " or ".join(sorted(caller.roles)), " or ".join(sorted(allowed))
-            return NotPermittedError(
-                f"{method} needs a token of the role {need}, got one of the role {have}. Pass a token of that role "
-                "(docs/security.md)"
-            )
+            used = f"protocol {_short(protocol)}" if protocol is not None else "no protocol number"
+            return VersionSkewError(f"the caller (Penstock {theirs}) uses {used}, {ours} uses {PROTOCOL}: {_SAME}")
+        if not caller.roles & METHODS[method]:
+            have, need = " or ".join(sorted(caller.roles)), " or ".join(sorted(METHODS[method]))
+            return NotPermittedError(f"{method} needs a token of the role {need} (docs/security.md), got one of {have}")
         return None
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
@@ -117,10 +110,8 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         roles = caller.roles & METHODS[name]
         if not tls.roles_named(shown, roles):
             wanted = " or ".join(sorted(map(tls.expected, roles)))
-            raise NotPermittedError(
-                f"{name} needs a certificate for the name {wanted}, got one for {_short(', '.join(shown))}. Pass a "
-                "certificate with that name (docs/security.md)"
-            )
+            got = _short(", ".join(shown))
+            raise NotPermittedError(f"{name} needs a certificate for {wanted} (docs/security.md), got one for {got}")
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Return a call's handler, or one that refuses it. None for an unknown service, for gRPC to refuse."""
@@ -131,10 +122,7 @@ class AuthInterceptor(grpc.GenericRpcHandler):
             caller = self._caller(sent)
             if isinstance(caller, Challenged):  # the challenge is part of the proof, not a call: do not count it
                 asked = ((CHALLENGE_KEY, caller.challenge),)
-                return _refusing(
-                    AuthenticationError("the caller must prove its token: answer the challenge in the metadata"),
-                    asked,
-                )
+                return _refusing(AuthenticationError("answer the challenge in the metadata, to prove the token"), asked)
             refusal = self._refusal(called, sent, caller)
             if refusal is not None:
                 if called in METHODS:  # a caller could send any number of other names
@@ -185,23 +173,23 @@ def _serialised(serialise: Callable[[Any], bytes], said: Any) -> bytes:
     return said if isinstance(said, bytes) else serialise(said)
 
 
-class _Call:
-    status = "OK"
-
-
-@contextmanager
-def _counted(calls: CallCounters, method: str) -> Iterator[_Call]:
-    """Count a call and its duration when it has ended. One without an answer or a refusal counts as cancelled."""
-    began, call = time.perf_counter(), _Call()
+@asynccontextmanager
+async def _answering(calls: CallCounters, method: str, context: _Context) -> AsyncIterator[None]:
+    """Send the errors of a handler, and count a call with its duration when it has ended. One without an answer or a
+    refusal counts as cancelled."""
+    began, status = time.perf_counter(), "OK"
     try:
-        yield call
-    except Exception:
+        yield
+    except grpc.aio.AbortError:
         raise
+    except Exception as error:
+        status = status_of(error)
+        await abort(context, error)
     except BaseException:
-        call.status = "CANCELLED"
+        status = "CANCELLED"
         raise
     finally:
-        calls.add(method, call.status, time.perf_counter() - began)
+        calls.add(method, status, time.perf_counter() - began)
 
 
 def _translated(
@@ -218,52 +206,33 @@ def _translated(
 
     # Requests are parsed here, and not by gRPC's deserializer: an error there would be UNKNOWN to the caller and a
     # traceback in the log, and for a part of a stream None.
-    codecs = {
-        "request_deserializer": None,
-        "response_serializer": partial(_serialised, handler.response_serializer),
-    }
-    if handler.response_streaming:
-        behave_stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
+    sent, answered = (
+        "stream" if streams else "unary" for streams in (handler.request_streaming, handler.response_streaming)
+    )
+    behave = getattr(handler, f"{sent}_{answered}")
 
-        async def stream(request: Any, context: _Context) -> AsyncIterator[Any]:
-            with _counted(calls, name) as call:
-                try:
-                    on_call(context)
-                    # The reader accepts no part before it has the proof: see authenticated_calls.py.
-                    await context.send_initial_metadata(context.trailing_metadata())
-                    with large.answering(credential()) as count:
-                        async with aclosing(behave_stream(read(request, count), context)) as parts:
-                            async for part in parts:
-                                yield part
-                except grpc.aio.AbortError:
-                    raise
-                except Exception as error:
-                    call.status = status_of(error)
-                    await abort(context, error)
-
-        make = (
-            grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
-        )
-        return make(stream, **codecs)
-
-    behave = handler.stream_unary if handler.request_streaming else handler.unary_unary
+    async def stream(request: Any, context: _Context) -> AsyncIterator[Any]:
+        async with _answering(calls, name, context):
+            on_call(context)
+            # The reader accepts no part before it has the proof: see authenticated_calls.py.
+            await context.send_initial_metadata(context.trailing_metadata())
+            with large.answering(credential()) as count:
+                async with aclosing(behave(read(request, count), context)) as parts:
+                    async for part in parts:
+                        yield part
 
     async def unary(request: Any, context: _Context) -> Any:
-        with _counted(calls, name) as call:
-            try:
-                on_call(context)
-                if handler.request_streaming:
-                    # A peer that is still sending parts may lose the trailing metadata of the answer: see `answer_of`.
-                    await context.send_initial_metadata(context.trailing_metadata())
-                with large.answering(credential()) as count:
-                    return await behave(read(request, count), context)
-            except grpc.aio.AbortError:
-                raise
-            except Exception as error:
-                call.status = status_of(error)
-                await abort(context, error)
+        async with _answering(calls, name, context):
+            on_call(context)
+            if handler.request_streaming:
+                # A peer that is still sending parts may lose the trailing metadata of the answer: see `answer_of`.
+                await context.send_initial_metadata(context.trailing_metadata())
+            with large.answering(credential()) as count:
+                return await behave(read(request, count), context)
 
-    make_unary = (
-        grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+    make = getattr(grpc, f"{sent}_{answered}_rpc_method_handler")
+    serialise = partial(_serialised, handler.response_serializer)
+    made: grpc.RpcMethodHandler[Any, Any] = make(
+        stream if handler.response_streaming else unary, request_deserializer=None, response_serializer=serialise
     )
-    return make_unary(unary, **codecs)
+    return made

@@ -60,7 +60,7 @@ class AuthenticatedCall:
         return None if self._files is None else self._files.tls
 
     def _open(self) -> None:
-        """Open a channel with the current certificate files. A subclass implements this."""
+        """Open a channel with the current certificate files."""
         raise NotImplementedError
 
     def _renew_files(self) -> None:

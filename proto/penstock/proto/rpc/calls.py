@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -28,7 +27,7 @@ from penstock.proto.errors import (
     malformed,
 )
 from penstock.proto.rpc.authenticated_calls import Answer, AuthenticatedCall, Call
-from penstock.proto.rpc.bounds.message_bounds import bytes_channel, parsed_reply
+from penstock.proto.rpc.bounds.message_bounds import bytes_channel, owned, parsed_reply
 from penstock.proto.rpc.bounds.reply_parts import (
     BlobParts,
     Histories,
@@ -62,17 +61,10 @@ class FetchedState:
 # ------------------------------------------------------------------------------------------------- to and from parts
 
 
-def pieces(data: bytes) -> Iterator[bytes]:
+def pieces(data: bytes | memoryview) -> Iterator[bytes]:
     view = memoryview(data)
     for start in range(0, len(view), CHUNK):
         yield bytes(view[start : start + CHUNK])
-
-
-def _first(data: bytes) -> tuple[bytes, Iterator[bytes]]:
-    """Bytes to send in the same message as the header, and the pieces to send after it."""
-    if len(data) <= CHUNK:
-        return data, iter(())
-    return b"", pieces(data)
 
 
 def blob_parts(data: bytes, run_hint: str) -> Iterator[pb.BlobPart]:
@@ -82,22 +74,18 @@ def blob_parts(data: bytes, run_hint: str) -> Iterator[pb.BlobPart]:
 
 
 def snapshot_parts(header: pb.SnapshotHeader, data: bytes) -> Iterator[pb.SnapshotPart]:
-    sized = pb.SnapshotHeader()
-    sized.CopyFrom(header)
+    sized = owned(header)
     sized.size = len(data)
-    first, more = _first(data)
-    yield pb.SnapshotPart(header=sized, data=first)
-    for piece in more:
+    yield pb.SnapshotPart(header=sized, data=data[:CHUNK])
+    for piece in pieces(memoryview(data)[CHUNK:]):
         yield pb.SnapshotPart(data=piece)
 
 
 def answer_parts(answer: pb.StateAnswer, data: bytes) -> Iterator[pb.AnswerPart]:
-    sized = pb.StateAnswer()
-    sized.CopyFrom(answer)
+    sized = owned(answer)
     sized.state_bytes = len(data)
-    first, more = _first(data)
-    yield pb.AnswerPart(answer=sized, data=first)
-    for piece in more:
+    yield pb.AnswerPart(answer=sized, data=data[:CHUNK])
+    for piece in pieces(memoryview(data)[CHUNK:]):
         yield pb.AnswerPart(data=piece)
 
 
@@ -108,13 +96,13 @@ def _parsed_part(method: str, part: bytes) -> Any:
     return parsed_reply(method, part)
 
 
-def _sendable(address: str, method: str, request: Any) -> Any:
-    """Raises InvalidArgumentError for too large a request, which gRPC would refuse without a proof of the token."""
-    if isinstance(request, Message) and (size := request.ByteSize()) > REQUEST_MAX:
-        raise InvalidArgumentError(
-            f"the request {method} to the coordinator at {address} must have at most {REQUEST_MAX} bytes, got {size}. "
-            "Report this as a bug of Penstock"
-        )
+def _sendable(method: str, request: Any) -> Any:
+    """Return a message, or a fresh iterator of parts for each try. Raises InvalidArgumentError for too large a request,
+    which gRPC would refuse without a proof of the token."""
+    if not isinstance(request, Message):
+        return request()
+    if (size := request.ByteSize()) > REQUEST_MAX:
+        raise InvalidArgumentError(f"a request {method} must have at most {REQUEST_MAX} bytes, got {size}")
     return request
 
 
@@ -125,6 +113,7 @@ async def _async(parts: Iterable[_Part]) -> AsyncIterator[_Part]:
 
 _Part = TypeVar("_Part")
 _Reply = TypeVar("_Reply")
+_Request = Message | Callable[[], Any]
 
 _unusable: ForkedProcessError | None = None
 """Error that all calls raise in the forked child of a process that had an open client."""
@@ -180,12 +169,12 @@ class CoordinatorClient(AuthenticatedCall):
                     call.require_proof(trailing)
                     return reply
 
-    def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
-        """`request`: called before each try; returns the request, or an iterator of its parts."""
+    def _ask(self, method: str, deadline_s: float, request: _Request, _: type[_Reply]) -> _Reply:
+        """`request`: a message, or a function that returns an iterator of its parts, called before each try."""
 
         def once(call: Call) -> Answer:
             make = getattr(self._stub, method).with_call
-            reply, made = make(_sendable(self.address, method, request()), timeout=deadline_s, metadata=call.metadata)
+            reply, made = make(_sendable(method, request), timeout=deadline_s, metadata=call.metadata)
             return reply, made.trailing_metadata()
 
         return cast(_Reply, parsed_reply(method, self._made(method, deadline_s, once)))
@@ -214,7 +203,7 @@ class CoordinatorClient(AuthenticatedCall):
     def __enter__(self) -> CoordinatorClient:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def reach(self, timeout_s: float) -> bool:
@@ -228,88 +217,77 @@ class CoordinatorClient(AuthenticatedCall):
             return False
         return True
 
-    def open_run(self, request: pb.OpenRunRequest, *, deadline_s: float | None = None) -> pb.OpenRunReply:
+    def open_run(self, request: pb.OpenRunRequest) -> pb.OpenRunReply:
         """Join a box to the open attempt of a run, or open the next one: see OpenRunRequest in coordinator.proto."""
-        deadline_s = deadline_s or self.deadline_s
         arguments = request.loader.arguments
         if len(arguments) > ARGUMENTS_INLINE:
-            small = pb.OpenRunRequest()
-            small.CopyFrom(request)
-            small.loader.arguments_blob = self.put_blob(arguments, f"{request.job}/{request.ordinal}")
-            small.loader.ClearField("arguments")
-            request = small
-        return self._ask("OpenRun", deadline_s, lambda: request, pb.OpenRunReply)
+            request = owned(request)
+            request.loader.arguments_blob = self.put_blob(arguments, f"{request.job}/{request.ordinal}")
+            request.loader.ClearField("arguments")
+        return self._ask("OpenRun", self.deadline_s, request, pb.OpenRunReply)
 
     def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
-        deadline_s = request.hold_s + self.deadline_s
-        return self._ask("WatchRun", deadline_s, lambda: request, pb.WatchRunReply)
+        return self._ask("WatchRun", request.hold_s + self.deadline_s, request, pb.WatchRunReply)
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
-        deadline_s = request.hold_s + self.deadline_s
-        return self._ask("Heartbeat", deadline_s, lambda: request, pb.HeartbeatReply)
+        return self._ask("Heartbeat", request.hold_s + self.deadline_s, request, pb.HeartbeatReply)
 
     def close_run(self, request: pb.CloseRunRequest, *, deadline_s: float | None = None) -> None:
-        deadline_s = deadline_s or self.deadline_s
-        self._ask("CloseRun", deadline_s, lambda: request, pb.CloseRunReply)
+        self._ask("CloseRun", deadline_s or self.deadline_s, request, pb.CloseRunReply)
 
     def fetch_state(self, request: pb.FetchStateRequest) -> FetchedState:
-        deadline_s = request.deadline_s + TRANSFER_DEADLINE_S
         request.packs = True
         state = StateParts()
-        self._read("FetchState", deadline_s, request, state.add)
+        self._read("FetchState", request.deadline_s + TRANSFER_DEADLINE_S, request, state.add)
         return FetchedState(state.records(), state.positions)
 
-    def put_blob(self, data: bytes, run_hint: str = "", *, deadline_s: float = TRANSFER_DEADLINE_S) -> str:
+    def put_blob(self, data: bytes, run_hint: str = "") -> str:
         """Store bytes at the coordinator, unless it has them. Return their name. `run_hint`: the run, for messages."""
-        return self._ask("PutBlob", deadline_s, partial(blob_parts, data, run_hint), pb.PutBlobReply).blob
+        return self._ask("PutBlob", TRANSFER_DEADLINE_S, partial(blob_parts, data, run_hint), pb.PutBlobReply).blob
 
-    def get_blob(self, name: str, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
+    def get_blob(self, name: str) -> bytes:
         parts: list[bytes] = []
-        self.get_blob_into(name, parts.append, deadline_s=deadline_s)
+        self.get_blob_into(name, parts.append)
         return b"".join(parts)
 
-    def get_blob_into(
-        self, name: str, write: Callable[[bytes], None], *, deadline_s: float = TRANSFER_DEADLINE_S
-    ) -> None:
+    def get_blob_into(self, name: str, write: Callable[[bytes], None]) -> None:
         """Fetch a blob, and pass its bytes to `write`. Use them only after the return: the blob is checked as a whole
         at the end. Raises StateCorruptError."""
         blob = BlobParts(name, write)
-        self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), blob.add)
+        self._read("GetBlob", TRANSFER_DEADLINE_S, pb.GetBlobRequest(blob=name), blob.add)
         blob.check()
 
     def status(self, *, deadline_s: float | None = None) -> pb.StatusReply:
-        deadline_s = deadline_s or self.deadline_s
-        return self._ask("Status", deadline_s, lambda: pb.StatusRequest(), pb.StatusReply)
+        return self._ask("Status", deadline_s or self.deadline_s, pb.StatusRequest(), pb.StatusReply)
 
     def drain(self, worker: str, *, undo: bool = False, look: bool = False) -> pb.DrainWorkerReply:
         """Move a worker's slots to other workers. `undo`: end the drain instead; `look`: only return how far it is."""
         request = pb.DrainWorkerRequest(worker=worker, undo=undo, look=look)
-        return self._ask("DrainWorker", self.deadline_s, lambda: request, pb.DrainWorkerReply)
+        return self._ask("DrainWorker", self.deadline_s, request, pb.DrainWorkerReply)
 
     def end_run(self, run: str) -> pb.EndRunReply:
         """End a run (JOB/ORDINAL), or all runs of a job (JOB). Raises UnknownRunError."""
-        return self._ask("EndRun", self.deadline_s, lambda: pb.EndRunRequest(run=run), pb.EndRunReply)
+        return self._ask("EndRun", self.deadline_s, pb.EndRunRequest(run=run), pb.EndRunReply)
 
     def change_mixture(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply:
         """Change a run's mixture. Waits up to `deadline_s` for workers to try it, and for boxes to answer."""
-        return self._ask("ChangeMixture", request.deadline_s + 5.0, lambda: request, pb.ChangeMixtureReply)
+        return self._ask("ChangeMixture", request.deadline_s + 5.0, request, pb.ChangeMixtureReply)
 
     def open_dashboard(self) -> str:
         """Return the dashboard's URL; an embedded coordinator starts it now. Raises InvalidArgumentError if none."""
-        return self._ask("OpenDashboard", self.deadline_s, lambda: pb.OpenDashboardRequest(), pb.OpenDashboardReply).url
+        return self._ask("OpenDashboard", self.deadline_s, pb.OpenDashboardRequest(), pb.OpenDashboardReply).url
 
     def fetch_histories(self, run: str, box: int) -> list[pb.History]:
         """Return the histories of a box, oldest first, from which `penstock replay` makes its batches again."""
-        request = pb.FetchHistoryRequest(run=run, box=box)
         histories = Histories()
-        self._read("FetchHistory", self.deadline_s, request, histories.add)
+        self._read("FetchHistory", self.deadline_s, pb.FetchHistoryRequest(run=run, box=box), histories.add)
         return histories.all
 
-    def fetch_snapshot(self, header: pb.SnapshotHeader, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
+    def fetch_snapshot(self, header: pb.SnapshotHeader) -> bytes:
         """`header`: the snapshot's entry in the history of a box. Raises StateUnavailableError if it was deleted."""
-        request = pb.FetchHistoryRequest(snapshot=header)
         parts: list[bytes] = []
-        self._read("FetchHistory", deadline_s, request, ValueParts("a snapshot", parts.append).add)
+        receiver = ValueParts("a snapshot", parts.append)
+        self._read("FetchHistory", TRANSFER_DEADLINE_S, pb.FetchHistoryRequest(snapshot=header), receiver.add)
         return b"".join(parts)
 
 
@@ -331,9 +309,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
     async def __aenter__(self) -> AsyncCoordinatorClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _wait(self, method: str, deadline_s: float, once: Callable[[Call], Awaitable[Answer]]) -> Any:
@@ -356,11 +332,10 @@ class AsyncCoordinatorClient(AuthenticatedCall):
                 raise trouble from error
             raise
 
-    async def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
+    async def _ask(self, method: str, deadline_s: float, request: _Request, _: type[_Reply]) -> _Reply:
 
         async def once(call: Call) -> Answer:
-            sent = _sendable(self.address, method, request())
-            made = getattr(self._stub, method)(sent, timeout=deadline_s, metadata=call.metadata)
+            made = getattr(self._stub, method)(_sendable(method, request), timeout=deadline_s, metadata=call.metadata)
             if not isinstance(made, grpc.aio.StreamUnaryCall):
                 return await made, await made.trailing_metadata()
             return await answer_of(made), await made.initial_metadata()
@@ -386,86 +361,56 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         await self._wait(method, deadline_s, once)
 
     async def register(self, request: pb.RegisterWorkerRequest) -> pb.RegisterWorkerReply:
-        return await self._ask("RegisterWorker", self.deadline_s, lambda: request, pb.RegisterWorkerReply)
+        return await self._ask("RegisterWorker", self.deadline_s, request, pb.RegisterWorkerReply)
 
     async def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
-        return await self._ask("Heartbeat", request.hold_s + self.deadline_s, lambda: request, pb.HeartbeatReply)
+        return await self._ask("Heartbeat", request.hold_s + self.deadline_s, request, pb.HeartbeatReply)
 
     async def deregister(self, request: pb.DeregisterWorkerRequest) -> None:
-        await self._ask("DeregisterWorker", self.deadline_s, lambda: request, pb.DeregisterWorkerReply)
+        await self._ask("DeregisterWorker", self.deadline_s, request, pb.DeregisterWorkerReply)
 
-    async def drain(self, worker: str, *, undo: bool = False) -> pb.DrainWorkerReply:
-        return await self._ask(
-            "DrainWorker", self.deadline_s, lambda: pb.DrainWorkerRequest(worker=worker, undo=undo), pb.DrainWorkerReply
-        )
-
-    async def end_run(self, run: str) -> pb.EndRunReply:
-        return await self._ask("EndRun", self.deadline_s, lambda: pb.EndRunRequest(run=run), pb.EndRunReply)
-
-    async def change_mixture(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply:
-        return await self._ask("ChangeMixture", request.deadline_s + 5.0, lambda: request, pb.ChangeMixtureReply)
-
-    async def open_dashboard(self) -> str:
-        reply = await self._ask(
-            "OpenDashboard", self.deadline_s, lambda: pb.OpenDashboardRequest(), pb.OpenDashboardReply
-        )
-        return reply.url
-
-    async def put_snapshot(
-        self, header: pb.SnapshotHeader, data: bytes, *, deadline_s: float = TRANSFER_DEADLINE_S
-    ) -> pb.PutSnapshotReply:
+    async def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> pb.PutSnapshotReply:
         """Wait until a snapshot is on the coordinator's disk, or refused because space is short (reply.refused); older
         ones are kept. Raises SupersededError for one of an old generation."""
-        return await self._ask(
-            "PutSnapshot", deadline_s, lambda: _async(snapshot_parts(header, data)), pb.PutSnapshotReply
-        )
+        parts = partial(snapshot_parts, header, data)
+        return await self._ask("PutSnapshot", TRANSFER_DEADLINE_S, lambda: _async(parts()), pb.PutSnapshotReply)
 
-    async def get_snapshots(
-        self, request: pb.GetSnapshotsRequest, *, deadline_s: float = TRANSFER_DEADLINE_S
-    ) -> list[tuple[pb.SnapshotHeader, bytes]]:
+    async def get_snapshots(self, request: pb.GetSnapshotsRequest) -> list[tuple[pb.SnapshotHeader, bytes]]:
         snapshots = SnapshotParts()
-        await self._read("GetSnapshots", deadline_s, request, snapshots.add)
+        await self._read("GetSnapshots", TRANSFER_DEADLINE_S, request, snapshots.add)
         return snapshots.all()
 
-    async def put_state(
-        self, answer: pb.StateAnswer, data: bytes = b"", *, deadline_s: float = TRANSFER_DEADLINE_S
-    ) -> None:
-        await self._ask("PutState", deadline_s, lambda: _async(answer_parts(answer, data)), pb.PutStateReply)
+    async def put_state(self, answer: pb.StateAnswer, data: bytes = b"") -> None:
+        parts = partial(answer_parts, answer, data)
+        await self._ask("PutState", TRANSFER_DEADLINE_S, lambda: _async(parts()), pb.PutStateReply)
 
-    async def put_blob(self, data: bytes, run_hint: str = "", *, deadline_s: float = TRANSFER_DEADLINE_S) -> str:
-        parts = partial(blob_parts, data, run_hint)
-        reply = await self._ask("PutBlob", deadline_s, lambda: _async(parts()), pb.PutBlobReply)
-        return reply.blob
-
-    async def get_blob(self, name: str, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
+    async def get_blob(self, name: str) -> bytes:
         parts: list[bytes] = []
         blob = BlobParts(name, parts.append)
-        await self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), blob.add)
+        await self._read("GetBlob", TRANSFER_DEADLINE_S, pb.GetBlobRequest(blob=name), blob.add)
         blob.check()
         return b"".join(parts)
 
-    # Calls of a training job, for the coordinator's tests and asyncio programs.
+    # Calls of a training job, for the coordinator's tests and load generators.
+
+    async def put_blob(self, data: bytes, run_hint: str = "") -> str:
+        parts = partial(blob_parts, data, run_hint)
+        return (await self._ask("PutBlob", TRANSFER_DEADLINE_S, lambda: _async(parts()), pb.PutBlobReply)).blob
 
     async def open_run(self, request: pb.OpenRunRequest) -> pb.OpenRunReply:
-        return await self._ask("OpenRun", self.deadline_s, lambda: request, pb.OpenRunReply)
+        return await self._ask("OpenRun", self.deadline_s, request, pb.OpenRunReply)
 
     async def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
-        return await self._ask("WatchRun", request.hold_s + self.deadline_s, lambda: request, pb.WatchRunReply)
+        return await self._ask("WatchRun", request.hold_s + self.deadline_s, request, pb.WatchRunReply)
 
     async def close_run(self, request: pb.CloseRunRequest) -> None:
-        await self._ask("CloseRun", self.deadline_s, lambda: request, pb.CloseRunReply)
+        await self._ask("CloseRun", self.deadline_s, request, pb.CloseRunReply)
 
     async def fetch_state(self, request: pb.FetchStateRequest) -> FetchedState:
-        deadline_s = request.deadline_s + TRANSFER_DEADLINE_S
         request.packs = True
         state = StateParts()
-        await self._read("FetchState", deadline_s, request, state.add)
+        await self._read("FetchState", request.deadline_s + TRANSFER_DEADLINE_S, request, state.add)
         return FetchedState(state.records(), state.positions)
 
-    async def fetch_histories(self, run: str, box: int) -> list[pb.History]:
-        histories = Histories()
-        await self._read("FetchHistory", self.deadline_s, pb.FetchHistoryRequest(run=run, box=box), histories.add)
-        return histories.all
-
     async def status(self) -> pb.StatusReply:
-        return await self._ask("Status", self.deadline_s, lambda: pb.StatusRequest(), pb.StatusReply)
+        return await self._ask("Status", self.deadline_s, pb.StatusRequest(), pb.StatusReply)

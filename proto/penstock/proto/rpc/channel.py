@@ -18,14 +18,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from penstock.proto.errors import InvalidArgumentError, PenstockError, PortTakenError
-from penstock.proto.rpc.addresses import (
-    check_address,
-    host_id,
-    is_local,
-    refuse_strangers,
-    refuse_unsafe,
-    socket_path,
-)
+from penstock.proto.rpc.addresses import host_id, is_local, refuse_strangers, refuse_unsafe, socket_path
 from penstock.proto.rpc.auth_interceptor import SERVICE, AuthInterceptor
 from penstock.proto.rpc.connection_limits import Connections
 from penstock.proto.rpc.credentials.token_proof import TokenVerifier
@@ -155,7 +148,6 @@ def _options(tls: Tls | None) -> tuple[tuple[str, int | str], ...]:
 def connect(address: str, tls: Tls | None = None) -> grpc.Channel:
     """Return a blocking channel, which connects at the first call. Raises InvalidArgumentError, UnsafeBindError if
     another user controls the Unix socket, TlsError if `tls` has no CA."""
-    check_address(address)
     refuse_strangers(address)
     if tls is None:
         return grpc.insecure_channel(address, options=_options(tls))
@@ -163,7 +155,6 @@ def connect(address: str, tls: Tls | None = None) -> grpc.Channel:
 
 
 def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
-    check_address(address)
     refuse_strangers(address)
     if tls is None:
         return grpc.aio.insecure_channel(address, options=_options(tls))
@@ -211,12 +202,11 @@ async def server_aio(
 
     Raises InvalidArgumentError, AuthenticationError if there is no token, UnsafeBindError if the address needs TLS or
     another user controls it, PortTakenError, TlsError if the certificate cannot be used."""
-    check_address(listen)
+    refuse_strangers(listen)
+    refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
     connections = Connections()
     verifier = TokenVerifier(Tokens(tokens))
     interceptor = AuthInterceptor(verifier, calls if calls is not None else CallCounters(), connections, tls)
-    refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
-    refuse_strangers(listen)
     if _answers(listen):
         raise PortTakenError(f"{listen} is in use by another process: choose another path")
     server = grpc.aio.server(handlers=(interceptor,), options=_SERVER_OPTIONS)
@@ -283,10 +273,7 @@ def _answers(listen: str) -> bool:
 def _why_not_bound(listen: str) -> PenstockError:
     """Error for an address at which gRPC could not listen. gRPC gives no reason, so try once more."""
     if (path := socket_path(listen)) is not None:
-        return InvalidArgumentError(
-            f"cannot listen on {path}: the path must have at most 107 bytes, and its folder must exist. Pass "
-            "another path"
-        )
+        return InvalidArgumentError(f"cannot listen on {path}: it must have at most 107 bytes, and its folder exist")
     host, _, port = listen.rpartition(":")
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
@@ -296,7 +283,6 @@ def _why_not_bound(listen: str) -> PenstockError:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             return InvalidArgumentError(
-                f"cannot listen on {listen}: {error}. Name an address of this machine, and a port that this user may "
-                "use"
+                f"cannot listen on {listen}: {error}. Name a port of this machine for this user"
             )
     return PortTakenError(f"{listen} is in use by another process: choose another port, or 0 for any free one")

@@ -61,11 +61,9 @@ class Tls:
 
     def check_own(self, role: str) -> None:
         """Raise TlsError if certificates name roles and this process's own does not name `role`."""
-        if self.by_role and self.expected(role) not in own_names(self):
-            raise TlsError(
-                f"tls_cert={self.cert_file} is not a certificate for the name {self.expected(role)}, which callers of "
-                f"a {role} expect with tls_name={self.name}: make one (docs/security.md)"
-            )
+        if self.by_role and self.expected(role) not in dns_names(_rehearse(self)):
+            wanted = f"the name {self.expected(role)} (tls_name={self.name})"
+            raise TlsError(f"tls_cert={self.cert_file} must be for {wanted}: make one (docs/security.md)")
 
     def roles_named(self, names: Iterable[str], roles: Iterable[_Role]) -> frozenset[_Role]:
         """Return those of `roles` for which a certificate with these names is valid: all if they do not name roles."""
@@ -78,18 +76,14 @@ class Tls:
         """Raises TlsError if there is no certificate (tls_cert) to show to callers."""
         if not self.cert:
             raise TlsError(
-                f"a server with tls_ca={self.ca_file} also needs tls_cert and tls_key: pass --tls-cert and "
-                "--tls-key (PENSTOCK_TLS_CERT, PENSTOCK_TLS_KEY)"
+                f"a server with tls_ca={self.ca_file} also needs a certificate: pass --tls-cert and --tls-key"
             )
         return self
 
     def for_client(self) -> Tls:
         """Raises TlsError if there is no CA (tls_ca) with which to check the other end."""
         if not self.ca:
-            raise TlsError(
-                "TLS without a CA would trust every server: pass tls_ca, the file of the CA that signed the other "
-                "end's certificate (--tls-ca, PENSTOCK_TLS_CA)"
-            )
+            raise TlsError("TLS without a CA would trust every server: pass tls_ca, the other end's CA (--tls-ca)")
         return self
 
     def server_context(self) -> ssl.SSLContext:
@@ -116,9 +110,7 @@ def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls
     address. Raises TlsError with the file and the remedy."""
     if not (ca or cert or key):
         if name:
-            raise TlsError(
-                f"tls_name={name} also needs tls_ca, with which certificates are checked for the name: pass --tls-ca"
-            )
+            raise TlsError(f"tls_name={name} also needs tls_ca: pass --tls-ca")
         return None
     if bool(cert) != bool(key):
         has, lacks = ("tls_cert", "tls_key") if cert else ("tls_key", "tls_cert")
@@ -149,9 +141,7 @@ class Renewing:
                 tls = self._read()
             except TlsError as error:
                 if error.message != self._logged:
-                    _log.warning(
-                        "the changed certificates cannot be used, and the current ones stay in use: %s", error.message
-                    )
+                    _log.warning("the changed certificates cannot be used, the current ones stay: %s", error.message)
                 self._logged = error.message
                 return False
             self._logged = ""
@@ -188,17 +178,12 @@ def _read(what: str, file: str) -> bytes:
     try:
         with Path(file).open("rb") as opened:
             if what == "tls_key" and os.fstat(opened.fileno()).st_mode & stat.S_IRWXO:
-                raise TlsError(
-                    f"{what}={file} must not be readable by other users of this machine: run chmod 600 {file}"
-                )
+                raise TlsError(f"{what}={file} must not be readable by other users: run chmod 600 {file}")
             data = opened.read(MAX_FILE + 1)
     except OSError as error:
         raise TlsError(f"{what}={file} cannot be read: {error.strerror}. Name a readable file") from error
     if len(data) > MAX_FILE or b"-----BEGIN " not in data:
-        raise TlsError(
-            f"{what}={file} must be a PEM file of a certificate or key of at most {MAX_FILE} bytes, got other content: "
-            "pass the right file"
-        )
+        raise TlsError(f"{what}={file} must be a PEM file of a certificate or key of at most {MAX_FILE} bytes")
     return data
 
 
@@ -228,7 +213,7 @@ def _trust(context: ssl.SSLContext, tls: Tls) -> None:
         context.load_verify_locations(cadata=tls.ca.decode("ascii", "replace"))
     except (ssl.SSLError, ValueError) as error:
         raise TlsError(
-            f"tls_ca={tls.ca_file} must be a PEM file with the CA's certificate: {_reason(error)}. Pass such a file"
+            f"tls_ca={tls.ca_file} must be a PEM file with the CA's certificate: {_reason(error)}"
         ) from error
 
 
@@ -239,8 +224,7 @@ def _show(context: ssl.SSLContext, tls: Tls) -> None:
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise TlsError(
-                f"tls_key={tls.key_file} is not the key of the certificate tls_cert={tls.cert_file}: pass the two that "
-                "were made together"
+                f"tls_key={tls.key_file} is not the key of tls_cert={tls.cert_file}: pass its key"
             ) from error
         raise TlsError(
             f"tls_cert={tls.cert_file} and tls_key={tls.key_file} cannot be used ({_reason(error)}): pass PEM files, "
@@ -252,10 +236,6 @@ def _show(context: ssl.SSLContext, tls: Tls) -> None:
 
 def dns_names(certificate: Mapping[str, Any]) -> list[str]:
     return [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
-
-
-def own_names(tls: Tls) -> list[str]:
-    return dns_names(_rehearse(tls))
 
 
 def expires(tls: Tls) -> datetime.datetime:
@@ -283,21 +263,16 @@ def _rehearse(tls: Tls) -> dict[str, Any]:
             except ssl.SSLCertVerificationError as error:
                 raise TlsError(f"tls_cert={tls.cert_file}: {_verification(error)}") from error
             except ssl.SSLError as error:
-                raise TlsError(
-                    f"tls_cert={tls.cert_file} cannot be used: {_reason(error)}. Make a new certificate "
-                    "(docs/security.md)"
-                ) from error
+                raise TlsError(f"tls_cert={tls.cert_file} cannot be used: {_reason(error)}. Make a new one") from error
     return ends[1].getpeercert() or {}
 
 
 def _verification(error: ssl.SSLCertVerificationError) -> str:
-    now = datetime.datetime.now(datetime.UTC)
+    now = f"it is {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC here"
     if error.verify_code in _EXPIRED:
-        return f"the certificate has expired (it is {now:%Y-%m-%d %H:%M} UTC here): make a new one"
+        return f"the certificate has expired ({now}): make a new one"
     if error.verify_code in _NOT_YET:
-        return (
-            f"the certificate is not valid yet (it is {now:%Y-%m-%d %H:%M} UTC here): check the clock of this machine"
-        )
+        return f"the certificate is not valid yet ({now}): check the clock of this machine"
     return f"the certificate is invalid: {error.verify_message}. Make a new one (docs/security.md)"
 
 
@@ -328,18 +303,17 @@ def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
             expected = f"tls_name={tls.name}" if tls.name else "the address that was called"
             expected += " with its role for *" if tls.by_role else ""
             return TlsError(
-                f"{what} shows a certificate for another name than {expected}: make one with that name "
-                "(subjectAltName), or pass the name that it has with --tls-name (PENSTOCK_TLS_NAME)"
+                f"{what} shows a certificate for another name than {expected}: make one with that name, or pass its "
+                "name with --tls-name (PENSTOCK_TLS_NAME)"
             )
         if error.verify_code in _UNKNOWN_CA:
             return TlsError(
-                f"{what} shows a certificate that is not signed by tls_ca={tls.ca_file}: pass the CA that signed it "
-                f"({error.verify_message})"
+                f"{what} shows a certificate that is not signed by tls_ca={tls.ca_file} ({error.verify_message}): pass "
+                "the CA that signed it"
             )
         return TlsError(f"{what} shows an invalid certificate: {_verification(error)}")
-    if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return None
-    if is_damage(error):
+    ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)
+    if not isinstance(error, ssl.SSLError) or ended or is_damage(error):
         return None
     reason = str(error.reason)
     if "ALERT" in reason:

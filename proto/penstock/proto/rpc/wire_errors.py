@@ -110,28 +110,18 @@ def _error_of_rpc(error: grpc.RpcError, address: str, method: str, deadline_s: f
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return CoordinatorUnavailableError(f"{where} cannot be reached ({method}): {details}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineError(
-            f"{where} did not answer {method} within {deadline_s:g} s. Check the load of its machine and the "
-            "network to it"
-        )
+        return DeadlineError(f"{where} did not answer {method} within {deadline_s:g} s. Check its load and the network")
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return VersionSkewError(
-            f"{where} does not know the call {method}, which Penstock {VERSION} makes: install the "
-            "same release on both ends"
-        )
+        return VersionSkewError(f"{where} does not know {method}, which Penstock {VERSION} calls. {SAME_RELEASE}")
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        return AuthenticationError(
-            f"{where} refused {method}: {details}. Set the same PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE at both ends"
-        )
+        return AuthenticationError(f"{where} refused {method}: {details}. Set the same token at both ends")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return InvalidArgumentError(f"the request {method} to {where} is too large: {details}. {SAME_RELEASE}")
     return PenstockError(f"{method} at {where} failed with {code.name}: {details}. Read the log of the coordinator")
 
 
 def _closed_here(address: str, when: str) -> LaneClosedError:
-    return LaneClosedError(
-        f"the connection to the coordinator at {address} was closed on this side {when}. Close it after the last call"
-    )
+    return LaneClosedError(f"the connection to the coordinator at {address} was closed on this side {when}")
 
 
 def _retry_after(trailing: tuple[Any, ...]) -> float:

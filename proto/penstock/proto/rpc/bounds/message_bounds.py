@@ -124,9 +124,7 @@ def parsed_request(method: str, parse: Callable[[bytes], Any], data: bytes) -> A
             check_fields(data, _METHODS[method].input_type, REQUEST_FIELDS)
         request = parse(data)
     except DecodeError as error:
-        raise InvalidArgumentError(
-            f"the {len(data)} bytes received as a request of {method} cannot be decoded. {SAME_RELEASE}"
-        ) from error
+        raise InvalidArgumentError(f"a request of {method} cannot be decoded. {SAME_RELEASE}") from error
     request.DiscardUnknownFields()
     return request
 
@@ -162,8 +160,7 @@ class LargeRequests:
                 return
             if self._bytes[token] + size > LARGE_REQUESTS:
                 raise OverloadedError(
-                    f"all large requests of one token that are answered at a time must have at most {LARGE_REQUESTS} "
-                    f"bytes together, got {self._bytes[token] + size}. Retry later"
+                    f"large requests of one token may have {LARGE_REQUESTS} bytes at a time. Retry later"
                 )
             self._bytes[token] += size
             counted += size
@@ -189,7 +186,7 @@ def parsed_reply(method: str, data: bytes) -> Any:
         check_fields(data, kind, REPLY_FIELDS)
         return GetMessageClass(kind).FromString(data)
     except (DecodeError, InvalidArgumentError) as error:
-        raise malformed(f"the {len(data)} bytes received as a reply of {method} cannot be decoded ({error})") from error
+        raise malformed(f"a reply of {method} cannot be decoded ({error})") from error
 
 
 class _BytesChannel:

@@ -53,10 +53,7 @@ class BlobParts(ValueParts):
     def check(self) -> None:
         """Raise StateCorruptError if the received bytes are not the blob's."""
         if self._digest.hexdigest() != self._name:
-            raise StateCorruptError(
-                f"the stored value {self._name} arrived damaged: its {self._bytes} bytes have the digest "
-                f"{self._digest.hexdigest()}. Try again"
-            )
+            raise StateCorruptError(f"{self._what} arrived damaged: its digest differs. Try again")
 
 
 class Histories:
@@ -67,10 +64,7 @@ class Histories:
     def add(self, part: pb.HistoryPart) -> None:
         self._bytes += part.ByteSize()
         if len(self.all) >= HISTORIES_MAX or self._bytes > VALUE_MAX:
-            raise malformed(
-                f"FetchHistory: a reply must have at most {HISTORIES_MAX} histories and {VALUE_MAX} bytes, got "
-                f"{len(self.all) + 1} histories and {self._bytes} bytes"
-            )
+            raise malformed(f"FetchHistory: a reply must have at most {HISTORIES_MAX} histories, {VALUE_MAX} bytes")
         self.all.append(part.history)
 
 
@@ -78,8 +72,7 @@ class _Values(Generic[_Header]):
     """Receiver of values, each a header and parts. Raises ProtocolError for other sizes, or more than `most` values."""
 
     def __init__(self, what: str, most: int, size_of: Callable[[Any], int]) -> None:
-        self._what, self._most = what, most
-        self._size_of: Callable[[Any], int] = size_of
+        self._what, self._most, self._size_of = what, most, size_of
         self._done: list[tuple[_Header, bytes]] = []
         self._header: _Header | None = None
         self._data: list[bytes] = []
@@ -90,18 +83,15 @@ class _Values(Generic[_Header]):
             self._close()
             if len(self._done) >= self._most:
                 raise malformed(f"{self._what}: a reply must have at most {self._most} values, got more")
-            if self._size_of(header) > VALUE_MAX:
-                size = self._size_of(header)
+            if (size := self._size_of(header)) > VALUE_MAX:
                 raise malformed(f"{self._what}: a value must have at most {VALUE_MAX} bytes, got {size}")
             self._header = header
         if data:
             if self._header is None:
                 raise malformed(f"{self._what}: the coordinator must send a header before data")
             self._bytes += len(data)
-            if self._bytes > self._size_of(self._header):
-                raise malformed(
-                    f"{self._what}: a value must have the declared {self._size_of(self._header)} bytes, got more"
-                )
+            if self._bytes > (size := self._size_of(self._header)):
+                raise malformed(f"{self._what}: a value must have the declared {size} bytes, got more")
             self._data.append(data)
 
     def _close(self) -> None:

@@ -53,12 +53,9 @@ def check_ticket(ticket: str, key: bytes, wall_s: float, what: str) -> None:
     then waits for the next view."""
     expires, _, signature = ticket[:MAX_TICKET].partition(".")
     if not key or not hmac.compare_digest(signature.encode(), _signature(key, expires).encode()):
-        raise AuthenticationError(
-            f"the ticket to read the batches of {what} is wrong: it is for another worker slot or generation, or "
-            "another coordinator made it. Start the training job again"
-        )
+        raise AuthenticationError(f"the ticket to read the batches of {what} is wrong: start the training job again")
     if wall_s > int(expires):
+        late_s = wall_s - int(expires)
         raise SupersededError(
-            f"the ticket to read the batches of {what} expired {wall_s - int(expires):.0f} s ago: wait for the new one "
-            "that the coordinator sends"
+            f"the ticket to read the batches of {what} expired {late_s:.0f} s ago: wait for a new one"
         )

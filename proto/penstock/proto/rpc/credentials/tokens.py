@@ -68,16 +68,13 @@ class Tokens:
             role, colon, token = line.rpartition(":")
             if colon and role not in ROLES:
                 raise InvalidArgumentError(
-                    f"a token must have one of the roles {_names(ROLES)}, got another: write each line as role:token, "
-                    "or write a single token without a colon"
+                    f"a line of a token file must be role:token, with a role of {_names(ROLES)}, or a token alone"
                 )
             check_token(token)
             roles = frozenset((cast(Role, role),)) if colon else ROLES
             self.roles[token.encode()] = self.roles.get(token.encode(), frozenset()) | roles
         if not self.roles:
-            raise AuthenticationError(
-                "the token must not be empty: put a token into the file or variable that was given for it"
-            )
+            raise AuthenticationError("the token must not be empty: put one into its file or variable")
 
     def renew(self) -> bool:
         """Read the text from its file again. Return True if it has changed."""
@@ -116,9 +113,7 @@ def _names(roles: frozenset[Role]) -> str:
 def check_token(token: str) -> None:
     """Raise InvalidArgumentError for a token that a header cannot have."""
     if not token or not token.isascii() or not token.isprintable() or " " in token or len(token) > MAX_TOKEN:
-        raise InvalidArgumentError(
-            f"a token must be one word of 1 to {MAX_TOKEN} printable ASCII characters: make another token"
-        )
+        raise InvalidArgumentError(f"a token must be one word of 1 to {MAX_TOKEN} printable ASCII characters")
 
 
 def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str] | None = None) -> str:
@@ -129,9 +124,7 @@ def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str
     tokens = _parsed(text, source)
     found = tokens.of(role)
     if found is None:
-        raise AuthenticationError(
-            f"{source} has no token for the role {role}, only for {tokens.about}: add a line {role}:TOKEN"
-        )
+        raise AuthenticationError(f"{source} has no token for the role {role}: add a line {role}:TOKEN")
     return FromFile.of(found, text.file, role) if isinstance(text, FromFile) else found
 
 
@@ -148,8 +141,8 @@ def admin_tokens(given: str = "", file: str | os.PathLike[str] | None = None) ->
     tokens = _parsed(text, source)
     if tokens.of("admin") is None:
         raise AuthenticationError(
-            f"{source} has no token for the role admin, only for {tokens.about}, so the web pages could not be read "
-            "from other machines: add a line admin:TOKEN, or listen on 127.0.0.1"
+            f"{source} has no token for the role admin, which the web pages need: add a line admin:TOKEN, or listen on "
+            "127.0.0.1"
         )
     return text
 
@@ -173,8 +166,7 @@ def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
     file = _file(file)
     if file is None:
         raise AuthenticationError(
-            "no token was given: set PENSTOCK_TOKEN to the token, or PENSTOCK_TOKEN_FILE (token_file in the settings "
-            "file) to a file that contains it"
+            "no token was given: set PENSTOCK_TOKEN, or PENSTOCK_TOKEN_FILE (token_file in the settings file)"
         )
     name = f"the token file {os.fspath(file)}"
     try:
