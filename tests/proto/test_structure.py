@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.proto.batch import classes
-from penstock.proto.batch.flatten import Assembler, Flattener, register_class, required_nbytes
+from penstock.proto.batch.flatten import Assembler, Flattener, register_class
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import InvalidArgumentError, ProtocolError, UnsupportedLeafError
 
@@ -55,8 +55,9 @@ class DictRecord(dict):  # type: ignore[type-arg]
     x: Any = None
 
 
-def test_the_table_forgets_the_longest_unused() -> None:
-    flattener = Flattener(max_structures=3)
+def test_the_table_forgets_the_longest_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.proto.batch.flatten.STRUCTURES_KEPT", 3)
+    flattener = Flattener()
 
     def of(rank: int) -> Structure:
         return flattener.flatten(torch.ones([1] * rank)).structure
@@ -110,9 +111,9 @@ def test_structures_are_frozen_and_need_no_torch() -> None:
     with pytest.raises(AttributeError):
         made.key = 1  # type: ignore[misc]
     code = (
-        "import sys; from penstock.proto.batch.structure import Structure, required_nbytes; "
+        "import sys; from penstock.proto.batch.structure import Structure; "
         f"s = Structure.from_bytes({made.to_bytes()!r}); assert s.describe() == {made.describe()!r}; "
-        f"assert s.key == {made.key}; assert required_nbytes(s, [17]) == 128; assert 'torch' not in sys.modules"
+        f"assert s.key == {made.key}; assert s.sizes == {made.sizes}; assert 'torch' not in sys.modules"
     )
     for seed in ("0", "1"):
         subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONHASHSEED": seed})
@@ -150,14 +151,14 @@ def test_a_receiver_that_does_not_know_the_class(registry: None) -> None:
     classes._by_name.clear()
     got = Structure.from_bytes(sent.to_bytes())  # a process that forwards it may
     with pytest.raises(
-        UnsupportedLeafError, match=r"'my local', which this process has not imported; import .*register"
+        UnsupportedLeafError, match=r"'my local', which this process has not imported; import .*register_class"
     ):
         Assembler(got)
 
 
 def test_register_class_checks(registry: None) -> None:
     for wrong in (int, torch.Tensor, DictRecord, Unfinished, "x"):
-        with pytest.raises(InvalidArgumentError, match="must be a namedtuple or a dataclass"):
+        with pytest.raises(InvalidArgumentError, match="must be a namedtuple, or a dataclass"):
             register_class(wrong)  # type: ignore[type-var]
     register_class(Pair, "p")
     register_class(Pair, "p")
@@ -203,7 +204,7 @@ def announced(name: str, fields: list[str], kind: str = "nt") -> Structure:
 )
 def test_names_reach_nothing_else(name: str, fields: list[str], kind: str) -> None:
     before = set(sys.modules)
-    with pytest.raises(UnsupportedLeafError, match=r"which this process has not imported|is another kind|is a "):
+    with pytest.raises(UnsupportedLeafError, match=r"which this process has not imported|but here it has"):
         Assembler(announced(name, fields, kind))
     assert set(sys.modules) == before
 
@@ -318,7 +319,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(json_values)
 def test_random_json(value: Any) -> None:
     accepted(json.dumps([1, value], separators=(",", ":")).encode())
@@ -332,13 +333,3 @@ def accepted(data: bytes) -> None:
         return
     assert made.to_bytes() == data
     assert made.describe()
-    assert required_nbytes(made, [0] * made.dims) >= 0
-
-
-def test_required_nbytes_checks() -> None:
-    made = Flattener().flatten([torch.ones(2, 3), "abc", 1.0]).structure
-    assert required_nbytes(made, [2, 3, 3]) == 192
-    assert required_nbytes(made, [1 << 40, 1 << 40, 0]) == (1 << 82) + 64
-    for wrong in ([2, 3], [2, 3, 3, 1], [2, -3, 3]):
-        with pytest.raises(ProtocolError):
-            required_nbytes(made, wrong)

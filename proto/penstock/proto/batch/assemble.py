@@ -121,14 +121,10 @@ class Assembler:
         ring = buffer if type(buffer) is _Ring else wrap_buffer(buffer)
         if type(shapes) is not list:
             shapes = list(shapes)
-        if len(shapes) != self._dims:
-            raise malformed(f"the structure of a batch needs {self._dims} dimensions in shapes, got {len(shapes)}")
-        if shapes and min(shapes) < 0:
-            raise malformed(f"the dimensions in a batch's shapes must be >= 0, got {min(shapes)}")
+        if len(shapes) != self._dims or (shapes and min(shapes) < 0):
+            raise malformed(f"the structure of a batch needs {self._dims} dimensions >= 0, got {len(shapes)}")
         if offset < 0 or nbytes < 0 or offset + nbytes > ring.size:
-            raise malformed(
-                f"a batch must lie within its buffer of {ring.size} bytes, got {nbytes} bytes at offset {offset}"
-            )
+            raise malformed(f"a batch of {nbytes} bytes at {offset} must lie within its buffer of {ring.size} bytes")
         memory = ring.data if self._scalars else None
         values: list[Any] = []
         region: Any = None
@@ -142,9 +138,7 @@ class Assembler:
                 shape = []
                 size = itemsize
             if start + size > nbytes:
-                raise malformed(
-                    f"a leaf must end within its batch of {nbytes} bytes, got one that ends at {start + size}"
-                )
+                raise malformed(f"a leaf must end within its batch of {nbytes} bytes, got {start + size}")
             if kind <= _ARRAY:
                 if size:
                     if region is None:
@@ -234,8 +228,7 @@ def _plan_of(leaf: Leaf) -> _LeafPlan:
         dtype = getattr(torch, leaf.dtype, None)
         if dtype not in CARRIERS:
             raise UnsupportedLeafError(
-                f"the batch holds a tensor of dtype {leaf.dtype}, which this torch ({torch.__version__}) lacks; "
-                "install the workers' version of torch here"
+                f"the batch holds a tensor of dtype {leaf.dtype}: install the workers' version of torch here"
             )
         return (_TENSOR, leaf.rank, leaf.itemsize, *CARRIERS[dtype])
     if leaf.kind in "an":

@@ -85,8 +85,7 @@ def register_class(cls: T, name: str | None = None) -> T:
     `name` is empty or too long, or if it belongs to another class."""
     if not isinstance(cls, type) or class_fields(cls) is None:
         raise InvalidArgumentError(
-            "register_class: cls must be a namedtuple or a dataclass (not abstract, without a base written in C, such "
-            f"as dict, and without slots that are not fields), got {cls!r}: pass such a class"
+            f"register_class: cls must be a namedtuple, or a dataclass without a base in C or extra slots, got {cls!r}"
         )
     if name is None:
         name = f"{cls.__module__}:{cls.__qualname__}"
@@ -114,15 +113,14 @@ def resolve_class(name: str, kind: ClassKind, fields: tuple[str, ...]) -> type:
     found = find_class(name)
     if found is None:
         raise UnsupportedLeafError(
-            f"the batch holds a {_WORDS[kind]} {name!r}, which this process has not imported; import its module here "
-            f"before iterating, or call register_class(cls, {name!r}) on both sides"
+            f"the batch holds a {_WORDS[kind]} {name!r}, which this process has not imported; import its module before "
+            "the loop, or call register_class on both sides"
         )
     known = class_fields(found)
     if known != (kind, fields):
-        have = "another kind of class" if known is None else f"a {_WORDS[known[0]]} with fields {list(known[1])}"
         raise UnsupportedLeafError(
-            f"the batch holds a {_WORDS[kind]} {name!r} with fields {list(fields)}, but here {name!r} is {have}; "
-            "run the same version of its module on both sides"
+            f"the batch holds a {_WORDS[kind]} {name!r} with fields {list(fields)}, but here it has "
+            f"{list(known[1]) if known else 'none'}; run the same version of its module on both sides"
         )
     return found
 

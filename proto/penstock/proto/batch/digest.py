@@ -241,9 +241,7 @@ def _checked(region: Any, offset: int, nbytes: int) -> memoryview:
     if memory.format != "B" or memory.ndim != 1:
         memory = memory.cast("B")
     if offset < 0 or nbytes < 0 or offset + nbytes > len(memory):
-        raise ValueError(
-            f"a batch must lie within its buffer of {len(memory)} bytes, got {nbytes} bytes at offset {offset}"
-        )
+        raise ValueError(f"a batch of {nbytes} bytes at {offset} must lie within {len(memory)} bytes")
     return memory
 
 
@@ -281,7 +279,7 @@ def _by_rows(
 ) -> tuple[list[int], list[memoryview]]:
     """Digest of each row of a batch, and the bytes of all values that are not rows."""
     if len(shapes) != structure.dims:
-        raise ValueError(f"the structure of a batch needs {structure.dims} dimensions in shapes, got {len(shapes)}")
+        raise ValueError(f"a batch needs {structure.dims} dimensions in shapes, got {len(shapes)}")
     memory = _checked(region, offset, nbytes)
     count = rows_in(structure, shapes)
     columns: list[tuple[int, int]] = []
@@ -292,9 +290,7 @@ def _by_rows(
         at += leaf.dims
         size = prod(shape, start=leaf.itemsize)
         if start + size > nbytes:
-            raise ValueError(
-                f"the shapes of a batch must fit its {nbytes} bytes, but a tensor of it ends at byte {start + size}"
-            )
+            raise ValueError(f"a tensor must end within the {nbytes} bytes of its batch, got {start + size}")
         if leaf.rank and size and shape[0] == count:
             columns.append((offset + start, size // count))
         elif size:

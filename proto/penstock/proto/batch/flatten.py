@@ -38,11 +38,11 @@ from penstock.proto.batch.structure import (
     MAX_DEPTH,
     MAX_INT_BYTES,
     MAX_LEAVES,
+    MAX_VALUES,
     Structure,
-    required_nbytes,
 )
 from penstock.proto.batch.tree import HAS_NAMES, plain_tensor, survey
-from penstock.proto.errors import InvalidArgumentError, StructureChangedError, UnsupportedLeafError
+from penstock.proto.errors import StructureChangedError, UnsupportedLeafError
 
 __all__ = [
     "ALIGN",
@@ -51,12 +51,14 @@ __all__ = [
     "Flattener",
     "Structure",
     "register_class",
-    "required_nbytes",
     "wrap_buffer",
 ]
 
 HOLD_LOCK_UP_TO: Final = 256 << 10
 """Bytes up to which a copy keeps the interpreter lock; it takes about 5 us."""
+
+STRUCTURES_KEPT: Final = 64
+"""Number of structures that a Flattener keeps, each of which its batches share."""
 
 PAD_UP_TO: Final = 4096
 """Bytes of a value up to which Python code appends zeros. Above, memset clears the gap, slower for small ones."""
@@ -96,20 +98,11 @@ class FlatBatch:
     """Bytes of the batch. Each leaf begins at a multiple of 64 bytes, to which zeros also fill up the last one."""
 
     def __init__(
-        self,
-        structure: Structure,
-        shapes: list[int],
-        nbytes: int,
-        sources: list[Any],
-        sizes: list[int],
-        held: list[Any],
+        self, structure: Structure, shapes: list[int], sources: list[Any], sizes: list[int], held: list[Any]
     ) -> None:
-        self.structure = structure
-        self.shapes = shapes
-        self.nbytes = nbytes
-        self._sources = sources
-        self._sizes = sizes
-        self._held = held
+        self.structure, self.shapes = structure, shapes
+        self.nbytes = sum([(size + 63) & -64 for size in sizes])
+        self._sources, self._sizes, self._held = sources, sizes, held
 
     def write_to(self, address: int) -> None:
         """Copy the leaves to `address`, but those there already (`settle`), and set the gaps to zero. With less than
@@ -204,25 +197,10 @@ _Taker = tuple[Callable[[Any], Sequence[Any]], bool]
 
 class Flattener:
     """Maker of FlatBatch objects, for one stream of batches and one thread. `strict`: require that every batch has the
-    structure of the first. `max_leaves`, `max_depth`: at most 65,536 and 64, which a receiver accepts.
-    `max_structures`: number of structures to cache, each of which its batches share."""
+    structure of the first."""
 
-    def __init__(
-        self,
-        strict: bool = False,
-        max_leaves: int = MAX_LEAVES,
-        max_depth: int = MAX_DEPTH,
-        max_structures: int = 64,
-    ) -> None:
-        for name, value, limit in (("max_leaves", max_leaves, MAX_LEAVES), ("max_depth", max_depth, MAX_DEPTH)):
-            if not 1 <= value <= limit:
-                raise InvalidArgumentError(f"{name} must be in [1, {limit}], got {value}: pass a number in this range")
-        if max_structures < 1:
-            raise InvalidArgumentError(f"max_structures must be >= 1, got {max_structures}: pass at least 1")
+    def __init__(self, strict: bool = False) -> None:
         self._strict = strict
-        self._max_leaves = max_leaves
-        self._max_depth = max_depth
-        self._max_structures = max_structures
         self._first: Structure | None = None
         self._last: Structure | None = None
         self._last_signature: list[Any] = []
@@ -239,16 +217,15 @@ class Flattener:
         sizes: list[int] = []
         held: list[Any] = []
         try:
-            self._walk((batch,), signature, shapes, sources, sizes, held, self._max_depth)
+            self._walk((batch,), signature, shapes, sources, sizes, held, MAX_DEPTH)
         except Exception:
-            survey(batch, self._max_leaves, self._max_depth)
+            survey(batch)
             raise
         if self._last is not None and signature == self._last_signature:
             structure = self._last
         else:
             structure = self._intern(batch, signature)
-        nbytes = sum([(size + 63) & -64 for size in sizes])
-        return FlatBatch(structure, shapes, nbytes, sources, sizes, held)
+        return FlatBatch(structure, shapes, sources, sizes, held)
 
     def _walk(
         self,
@@ -298,7 +275,7 @@ class Flattener:
                 signature += (cls, tuple(map(type, value)), tuple(value))
                 self._walk(value.values(), signature, shapes, sources, sizes, held, depth - 1)
             elif cls is list or cls is tuple:
-                if not depth or len(value) > 4 * self._max_leaves:
+                if not depth or len(value) > MAX_VALUES:
                     raise _give_up()
                 signature += (cls, len(value))
                 self._walk(value, signature, shapes, sources, sizes, held, depth - 1)
@@ -340,7 +317,7 @@ class Flattener:
                 if has_attributes:  # a batch with another attribute has another signature, so survey() sees it
                     signature.append(tuple(value.__dict__))
                 self._walk(parts, signature, shapes, sources, sizes, held, depth - 1)
-        if len(sizes) > self._max_leaves or len(signature) > 16 * self._max_leaves:
+        if len(sizes) > MAX_LEAVES or len(signature) > 16 * MAX_LEAVES:
             raise _give_up()
 
     def _taker(self, cls: type) -> _Taker:
@@ -367,17 +344,16 @@ class Flattener:
         except TypeError:  # a key or type that cannot be hashed, which survey() refuses
             structure = None
         if structure is None:
-            structure = Structure.of(survey(batch, self._max_leaves, self._max_depth))
+            structure = Structure.of(survey(batch))
             # Another signature may have the same structure: two classes of one name, or numpy's two names of a dtype.
             structure = next((known for known in self._table.values() if known == structure), structure)
             if self._strict and self._first is not None and structure is not self._first:
                 raise StructureChangedError(
-                    f"the batch is {structure.describe()}, but the first one was {self._first.describe()}; "
-                    "in strict mode all batches must have the same tree, dtypes and ranks. Yield such batches, or "
-                    "leave out strict_structure"
+                    f"the batch is {structure.describe()}, but the first one was {self._first.describe()}; yield such "
+                    "batches, or leave out strict_structure"
                 )
             self._table[key] = structure
-            if len(self._table) > self._max_structures:
+            if len(self._table) > STRUCTURES_KEPT:
                 self._table.popitem(last=False)
         else:
             self._table.move_to_end(key)

@@ -27,7 +27,7 @@ from torch.utils import _pytree
 
 from penstock.proto.batch.classes import MAIN_MODULES, find_class, qualified, slots_of
 from penstock.proto.batch.structure import Leaf, Tree
-from penstock.proto.errors import UnsupportedLeafError
+from penstock.proto.errors import SAME_RELEASE, UnsupportedLeafError
 
 _CONTAINERS: Final = (dict, OrderedDict, list, tuple)
 """Types of torch's registry that have an encoding of their own."""
@@ -66,20 +66,13 @@ def maker(name: str, children: tuple[Tree, ...]) -> Callable[[list[Any]], Any]:
     if cls is None:
         module = name.partition(":")[0]
         remedy = "define it at the top of the main script" if module in MAIN_MODULES else f"import {module}"
-        raise UnsupportedLeafError(
-            f"the batch holds a {name!r}, which this process has not imported; {remedy} before the loop"
-        )
+        raise UnsupportedLeafError(f"the batch holds a {name!r}, unknown to this process; {remedy} before the loop")
     pair = pair_of(cls)
     if pair is None:
-        raise UnsupportedLeafError(
-            f"the batch holds a {name!r}, for which this process has registered no functions with "
-            "torch.utils._pytree.register_pytree_node; register them before the loop, as on the workers"
-        )
+        remedy = "call torch.utils._pytree.register_pytree_node before the loop, as on the workers"
+        raise UnsupportedLeafError(f"the batch holds a {name!r}, which is not registered here; {remedy}")
     if pair.registered and not (children and is_plain(children[0])):
-        raise UnsupportedLeafError(
-            f"the batch holds a {name!r} whose context is not of plain values; run the same version of Penstock on "
-            "both sides"
-        )
+        raise UnsupportedLeafError(f"the batch holds a {name!r} whose context is not of plain values. {SAME_RELEASE}")
     make = pair.make
 
     def checked(parts: list[Any]) -> Any:
@@ -87,8 +80,8 @@ def maker(name: str, children: tuple[Tree, ...]) -> Callable[[list[Any]], Any]:
             return make(cls, parts)
         except Exception as error:
             raise UnsupportedLeafError(
-                f"the batch holds a {name!r} that cannot be put together here: {type(error).__name__}: "
-                f"{str(error)[:200]}. Run the same version of its module on both sides"
+                f"the batch holds a {name!r} that cannot be put together here ({type(error).__name__}: "
+                f"{str(error)[:200]}). Run the same version of its module on both sides"
             ) from error
 
     return checked
@@ -129,9 +122,7 @@ def _registered(node: Any) -> Pair:
         parts = [context, *leaves]
         changed = _difference(value, node.unflatten_fn(parts[1:], context), _COMPARED_DEEP)
         if changed is not None:
-            raise UnsupportedLeafError(
-                f", which torch's registered functions for it would change: {changed}; let them keep all, or convert it"
-            )
+            raise UnsupportedLeafError(f", which its registered functions would change: {changed}; let them keep all")
         return parts
 
     def make(cls: type, parts: list[Any]) -> Any:

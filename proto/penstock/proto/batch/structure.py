@@ -24,13 +24,12 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, Final
 
 import numpy as np
 import xxhash
 
-from penstock.proto.errors import ProtocolError, UnsupportedLeafError, malformed
+from penstock.proto.errors import UnsupportedLeafError, malformed
 
 ALIGN: Final = 64
 """Alignment of every leaf in bytes: a cache line, the widest vector load, and torch's own alignment."""
@@ -102,14 +101,10 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         raise ValueError(f"the dtype of a numpy array in a batch must be one that batches may have, got {name[:80]!r}")
     try:
         dtype = np.dtype(name)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"the dtype of a numpy array in a batch must be known to numpy, got {name!r}: {error}"
-        ) from None
+    except TypeError as error:
+        raise ValueError(f"a numpy dtype must be known to numpy, got {name!r}: {error}") from None
     if numpy_dtype_name(dtype) != name:
-        raise ValueError(
-            f"a numpy dtype must be sent under its canonical name {numpy_dtype_name(dtype)!r}, got {name!r}"
-        )
+        raise ValueError(f"a numpy dtype must have its canonical name {numpy_dtype_name(dtype)!r}, got {name!r}")
     return dtype
 
 
@@ -190,20 +185,12 @@ class Structure:
         if problem:
             raise malformed(f"the structure of a batch takes {problem}")
         try:
-            raw = json.loads(data.decode("utf-8", "surrogatepass"), parse_float=_refuse, parse_constant=_refuse)
-        except (ValueError, RecursionError) as error:
-            raise malformed(f"the structure of a batch must be JSON: {str(error)[:200]}") from None
-        if type(raw) is not list or len(raw) != 2 or type(raw[0]) is not int:
-            raise malformed("the structure of a batch must be a list of its format number and its tree")
-        if raw[0] != FORMAT:
-            raise malformed(
-                f"the structure of a batch must be in format {FORMAT} for this Penstock, got {str(raw[0])[:20]}"
-            )
-        count = [0, 0]
-        try:
-            structure = cls.of(_tree(raw[1], None, 0, count))
-        except UnsupportedLeafError as error:
-            raise ProtocolError(str(error)) from None
+            raw = json.loads(data.decode("utf-8", "surrogatepass"))
+            if type(raw) is not list or len(raw) != 2 or raw[0] != FORMAT:
+                raise ValueError(f"it must be [{FORMAT}, tree]")
+            structure = cls.of(_tree(raw[1], 0, [0, 0]))
+        except (ValueError, RecursionError, UnsupportedLeafError) as error:
+            raise malformed(f"the structure of a batch is invalid: {str(error)[:200]}") from None
         if structure.encoded != data:
             raise malformed("the structure of a batch must be in its canonical encoding")
         return structure
@@ -214,28 +201,11 @@ class Structure:
         return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
 
 
-def required_nbytes(structure: Structure, shapes: Sequence[int]) -> int:
-    """Return `FlatBatch.nbytes` of a batch with these `shapes`. Raises ProtocolError for invalid ones."""
-    if len(shapes) != structure.dims:
-        raise malformed(f"the structure of a batch needs {structure.dims} dimensions in shapes, got {len(shapes)}")
-    if structure.dims and min(shapes) < 0:
-        raise malformed(f"the dimensions in a batch's shapes must be >= 0, got {min(shapes)}")
-    at = total = 0
-    for itemsize, dims in structure.sizes:
-        total += padded(prod(shapes[at : at + dims], start=itemsize))
-        at += dims
-    return total
-
-
 def _too_long(encoded: bytes) -> str:
     if len(encoded) > MAX_STRUCTURE_BYTES:
         return f"{len(encoded)} bytes to describe, above the limit of {MAX_STRUCTURE_BYTES}"
     brackets = encoded.count(b"[") + encoded.count(b"{")
     return f"{brackets} brackets to describe, above the limit of {MAX_BRACKETS}" if brackets > MAX_BRACKETS else ""
-
-
-def _refuse(text: str) -> None:
-    raise ValueError(f"numbers in the structure of a batch must be integers, got {text[:40]}")
 
 
 def _leaves(tree: Tree) -> Iterator[Leaf]:
@@ -257,49 +227,43 @@ def _plain(tree: Tree) -> Any:
     return [tree.kind, *(parts[part] for part in _PARTS[tree.kind])]
 
 
-def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
-    """Tree of the JSON value `raw`. Raises ProtocolError. count: [leaves, all values] read so far; adds its own."""
+def _tree(raw: Any, depth: int, count: list[int]) -> Tree:
+    """Tree of the JSON value `raw`. Raises ValueError. count: [leaves, all values] read so far; adds its own."""
     count[1] += 1
     if count[1] > MAX_VALUES:
-        raise _wrong(path, f"a batch must have at most {MAX_VALUES} values, got more")
+        raise ValueError(f"a batch must have at most {MAX_VALUES} values")
     if raw is None:
         return None
     if type(raw) is str and raw in _SCALARS:
-        return _counted(Leaf(raw), path, count)
+        return _counted(Leaf(raw), count)
     if type(raw) is not list or not raw or type(raw[0]) is not str:
-        raise _wrong(path, f"a container or leaf must be a list that begins with its kind, got {raw!r:.100}")
+        raise ValueError(f"a container or leaf must be a list that begins with its kind, got {raw!r:.100}")
     kind, *rest = raw
     if kind in ("t", "a", "n"):
-        return _counted(_array_leaf(kind, rest, path), path, count)
+        return _counted(_array_leaf(kind, rest), count)
     if depth >= MAX_DEPTH:
-        raise _wrong(path, f"containers must be nested at most {MAX_DEPTH} deep, got more")
+        raise ValueError(f"containers must be nested at most {MAX_DEPTH} deep")
     names = _PARTS.get(kind, "")
     parts = dict(zip(names, rest, strict=False))
     name, keys, nodes = parts.get("c", ""), parts.get("k", []), parts.get("n")
     if len(names) != len(rest) or type(keys) is not list or type(nodes) is not list:
-        raise _wrong(
-            path, f"a container must have a known kind, and the parts that this kind has, got {[kind, *rest]!r:.100}"
-        )
+        raise ValueError(f"a container must have a known kind and its parts, got {raw!r:.100}")
     if "k" in names:
-        _check_keys(keys, len(nodes), "c" in names, path)
+        _check_keys(keys, len(nodes), "c" in names)
     if "c" in names and (type(name) is not str or not 0 < len(name) <= 1024):
-        raise _wrong(path, f"a class name must be a text of 1 to 1024 characters, got {name!r:.100}")
-    steps = path_steps(kind, keys, len(nodes))
-    children = tuple(_tree(node, (path, step), depth + 1, count) for node, step in zip(nodes, steps, strict=True))
-    return Node(kind, children, tuple(keys), name)
+        raise ValueError(f"a class name must be a text of 1 to 1024 characters, got {name!r:.100}")
+    return Node(kind, tuple(_tree(node, depth + 1, count) for node in nodes), tuple(keys), name)
 
 
-def _check_keys(keys: list[Any], count: int, fields: bool, path: Path) -> None:
-    """Raise ProtocolError unless these can be the keys of a container of `count` values; `fields`: of a class."""
-    if len(keys) != count:
-        raise _wrong(path, f"each value must have a key, got {len(keys)} keys for {count} values")
+def _check_keys(keys: list[Any], count: int, fields: bool) -> None:
+    """Raise ValueError unless these can be the keys of a container of `count` values; `fields`: of a class."""
     for key in keys:
         if type(key) is not str and (fields or not allowed_key(key)):
-            raise _wrong(path, f"a key must be a str, a bool, None or an int of 64 bits, got {type(key).__name__}")
-    if len(set(keys)) != len(keys):
-        raise _wrong(path, "the keys of a dict, or the fields of a class, must differ, got two equal ones")
+            raise ValueError(f"a key must be a str, a bool, None or an int of 64 bits, got {type(key).__name__}")
+    if len(keys) != count or len(set(keys)) != count:
+        raise ValueError(f"each value must have a key of its own, got {len(keys)} keys for {count} values")
     if fields and not all(key.isidentifier() for key in keys):
-        raise _wrong(path, f"field names must be Python identifiers, got {keys!r:.100}")
+        raise ValueError(f"field names must be Python identifiers, got {keys!r:.100}")
 
 
 def path_steps(kind: str, keys: Sequence[Key], count: int) -> Iterator[str]:
@@ -313,55 +277,35 @@ def allowed_key(key: object) -> bool:
     return key is None or type(key) is bool or (type(key) is int and -(1 << 63) <= key < 1 << 63)
 
 
-def _array_leaf(kind: str, rest: list[Any], path: Path) -> Leaf:
+def _array_leaf(kind: str, rest: list[Any]) -> Leaf:
     if len(rest) != (1 if kind == "n" else 2) or type(rest[0]) is not str:
-        raise _wrong(
-            path,
-            "a tensor or array must be described by [kind, dtype, number of dimensions], a numpy scalar by [kind, "
-            f"dtype], got {[kind, *rest]!r:.100}",
-        )
+        raise ValueError(f"a tensor or array must have a dtype and a number of dimensions, got {rest!r:.100}")
     name, rank = rest[0], 0 if kind == "n" else rest[1]
     if type(rank) is not int or not 0 <= rank <= MAX_RANK:
-        raise _wrong(path, f"the number of dimensions must be an int from 0 to {MAX_RANK}, got {rank!r:.100}")
+        raise ValueError(f"the number of dimensions must be an int from 0 to {MAX_RANK}, got {rank!r:.100}")
     if kind == "t":
         if name not in TORCH_DTYPES:
-            raise _wrong(path, f"the dtype of a tensor must be one that batches may have, got {name[:80]!r}")
+            raise ValueError(f"the dtype of a tensor must be one that batches may have, got {name[:80]!r}")
     else:
-        try:
-            dtype = numpy_dtype(name)
-        except ValueError as error:
-            raise _wrong(path, str(error)) from None
+        dtype = numpy_dtype(name)
         if kind == "n" and (dtype.kind in "SU" or dtype.byteorder == (">" if sys.byteorder == "little" else "<")):
-            raise _wrong(
-                path, f"a numpy scalar must be a number, bool or time in native byte order, got dtype {name!r}"
-            )
+            raise ValueError(f"a numpy scalar must be a number, bool or time in native byte order, got {name!r}")
     return Leaf(kind, name, rank)
 
 
-def _counted(leaf: Leaf, path: Path, count: list[int]) -> Leaf:
+def _counted(leaf: Leaf, count: list[int]) -> Leaf:
     count[0] += 1
     if count[0] > MAX_LEAVES:
-        raise _wrong(
-            path, f"a batch must have at most {MAX_LEAVES} leaves (tensors, arrays and plain values), got more"
-        )
+        raise ValueError(f"a batch must have at most {MAX_LEAVES} leaves")
     return leaf
-
-
-def _wrong(path: Path, what: str) -> ProtocolError:
-    return malformed(f"invalid structure of a batch: {render_path(path)}: {what}")
 
 
 def _describe(tree: Tree, budget: list[int]) -> str:
     """`budget`: how many characters the text may still get, which limits the work for a huge structure."""
     if isinstance(tree, Leaf):
-        text = (
-            _SCALARS.get(tree.kind)
-            or {
-                "t": f"{tree.dtype}[rank {tree.rank}]",
-                "a": f"ndarray {tree.dtype}[rank {tree.rank}]",
-                "n": f"numpy scalar {tree.dtype}",
-            }[tree.kind]
-        )
+        kind = {"t": "", "a": "ndarray ", "n": "numpy scalar "}.get(tree.kind)
+        rank = f"[rank {tree.rank}]" if tree.kind in _ARRAYS else ""
+        text = _SCALARS[tree.kind] if kind is None else f"{kind}{tree.dtype}{rank}"
         budget[0] -= len(text)
         return text
     if tree is None:

@@ -29,8 +29,11 @@ from penstock.proto.batch.classes import (
 )
 from penstock.proto.batch.pytrees import Pair, extra_attributes, has_more, is_plain, pair_of
 from penstock.proto.batch.structure import (
+    MAX_DEPTH,
     MAX_INT_BYTES,
+    MAX_LEAVES,
     MAX_RANK,
+    MAX_VALUES,
     TORCH_DTYPES,
     Key,
     Leaf,
@@ -56,8 +59,8 @@ _NOT_PLAIN = Leaf("t")
 _PLAIN = {str: Leaf("s"), bytes: Leaf("b"), float: Leaf("f"), bool: Leaf("o")}
 
 
-def survey(batch: Any, max_leaves: int, max_depth: int) -> Tree:
-    return _Survey(max_leaves, max_depth).tree(batch, None, 0)
+def survey(batch: Any) -> Tree:
+    return _Survey().tree(batch, None, 0)
 
 
 def _refuse(path: Path, value: Any, reason: str) -> NoReturn:
@@ -65,20 +68,14 @@ def _refuse(path: Path, value: Any, reason: str) -> NoReturn:
 
 
 class _Survey:
-    def __init__(self, max_leaves: int, max_depth: int) -> None:
-        self._max_leaves = max_leaves
-        self._max_depth = max_depth
+    def __init__(self) -> None:
         self._leaves = 0
         self._values = 0
 
     def tree(self, value: Any, path: Path, depth: int) -> Tree:
         self._values += 1
-        if self._values > 4 * self._max_leaves:
-            _refuse(
-                path,
-                value,
-                f": value {self._values}, above the limit of {4 * self._max_leaves}; stack values into tensors",
-            )
+        if self._values > MAX_VALUES:
+            _refuse(path, value, f": value {self._values}, above the limit of {MAX_VALUES}; stack values into tensors")
         if value is None:
             return None
         cls = type(value)
@@ -91,12 +88,8 @@ class _Survey:
             if pair is not None:
                 return self._pair(value, pair, path, depth)
         self._leaves += 1
-        if self._leaves > self._max_leaves:
-            _refuse(
-                path,
-                value,
-                f": leaf {self._leaves}, above the limit of {self._max_leaves}; stack values into tensors",
-            )
+        if self._leaves > MAX_LEAVES:
+            _refuse(path, value, f": leaf {self._leaves}, above the limit of {MAX_LEAVES}; stack values into tensors")
         return _leaf(value, path)
 
     def _container(self, value: Any, path: Path, depth: int) -> Node:
@@ -104,10 +97,8 @@ class _Survey:
         if isinstance(value, dict):
             for key in value:
                 if type(key) is not str and not allowed_key(key):
-                    _refuse(
-                        path, value, f" with a key {repr(key)[:80]} of type {qualified(type(key))}; "
-                        "a key must be a str, a bool, None or an int of 64 bits"
-                    )  # fmt: skip
+                    wanted = "a key must be a str, a bool, None or an int of 64 bits"
+                    _refuse(path, value, f" with a key {repr(key)[:80]} of type {qualified(type(key))}; {wanted}")
             _check_attributes(value, path)
             keys: tuple[Key, ...] = tuple(value)
             kind = "d" if type(value) is dict else "od"
@@ -122,18 +113,11 @@ class _Survey:
         try:
             resolve_class(name, kind, fields)
         except UnsupportedLeafError:
-            _refuse(
-                path, value, f": {name!r} does not resolve to this class, so other processes cannot find it; define "
-                "it at the top of its module, or name it by penstock.proto.batch.flatten.register_class on both sides"
-            )  # fmt: skip
+            _refuse(path, value, f"{_NOT_FOUND}, or call penstock.proto.batch.flatten.register_class on both sides")
         if kind == "nt":
             values = list(tuple.__iter__(value))
             if len(values) != len(fields):
-                _refuse(
-                    path,
-                    value,
-                    f" that has {len(values)} values for its {len(fields)} fields; give each field one value",
-                )
+                _refuse(path, value, f" that has {len(values)} values for its {len(fields)} fields; give each one")
         else:
             missing = [field for field in fields if not hasattr(value, field)]
             if missing:
@@ -147,10 +131,7 @@ class _Survey:
         cls = pair.sent_as(type(value))
         name = _checked_name(cls, value, path)
         if find_class(name) is not cls:
-            _refuse(
-                path, value, f": {name!r} does not resolve to this class, so other processes cannot find it; define "
-                "it at the top of its module"
-            )  # fmt: skip
+            _refuse(path, value, _NOT_FOUND)
         try:
             parts = pair.take(value)
         except UnsupportedLeafError as error:
@@ -168,10 +149,7 @@ class _Survey:
         except UnsupportedLeafError:
             tree = _NOT_PLAIN
         if not is_plain(tree):
-            _refuse(
-                path, value, ", whose context in torch's pytree registry must be None, numbers, str, bytes, or lists, "
-                f"tuples and dicts of these; {_remedy(value)}"
-            )  # fmt: skip
+            _refuse(path, value, f", whose context in torch's pytree registry must be plain values; {_remedy(value)}")
         return (tree,)
 
     def _children(
@@ -181,34 +159,21 @@ class _Survey:
         return tuple(self.tree(value, (path, step), depth + 1) for value, step in zip(values, steps, strict=True))
 
     def _check_depth(self, value: Any, path: Path, depth: int) -> None:
-        if depth >= self._max_depth:
-            _refuse(
-                path,
-                value,
-                f" nested in {depth} containers, which is the limit; does the batch contain itself?",
-            )
+        if depth >= MAX_DEPTH:
+            _refuse(path, value, f" nested in {depth} containers, which is the limit; does the batch contain itself?")
 
 
 def _checked_name(cls: type, value: Any, path: Path) -> str:
     name = class_name(cls)
     if len(name) > MAX_NAME:
-        _refuse(
-            path,
-            value,
-            f": its name is longer than {MAX_NAME} characters; give the class a shorter name by register_class",
-        )
+        _refuse(path, value, f": its name is longer than {MAX_NAME} characters; give it a shorter one (register_class)")
     return name
 
 
 def _check_attributes(value: Any, path: Path, known: tuple[str, ...] = ()) -> None:
     extra = extra_attributes(value, known)
     if extra:
-        _refuse(
-            path,
-            value,
-            f" with the attribute {extra[0]!r}, which is not sent; make it a field (of a dataclass: "
-            f"{extra[0]}: Any = field(init=False)) or an item, or pass it beside x",
-        )
+        _refuse(path, value, f" with the attribute {extra[0]!r}, which is not sent; make it a field or an item")
 
 
 def _leaf(value: Any, path: Path) -> Leaf:
@@ -218,9 +183,7 @@ def _leaf(value: Any, path: Path) -> Leaf:
         return plain
     if cls is int:
         if value.bit_length() >= 8 * MAX_INT_BYTES:
-            _refuse(
-                path, value, f" of {value.bit_length()} bits; an int must have at most {8 * MAX_INT_BYTES - 1} bits"
-            )
+            _refuse(path, value, f" of {value.bit_length()} bits; an int must have less than {8 * MAX_INT_BYTES}")
         return Leaf("i")
     if isinstance(value, torch.Tensor):
         return _tensor(value, path)
@@ -228,9 +191,7 @@ def _leaf(value: Any, path: Path) -> Leaf:
         if isinstance(value, np.ma.MaskedArray):
             _refuse(path, value, "; pass x.data and numpy.ma.getmaskarray(x), or x.filled(value)")
         if cls is not np.ndarray and cls is not np.memmap and value.dtype.names is None:
-            _refuse(
-                path, value, ", a subclass of numpy.ndarray; pass numpy.asarray(x), and what else it holds beside it"
-            )
+            _refuse(path, value, f", a subclass of numpy.ndarray; {_AS_ARRAY}")
         if value.ndim > MAX_RANK:
             _refuse(path, value, f" of rank {value.ndim}; an array must have at most {MAX_RANK} dimensions")
         return Leaf("a", _dtype_name(value, path), value.ndim)
@@ -251,11 +212,10 @@ def _tensor(value: torch.Tensor, path: Path) -> Leaf:
     if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         if value.is_nested:
             _refuse(path, value, _NESTED)
-        _refuse(
-            path, value, ", a subclass of torch.Tensor with code of its own for every operation; pass the plain "
-            "tensors that it stands for"
-        )  # fmt: skip
-    _check_tensor_attributes(value, path)
+        _refuse(path, value, ", a subclass of torch.Tensor with code of its own; pass the tensors that it stands for")
+    if extra := tensor_attributes(value):
+        plain = "x.detach()" if type(value) is torch.Tensor else "x.detach().as_subclass(torch.Tensor)"
+        _refuse(path, value, f" with the attribute {extra[0]!r}, which is not sent; pass {plain}, and it beside")
     value = _detached(value)
     if value.is_nested:
         _refuse(path, value, _NESTED)
@@ -279,17 +239,6 @@ def _tensor(value: torch.Tensor, path: Path) -> Leaf:
     return Leaf("t", name, value.ndim)
 
 
-def _check_tensor_attributes(value: torch.Tensor, path: Path) -> None:
-    extra = tensor_attributes(value)
-    if extra:
-        plain = "x.detach()" if type(value) is torch.Tensor else "x.detach().as_subclass(torch.Tensor)"
-        _refuse(
-            path,
-            value,
-            f" with the attribute {extra[0]!r}, which is not sent; pass {plain}, and the attribute beside it",
-        )
-
-
 def tensor_attributes(value: torch.Tensor) -> list[str]:
     """Names of the attributes of a tensor that its class or user code has set: in `__dict__` or slots."""
     return [*value.__dict__, *(name for name in slots_of(type(value)) if hasattr(value, name))]
@@ -311,9 +260,7 @@ def _dtype_name(value: Any, path: Path) -> str:
     if dtype.kind == "O":
         _refuse(path, value, " of dtype object; make it numeric or fixed-width str, or pass x.tolist()")
     if dtype.names is not None:
-        _refuse(
-            path, value, f" of structured dtype {str(dtype)[:200]}; pass {{name: x[name] for name in x.dtype.names}}"
-        )
+        _refuse(path, value, f" of structured dtype {str(dtype)[:200]}; pass a dict of its fields, x[name]")
     try:
         name = numpy_dtype_name(dtype)
         numpy_dtype(name)
@@ -335,17 +282,16 @@ def _remedy(value: Any) -> str:
     if hasattr(value, "keys"):
         return _AS_DICT
     if hasattr(value, "__array_interface__"):
-        return "pass numpy.asarray(x), and what else it holds beside it"
+        return _AS_ARRAY
     if callable(value):
         return "code is not sent; call it in input_fn"
-    return (
-        "convert it to tensors, arrays, str or numbers in input_fn, make it a dataclass of those, or register it by "
-        "torch.utils._pytree.register_pytree_node on both sides"
-    )
+    return "convert it in input_fn, make it a dataclass, or call torch.utils._pytree.register_pytree_node on both sides"
 
 
 _PLAIN_BASES = (dict, list, tuple, set, frozenset, str, bytes, int, float)
 _AS_DICT = "no subclass of dict but OrderedDict is allowed; pass dict(x)"
+_AS_ARRAY = "pass numpy.asarray(x), and what else it holds beside it"
+_NOT_FOUND = ", whose name does not lead to this class in other processes; define it at the top of its module"
 _REMEDIES: tuple[tuple[tuple[type, ...], str], ...] = (
     ((enum.Enum,), "pass its .value or .name"),
     ((defaultdict,), "its default_factory is code; pass dict(x)"),
