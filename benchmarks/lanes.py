@@ -29,7 +29,7 @@ from penstock.proto.lane.consumer import Consumer
 from penstock.proto.lane.frames import connect_local, pack_shapes
 from penstock.proto.lane.producer import Producer
 from penstock.proto.lane.ring import Ring, entries_for
-from penstock.proto.lane.tls_socket import accept_tls_blocking
+from penstock.proto.lane.tls_socket import TlsSocket
 from penstock.proto.rpc.tls import Tls, load_tls
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.daemon.sender import Sender
@@ -172,8 +172,13 @@ def remote(
         theirs.close()
         sock, _ = listener.accept()
         if tls is not None:
-            sock = accept_tls_blocking(sock, tls.server_context())
-        sender = Sender(sock, ours, tcp.read_hello(sock, 10), "bench")
+            context = tls.server_context()
+            context.sslsocket_class = TlsSocket
+            sock = context.wrap_socket(sock, server_side=True)
+        reading = tcp.HelloReader()
+        while reading.missing:
+            reading.add(sock.recv(reading.missing))
+        sender = Sender(sock, ours, reading.hello(), "bench")
         sender.start()
         sender.join()
 

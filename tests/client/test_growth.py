@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 import torch
+from lane_frames import read_hello
 from tests.client.conftest import FakeRun, FakeRunner
 
 from penstock.client.stream.ordered_reader import OrderedReader
 from penstock.client.stream.receiver import ReceiverLoop
 from penstock.proto.lane.frames import connect_local
-from penstock.proto.lane.tcp import read_hello
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2

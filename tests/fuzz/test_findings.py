@@ -26,7 +26,6 @@ from penstock.proto.lane.frames import (
     KNOWN_BYTES,
     MAX_FRAME,
     MAX_PACKET,
-    MAX_UNUSED,
     PIECE,
     RING,
     STRUCTURE,
@@ -95,7 +94,7 @@ def test_failed_frame_costs_lane_not_batch() -> None:
     consumer = Consumer(peer, "slot 0")
     frame = consumer.receive()
     assert frame is not None
-    assert (frame.kind, frame.total, len(frame.shapes)) == (BATCH, 1, 2000)
+    assert (frame.kind, frame.total, len(frame.dims) // 8) == (BATCH, 1, 2000)
     producer.close(0.0)
     consumer.close()
     small.close()
@@ -142,7 +141,7 @@ def test_useless_frames_are_not_read_for_ever(kind: int) -> None:
             assert consumer.receive() is None
 
     try:
-        with pytest.raises(ProtocolError, match=f"without a batch, got {MAX_UNUSED + 1}"):
+        with pytest.raises(ProtocolError, match="without a batch"):
             read()
     finally:
         consumer.close(say_so=False)

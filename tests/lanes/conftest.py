@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lane_frames import accept_tls_blocking, read_hello
 from pki import Pki
 from tests.lanes.runner_child import content, digest
 
@@ -31,8 +32,6 @@ from penstock.client.stream.receiver_process import Receiver
 from penstock.proto.lane.compression import NAMES, Unpacker, load
 from penstock.proto.lane.consumer import Consumer
 from penstock.proto.lane.frames import BATCH, LANE_PROTOCOL, MAX_FRAME, Frame, check_peer, connect_local
-from penstock.proto.lane.tcp import read_hello
-from penstock.proto.lane.tls_socket import accept_tls_blocking
 from penstock.proto.rpc.tls import Tls, load_tls
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.daemon.sender import Sender
@@ -290,12 +289,12 @@ def tls_receiver(lane_tls: Tls) -> Iterator[Receiver]:
     receiver.stop()
 
 
-@pytest.fixture(params=["local", "handed over", "tcp", "tcp+lz4", "tcp+zstd", "tls"])
+@pytest.fixture(params=["local", "handed over", "tcp", "tls+zstd"])
 def link(request: pytest.FixtureRequest, runner: Runner, receiver: Receiver) -> Iterator[Link]:
     """The lane under test, in all its kinds."""
-    if request.param == "tls":
+    if request.param == "tls+zstd":
         found = request.getfixturevalue
-        link = Link("tcp", runner, found("tls_receiver"), found("lane_tls"))
+        link = Link("tcp+zstd", runner, found("tls_receiver"), found("lane_tls"))
     elif request.param == "handed over":
         runner.ask("reset", max_batch_bytes=64 << 20, hands_over=True)
         link = Link("local", runner, receiver)

@@ -6,8 +6,6 @@ import itertools
 import random
 import struct
 import sys
-import threading
-import time
 import tracemalloc
 from collections.abc import Callable
 
@@ -29,7 +27,6 @@ from penstock.proto.lane.compression import (
     Packer,
     Unpacker,
     check_claim,
-    first_of,
     load,
     require,
 )
@@ -73,7 +70,7 @@ def test_there_and_back(number: int, size: int) -> None:
     assert unpacked(number, wire, size) == data
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(CODECS),
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 200_000)), max_size=6),
@@ -148,7 +145,7 @@ def test_incompressible_stream_is_tried_rarely() -> None:
 
 @pytest.mark.parametrize(("wire", "size"), [(0, 5000), (4, 5000), (5000, 5000), (5001, 5000), (1 << 63, 5000), (1, 0)])
 def test_a_length_that_cannot_be(wire: int, size: int) -> None:
-    with pytest.raises(ProtocolError, match="when compressed, got"):
+    with pytest.raises(ProtocolError, match="when compressed"):
         check_claim(wire, size)
 
 
@@ -218,16 +215,6 @@ def test_bombs_and_their_opposite(number: int, real: int) -> None:
 # ---- packages
 
 
-def test_the_first_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lz4", None)
-    assert load(lane_pb2.LZ4) is None
-    assert load(77) is None
-    found = first_of([77, lane_pb2.LZ4, lane_pb2.ZSTD])
-    assert found is not None
-    assert found.name == "zstd"
-    assert first_of([lane_pb2.LZ4]) is first_of([]) is None
-
-
 @pytest.mark.parametrize(("name", "package"), [("lz4", "lz4"), ("zstd", "zstandard")])
 def test_missing_package_is_named_with_remedy(monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
     require.cache_clear()
@@ -241,22 +228,3 @@ def test_missing_package_is_named_with_remedy(monkeypatch: pytest.MonkeyPatch, n
 def test_unknown_name_is_refused_with_choices() -> None:
     with pytest.raises(InvalidArgumentError, match="must be one of 'lz4', 'zstd' or None, got 'gzip'"):
         require("gzip")
-
-
-@pytest.mark.parametrize("number", CODECS)
-def test_codecs_release_the_interpreter_lock(number: int) -> None:
-    """Long calls, so that the switch interval cannot be what lets the other thread in."""
-    codec, data = codec_of(number), tokens(64 << 20)
-    if number == lane_pb2.ZSTD:  # our decompressor takes pieces only
-        work = [lambda: codec.compress(data)]
-    else:
-        small = codec.compress(data)
-        work = [lambda: codec.compress(data), lambda: codec.decompress(small, len(data))]
-    for call in work:
-        thread = threading.Thread(target=call)
-        ticks = 0
-        thread.start()
-        while thread.is_alive():
-            time.sleep(0.001)
-            ticks += 1
-        assert ticks > 5

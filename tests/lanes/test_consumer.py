@@ -31,7 +31,7 @@ from penstock.proto.lane.frames import (
     check_peer,
     framed,
 )
-from penstock.proto.lane.ring import GIANT_BYTES, PAGE, Ring, entries_for, grown, ring_bytes
+from penstock.proto.lane.ring import PAGE, Ring, entries_for, ring_bytes
 
 Pair = tuple[socket.socket, Consumer]
 
@@ -111,9 +111,9 @@ def test_receive_any_returns_announcements(pair: Pair) -> None:
     ("sealed", "size", "announced", "says"),
     [
         (False, 4 * PAGE, 4, "must be sealed"),
-        (True, 4 * PAGE, 5, f"must have {5 * PAGE} bytes, and entries of whole pages"),
-        (True, 3 * PAGE, 4, f"must have {4 * PAGE} bytes, and entries of whole pages"),
-        (True, 4 * PAGE, 0, "must have 0 bytes, and entries of whole pages"),
+        (True, 4 * PAGE, 5, "entries of whole pages"),
+        (True, 3 * PAGE, 4, "entries of whole pages"),
+        (True, 4 * PAGE, 0, "entries of whole pages"),
     ],
 )
 def test_unsealed_or_wrong_ring_is_never_mapped(pair: Pair, sealed: bool, size: int, announced: int, says: str) -> None:
@@ -125,15 +125,6 @@ def test_unsealed_or_wrong_ring_is_never_mapped(pair: Pair, sealed: bool, size: 
         consumer.receive()
     assert not open_as("/memfd:test")
     assert consumer.rings == {}
-
-
-def test_slots_must_be_whole_pages(pair: Pair) -> None:
-    peer, consumer = pair
-    fd = memfd(4 * 1000, sealed=True)
-    pass_ring(peer, fd, entry_bytes=1000)
-    os.close(fd)
-    with pytest.raises(ProtocolError, match="and entries of whole pages of"):
-        consumer.receive()
 
 
 def test_a_file_or_a_socket_is_no_ring(pair: Pair) -> None:
@@ -179,9 +170,7 @@ def test_a_ring_with_holes_is_refused(pair: Pair, pages: int) -> None:
     pass_ring(peer, fd)
     os.close(fd)
     if pages < 2:
-        with pytest.raises(
-            ProtocolError, match=rf"the {4 * PAGE} bytes of a ring .*must be allocated, got {pages * PAGE} allocated"
-        ):
+        with pytest.raises(ProtocolError, match=rf"all {4 * PAGE} bytes .* allocated, got {pages * PAGE}"):
             consumer.receive()
     else:  # what the kernel says of pages is no promise
         assert consumer.receive() is None
@@ -206,7 +195,7 @@ def test_ring_numbers_only_rise(pair: Pair) -> None:
     ring = Ring.create(PAGE, 4)
     pass_ring(peer, ring.fd, ring=1)
     ring.close_fd()
-    with pytest.raises(ProtocolError, match="got ring 1 with 1 in use"):
+    with pytest.raises(ProtocolError, match="ring 1 must be above"):
         consumer.receive()
 
 
@@ -219,7 +208,7 @@ def test_number_of_unused_rings_is_bounded(pair: Pair) -> None:
         pass_ring(peer, ring.fd, ring=number)
         assert consumer.receive() is None
     say(peer, kind=RING, ring=65, entry_bytes=PAGE, entries=4)
-    with pytest.raises(ProtocolError, match="64 in use"):
+    with pytest.raises(ProtocolError, match="at most 64"):
         consumer.receive()
     consumer.close()
     ring.close_fd()
@@ -233,14 +222,6 @@ def test_peer_vanishes_before_rings_descriptor(pair: Pair) -> None:
     peer.close()
     with pytest.raises(LaneLostError):
         consumer.receive()
-
-
-def test_slots_of_a_ring() -> None:
-    assert [entries_for(size) for size in (GIANT_BYTES - 1, GIANT_BYTES, 2 << 30)] == [3, 1, 1]
-    assert [grown(size, 1 << 20, 4 << 30) for size in (1 << 20, 3 << 20)] == [2 << 20, 3 << 20]
-    assert grown(GIANT_BYTES + 1, GIANT_BYTES, 4 << 30) == GIANT_BYTES + 1, "and nothing beyond"
-    assert grown(400 << 20, 300 << 20, 4 << 30) < GIANT_BYTES
-    assert [entries_for(size) for size in (0, 4096, 1 << 18, 1 << 20, 2 << 20, 8 << 20)] == [32, 32, 32, 8, 4, 4]
 
 
 def test_the_rings_of_a_box_share_its_memory() -> None:
@@ -272,7 +253,7 @@ def test_batch_must_lie_in_an_announced_entry(pair: Pair, frame: dict[str, int])
     batch(peer, nbytes=PAGE)
     batch(peer, **frame)
     assert consumer.receive() is not None
-    with pytest.raises(ProtocolError, match="must lie within an entry of a known ring"):
+    with pytest.raises(ProtocolError, match="are in no entry"):
         consumer.receive()
 
 
@@ -280,7 +261,7 @@ def test_batch_must_have_announced_structure(pair: Pair) -> None:
     peer, consumer = pair
     announce(peer)
     batch(peer, structure=2)
-    with pytest.raises(ProtocolError, match="must be announced before the batch, got the unknown structure 2"):
+    with pytest.raises(ProtocolError, match="structure 2 of a batch must be announced"):
         consumer.receive()
 
 
@@ -373,7 +354,7 @@ def test_a_packet_that_ends_within_a_frame(pair: Pair, rest: bytes) -> None:
         peer.send(before + rest)
         if before:
             assert consumer.receive() is not None
-        with pytest.raises(ProtocolError, match="must end with"):
+        with pytest.raises(ProtocolError, match="must hold whole frames"):
             consumer.receive()
         consumer.close()
         peer.close()
@@ -396,14 +377,6 @@ def test_stale_frames_are_ignored_not_errors(pair: Pair) -> None:
     frame = consumer.receive()
     assert frame is not None
     assert frame.total == 9
-
-
-def test_a_stale_batch_is_not_looked_at_at_all(pair: Pair) -> None:
-    peer, consumer = pair
-    announce(peer)
-    consumer.abandons = 3
-    batch(peer, abandons=2, ring=77, entry=9, structure=5)  # of a ring that this connection never heard of
-    assert consumer.receive() is None
 
 
 # ---- acks and the end

@@ -101,7 +101,7 @@ def played(history: list[tuple[str, int]], *, serve: bool) -> tuple[list[Event],
     return lane.seen, lane.served_frames
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 40)), min_size=40, max_size=120))
 def test_a_consumer_does_not_see_who_serves_it(history: list[tuple[str, int]]) -> None:
     assert played(history, serve=True)[0] == played(history, serve=False)[0]
@@ -174,7 +174,7 @@ def frame(number: int) -> bytes:
 
 
 @given(st.integers(1, 700), st.integers(0, 5))
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_the_log_returns_the_newest_frames_whole(count: int, after: int) -> None:
     memory = mmap.mmap(-1, LOG_BYTES)
     writer, reader = FrameLog(memory, 0), FrameLog(memory, 0)

@@ -177,7 +177,7 @@ def played(history: Iterable[tuple[str, int, bool]], *, hand_over: bool) -> tupl
     return result
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 40), st.booleans()), min_size=40, max_size=120))
 def test_a_consumer_sees_no_hand_over(history: list[tuple[str, int, bool]]) -> None:
     gc.collect()

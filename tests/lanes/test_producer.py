@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import random
-import select
 import socket
 from collections.abc import Iterator
 
@@ -17,12 +16,12 @@ from hypothesis import strategies as st
 from lane_frames import frame_of
 from tests.lanes.conftest import count_rings
 
-from penstock.proto.errors import BatchTooLargeError, InvalidArgumentError, LaneLostError
+from penstock.proto.errors import BatchTooLargeError, LaneLostError
 from penstock.proto.lane.consumer import Consumer
 from penstock.proto.lane.frames import BATCH, END, HEAD, MAX_FRAME, MAX_PACKET, RING, STRUCTURE, Ack, Frame, pack_shapes
 from penstock.proto.lane.producer import FreeEntry, Producer
 from penstock.proto.lane.ring import PAGE, Ring, RingBudget
-from penstock.proto.v1 import lane_pb2, records_pb2
+from penstock.proto.v1 import lane_pb2
 
 pytestmark = pytest.mark.usefixtures("_nothing_is_left")
 
@@ -101,58 +100,6 @@ def test_rings_double_up_to_the_limit(producer: Producer) -> None:
     assert count_rings("self") >= 1
 
 
-def test_returned_and_used_slots_are_counted(producer: Producer) -> None:
-    sock = attach(producer)
-    reserved_entries = [producer.reserve(10) for _ in range(1)]
-    assert (producer.free_entries, producer.ring_entries) == (31, 32)
-    for reserved in reserved_entries:
-        assert reserved is not None
-        producer.return_unused(reserved)
-    assert producer.free_entries == 32
-    for total in range(1, 33):
-        publish(producer, total)
-    assert producer.reserve(10) is None
-    say(sock, producer, delivered=32)
-    assert producer.free_entries == 0
-    assert producer.reserve(10) is None
-    sock.close()
-
-
-def test_entry_of_outgrown_ring_can_be_returned(producer: Producer) -> None:
-    first = producer.reserve(10)
-    second = producer.reserve(PAGE + 1)
-    assert first is not None
-    assert second is not None
-    producer.return_unused(first)
-    producer.return_unused(second)
-    assert count_rings("self") >= 1
-    assert producer.free_entries == 32
-
-
-def test_reserved_entry_stays_reserved_on_attach(producer: Producer) -> None:
-    reserved = producer.reserve(10)
-    assert reserved is not None
-    sock = attach(producer, next_total=1000)
-    assert producer.free_entries == 31
-    producer.publish(reserved, 1000, 0, 1, 10, b"", 0)
-    assert producer.free_entries == 31
-    sock.close()
-
-
-def test_dims_that_were_not_reserved_are_refused(producer: Producer) -> None:
-    reserved = producer.reserve(PAGE)
-    assert reserved is not None
-    with pytest.raises(AssertionError, match="without dims"):
-        producer.publish(reserved, 1, 0, 1, PAGE, pack_shapes(range(3000)), 0)
-
-
-def test_a_structure_must_be_known(producer: Producer) -> None:
-    reserved = producer.reserve(10)
-    assert reserved is not None
-    with pytest.raises(InvalidArgumentError, match="structure 2 must be registered"):
-        producer.publish(reserved, 1, 0, 2, 10, b"", 0)
-
-
 def test_structures_nobody_needs_are_forgotten(producer: Producer) -> None:
     publish(producer, 1)  # keeps its structure for a consumer that is still to come
     for structure in range(2, 1000):
@@ -214,16 +161,6 @@ def test_packet_is_full_at_a_quarter_of_ring(producer: Producer) -> None:
     sock.close()
 
 
-def test_unflushed_batches_go_to_next_consumer(producer: Producer) -> None:
-    attach(producer).close()
-    publish_more(producer, range(1, 4))
-    sock = attach(producer)
-    assert [frame.kind for frame in packet(sock)] == [RING]
-    sock.recv(10)
-    assert [frame.total for frame in packet(sock)] == [0, 1, 2, 3], "the structure, then the batches, and each once"
-    sock.close()
-
-
 def test_a_large_packet_is_split(producer: Producer) -> None:
     """Frames of 16 kB each: three to a packet."""
     producer.know_structure(1, b"one")
@@ -260,7 +197,7 @@ def test_bad_consumer_alone_is_dropped(producer: Producer, data: bytes, caplog: 
     sock.send(data)
     with caplog.at_level(logging.WARNING):
         producer.take_acks()
-    assert "sent an invalid ack" in caplog.text
+    assert "invalid ack" in caplog.text
     assert not producer.attached
     assert producer.fileno() == -1
     sock.close()
@@ -276,7 +213,7 @@ def test_release_of_undelivered_entry_drops_lane(producer: Producer, caplog: pyt
     sock = attach(producer)
     reserved = publish(producer, 1)
     say(sock, producer, released=[reserved.ring_id, reserved.entry])
-    assert "may release delivered batches only, at most batch 0, got 1" in caplog.text
+    assert "at most batch 0, got 1" in caplog.text
     assert not producer.attached
     assert producer.free_entries == 31
     sock.close()
@@ -286,13 +223,13 @@ def test_peer_that_delivers_unsent_is_dropped(producer: Producer, caplog: pytest
     sock = attach(producer)
     publish(producer, 1)
     say(sock, producer, delivered=2)
-    assert "a consumer may report batches up to 1, the last sent, got 2" in caplog.text
+    assert "batches up to 1 were sent, got an ack of 2" in caplog.text
     assert not producer.attached
     assert producer.delivered == 0
     sock.close()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=60) | st.builds(
     lambda **ack: Ack(**ack).encode() or b"\x08\x00",
     delivered=st.integers(0, 8) | st.integers(0, (1 << 64) - 1),
@@ -405,18 +342,6 @@ def test_last_acks_of_killed_consumer_are_read(producer: Producer) -> None:
     assert len(producer._kept) == 1
 
 
-def test_on_ack_is_called_after_each_ack(producer: Producer) -> None:
-    heard = []
-    producer.on_ack = lambda ack: heard.append((ack.delivered, producer.delivered))
-    sock = attach(producer)
-    for total in (1, 2):
-        publish(producer, total)
-        sock.send(Ack(delivered=total).encode())
-    producer.take_acks()
-    assert heard == [(1, 1), (2, 2)]
-    sock.close()
-
-
 def test_blocked_frames_are_sent_later_in_order(producer: Producer) -> None:
     sock = attach(producer)
     producer.know_structure(2, b"s" * (4 << 20))  # far more than a socket holds
@@ -453,15 +378,6 @@ def test_close_waits_for_slow_consumer_bounded() -> None:
     consumer.close()
 
 
-def test_close_without_consumer_does_not_wait() -> None:
-    producer = Producer(1 << 20)
-    sock = attach(producer)
-    while not producer.blocked:
-        producer.end(0, 0)
-    sock.close()
-    producer.close(1e6)
-
-
 def test_later_consumer_replaces_the_earlier(producer: Producer) -> None:
     first, second = attach(producer), None
     publish(producer, 1)
@@ -476,16 +392,6 @@ def test_later_consumer_replaces_the_earlier(producer: Producer) -> None:
     assert frame.total == 1
     for consumer in consumers:
         consumer.close()
-
-
-def test_nothing_is_attached_to_at_first(producer: Producer) -> None:
-    publish(producer, 1)
-    producer.end(0, 1)
-    producer.fail(0, 1, records_pb2.ErrorDetail(name="InputFnError"))
-    producer.flush()
-    producer.take_acks()
-    assert not producer.attached
-    assert not producer.blocked
 
 
 # ---- rings
@@ -527,22 +433,10 @@ def test_the_rings_of_all_lanes_share_a_budget() -> None:
     first, second = (Producer(1 << 20, 4 * PAGE, budget) for _ in range(2))
     assert first.reserve(PAGE) is not None  # four slots
     assert second.reserve(PAGE) is not None
-    with pytest.raises(OSError, match=r"all rings of this process must have at most 40,960 bytes, and have 32,768"):
+    with pytest.raises(OSError, match=r"all rings of this process may take 40,960 bytes, and have 32,768"):
         second.reserve(2 * PAGE)
     first.close(say_so=False)
     del first
     gc.collect()
     assert second.reserve(2 * PAGE) is not None
     second.close(say_so=False)
-
-
-def test_the_producers_socket_tells_of_acks(producer: Producer) -> None:
-    sock = attach(producer)
-    poll = select.poll()
-    poll.register(producer.fileno(), select.POLLIN)
-    assert poll.poll(0) == []
-    sock.send(Ack(open_epochs=3).encode())
-    assert poll.poll(1000)
-    producer.take_acks()
-    assert producer.open_epochs == 3
-    sock.close()

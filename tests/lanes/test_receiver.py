@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lane_frames import a_frame, ack_of, checked, read_sealed
+from lane_frames import a_frame, ack_of, checked, read_hello, read_sealed
 from tests.lanes.conftest import DEADLINE_S, next_frame, payload
 from tests.lanes.runner_child import content
 from waiting import until
@@ -40,7 +40,7 @@ class Rig:
         self.near.send(self.hello.SerializeToString())
         self.far, _ = self.listener.accept()
         tcp.tune(self.far)
-        self.received = tcp.read_hello(self.far, DEADLINE_S)
+        self.received = read_hello(self.far, DEADLINE_S)
         self.far.settimeout(DEADLINE_S)
         self.consumer = Consumer(self.near, "the receiver")
         self.consumer.abandons = self.hello.abandons
@@ -299,7 +299,7 @@ def test_what_is_no_hello_is_not_answered(receiver: Receiver, data: bytes) -> No
         (stream(a_frame(total=5)), "frames of known kinds"),
         (
             stream(ONE, a_frame(kind=STRUCTURE, structure=1, inline=b"two", size=3)),
-            "must be announced with equal contents each time",
+            "must have the same contents each time",
         ),
     ],
 )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Sequence
 
 from xxhash import xxh3_64
 
 from penstock.proto.lane import tcp
 from penstock.proto.lane.frames import Ack, Frame, pack_shapes, read_ack, read_frame
-from penstock.proto.lane.tcp import SEAL, check_of, is_checked
-from penstock.proto.v1 import records_pb2
+from penstock.proto.lane.tcp import SEAL, HelloReader, check_of, is_checked
+from penstock.proto.lane.tls_socket import TlsSocket
+from penstock.proto.v1 import lane_pb2, records_pb2
 
-__all__ = ["a_frame", "ack_of", "checked", "frame_of", "read_sealed", "received"]
+__all__ = ["a_frame", "accept_tls_blocking", "ack_of", "checked", "frame_of", "read_hello", "read_sealed", "received"]
 
 
 def a_frame(
@@ -45,6 +47,25 @@ def ack_of(data: bytes | memoryview) -> Ack:
 def checked(frame: Frame, payload: bytes) -> bytes:
     """A BATCH frame over TCP, with its payload as it travels and what follows that."""
     return tcp.sealed(frame.encode()) + payload + (check_of(xxh3_64(payload)) if is_checked(frame) else b"")
+
+
+def shapes_of(packed: bytes) -> list[int]:
+    return list(memoryview(packed).cast("Q"))
+
+
+def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
+    sock.settimeout(timeout)
+    reading = HelloReader()
+    while reading.missing:
+        reading.add(sock.recv(reading.missing))
+    return reading.hello()
+
+
+def accept_tls_blocking(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
+    context.sslsocket_class = TlsSocket
+    wrapped = context.wrap_socket(sock, server_side=True)
+    assert isinstance(wrapped, TlsSocket)
+    return wrapped
 
 
 def read_sealed(sock: socket.socket) -> bytes:

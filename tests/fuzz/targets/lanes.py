@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from lane_frames import a_frame, frame_of
+from lane_frames import a_frame, frame_of, read_hello
 from targets.target import Target, pieces, script
 
 from penstock.client.stream import receiver
@@ -41,7 +41,7 @@ from penstock.proto.lane.frames import (
 )
 from penstock.proto.lane.producer import MOST_WANTED, Producer
 from penstock.proto.lane.ring import PAGE, Ring, RingBudget
-from penstock.proto.lane.tcp import read_hello, sealed
+from penstock.proto.lane.tcp import sealed
 from penstock.proto.rpc.tls import host_of
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.worker.daemon.listeners import check_hello

@@ -78,9 +78,7 @@ def _zstd() -> Codec:
             # -1 for a frame without its length. A frame with a wrong length fails below.
             claimed = zstandard.frame_content_size(packed)
             if claimed != size:
-                raise ProtocolError(
-                    f"a compressed piece of a batch must make {size} bytes, but its zstd frame says {claimed}"
-                )
+                raise ProtocolError(f"a compressed piece must make {size} bytes, but its zstd frame says {claimed}")
             return decompressor.decompress(packed, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise ProtocolError(f"zstd cannot decompress a piece of a batch into {size} bytes: {error}") from error
@@ -109,13 +107,10 @@ def require(name: str) -> int:
     """Raises InvalidArgumentError for another name than "lz4" and "zstd", and if its package is not installed."""
     number = NAMES.get(name)
     if number is None:
-        raise InvalidArgumentError(
-            f"compression must be one of {', '.join(map(repr, NAMES))} or None, got {name!r}: pass one of these"
-        )
+        raise InvalidArgumentError(f"compression must be one of {', '.join(map(repr, NAMES))} or None, got {name!r}")
     if load(number) is None:
         raise InvalidArgumentError(
-            f"compression={name!r} needs a package that is not installed here: run pip install 'penstock[compression]' "
-            "here and on the workers, or leave compression out"
+            f"compression={name!r} needs a package: pip install 'penstock[compression]', also on the workers"
         )
     return number
 
@@ -158,9 +153,7 @@ class Packer:
 def check_claim(wire: int, size: int) -> None:
     """Raise ProtocolError if a batch of `size` bytes cannot have `wire` bytes when compressed, as the sender says."""
     if not _table(size) < wire < size:
-        raise malformed(
-            f"a batch of {size} bytes must have {_table(size) + 1} to {size - 1} bytes when compressed, got {wire}"
-        )
+        raise malformed(f"a batch of {size} bytes cannot have {wire} bytes when compressed")
 
 
 class Unpacker:
@@ -216,9 +209,7 @@ class Unpacker:
         lengths = struct.unpack(f"<{len(self._table) // 4}I", self._table)
         self._table = self._buffer[:0]
         if not all(lengths) or sum(lengths) != self.left:
-            raise ProtocolError(
-                f"the pieces of a compressed batch must have {self.left} bytes together, got {sum(lengths)} bytes"
-            )
+            raise ProtocolError(f"the pieces of a batch must have {self.left} bytes together, got {sum(lengths)}")
         last = size - (len(lengths) - 1) * PIECE
         if lengths[-1] > last or (len(lengths) > 1 and max(lengths[:-1]) > PIECE):
             raise ProtocolError("a piece of a compressed batch must not be larger than before compression")

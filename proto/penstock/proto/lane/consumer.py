@@ -105,28 +105,16 @@ class Consumer:
         view = self._view
         while self._coming is None:
             if self._unused > MAX_UNUSED:
-                raise malformed(
-                    f"{self.name}: a worker must send at most {MAX_UNUSED} frames in a row without a batch, got "
-                    f"{self._unused}"
-                )
+                raise self._malformed(f"at most {MAX_UNUSED} frames in a row may come without a batch")
             begin = self._at
             if begin == self._end:
                 if not self._receive_packet():
                     return None
                 begin = 0
             start = begin + HEAD.size
-            if start > self._end:
-                raise malformed(
-                    f"{self.name}: a packet of {self._end} bytes must end with a whole frame, got "
-                    f"{self._end - begin} bytes "
-                    "of one"
-                )
-            stop = start + _length(view, begin)[0]
+            stop = start + _length(view, begin)[0] if start <= self._end else start
             if stop > self._end:
-                raise malformed(
-                    f"{self.name}: a frame must end within its packet of {self._end} bytes, got one of "
-                    f"{stop - start} bytes"
-                )
+                raise self._malformed(f"a packet of {self._end} bytes must hold whole frames, got a part of one")
             try:
                 frame = read_frame(view, start, stop)
             except ProtocolError as error:
@@ -140,15 +128,9 @@ class Consumer:
                 ring = self._ring if frame.ring == self._ring_id else self._turn_to(frame.ring)
                 # `size` is the number of dims after the batch in its entry.
                 if ring is None or frame.entry >= ring.entries or frame.nbytes + 8 * frame.size > ring.entry_bytes:
-                    raise malformed(
-                        f"{self.name}: a batch of {frame.nbytes} bytes must lie within an entry of a known ring "
-                        f"(shared buffer), got entry {frame.entry} of ring {frame.ring}"
-                    )
+                    raise self._malformed(f"{frame.nbytes} bytes are in no entry {frame.entry} of a ring {frame.ring}")
                 if frame.structure not in self.structures:
-                    raise malformed(
-                        f"{self.name}: the structure of a batch must be announced before the batch, got the unknown "
-                        f"structure {frame.structure}"
-                    )
+                    raise self._malformed(f"the structure {frame.structure} of a batch must be announced before it")
                 self._unused = 0
                 return frame
             if kind == RING:
@@ -167,8 +149,11 @@ class Consumer:
             elif kind in (ERROR, CLOSE):
                 return frame
             else:
-                raise malformed(f"{self.name}: a frame must have a known kind, got {kind}")
+                raise self._malformed(f"a frame must have a known kind, got {kind}")
         return self._take_ring(self._coming)
+
+    def _malformed(self, what: str) -> ProtocolError:
+        return malformed(f"{self.name}: {what}")
 
     @property
     def framed(self) -> memoryview:
@@ -193,7 +178,7 @@ class Consumer:
         if not size:
             raise LaneLostError(f"{self.name}: the other end closed the connection")
         if size > MAX_PACKET:
-            raise malformed(f"{self.name}: a packet must have at most {MAX_PACKET} bytes, got {size}")
+            raise self._malformed(f"a packet must have at most {MAX_PACKET} bytes, got {size}")
         self._end = size
         return True
 
@@ -209,9 +194,7 @@ class Consumer:
             raise LaneLostError(f"{self.name}: the connection was lost: {error}") from error
 
     def _was_closed(self) -> LaneClosedError:
-        return LaneClosedError(
-            f"{self.name}: this process has closed the lane. Do not iterate over a loader whose appliance is closed"
-        )
+        return LaneClosedError(f"{self.name}: this process has closed the lane. Do not iterate after close()")
 
     def _turn_to(self, ring_id: int) -> Ring | None:
         """Make the ring with this id the current one, if known, and drop older ones, to which no producer returns."""
@@ -224,10 +207,7 @@ class Consumer:
 
     def _expect_ring(self, frame: Frame) -> None:
         if frame.ring <= self._newest or len(self.rings) >= MAX_RINGS:
-            raise malformed(
-                f"{self.name}: a new ring (shared buffer) must have a number above {self._newest}, and at most "
-                f"{MAX_RINGS} may be in use, got ring {frame.ring} with {len(self.rings)} in use"
-            )
+            raise self._malformed(f"ring {frame.ring} must be above {self._newest}, and one of at most {MAX_RINGS}")
         self._coming = frame
 
     def _take_ring(self, frame: Frame) -> Frame | None:
@@ -242,19 +222,12 @@ class Consumer:
             if isinstance(error, ConnectionResetError) and not self._reset:
                 self._reset = True  # occurs once, before the last packets
                 return self._take_ring(frame)
-            raise LaneLostError(
-                f"{self.name}: the file descriptor of a ring (shared buffer) did not arrive: {error}"
-            ) from error
+            raise LaneLostError(f"{self.name}: the descriptor of a ring did not arrive: {error}") from error
         try:
             if not data:
-                raise LaneLostError(
-                    f"{self.name}: the other end closed the connection before the file descriptor of its ring (shared "
-                    "buffer) arrived"
-                )
+                raise LaneLostError(f"{self.name}: the other end closed the connection")
             if len(fds) != 1:
-                raise malformed(
-                    f"{self.name}: a ring (shared buffer) must come with one file descriptor, got {len(fds)}"
-                )
+                raise self._malformed(f"a ring must come with one file descriptor, got {len(fds)}")
             try:
                 ring = Ring.open(fds[0], frame.entry_bytes, frame.entries)
             except PenstockError as error:
@@ -276,10 +249,7 @@ class Consumer:
         if whole is None:
             return
         if self.structures.pop(frame.structure, whole) != whole:
-            raise malformed(
-                f"{self.name}: batch structure {frame.structure} must have the same contents each time, "
-                "got different contents"
-            )
+            raise self._malformed(f"batch structure {frame.structure} must have the same contents each time")
         self.structures[frame.structure] = whole
         forget_oldest(self.structures)
         self.compiled = {number: kept for number, kept in self.compiled.items() if number in self.structures}
@@ -339,11 +309,7 @@ class Consumer:
                     # If the peer is gone, receive() raises after its last frames. After any other error acks are lost,
                     # and with them free entries: close the lane, because the next lane sends everything again.
                     if error.errno not in LOST:
-                        _log.warning(
-                            "%s: an acknowledgement could not be sent, so the lane is closed and opened again: %s",
-                            self.name,
-                            error,
-                        )
+                        _log.warning("%s: an ack could not be sent, so the lane is opened again: %s", self.name, error)
                         self._sock.shutdown(socket.SHUT_RDWR)
                     unsent.clear()
                     self._begin_ack()

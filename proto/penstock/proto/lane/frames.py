@@ -70,13 +70,6 @@ def pack_shapes(shapes: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(shapes)}Q", *shapes)
 
 
-def unpack_shapes(packed: bytes) -> list[int]:
-    """Raises ProtocolError for a length that is no multiple of 8."""
-    if len(packed) & 7:
-        raise malformed(f"the packed shapes of a batch must have 8 bytes for each dimension, got {len(packed)} bytes")
-    return list(struct.unpack(f"<{len(packed) >> 3}Q", packed))
-
-
 _FRAME = struct.Struct("<BBBxIIIIIQQQQQ")
 FRAME_BYTES: Final = _FRAME.size
 _ACK = struct.Struct("<BxxxIIQQQQQ")
@@ -107,12 +100,8 @@ class Frame(NamedTuple):
         return _pack_frame(*self[:-1]) + self.rest
 
     @property
-    def shapes(self) -> list[int]:
-        """Dims in a BATCH frame. For dims that are in the ring entry instead, use `dims_of`."""
-        return unpack_shapes(self.dims)
-
-    @property
     def dims(self) -> bytes:
+        """Packed dims in a BATCH frame. For dims that are in the ring entry instead, use `dims_of`."""
         return self.rest[: -HEAD.size - len(counts_of(self))] if self.flags & COUNTED else self.rest
 
     @property
@@ -176,7 +165,7 @@ def counts_of(frame: Frame) -> bytes:
 def read_frame(view: memoryview, start: int, stop: int) -> Frame:
     """Raises ProtocolError for fewer bytes than a header has."""
     if stop - start < FRAME_BYTES:
-        raise malformed(f"a frame must have at least {FRAME_BYTES} bytes, the size of its header, got {stop - start}")
+        raise malformed(f"a frame must have at least {FRAME_BYTES} bytes, got {stop - start}")
     return _new(Frame, (*_unpack_frame(view, start), view[start + FRAME_BYTES : stop].tobytes()))
 
 
@@ -214,13 +203,10 @@ def read_ack(view: memoryview, start: int, stop: int) -> Ack:
     """Raises ProtocolError for too few or too many bytes."""
     size = stop - start
     if size < _ACK.size:
-        raise malformed(f"an acknowledgement must have at least {_ACK.size} bytes, the size of its header, got {size}")
+        raise malformed(f"an acknowledgement must have at least {_ACK.size} bytes, got {size}")
     close, released, wanted, delivered, open_epochs, abandon_epoch, labelled, label = _ACK.unpack_from(view, start)
     if size != _ACK.size + 4 * released + 8 * wanted:
-        raise malformed(
-            f"an acknowledgement of {released} released and {wanted} wanted numbers must have "
-            f"{_ACK.size + 4 * released + 8 * wanted} bytes, got {size}"
-        )
+        raise malformed(f"an acknowledgement of {released} + {wanted} numbers must not have {size} bytes")
     start += _ACK.size
     entries = struct.unpack_from(f"<{released}I", view, start)
     steps = struct.unpack_from(f"<{wanted}Q", view, start + 4 * released)
@@ -254,10 +240,7 @@ def dims_of(frame: Frame, ring: Ring) -> bytes:
     if frame.size > MAX_DIMS:
         raise malformed(f"a batch must have <= {MAX_DIMS} dimensions in its shapes, got {frame.size}")
     if frame.entry >= ring.entries or frame.nbytes + 8 * frame.size > ring.entry_bytes:
-        raise malformed(
-            f"the {frame.size} dimensions and {frame.nbytes} bytes of a batch must lie within one entry of "
-            f"{ring.entry_bytes} bytes of its ring (shared buffer), got entry {frame.entry} of {ring.entries}"
-        )
+        raise malformed(f"a batch with {frame.size} dimensions must lie within entry {frame.entry} of its ring")
     start = frame.entry * ring.entry_bytes + frame.nbytes
     return ring.view[start : start + 8 * frame.size].tobytes()
 
@@ -280,15 +263,9 @@ class StructurePieces:
         """Return the encoded structure if this was its last piece. Raises ProtocolError for an invalid piece."""
         size, piece, data = frame.size, frame.rest, self._data
         if data and frame.structure != self._structure:
-            raise malformed(
-                f"all pieces of batch structure {self._structure} must arrive before those of others, got one of "
-                f"structure {frame.structure}"
-            )
+            raise malformed(f"the pieces of batch structure {self._structure} must arrive before those of others")
         if size > MAX_STRUCTURE or len(data) + len(piece) > size or (size and not piece):
-            raise malformed(
-                f"the pieces of the structure of a batch must have {size} bytes together (at most {MAX_STRUCTURE}), "
-                f"got {len(data) + len(piece)} bytes"
-            )
+            raise malformed(f"a batch structure must have {size} bytes, at most {MAX_STRUCTURE}, got others")
         self._structure = frame.structure
         data += piece
         if len(data) < size:

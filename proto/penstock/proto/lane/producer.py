@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.proto.batch.digest import DigestCover
-from penstock.proto.errors import BatchTooLargeError, InvalidArgumentError, ProtocolError, malformed
+from penstock.proto.errors import BatchTooLargeError, ProtocolError, malformed
 from penstock.proto.lane.frame_log import FrameLog
 from penstock.proto.lane.frames import (
     CLOSE,
@@ -74,10 +74,7 @@ _RESERVED = 1 << 64
 
 def check_size(nbytes: int, most: int) -> None:
     if nbytes > most:
-        raise BatchTooLargeError(
-            f"a batch must have <= max_batch_bytes={most} bytes, got {nbytes}; make smaller batches, or raise "
-            "max_batch_bytes"
-        )
+        raise BatchTooLargeError(f"a batch must have <= max_batch_bytes={most} bytes, got {nbytes}: raise the limit")
 
 
 @dataclass(slots=True)
@@ -190,11 +187,8 @@ class Producer:
         sock.setblocking(False)
         wanted = max(1, hello.next_total)
         if wanted <= self.delivered or hello.abandons < self.abandons:
-            self._refuse(
-                sock,
-                f"a training job requests batch {wanted} after {hello.abandons} abandoned epochs, but batch "
-                f"{self.delivered} was already delivered and {self.abandons} epochs were abandoned. Start the job anew",
-            )
+            where = f"after {hello.abandons} abandoned epochs, but this worker is at {self.delivered + 1}"
+            self._refuse(sock, f"the job requests batch {wanted} {where} after {self.abandons}. Start the job anew")
             return
         self.closed = False
         self._sock = sock
@@ -219,11 +213,10 @@ class Producer:
             if ring_id not in rings:
                 self._announce_ring(ring_id)
         for kept in self._kept:
-            if kept.number < served:
-                continue
-            if kept.reserved is not None and kept.structure not in self._announced:
-                self._announce_structure(kept.structure)
-            self._unsent.add(kept.message)
+            if kept.number >= served:
+                if kept.reserved is not None and kept.structure not in self._announced:
+                    self._announce_structure(kept.structure)
+                self._unsent.add(kept.message)
         self.flush()
 
     def forked(self) -> None:
@@ -262,16 +255,11 @@ class Producer:
                     raise malformed(f"an acknowledgement must have at most {MAX_FRAME} bytes, got {size}")
                 ack = read_ack(self._view, 0, size)
                 if ack.delivered > max(self.delivered, self._sent_total):
-                    raise malformed(
-                        f"a consumer may report batches up to {self._sent_total}, the last sent, got {ack.delivered}"
-                    )
+                    raise malformed(f"batches up to {self._sent_total} were sent, got an ack of {ack.delivered}")
                 self._apply(ack)
             except ProtocolError as error:
                 # Only the consumer failed: keep the batches for the next one.
-                _log.warning(
-                    "a consumer of batches sent an invalid acknowledgement, and its connection was closed: %s",
-                    str(error),
-                )
+                _log.warning("the connection of a consumer that sent an invalid ack was closed: %s", error)
                 self.detach()
                 return
             if self.on_ack is not None:
@@ -349,7 +337,7 @@ class Producer:
                     break
                 held -= len(known.pop(old))
         if known.setdefault(structure, data) != data:
-            raise malformed(f"batch structure {structure} must be announced with equal contents each time, got others")
+            raise malformed(f"batch structure {structure} must have the same contents each time")
 
     def publish(
         self,
@@ -485,21 +473,13 @@ class Producer:
         self._sock = socket.socket(fileno=next(rest)) if record["attached"] else None
         if self._sock is not None:
             self._sock.setblocking(False)
-        self._rings = {number: Ring.unmapped(next(rest), *sizes) for number, *sizes in record["rings"]}
+        self._rings = {number: Ring(next(rest), *sizes, mapped=False) for number, *sizes in record["rings"]}
         self._free = record["free"]
         self._lent = {ring_id: dict(items) for ring_id, items in record["lent"]}
-        self._kept = deque(
-            _Kept(
-                total,
-                epoch,
-                message,
-                FreeEntry(ring_id, entry, self._rings[ring_id]) if ring_id else None,
-                structure,
-                number,
-                last,
-            )
-            for total, epoch, message, structure, number, last, ring_id, entry in record["kept"]
-        )
+        self._kept.clear()
+        for total, epoch, message, structure, number, last, ring_id, entry in record["kept"]:
+            reserved = FreeEntry(ring_id, entry, self._rings[ring_id]) if ring_id else None
+            self._kept.append(_Kept(total, epoch, message, reserved, structure, number, last))
         self._unsent.clear()
         for item in record["unsent"]:
             if isinstance(item, bytes):
@@ -590,9 +570,7 @@ class Producer:
         self._unsent.add(ring.fd)
 
     def _announce_structure(self, structure: int) -> None:
-        data = self._structures.get(structure)
-        if data is None:
-            raise InvalidArgumentError(f"batch structure {structure} must be registered by know_structure first")
+        data = self._structures[structure]
         self._announced[structure] = data
         forget_oldest(self._announced)
         for message in structure_frames(structure, data):
@@ -638,10 +616,7 @@ class Producer:
             self.open_epochs = ack.open_epochs
         if ack.abandon_epoch:
             if self.abandons >= MOST_ABANDONS or len(self.abandoned) >= MOST_ABANDONED:
-                raise malformed(
-                    f"a consumer may abandon at most {MOST_ABANDONED} epochs that the runner has not processed, and "
-                    f"{MOST_ABANDONS} in all, got {len(self.abandoned) + 1} and {self.abandons + 1}"
-                )
+                raise malformed(f"at most {MOST_ABANDONED} epochs may be abandoned before the runner has seen it")
             self.abandons += 1
             self._drop_kept()
             self.abandoned.append(ack.abandon_epoch - 1)
@@ -679,9 +654,7 @@ class Producer:
         if total is None:
             return  # repeated, or of a ring that this producer does not have (any more)
         if total > self.delivered:
-            raise malformed(
-                f"a consumer may release delivered batches only, at most batch {self.delivered}, got {total}"
-            )
+            raise malformed(f"only delivered batches may be released, at most batch {self.delivered}, got {total}")
         self._give_back(ring_id, entry)
 
     def _give_back(self, ring_id: int, entry: int) -> None:

@@ -74,16 +74,12 @@ class Ring:
     address: int
 
     def __init__(self, fd: int, entry_bytes: int, entries: int, *, mapped: bool = True) -> None:
+        """`mapped` False: for a process that only passes the ring on, until `attach` maps it."""
         self.fd = fd
         self.entry_bytes = entry_bytes
         self.entries = entries
         if mapped:
             self.attach()
-
-    @classmethod
-    def unmapped(cls, fd: int, entry_bytes: int, entries: int) -> Ring:
-        """Return a ring for a process that only passes it on, until `attach` maps it."""
-        return cls(fd, entry_bytes, entries, mapped=False)
 
     def attach(self) -> None:
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
@@ -104,26 +100,17 @@ class Ring:
         entry_bytes = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE)
         size = entry_bytes * entries
         if size > UNCHECKED_BYTES and size > (free := int(MOST_OF_FREE * free_memory())):
-            raise OSError(
-                errno.ENOMEM,
-                f"a ring (buffer for batches) of {size:,} bytes cannot be made: it may take at most {free:,} "
-                f"bytes, {MOST_OF_FREE:.0%} of the free memory. Make smaller batches, or give the process more memory",
-            )
+            raise _too_large(size, f"it may take {free:,} bytes, {MOST_OF_FREE:.0%} of the free memory")
         fd = os.memfd_create("penstock-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
             os.posix_fallocate(fd, 0, size)  # MAP_POPULATE alone ignores pages that it cannot get
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             return cls(fd, entry_bytes, entries)
-        except OSError as error:
+        except BaseException as error:
             os.close(fd)
-            raise OSError(
-                error.errno,
-                f"a ring (buffer for batches) of {size:,} bytes cannot be made: {error.strerror}. Give the "
-                "process more memory",
-            ) from error
-        except BaseException:
-            os.close(fd)
+            if isinstance(error, OSError):
+                raise _too_large(size, error.strerror, error.errno) from error
             raise
 
     @classmethod
@@ -133,11 +120,9 @@ class Ring:
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError as error:
-            raise malformed(f"the ring (shared buffer) that the other end passed must be a memfd: {error}") from error
+            raise malformed(f"a ring (shared buffer) must be a memfd: {error}") from error
         if seals & _SEALS != _SEALS:
-            raise malformed(
-                "the ring (shared buffer) that the other end passed must be sealed, or it could be truncated while read"
-            )
+            raise malformed("a ring (shared buffer) must be sealed, or it could be truncated while read")
         if (page := os.fstatvfs(fd).f_bsize) != PAGE:
             # With huge pages the maker could punch a hole and use up the last free huge page: a read of the hole would
             # then end the reader with SIGBUS, which no seal prevents.
@@ -145,27 +130,20 @@ class Ring:
         status = os.fstat(fd)
         size = status.st_size
         if entry_bytes <= 0 or entries <= 0 or entry_bytes % PAGE or size != entry_bytes * entries:
-            raise malformed(
-                f"a ring (shared buffer) announced with {entries} entries of {entry_bytes} bytes must have "
-                f"{entries * entry_bytes} bytes, and entries of whole pages of {PAGE} bytes, got {size} bytes"
-            )
+            raise malformed(f"a ring of {size} bytes must have entries of whole pages, not {entries} of {entry_bytes}")
         if entries > MAX_ENTRIES:
             raise malformed(f"a ring (shared buffer) must have <= {MAX_ENTRIES} entries, got {entries}")
         # Half, because st_blocks is not exact (it was once a page short). Half is enough: a peer then pays as much
         # memory as this end.
         if status.st_blocks * _BLOCK < size // 2:
-            raise malformed(
-                f"the {size} bytes of a ring (shared buffer) must be allocated, got {status.st_blocks * _BLOCK} "
-                "allocated bytes"
-            )
+            raise malformed(f"all {size} bytes of a ring must be allocated, got {status.st_blocks * _BLOCK}")
         try:
             return cls(fd, entry_bytes, entries)
         except PermissionError as error:  # sealed against writing, or opened for reading only
-            raise malformed(f"the ring (shared buffer) that the other end passed cannot be mapped: {error}") from error
+            raise malformed(f"a ring (shared buffer) cannot be mapped: {error}") from error
         except OSError as error:
             raise LaneLostError(
-                f"a ring (shared buffer) of {size:,} bytes cannot be mapped: {error}. Give this process more memory "
-                "and address space (ulimit -v)"
+                f"a ring of {size:,} bytes cannot be mapped: {error}. Give this process more memory (ulimit -v)"
             ) from error
 
     def forked(self) -> None:
@@ -192,12 +170,7 @@ class RingBudget:
         """Raises OSError if memory is short or the ring would exceed the limit."""
         size = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE) * entries
         if self._used + size > self._limit:
-            raise OSError(
-                errno.ENOMEM,
-                f"a ring (buffer for batches) of {size:,} bytes cannot be made: all rings of this process must have at "
-                f"most {self._limit:,} bytes, and have {self._used:,} now. Make smaller batches, or give the process "
-                "more memory",
-            )
+            raise _too_large(size, f"all rings of this process may take {self._limit:,} bytes, and have {self._used:,}")
         ring = Ring.create(entry_bytes, entries)
         self._used += size
         weakref.finalize(ring.map, self._give_back, size)
@@ -205,3 +178,8 @@ class RingBudget:
 
     def _give_back(self, size: int) -> None:
         self._used -= size
+
+
+def _too_large(size: int, why: str | None, number: int | None = errno.ENOMEM) -> OSError:
+    remedy = "Make smaller batches, or give the process more memory"
+    return OSError(number, f"a ring (buffer for batches) of {size:,} bytes cannot be made: {why}. {remedy}")

@@ -18,7 +18,6 @@ from __future__ import annotations
 import errno
 import socket
 import struct
-import time
 
 from google.protobuf.message import DecodeError
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -85,10 +84,7 @@ def length_of(seal: bytes | bytearray | memoryview, at: int = 0) -> int:
     """Length of the message after a seal. Raises BatchCorruptError if its two differ, ProtocolError if too long."""
     size, complement, _ = SEAL.unpack_from(seal, at)
     if size ^ complement != _ALL:
-        raise BatchCorruptError(
-            f"a message gives its length as {size} and as {complement ^ _ALL} bytes: it was damaged in transit, or its "
-            f"sender is not Penstock. {_REMEDY}"
-        )
+        raise BatchCorruptError(f"a message was damaged in transit, or its sender is not Penstock. {_REMEDY}")
     if size > MAX_FRAME:
         raise malformed(f"a message must have at most {MAX_FRAME} bytes, got {size}")
     return int(size)
@@ -97,9 +93,7 @@ def length_of(seal: bytes | bytearray | memoryview, at: int = 0) -> int:
 def check_message(seal: bytes | bytearray | memoryview, at: int, message: bytes | memoryview) -> None:
     """Raise BatchCorruptError if the message does not match its seal."""
     if SEAL.unpack_from(seal, at)[2] != xxh3_64_intdigest(message):
-        raise BatchCorruptError(
-            f"a message of {len(message)} bytes was damaged in transit: its checksum differs. {_REMEDY}"
-        )
+        raise BatchCorruptError(f"the checksum of a message of {len(message)} bytes differs. {_REMEDY}")
 
 
 def is_checked(frame: Frame) -> bool:
@@ -112,33 +106,9 @@ def check_of(hasher: xxh3_64) -> bytes:
     return hasher.intdigest().to_bytes(CHECK_BYTES, "little")
 
 
-def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
-    """Return the Hello that opens a TCP lane, and read no byte after it. `timeout`: seconds for all of it. Raises
-    DeadlineError, LaneLostError, BatchCorruptError, and ProtocolError for another message."""
-    deadline = time.monotonic() + timeout
-    reading = HelloReader()
-    while reading.missing:
-        left = deadline - time.monotonic()
-        try:
-            if left <= 0:
-                raise TimeoutError
-            sock.settimeout(left)
-            piece = sock.recv(reading.missing)
-        except TimeoutError:
-            raise DeadlineError(
-                f"the other end did not send a request to read batches (Hello) within {timeout:g} s. Check that it "
-                "is a training job of Penstock"
-            ) from None
-        except OSError as error:
-            raise LaneLostError(
-                f"the connection was lost before a request to read batches (Hello) arrived: {error}"
-            ) from error
-        reading.add(piece)
-    return reading.hello()
-
-
 class HelloReader:
-    """Assembler of the Hello from received pieces of any size. Its methods raise the errors of `read_hello`."""
+    """Assembler of the Hello that opens a TCP lane from received pieces of any size. Its methods raise LaneLostError,
+    BatchCorruptError, and ProtocolError for another message."""
 
     def __init__(self) -> None:
         self.missing = SEAL.size
@@ -148,7 +118,7 @@ class HelloReader:
 
     def add(self, piece: bytes) -> None:
         if not piece:
-            raise LaneLostError("the other end closed the connection before it sent a request to read batches (Hello)")
+            raise LaneLostError("the other end closed the connection before its request to read batches (Hello)")
         self._data += piece
         self.missing -= len(piece)
         if not self._seal and not self.missing:
@@ -202,9 +172,7 @@ class SealedInbox:
         if stop > self._end:
             return False
         if self._buffer[self._start : stop] != check_of(hasher):
-            raise BatchCorruptError(
-                f"batch {total} of the slot was damaged in transit: the checksum of its bytes differs. {_REMEDY}"
-            )
+            raise BatchCorruptError(f"the checksum of batch {total} of the slot differs. {_REMEDY}")
         self._start = stop
         return True
 

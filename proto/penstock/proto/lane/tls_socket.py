@@ -25,8 +25,7 @@ def check_damage(error: OSError, *, heard: bool) -> None:
     ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
     if is_damage(error) or (heard and isinstance(error, ssl.SSLError) and not ended):
         raise BatchCorruptError(
-            f"data of a TLS connection was damaged in transit: {error}. Check memory and network of both machines if "
-            "this happens often"
+            f"data of a TLS connection was damaged: {error}. Check memory and network of both machines if it recurs"
         ) from error
 
 
@@ -128,19 +127,12 @@ async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
     except ssl.SSLError as error:
         wrapped.close()
         raise TlsError(
-            f"the TLS handshake of a connection to read batches failed ({error.reason or error}). Check tls_ca, "
-            "tls_cert and tls_key at both ends (docs/security.md)"
+            f"the TLS handshake of a lane failed ({error.reason or error}). Check tls_ca, tls_cert and tls_key at both "
+            "ends (docs/security.md)"
         ) from error
     except BaseException:
         wrapped.close()
         raise
-
-
-def accept_tls_blocking(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
-    """For benchmarks and tests that act as the daemon."""
-    wrapped = _wrapped(context, sock, server_side=True)
-    wrapped.do_handshake()
-    return wrapped
 
 
 async def when_readable(sock: socket.socket) -> None:
