@@ -137,17 +137,9 @@ _KINDS = {
     "epoch ended": "Epoch ended",
     "": "No box is live",
 }
-_BETWEEN_EPOCHS = Finding(
-    "epoch ended",
-    False,
-    "The epoch of each live box has ended, and its loop has not begun another one.",
-    0.0,
-    None,
-    None,
-    None,
-    0.0,
-)
-_NO_BOX = Finding("", False, "Its training job has ended, or has not reported.", 0.0, None, None, None, 0.0)
+_NOBODY = (0.0, None, None, None, 0.0)
+_BETWEEN_EPOCHS = Finding("epoch ended", False, "No live box has begun another epoch.", *_NOBODY)
+_NO_BOX = Finding("", False, "Its training job has ended, or has not reported.", *_NOBODY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,15 +346,11 @@ _PHASES = {number: name for name, number in pb.SlotPhase.items()}
 
 
 def _slot(run: str, box: int, slot: pb.SlotView) -> SlotView:
-    queue = (
-        f"number {slot.start_queue_position} of {slot.start_queue_length} that wait to be started there"
-        if slot.start_queue_position
-        else ""
-    )
+    doing = slot.doing or None
+    if not doing and slot.start_queue_position:
+        doing = f"number {slot.start_queue_position} of {slot.start_queue_length} that wait to be started there"
     error = {"name": slot.error.name, "message": slot.error.message} if slot.error.name else None
-    return _read(
-        SlotView, slot, run=run, box=box, phase=_PHASES[slot.phase], doing=slot.doing or queue or None, error=error
-    )
+    return _read(SlotView, slot, run=run, box=box, phase=_PHASES[slot.phase], doing=doing, error=error)
 
 
 def _read(cls: type[_View], message: Any, **own: Any) -> _View:

@@ -41,12 +41,8 @@ class SubjectLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    found = {name: getattr(record, name, None) for name in FIELDS}
-    return {
-        name: _cut(value, FIELD) if isinstance(value, str) else value
-        for name, value in found.items()
-        if value is not None
-    }
+    fields = {name: vars(record)[name] for name in FIELDS if vars(record).get(name) is not None}
+    return {name: _cut(value, FIELD) if isinstance(value, str) else value for name, value in fields.items()}
 
 
 def _says(message: str, name: str, value: str) -> bool:
@@ -118,14 +114,10 @@ class TextLines(OneLine):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         text, said = super().formatMessage(record), record.message
-        fields = _fields(record)
-        more = [
-            f"{name}={fields[name]}" for name in _IN_TEXT if name in fields and not _says(said, name, str(fields[name]))
-        ]
-        if not more:
-            return text
+        fields = [(name, value) for name, value in _fields(record).items() if name in _IN_TEXT]
+        more = [f"{name}={value}" for name, value in fields if not _says(said, name, str(value))]
         first, newline, rest = text.partition("\n")
-        return f"{first} [{' '.join(more)}]{newline}{rest}"
+        return f"{first} [{' '.join(more)}]{newline}{rest}" if more else text
 
 
 class JsonLines(logging.Formatter):
@@ -144,9 +136,7 @@ class JsonLines(logging.Formatter):
             "message": _cut(record.getMessage()),
             "pid": record.process,
             **self._always,
-            **{
-                name: _cut(value, FIELD) if isinstance(value, str) else value for name, value in _fields(record).items()
-            },
+            **_fields(record),
         }
         if record.exc_info:
             line["exception"] = _cut(self.formatException(record.exc_info))

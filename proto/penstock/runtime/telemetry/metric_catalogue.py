@@ -44,6 +44,7 @@ class Metric:
         return last if last in _UNITS else ""
 
 
+_ALL: tuple[Process, ...] = ("coordinator", "worker", "client")
 _RUN = ("run",)
 _BOX = ("run", "box")
 _SLOT = ("run", "box", "slot")
@@ -55,173 +56,76 @@ _COORDINATOR: _Rows = (
     ("penstock_runs", ("phase",), "Runs, by phase: open or closed."),
     ("penstock_run_attempt", _RUN, "Number of the open attempt; it rises with each start of the job."),
     ("penstock_run_boxes", _RUN, "Boxes of the run."),
-    (
-        "penstock_run_recommended_workers_per_box",
-        _RUN,
-        "Recommended slots of a box, limited by the workers' cores; 0: not known.",
-    ),
+    ("penstock_run_recommended_workers_per_box", _RUN, "Recommended slots of a box; 0: not known."),
     ("penstock_run_slots", ("run", "phase"), "Slots of the open attempt's live boxes, by phase."),
-    (
-        "penstock_run_recoveries_total",
-        _RUN,
-        "Times that a slot of the open attempt was taken from its runner; migrations do not count.",
-    ),
-    (
-        "penstock_run_skipped_batches_total",
-        _RUN,
-        "Batches that the open attempt skipped because they killed their runners.",
-    ),
+    ("penstock_run_recoveries_total", _RUN, "Times that a slot was taken from its runner; not migrations."),
+    ("penstock_run_skipped_batches_total", _RUN, "Batches that were skipped because they killed their runners."),
     ("penstock_box_live", _BOX, "1 if the box's training process renews its lease, else 0."),
     ("penstock_box_step", _BOX, "Last step that the box reported."),
     ("penstock_box_epoch", _BOX, "Epoch that the box is in."),
     ("penstock_box_steps_total", _BOX, "Steps since the attempt was opened: rate() of it is steps/s."),
     ("penstock_box_wait_seconds_total", _BOX, "Time that the box's training loop waited for data."),
-    (
-        "penstock_box_wait_ratio",
-        _BOX,
-        "Share of the box's recent time spent waiting for data, 0 to 1. A box that is not live has none.",
-    ),
+    ("penstock_box_wait_ratio", _BOX, "Share of its recent time that a live box waited for data, 0 to 1."),
     ("penstock_box_waiting_for_slot", _BOX, "Slot that the box waits for now; -1: it does not wait."),
     # ---- the fleet
-    (
-        "penstock_workers",
-        ("phase",),
-        "Worker daemons, by phase: live, draining, or lost (not back since the coordinator's start).",
-    ),
-    (
-        "penstock_workers_recommended",
-        (),
-        "Number of daemons like the present ones that the open runs need, by measured demand and supply; 0: not known.",
-    ),
+    ("penstock_workers", ("phase",), "Worker daemons, by phase: live, draining or lost."),
+    ("penstock_workers_recommended", (), "Number of daemons like these that the open runs need; 0: not known."),
     ("penstock_slots_capacity", (), "Runners that all live workers that do not drain may run together."),
     ("penstock_slots_used", (), "Slots that all workers hold; a slot in migration counts twice."),
     # ---- its own health
     ("penstock_coordinator_uptime_seconds", (), "Time since the start of the process."),
-    (
-        "penstock_coordinator_certificate_expires_timestamp_seconds",
-        (),
-        "Unix time at which the process's certificate expires; 0: it has none.",
-    ),
+    ("penstock_coordinator_certificate_expires_timestamp_seconds", (), "Expiry of its certificate; 0: none."),
     ("penstock_coordinator_snapshot_bytes", (), "Durable snapshots and blobs that the coordinator holds."),
     ("penstock_coordinator_snapshot_limit_bytes", (), "Budget for durable snapshots and blobs."),
     ("penstock_coordinator_commit_seconds", (), "Duration of commits to the journal, with the flush to disk."),
     ("penstock_coordinator_calls_total", ("method", "status"), "Calls answered, by gRPC status."),
-    (
-        "penstock_coordinator_call_seconds",
-        ("method",),
-        (
-            "Duration of calls. Heartbeat and WatchRun are long polls, held until there is news; "
-            "PutSnapshot and PutBlob last as long as their sender sends."
-        ),
-    ),
+    ("penstock_coordinator_call_seconds", ("method",), "Duration of calls, with the holds of long polls."),
 )
 _WORKER: _Rows = (
     ("penstock_worker_info", ("worker",), "1, with the worker's name at the coordinator."),
     ("penstock_worker_uptime_seconds", (), "Time since the start of the process."),
-    (
-        "penstock_worker_certificate_expires_timestamp_seconds",
-        (),
-        "Unix time at which the process's certificate expires; 0: it has none.",
-    ),
+    ("penstock_worker_certificate_expires_timestamp_seconds", (), "Expiry of its certificate; 0: none."),
     ("penstock_worker_capacity", (), "Runners that the worker may run at a time (--slots)."),
     ("penstock_worker_slots", ("phase",), "Slots that the worker runs, by phase."),
     ("penstock_worker_heartbeat_age_seconds", (), "Time since the coordinator's last answer; -1 before the first."),
-    (
-        "penstock_worker_lease_seconds",
-        (),
-        "Silence after which the coordinator counts the worker as lost; 0: not known.",
-    ),
+    ("penstock_worker_lease_seconds", (), "Silence after which the worker counts as lost; 0: not known."),
     ("penstock_worker_sent_bytes_total", ("lane",), "Bytes that the worker sent to other hosts."),
     ("penstock_worker_lanes", ("lane",), "Lanes that the worker serves over TCP now."),
     ("penstock_worker_snapshots_total", (), "Snapshots received from the worker's runners."),
     ("penstock_worker_snapshots_sent_total", (), "Snapshots that the worker made durable."),
-    (
-        "penstock_worker_snapshots_refused_total",
-        (),
-        "Snapshots that the coordinator refused: they are too large, or its budget is used up.",
-    ),
+    ("penstock_worker_snapshots_refused_total", (), "Snapshots that the coordinator refused: too large."),
     ("penstock_worker_snapshot_sent_bytes_total", (), "Bytes of the snapshots that the worker made durable."),
     ("penstock_worker_recoveries_total", (), "Slots that the worker took over from another runner."),
-    (
-        "penstock_worker_losses_total",
-        (),
-        "Runners that the worker lost: killed, crashed, or replaced for their memory.",
-    ),
+    ("penstock_worker_losses_total", (), "Runners that were lost: killed, crashed, or replaced for memory."),
     ("penstock_worker_state_answers_total", ("status",), "Answers to state requests: ok, error, or dropped."),
     ("penstock_slot_produced_batches_total", _SLOT, "Batches that the slot's runner made."),
     ("penstock_slot_delivered_batches_total", _SLOT, "Batches delivered to the training loop."),
-    (
-        "penstock_slot_replayed_batches_total",
-        _SLOT,
-        "Batches made again and not delivered, to reach the slot's position.",
-    ),
+    ("penstock_slot_replayed_batches_total", _SLOT, "Batches made again to reach the slot's position."),
     ("penstock_slot_queue_batches", _SLOT, "Batches made and not yet delivered to the loop."),
-    (
-        "penstock_slot_busy_seconds_total",
-        _SLOT,
-        (
-            "Time that the runner worked on batches, without waits for the loop: rate() of it is the share "
-            "of the slot that is used up."
-        ),
-    ),
+    ("penstock_slot_busy_seconds_total", _SLOT, "Time that the runner worked on batches."),
     ("penstock_runner_cpu_seconds_total", _SLOT, "Processor time of the runner and its processes."),
-    (
-        "penstock_runner_memory_bytes",
-        _SLOT,
-        "Anonymous memory of the runner and its processes; shared pages count in each process.",
-    ),
+    ("penstock_runner_memory_bytes", _SLOT, "Anonymous memory of the runner and its processes."),
 )
 _CLIENT: _Rows = (
     ("penstock_client_step", _BOX, "Last step that was delivered to the loop."),
     ("penstock_client_steps_total", _BOX, "Steps since the loader was opened or loaded."),
     ("penstock_client_wait_seconds_total", _BOX, "Time that the loop waited for data."),
-    (
-        "penstock_client_slot_wait_seconds_total",
-        _SLOT,
-        "Time that the loop waited, by the slot whose batch was due. Slots without waits have none.",
-    ),
-    (
-        "penstock_client_worker_wait_seconds_total",
-        ("run", "box", "worker"),
-        "Time that the loop waited, by the worker of the slot whose batch was due.",
-    ),
+    ("penstock_client_slot_wait_seconds_total", _SLOT, "Time that the loop waited, by slot."),
+    ("penstock_client_worker_wait_seconds_total", ("run", "box", "worker"), "Time that the loop waited, by worker."),
     ("penstock_client_copied_batches_total", _BOX, "Batches delivered as copies."),
-    (
-        "penstock_client_staged_batches_total",
-        _BOX,
-        "Batches whose copy to the device had begun before the loop requested them.",
-    ),
+    ("penstock_client_staged_batches_total", _BOX, "Batches whose copy to the device began ahead."),
     ("penstock_client_recoveries_total", _BOX, "Slots that moved while the loop was reading."),
     ("penstock_client_skipped_batches_total", _BOX, "Batches that were skipped because they killed their runners."),
     ("penstock_client_corrupt_total", _BOX, "Number of times that damaged data arrived and were fetched again."),
-    (
-        "penstock_client_source_samples",
-        _SOURCE,
-        "Samples delivered over the whole life of the run, by source and key, if the loader has counts=.",
-    ),
+    ("penstock_client_source_samples", _SOURCE, "Samples delivered over the life of the run, with counts=."),
     ("penstock_client_source_tokens", _SOURCE, "Tokens of these samples."),
     ("penstock_client_source_truncated_samples", _SOURCE, "Samples that were truncated."),
     ("penstock_client_source_skipped_samples", _SOURCE, "Samples that were left out."),
-    (
-        "penstock_client_source_wanted_ratio",
-        ("run", "box", "source", "of"),
-        "Share that the mixture wants of this source, of samples or of tokens.",
-    ),
-    (
-        "penstock_client_cost_imbalance_ratio",
-        _BOX,
-        (
-            "Cost of a step's most expensive box divided by the mean of all boxes, over the box's steps, if "
-            "the loader has counts= and balance=."
-        ),
-    ),
+    ("penstock_client_source_wanted_ratio", ("run", "box", "source", "of"), "Share wanted of the source."),
+    ("penstock_client_cost_imbalance_ratio", _BOX, "Cost of a step's most expensive box / mean of all boxes."),
     ("penstock_client_lanes", ("run", "box", "lane"), "Lanes that are open, local or tcp."),
     ("penstock_client_held_batches", _BOX, "Batches of which the loop still holds views."),
-    (
-        "penstock_client_coordinator_away_seconds",
-        _BOX,
-        "Time for which the coordinator has not answered; 0: it answers.",
-    ),
+    ("penstock_client_coordinator_away_seconds", _BOX, "Time without an answer of the coordinator."),
     ("penstock_client_receiver_cpu_seconds_total", (), "Processor time of the receiver processes."),
     ("penstock_client_receiver_memory_bytes", (), "Resident memory of the receiver processes, rings included."),
     ("penstock_checkpoint_saves_total", ("status",), "Saves that ended: ok or error."),
@@ -234,12 +138,7 @@ _CLIENT: _Rows = (
 )
 
 CATALOGUE: tuple[Metric, ...] = (
-    Metric(
-        ("coordinator", "worker", "client"),
-        "penstock_build_info",
-        ("process", "version"),
-        "1, with the process and its release.",
-    ),
+    Metric(_ALL, "penstock_build_info", ("process", "version"), "1, with the process and its release."),
     *(Metric(("coordinator",), *row) for row in _COORDINATOR),
     *(Metric(("worker",), *row) for row in _WORKER),
     *(Metric(("client",), *row) for row in _CLIENT),
