@@ -197,9 +197,7 @@ def test_link_of_another_user_in_tmp_is_refused(hold: Hold, tmp_path: Path) -> N
     tmp_path.chmod(0o1777)
     (tmp_path / "cache").symlink_to(tmp_path / "victim")
     os.lchown(tmp_path / "cache", STRANGER, STRANGER)
-    with pytest.raises(
-        ShardUnavailableError, match=rf"the path must not contain a link of another user, got one of user {STRANGER}"
-    ):
+    with pytest.raises(ShardUnavailableError, match="the path must not contain a link of another user"):
         hold()
     assert not any((tmp_path / "victim").iterdir())
     os.lchown(tmp_path / "cache", os.getuid(), os.getgid())

@@ -74,9 +74,9 @@ def test_missing_or_foreign_target_is_named(
     assert "the variable PENSTOCK_WORKER_LIVENESS_FILE must be set" in capsys.readouterr().err
     monkeypatch.setenv("PENSTOCK_WORKER_LIVENESS_FILE", str(tmp_path / "none"))
     assert main(["worker", "live"]) == 1
-    assert "Pass the --liveness-file of a worker" in capsys.readouterr().err
+    assert "must be the --liveness-file of a worker" in capsys.readouterr().err
     (tmp_path / "other").write_text("something else")
-    with pytest.raises(InvalidArgumentError, match="must be a worker's liveness file"):
+    with pytest.raises(InvalidArgumentError, match="must be the --liveness-file of a worker"):
         read_liveness(str(tmp_path / "other"))
     monkeypatch.setenv("PENSTOCK_COORDINATOR_LISTEN", "127.0.0.1:1")
     assert main(["coordinator", "live"]) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.proto.errors import SAME_RELEASE, EmptyInputError, InvalidArgumentError, ProtocolError
@@ -127,6 +127,7 @@ def walks(draw: st.DrawFn) -> tuple[int, list[Position], dict[tuple[int, int], i
     return slots, history, ends, abandoned
 
 
+@settings(max_examples=30, deadline=None)
 @given(walks(), st.data())
 def test_strides_agree_with_single_steps(
     walk: tuple[int, list[Position], dict[tuple[int, int], int], dict[int, int]], data: st.DataObject
@@ -137,6 +138,7 @@ def test_strides_agree_with_single_steps(
         assert advance(history[start], step, ends, abandoned) == history[step]
 
 
+@settings(max_examples=30, deadline=None)
 @given(walks(), st.data())
 def test_stream_digest_over_any_stretch(
     walk: tuple[int, list[Position], dict[tuple[int, int], int], dict[int, int]], data: st.DataObject
@@ -189,6 +191,7 @@ def test_no_step_before_the_start_of_the_attempt() -> None:
         advance(Position.start(2, step=5), 3, {})
 
 
+@settings(max_examples=30, deadline=None)
 @given(walks())
 def test_the_record_survives_its_message(
     walk: tuple[int, list[Position], dict[tuple[int, int], int], dict[int, int]],

@@ -53,7 +53,7 @@ def test_one_that_is_named_must_be_there(written: Path) -> None:
 def test_one_that_others_can_change_is_refused(written: Path, mode: int) -> None:
     written.write_text("[worker]\n")
     written.chmod(mode)
-    with pytest.raises(InvalidArgumentError, match=rf"changed by others \(mode {mode:04o}\): chmod go-w {written}"):
+    with pytest.raises(InvalidArgumentError, match=rf"changed by others: chmod go-w {written}"):
         read_settings_file()
     written.chmod(0o644)
     assert read_settings_file() is not None
@@ -76,7 +76,7 @@ def test_one_of_another_user_is_refused(written: Path) -> None:
         ),
         ("x = 1\n", r"penstock.toml:1: the settings file must not have 'x' outside a section"),
         ('coordinator = "h:1"\n', r"penstock.toml:1: coordinator must be a section.*coordinator = .* in \[cluster\]"),
-        ("worker = 1\n", r"penstock.toml:1: worker must be a section.*write its settings in lines below \[worker\]"),
+        ("worker = 1\n", r"penstock.toml:1: worker must be a section, \[worker\]"),
         ('[cluster]\n\ntoken = "s3cret"\n', r"penstock.toml:3: this file must not hold a token"),
         ('token = "s3cret"\n', r"penstock.toml:1: this file must not hold a token"),
         ("[cluster]\ntls-ca = 1\n", r"penstock.toml:2: \[cluster\] has no setting 'tls-ca'; did you mean tls_ca\?"),
@@ -87,7 +87,7 @@ def test_one_of_another_user_is_refused(written: Path) -> None:
             r"address must not be in \[client\]: it goes into \[cluster\], as coordinator",
         ),
         ("[cluster\n", r"penstock.toml must be TOML: .*line 1"),
-        ("[cluster]\ntoken_file = 7\n", r"penstock.toml:2: token_file must be the path of a file"),
+        ("[cluster]\ntoken_file = 7\n", r"penstock.toml:2: token_file must be a path"),
     ],
 )
 def test_unknown_setting_is_named_with_its_line(written: Path, text: str, says: str) -> None:

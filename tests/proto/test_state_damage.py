@@ -36,7 +36,7 @@ SAMPLE = encode_state(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=200))
 @example(b"")
 @example(b"PENSTATE")
@@ -63,7 +63,7 @@ def test_every_flipped_bit_is_corrupt() -> None:
 
 
 def test_a_newer_format_is_named() -> None:
-    with pytest.raises(StateVersionError, match=rf"format {FORMAT_VERSION + 1}, .* up to {FORMAT_VERSION}\b"):
+    with pytest.raises(StateVersionError, match=rf"format {FORMAT_VERSION + 1}, above {FORMAT_VERSION}\b"):
         decode_state(seal(b"not even JSON", version=FORMAT_VERSION + 1, flags=7))
 
 
@@ -95,7 +95,7 @@ nodes = st.recursive(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(nodes, st.binary(max_size=64))
 def test_forged_trees_raise_nothing_else(node: object, blobs: bytes) -> None:
     for read in (decode_state, state_as_json):
@@ -126,7 +126,7 @@ TOO_LARGE: list[list[object]] = [
 @pytest.mark.parametrize("node", TOO_LARGE, ids=str)
 def test_sizes_are_checked_before_allocation(node: list[object]) -> None:
     for read in (decode_state, state_as_json):
-        with pytest.raises(StateCorruptError, match=r"the 16 bytes that are left, got \d+ bytes"):
+        with pytest.raises(StateCorruptError, match=r"the 16 bytes that are left, got \d+"):
             read(seal(json.dumps({"$": node}).encode(), bytes(16)))
 
 
@@ -185,5 +185,5 @@ def test_bombs_are_corrupt() -> None:
             decode_state(seal(tree))
     with pytest.raises(StateCorruptError, match="must belong to a value"):
         decode_state(seal(b"1", bytes(16)))
-    with pytest.raises(StateCorruptError, match="header of an encoded state is damaged"):
+    with pytest.raises(StateCorruptError, match="header of a state is damaged"):
         decode_state(seal(b"1", flags=1))

@@ -189,14 +189,14 @@ def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 batches = st.recursive(leaves, containers, max_leaves=8)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(batches, st.booleans())
 def test_every_batch_comes_back_bit_for_bit(batch: Any, copy: bool) -> None:
     expected = batch
     same(expected, trip(batch, copy=copy))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(batches)
 def test_the_region_is_a_function_of_the_batch(batch: Any) -> None:
     """Whatever was in the slot before: gaps are zeroed, so digests agree."""
@@ -208,7 +208,7 @@ def test_the_region_is_a_function_of_the_batch(batch: Any) -> None:
     assert first.mmap[128 : 128 + flat.nbytes] == second.mmap[128 : 128 + flat.nbytes]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(batches)
 def test_a_structure_has_one_encoding(batch: Any) -> None:
     made = Flattener().flatten(batch).structure
@@ -231,9 +231,8 @@ def test_a_structure_has_one_encoding(batch: Any) -> None:
         ((4, 6), lambda x: x[::2, 1::3].t()),
         ((1, 6), lambda x: x.expand(5, 6)),
         ((2, 3, 4, 4), lambda x: x.contiguous(memory_format=torch.channels_last)),
-        ((70_000,), lambda x: x[::2]),
     ],
-    ids=["0d", "empty", "strided", "expanded", "channels_last", "long"],
+    ids=["0d", "empty", "strided", "expanded", "channels_last"],
 )
 def test_tensors_of_every_dtype(dtype: torch.dtype, shape: tuple[int, ...], change: Callable[[Any], Any]) -> None:
     count = int(np.prod(shape, dtype=int))

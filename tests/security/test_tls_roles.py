@@ -51,12 +51,12 @@ def test_token_needs_a_certificate_of_its_role(address: str, pki: Pki, pairs: di
         admin.status()
         asyncio.run(register(address, tls_of(pki, pairs["worker"])))
         for role in ("client", "admin", "coordinator"):
-            words = rf"RegisterWorker needs a certificate for the name worker\.penstock, got one for {role}\.penstock"
+            words = rf"RegisterWorker needs a certificate for worker\.penstock .*, got one for {role}\.penstock"
             with pytest.raises(NotPermittedError, match=words):
                 asyncio.run(register(address, tls_of(pki, pairs[role])))
     with (
         CoordinatorClient(address, SECRETS["client"], tls=tls_of(pki, pairs["worker"])) as client,
-        pytest.raises(NotPermittedError, match=r"PutBlob needs a certificate for the name client\.penstock"),
+        pytest.raises(NotPermittedError, match=r"PutBlob needs a certificate for client\.penstock"),
     ):
         client.put_blob(b"x")
 

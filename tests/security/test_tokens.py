@@ -85,7 +85,7 @@ def test_invalid_token_text_is_refused_unshown(text: str) -> None:
 
 def test_where_the_token_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = secret_file(tmp_path, "from-file\n")
-    with pytest.raises(AuthenticationError, match=r"no token was given: set PENSTOCK_TOKEN .*, or PENSTOCK_TOKEN_FILE"):
+    with pytest.raises(AuthenticationError, match=r"no token was given: set PENSTOCK_TOKEN, or PENSTOCK_TOKEN_FILE"):
         read_token("client")
     monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(file))
     assert read_token("client") == "from-file"
@@ -93,7 +93,7 @@ def test_where_the_token_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert read_token("worker") == "from-environment"
     assert read_token("worker", file=file) == "from-file"
     assert read_token("worker", "given", file) == "given"
-    with pytest.raises(AuthenticationError, match="PENSTOCK_TOKEN has no token for the role client, only for worker"):
+    with pytest.raises(AuthenticationError, match="PENSTOCK_TOKEN has no token for the role client"):
         read_token("client")
 
 

@@ -130,11 +130,9 @@ class Reads:
             return
         of_worker = name in _OF_WORKER
         if self.named_at and (of_worker or not (self.fields or assignment.num_boxes == 1)):
-            then = "None" if of_worker else "the worker's number in its box"
             raise InputFnError(
-                f"{_place(caller)} reads .{name} of current_assignment() after get_worker_info(), at {self.named_at}, "
-                f"has named this worker; samples that are divided by both are lost. Read .{name} first, in input_fn "
-                f"(get_worker_info() then returns {then}), or divide by get_worker_info() alone"
+                f"{_place(caller)} reads .{name} of current_assignment() after get_worker_info(), at {self.named_at}: "
+                f"samples divided by both are lost. Read .{name} first, in input_fn, or divide by only one of them"
             )
         self.fields.add(name)
 
@@ -231,19 +229,14 @@ def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None 
         InvalidArgumentError: there are fewer rows than boxes, or global_rank is out of range.
     """
     if isinstance(effective_batch_size, bool) or not isinstance(effective_batch_size, int):
-        raise TypeError(
-            f"effective_batch_size must be an integer, got {effective_batch_size!r}: pass the number of rows"
-        )
+        raise TypeError(f"effective_batch_size must be an integer, got {effective_batch_size!r}")
     here = process_assignment()
     if effective_batch_size < here.num_boxes:
         raise InvalidArgumentError(
-            f"effective_batch_size must be >= the number of boxes ({here.num_boxes}), got {effective_batch_size}: "
-            "pass at least one row for each box"
+            f"effective_batch_size must be >= the number of boxes ({here.num_boxes}), got {effective_batch_size}"
         )
     if global_rank is not None and not 0 <= global_rank < here.total_num_workers:
-        raise InvalidArgumentError(
-            f"global_rank must be in [0, {here.total_num_workers}), got {global_rank}: pass a worker's global_worker_id"
-        )
+        raise InvalidArgumentError(f"global_rank must be in [0, {here.total_num_workers}), got {global_rank}")
     box = here.box if global_rank is None else global_rank // here.num_workers_per_box
     share, rest = divmod(effective_batch_size, here.num_boxes)
     return share + (box < rest)

@@ -78,10 +78,7 @@ class _Unpickler(pickle.Unpickler):
             try:
                 found = getattr(found, part)
             except AttributeError as error:
-                raise AttributeError(
-                    f'{error}: workers run the script, but not the block `if __name__ == "__main__":`. Define the '
-                    "name above this block"
-                ) from None
+                raise AttributeError(f'{error}: define it above `if __name__ == "__main__":`') from None
         return found
 
 

@@ -115,18 +115,10 @@ class CheckpointFile:
         """Raises ValueError for invalid values."""
         file = cls(str(name), int(nbytes), str(xxh3), str(parts))
         if not _FILE.fullmatch(file.name) or not 0 <= file.nbytes <= MOST:
-            raise ValueError(
-                f"each file must have a plain name and 0 to {MOST:,} bytes, got {file.name!r}, {file.nbytes:,} bytes"
-            )
-        if not _PARTS.fullmatch(file.parts):
-            raise ValueError(
-                f"the checksums of the sections of {file.name!r} must be pairs OFFSET:CHECKSUM, got {file.parts!r:.100}"
-            )
-        begins = [int(part.partition(":")[0]) for part in file.parts.split()]
-        if begins != sorted(begins) or (begins and begins[-1] > file.nbytes):
-            raise ValueError(
-                f"the sections of {file.name!r} must lie within it, one after another, got {file.parts!r:.100}"
-            )
+            raise ValueError(f"a file must have a plain name and 0 to 2**62 bytes, got {file.name!r}, {file.nbytes:,}")
+        begins = [int(part.partition(":")[0]) for part in file.parts.split()] if _PARTS.fullmatch(file.parts) else [-1]
+        if begins != sorted(begins) or (begins and not 0 <= begins[0] <= begins[-1] <= file.nbytes):
+            raise ValueError(f"the sections of {file.name!r} must follow one another in it, got {file.parts!r:.100}")
         return file
 
 
@@ -165,16 +157,14 @@ class Manifest:
                 raise ValueError("the checksum in the file differs from that of its content")
             if body["format"] > FORMAT:
                 raise CheckpointCorruptError(
-                    f"{where} is in format {body['format']}, written by a newer Penstock; the Penstock here reads "
-                    f"formats up to {FORMAT}. Upgrade Penstock here, or use another checkpoint of the folder"
+                    f"{where} is in format {body['format']} of a newer Penstock: upgrade Penstock here, or use another "
+                    "checkpoint of the folder"
                 )
             files = tuple(CheckpointFile.from_row(*(file[field] for field in FIELDS)) for file in body["files"])
             step, sequence, ranks = (_number(field, body[field]) for field in ("step", "sequence", "ranks"))
             return cls(step, str(body["save"]), sequence, ranks, files)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise CheckpointCorruptError(
-                f"{where} is damaged: {error}. Use another checkpoint of the folder"
-            ) from error
+            raise CheckpointCorruptError(f"{where} is damaged: {error}. Use another checkpoint") from error
 
 
 @dataclass(frozen=True)
@@ -193,13 +183,9 @@ def read_manifest(path: Path) -> Manifest:
     try:
         return Manifest.decode(read_plain(where, LARGEST_RECORD), where)
     except FileNotFoundError:
-        raise CheckpointNotFoundError(
-            f"{path} must be a checkpoint of Penstock, but has no file {MANIFEST}: name a folder step-N"
-        ) from None
+        raise CheckpointNotFoundError(f"{path} has no file {MANIFEST}: name a folder step-N") from None
     except OSError as error:
-        raise CheckpointCorruptError(
-            f"{where} cannot be read: {error.strerror}. Use another checkpoint of the folder"
-        ) from error
+        raise CheckpointCorruptError(f"{where} cannot be read: {error.strerror}. Use another checkpoint") from error
 
 
 def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterator[str]:
@@ -300,9 +286,7 @@ def pinned(path: Path) -> Iterator[int]:
             manifest = open_plain(MANIFEST, folder=folder)
             held.callback(os.close, manifest)
         except OSError as error:
-            raise CheckpointNotFoundError(
-                f"{path} cannot be read: {error.strerror}. Name a checkpoint that this user can read"
-            ) from error
+            raise CheckpointNotFoundError(f"{path} cannot be read: {error.strerror}") from error
         if not _free_for(manifest, fcntl.LOCK_SH):
             raise CheckpointNotFoundError(f"{path} is being deleted by another process: use a newer checkpoint")
         if not os.fstat(manifest).st_nlink:
@@ -392,15 +376,11 @@ def _take(handle: int, folder: Path, timeout_s: float, silence_s: float | None) 
             silent = silence_s is not None and now - heard > silence_s
             if silent or now > deadline:
                 holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
+                waited = f"waited {now - begun:.1f} s for {holder}, which holds the lock of {folder}"
                 if silent:
-                    raise DeadlineError(
-                        f"waited {now - begun:.1f} s for {holder}, which holds the lock of {folder} and gave no sign "
-                        f"of life for {silence_s:g} s. If its machine is lost, retry later"
-                    ) from None
-                raise DeadlineError(
-                    f"waited {max(timeout_s, 0):g} s for {holder}, which is writing a checkpoint into {folder}. Give "
-                    "each job a folder of its own"
-                ) from None
+                    why = f"and gave no sign of life for {silence_s:g} s. If its machine is lost, retry later"
+                    raise DeadlineError(f"{waited} {why}") from None
+                raise DeadlineError(f"{waited}. Give each job a folder of its own") from None
             time.sleep(POLL_S)
         except OSError:  # the file system has no locks
             return
@@ -443,7 +423,7 @@ def _latest(folder: Path) -> str:
 def _number(field: str, value: Any) -> int:
     number = int(value)
     if not 0 <= number <= MOST:
-        raise ValueError(f"{field} must be a number from 0 to 2**62, got {str(value)[:40]}")
+        raise ValueError(f"{field} must be from 0 to 2**62, got {str(value)[:40]}")
     return number
 
 
@@ -453,9 +433,7 @@ def _names(folder: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(
-            f"{folder} cannot be listed: {error.strerror}. Name a folder that this user can read"
-        ) from error
+        raise CheckpointError(f"{folder} cannot be listed: {error.strerror}") from error
 
 
 def _checksum(body: dict[str, Any]) -> str:

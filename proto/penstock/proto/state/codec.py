@@ -47,7 +47,7 @@ import math
 import re
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from ctypes import c_char, memmove, string_at
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -140,10 +140,7 @@ class _RefusedError(Exception):
         path, seen = name, dict[int, str]()
         for owner, prefix, suffix in reversed(self.steps):
             if self.too_deep and id(owner) in seen:  # a cycle always repeats an owner
-                return (
-                    f"{path} refers back to {seen[id(owner)]}: a cycle cannot be encoded. "
-                    "Store a key or an index instead of the reference."
-                )
+                return f"{path} refers back to {seen[id(owner)]}, a cycle. Store a key or an index instead."
             seen[id(owner)] = path
             path = f"{prefix}{path}{suffix}"
         return f"{path[:200]}... {self.reason}" if self.too_deep else f"{path} {self.reason}"
@@ -161,9 +158,7 @@ def _pack(value: object, blobs: _Blobs, depth: int) -> Node:
 
 def _check_depth(depth: int) -> None:
     if depth >= MAX_DEPTH:
-        raise _RefusedError(
-            f"is nested deeper than {MAX_DEPTH} containers. Flatten the state, or keep it in tensors.", too_deep=True
-        )
+        raise _RefusedError(f"is nested deeper than {MAX_DEPTH} containers. Flatten the state.", too_deep=True)
 
 
 def _pack_int(value: int, blobs: object = None, depth: int = 0) -> Node:
@@ -196,16 +191,12 @@ def _pack_numbers(value: list[object] | tuple[object, ...], blobs: _Blobs) -> No
     return None
 
 
-def _pack_list(value: list[object], blobs: _Blobs, depth: int) -> Node:
+def _pack_list(value: list[object] | tuple[object, ...], blobs: _Blobs, depth: int) -> Node:
     if len(value) >= _NUMBERS_FROM and (node := _pack_numbers(value, blobs)) is not None:
         return node
+    if type(value) is tuple:
+        return {"$": _pack_items(value, ["tuple"], blobs, depth)}
     return _pack_items(value, [], blobs, depth)
-
-
-def _pack_tuple(value: tuple[object, ...], blobs: _Blobs, depth: int) -> Node:
-    if len(value) >= _NUMBERS_FROM and (node := _pack_numbers(value, blobs)) is not None:
-        return node
-    return {"$": _pack_items(value, ["tuple"], blobs, depth)}
 
 
 def _pack_items(value: Collection[object], out: list[Node], blobs: _Blobs, depth: int) -> list[Node]:
@@ -278,10 +269,8 @@ def _pack_ordered(value: OrderedDict[object, object], blobs: _Blobs, depth: int)
 def _pack_tensor(value: torch.Tensor, blobs: _Blobs, depth: int) -> Node:
     name = _TENSOR_NAMES.get(value.dtype)
     if name is None or value.layout is not torch.strided or value.is_nested or value.is_meta:
-        raise _RefusedError(
-            f"is a tensor without plain memory ({value.dtype}, {value.layout}, device {value.device}). "
-            "Save a dense, unquantized copy of it."
-        )
+        kind = f"{value.dtype}, {value.layout}, device {value.device}"
+        raise _RefusedError(f"is a tensor without plain memory ({kind}). Save a dense, unquantized copy of it.")
     dense = value
     if not value.is_cpu or not value.is_contiguous() or value.is_neg() or value.is_conj():
         dense = value.detach().resolve_conj().resolve_neg().cpu()
@@ -309,10 +298,7 @@ def _pack_array(value: np.ndarray[Any, Any], blobs: _Blobs, depth: int) -> Node:
 def _numpy_spec(dtype: np.dtype[Any]) -> str:
     spec = _spec(dtype, dtype.char)
     if not spec:
-        raise _RefusedError(
-            f"has the numpy dtype {dtype}; object, structured and third-party dtypes are not encoded. "
-            "Save plain arrays, one for each field."
-        )
+        raise _RefusedError(f"has the numpy dtype {dtype}, which is not encoded. Save plain arrays.")
     return spec
 
 
@@ -377,7 +363,7 @@ def _unpack(node: Node, source: _Source, depth: int) -> Any:
     return node
 
 
-def _unpack_items(nodes: list[Node], source: _Source, depth: int) -> list[Any]:
+def _unpack_items(nodes: Iterable[Node], source: _Source, depth: int) -> list[Any]:
     if depth >= MAX_DEPTH:
         raise ValueError(f"the state is nested deeper than {MAX_DEPTH} containers")
     return [node if type(node) in _LEAVES else _unpack(node, source, depth + 1) for node in nodes]
@@ -385,11 +371,7 @@ def _unpack_items(nodes: list[Node], source: _Source, depth: int) -> list[Any]:
 
 def _unpack_body(body: Node, source: _Source, depth: int, into: type[dict[Any, Any]] = dict) -> dict[Any, Any]:
     if type(body) is dict:
-        if depth >= MAX_DEPTH:
-            raise ValueError(f"the state is nested deeper than {MAX_DEPTH} containers")
-        return into(
-            {key: node if type(node) in _LEAVES else _unpack(node, source, depth + 1) for key, node in body.items()}
-        )
+        return into(zip(body, _unpack_items(body.values(), source, depth), strict=True))
     items = _unpack_items(_typed(body, list), source, depth)
     out = into(zip(items[::2], items[1::2], strict=True))
     if 2 * len(out) != len(items):
@@ -487,7 +469,7 @@ _PACK: dict[type[Any], Callable[[Any, _Blobs, int], Node]] = {
     np.bytes_: _pack_bytes,
     np.str_: lambda value, blobs, depth: {"$": ["str_", str.__str__(value)]},  # its own str() drops trailing NULs
     list: _pack_list,
-    tuple: _pack_tuple,
+    tuple: _pack_list,
     set: _pack_set,
     frozenset: _pack_set,
     dict: _pack_dict,

@@ -72,14 +72,8 @@ class SampleCounts:
 
     def plain(self) -> dict[str, Any]:
         """Return the counts as a dict that can be written as JSON."""
-        return {
-            "samples": self.samples,
-            "tokens": self.tokens,
-            "truncated": self.truncated,
-            "skipped": self.skipped,
-            "lengths": {str(length): count for length, count in self.lengths.items()},
-            "wanted": None if self.wanted is None else {"share": self.wanted[0], "of": self.wanted[1]},
-        }
+        wanted = None if self.wanted is None else {"share": self.wanted[0], "of": self.wanted[1]}
+        return {**vars(self), "lengths": {str(at): count for at, count in self.lengths.items()}, "wanted": wanted}
 
 
 def new_row() -> Row:
@@ -170,10 +164,8 @@ def read_changes(data: bytes) -> Rows:
             of_source, of_key, *row = _ROW.unpack_from(data, at)
             begin, middle = at + _ROW.size, at + _ROW.size + of_source
             at = middle + of_key
-            if at > len(data):
-                raise ValueError(f"each row must end within their {len(data)} bytes, got one that ends after {at}")
-            if max(of_source, of_key) > MOST_NAME or max(row) > MOST:
-                raise ValueError(f"names must have <= {MOST_NAME} bytes, and counts be <= {MOST}, got larger ones")
+            if at > len(data) or max(of_source, of_key) > MOST_NAME or max(row) > MOST:
+                raise ValueError(f"names must have <= {MOST_NAME} bytes, counts be <= {MOST}, rows end within the data")
             found[str(data[begin:middle], "utf-8"), str(data[middle:at], "utf-8")] = row
     except (struct.error, ValueError) as error:
         raise malformed(f"the counts of a batch cannot be decoded: {error}") from error
@@ -245,9 +237,7 @@ def saved_rows(plain: Any) -> Rows:
         found: Rows = {}
         for source, key, *row in plain:
             if not all(isinstance(name, str) and len(name.encode()) <= MOST_NAME for name in (source, key)):
-                raise ValueError(
-                    f"names must be texts of at most {MOST_NAME} bytes, got {source!r:.80} and {key!r:.80}"
-                )
+                raise ValueError(f"names must be texts of at most {MOST_NAME} bytes, got {source!r:.80}, {key!r:.80}")
             counts = all(type(count) is int and 0 <= count < MOST for count in row)
             if not counts or not FIELDS <= len(row) <= _WIDTH:
                 raise ValueError(f"each row must have {FIELDS} to {_WIDTH} integers >= 0, got {row!r:.200}")
@@ -275,9 +265,7 @@ def counts_part(counts: Mapping[str, Any], box: int, num_boxes: int, worker: int
         return {}
     boxes = counts.get("boxes")
     if not isinstance(boxes, list):
-        raise StateCorruptError(
-            "the counts in a loader's state are damaged: the list of boxes is missing. Load an older state"
-        )
+        raise StateCorruptError("the counts in a loader's state are damaged: no boxes. Load an older state")
     if len(boxes) == num_boxes:
         return saved_rows(boxes[box])
     return {} if box else merged_rows(saved_rows(rows) for rows in boxes)

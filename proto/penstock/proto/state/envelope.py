@@ -36,9 +36,7 @@ class EnvelopeReader:
         """Move past `nbytes`, and return their offset; ValueError if fewer are left. Call it before allocating."""
         start = self.position
         if not 0 <= nbytes <= self.end - start:
-            raise ValueError(
-                f"a value in the state must lie within the {self.end - start} bytes that are left, got {nbytes} bytes"
-            )
+            raise ValueError(f"a value must lie within the {self.end - start} bytes that are left, got {nbytes}")
         self.position = start + nbytes + -nbytes % ALIGN
         return start
 
@@ -74,12 +72,10 @@ def opened(
         hint = f" (the header announces {announced} bytes, got {size})" if announced != size else ""
         raise _damaged(f"the checksum of an encoded state does not match its content{hint}")
     if version > FORMAT_VERSION:
-        raise StateVersionError(
-            f"this state is in format {version}, but this Penstock reads formats up to {FORMAT_VERSION}: upgrade it"
-        )
+        raise StateVersionError(f"this state is in format {version}, above {FORMAT_VERSION}: upgrade Penstock here")
     if version != FORMAT_VERSION or flags or announced != size:
         raise _damaged(
-            f"the header of an encoded state is damaged: format {version}, flags {flags:#x}, {announced}/{size} bytes"
+            f"the header of a state is damaged: format {version}, flags {flags:#x}, {announced}/{size} bytes"
         )
     tree_end = HEADER.size + tree_size
     source = source_of(view, tree_end, end)

@@ -23,7 +23,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,9 @@ import torch
 import xxhash
 from numpy.random import mtrand
 
-from penstock.proto.errors import StateCorruptError, StateMismatchError, UnsupportedStateError
+from penstock.proto.errors import StateMismatchError, UnsupportedStateError
 from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.state.envelope import damaged_state
 from penstock.proto.state.generators import torch_rng_state
 
 _MAX_DEPTH = 8
@@ -75,10 +76,7 @@ class FoundGenerator:
 
 def find_generators(roots: Iterable[object], modules: Iterable[types.ModuleType] = ()) -> list[FoundGenerator]:
     """Return the random generators that `roots` hold, then those that the globals of `modules` hold; each once."""
-    walk = _Walk()
-    for root in roots:
-        walk.add(_name_of(root), root)
-    walk.run()
+    walk = _walked(roots)
     for module in modules:
         for name, value in list(_module_dict(module).items()):
             walk.add(f"{_module_dict(module).get('__name__')}.{name}", value, depth=1, in_module=True)
@@ -87,11 +85,15 @@ def find_generators(roots: Iterable[object], modules: Iterable[types.ModuleType]
 
 
 def plain_numbers(roots: Iterable[object]) -> dict[str, float]:
+    return _walked(roots).numbers
+
+
+def _walked(roots: Iterable[object]) -> _Walk:
     walk = _Walk()
     for root in roots:
         walk.add(_name_of(root), root)
     walk.run()
-    return walk.numbers
+    return walk
 
 
 def defining_modules(objects: Iterable[object]) -> list[types.ModuleType]:
@@ -125,10 +127,8 @@ def reseed(found: FoundGenerator, seed: int) -> None:
             bits = generator._bit_generator
             np.random.RandomState.set_state(generator, {**type(bits)(sequence).state, "has_gauss": 0, "gauss": 0.0})
     except (TypeError, ValueError) as error:
-        raise UnsupportedStateError(
-            f"{found.path}: a {found.kind} over {type(bits).__name__} cannot be seeded: {error}. Use "
-            "np.random.default_rng(seed)"
-        ) from error
+        what = f"{found.path}: a {found.kind} over {type(bits).__name__}"
+        raise UnsupportedStateError(f"{what} cannot be seeded: {error}. Use np.random.default_rng(seed)") from error
 
 
 def capture(found: list[FoundGenerator]) -> bytes:
@@ -141,28 +141,22 @@ def restore(found: list[FoundGenerator], data: bytes | bytearray | memoryview) -
     try:
         names = [(path, kind) for path, kind, _ in saved]
     except (TypeError, ValueError) as error:
-        raise StateCorruptError(
-            f"the saved states of random generators are damaged: {error}. Load an older state"
-        ) from error
-    for index in range(max(len(names), len(found))):
-        there = names[index] if index < len(names) else ("no generator", "")
-        here = (found[index].path, found[index].kind) if index < len(found) else ("no generator", "")
+        raise damaged_state("the saved states of random generators are damaged", error) from error
+    for there, here in zip_longest(names, [(each.path, each.kind) for each in found]):
         if there != here:
             raise StateMismatchError(
-                f"the state has {_described(*there)} where the loader has {_described(*here)}. Resume with the code "
-                "that saved the state, or load it with strict=False"
+                f"the state has {_described(there)} where the loader has {_described(here)}. Resume with the code that "
+                "saved the state, or load it with strict=False"
             )
     for each, (_, _, state) in zip(found, saved, strict=True):
         try:
             _set_state(each, state)
         except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
-            raise StateCorruptError(
-                f"{each.path}: the saved state of this {each.kind} cannot be loaded: {error}. Load an older state"
-            ) from error
+            raise damaged_state(f"{each.path}: the saved state of this {each.kind} cannot be loaded", error) from error
 
 
-def _described(path: str, kind: str) -> str:
-    return f"{path} ({kind})" if kind else path
+def _described(generator: tuple[str, str] | None) -> str:
+    return f"{generator[0]} ({generator[1]})" if generator else "no generator"
 
 
 # the walk

@@ -45,6 +45,10 @@ _WORDS = 624
 _CHECKSUM_BYTES = 8
 _FIXED = _HEADER.size + _PYTHON.size + 4 * _WORDS + _CHECKSUM_BYTES
 _PYTHON_GAUSS, _NUMPY_GAUSS = 1, 2
+_DAMAGED = "a captured random state is damaged. Load an older state"
+_OTHER_BITS = (
+    "numpy's global generator must be MT19937, not set_bit_generator()'s. Keep a Generator of your own instead."
+)
 
 
 def capture_rng() -> bytes:
@@ -52,10 +56,7 @@ def capture_rng() -> bytes:
     _, python, python_gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)
     if numpy["bit_generator"] != "MT19937":
-        raise UnsupportedStateError(
-            f"numpy's global generator must be MT19937, got {numpy['bit_generator']} by np.random.set_bit_generator(). "
-            "Keep a np.random.Generator of your own instead, and save its .bit_generator.state."
-        )
+        raise UnsupportedStateError(_OTHER_BITS)
     words: bytes = numpy["state"]["key"].astype("<u4", copy=False).tobytes()
     torch_state = torch_rng_state().numpy().tobytes()  # numpy() on a fresh copy: not the user's storage
     header = _HEADER.pack(
@@ -88,20 +89,13 @@ def restore_rng(data: bytes | bytearray | memoryview) -> None:
     and UnsupportedStateError if numpy's global generator is not MT19937."""
     view = memoryview(data)
     view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
-    if len(view) < _FIXED or view[:8] != _MAGIC:
-        raise StateCorruptError(
-            f"a captured random state must begin with {_MAGIC!r} and have at least {_FIXED} bytes, got {len(view)} "
-            f"bytes that begin with {bytes(view[:8])!r}. Load an older state"
-        )
     end = len(view) - _CHECKSUM_BYTES
-    if xxhash.xxh3_64_digest(view[:end]) != view[end:]:
-        raise StateCorruptError(
-            f"the checksum of a captured random state of {len(view)} bytes does not match. Load an older state"
-        )
+    if len(view) < _FIXED or view[:8] != _MAGIC or xxhash.xxh3_64_digest(view[:end]) != view[end:]:
+        raise StateCorruptError(_DAMAGED)
     _, version, flags, python_gauss, numpy_gauss, position, torch_size = _HEADER.unpack_from(view)
     if version > RNG_FORMAT_VERSION:
         raise StateVersionError(
-            f"this random state is in format {version}, but Penstock here reads up to {RNG_FORMAT_VERSION}: upgrade it"
+            f"a random state of format {version}, above {RNG_FORMAT_VERSION}: upgrade Penstock here"
         )
     python = _PYTHON.unpack_from(view, _HEADER.size)
     if (
@@ -111,9 +105,7 @@ def restore_rng(data: bytes | bytearray | memoryview) -> None:
         or position > _WORDS  # numpy would read beyond its block
         or python[-1] > _WORDS
     ):
-        raise StateCorruptError(
-            "a captured random state is damaged: a number in it is out of range. Load an older state"
-        )
+        raise StateCorruptError(_DAMAGED)
     start = _HEADER.size + _PYTHON.size
     words = np.frombuffer(view, "<u4", _WORDS, start).astype(np.uint32)
     torch_state = torch.from_numpy(np.frombuffer(view, np.uint8, torch_size, start + 4 * _WORDS).copy())
@@ -121,16 +113,12 @@ def restore_rng(data: bytes | bytearray | memoryview) -> None:
         torch.Generator().set_state(torch_state)
     except RuntimeError as error:
         raise StateCorruptError(
-            f"torch {torch.__version__} cannot load the captured state of its generator ({torch_size} bytes): {error}. "
-            "Install the version of torch that saved the state"
+            f"torch {torch.__version__} cannot load its saved random state: {error}. Install the version that saved it"
         ) from error
     try:
         np.random.set_state(("MT19937", words, position, 1 if flags & _NUMPY_GAUSS else 0, numpy_gauss))
     except ValueError as error:
-        raise UnsupportedStateError(
-            "numpy's global generator must be MT19937, got another one from np.random.set_bit_generator(). Keep a "
-            "np.random.Generator of your own instead."
-        ) from error
+        raise UnsupportedStateError(_OTHER_BITS) from error
     torch.set_rng_state(torch_state)
     random.setstate((3, python, python_gauss if flags & _PYTHON_GAUSS else None))
 
@@ -175,6 +163,4 @@ def _integer(value: object, name: str) -> int:
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise InvalidArgumentError(
-            f"{name} must be an integer, got {value!r} ({type(value).__name__}): pass an int"
-        ) from None
+        raise InvalidArgumentError(f"{name} must be an integer, got {value!r}") from None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from xxhash import xxh3_64_intdigest
 
@@ -84,28 +84,19 @@ class Position:
     @classmethod
     def start(cls, num_slots: int, *, step: int = 0, epoch: int = 0) -> Position:
         if num_slots < 1:
-            raise InvalidArgumentError(
-                f"a box must have >= 1 worker slots, got {num_slots}: set num_workers_per_box to 1 or more"
-            )
+            raise InvalidArgumentError(f"a box must have >= 1 worker slots, got {num_slots}: raise num_workers_per_box")
         if step > MOST or epoch > MOST:
-            raise InvalidArgumentError(
-                f"step and epoch must be <= {MOST}, got step {step} of epoch {epoch}: load a state as it was saved"
-            )
+            raise InvalidArgumentError(f"step and epoch must be <= {MOST}, got step {step} of epoch {epoch}")
         return cls(step, epoch, list(range(num_slots)), 0, [0] * num_slots, [0] * num_slots)
 
     def copy(self) -> Position:
-        return Position(
-            self.step,
-            self.epoch,
-            list(self.live),
-            self.cursor,
-            list(self.delivered),
-            list(self.total),
-            self.chain,
-            self.by_rows,
-            self.first,
+        return replace(
+            self,
+            live=list(self.live),
+            delivered=list(self.delivered),
+            total=list(self.total),
+            slot_chains=(),
             labels=dict(self.labels),
-            ended_before=self.ended_before,
         )
 
     def carry(self) -> None:
@@ -186,10 +177,10 @@ class Position:
     @classmethod
     def from_proto(cls, message: records_pb2.BoxPosition) -> Position:
         """Raises InvalidArgumentError for numbers that contradict each other or are too large."""
-        if len(message.live) > len(message.slots):
+        count = len(message.slots)
+        if len(message.live) > count:
             raise InvalidArgumentError(
-                f"a position of {len(message.slots)} worker slots must have at most {len(message.slots)} live ones "
-                f"(with batches left in the epoch), got {len(message.live)}"
+                f"a position of {count} worker slots must not have {len(message.live)} live ones"
             )
         position = cls(
             message.step,
@@ -204,27 +195,17 @@ class Position:
             tuple(slot.chain for slot in message.slots),
             labels_in(message.labels),
         )
-        count = len(position.total)
-        if not position.live or sorted(set(position.live)) != position.live or position.live[-1] >= count:
+        live = position.live
+        if not live or sorted(set(live)) != live or live[-1] >= count:
+            raise InvalidArgumentError(f"live worker slots must be ascending numbers below {count}, got {live}")
+        if position.cursor >= len(live) or (position.first or 0) >= count:
             raise InvalidArgumentError(
-                f"the live worker slots of a position must be ascending numbers below {count}, got {position.live}"
-            )
-        if position.cursor >= len(position.live):
-            raise InvalidArgumentError(
-                f"the cursor of a position must be below {len(position.live)}, its number of live worker slots, got "
-                f"{position.cursor}"
-            )
-        if position.first is not None and position.first >= count:
-            raise InvalidArgumentError(
-                f"the first worker slot of a position must be below {count}, got {position.first}"
+                f"a position's cursor must be a live slot, got {position.cursor}, {position.first}"
             )
         if (most := max(position.step, position.epoch, *position.total)) > MOST:
             raise InvalidArgumentError(f"step, epoch and totals of a position must be <= {MOST}, got {most}")
         if any(d > t for d, t in zip(position.delivered, position.total, strict=True)):
-            raise InvalidArgumentError(
-                "a worker slot must have at most as many batches in this epoch as in all, got "
-                f"{position.delivered} and {position.total}"
-            )
+            raise InvalidArgumentError(f"no slot has more batches in an epoch than in all, got {position.delivered}")
         return position
 
 
@@ -244,9 +225,7 @@ def advance(
     slot. The stream digest of a later step is None: see `chain_at`. Raises InvalidArgumentError if `step` is before
     `base.step`, EmptyInputError if two epochs in a row had no batch."""
     if step < base.step:
-        raise InvalidArgumentError(
-            f"step must be at least {base.step}, the earliest whose position is known, got {step}: request a later step"
-        )
+        raise InvalidArgumentError(f"step must be at least {base.step}, the earliest known, got {step}")
     at = base.copy()
     while True:
         wanted = step - at.step

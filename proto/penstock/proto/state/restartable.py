@@ -102,9 +102,7 @@ class WorkerContext:
 
     def read(self) -> DataLoaderCheckpoint:
         if self._checkpoint is None:
-            raise RuntimeError(
-                "get_worker_state() must be called once in a state_dict(), got a second call: keep the first result"
-            )
+            raise RuntimeError("get_worker_state() was called twice in a state_dict(): keep the first result")
         checkpoint, self._checkpoint = self._checkpoint, None
         self.was_read = True
         return checkpoint
@@ -132,10 +130,7 @@ def get_worker_state() -> DataLoaderCheckpoint:
     """
     context = _context.get()
     if context is None:
-        raise RuntimeError(
-            "get_worker_state() must be called inside a loader's state_dict() on a worker, got a call elsewhere: move "
-            "it there"
-        )
+        raise RuntimeError("get_worker_state() must be called inside a loader's state_dict() on a worker")
     return context.read()
 
 
@@ -171,13 +166,11 @@ def takes_strict(loader: object) -> bool:
     if methods == 0:
         return False
     names: Sequence[str] = ("load_state_dict", "deaggregate_state_dict") if methods == 4 else ("load_state_dict",)
-    found = {name: _has_strict(getattr(loader, name)) for name in names}
-    if len(set(found.values())) > 1:
-        has = next(name for name, strict in found.items() if strict)
-        lacks = next(name for name, strict in found.items() if not strict)
-        of = (loader if isinstance(loader, type) else type(loader)).__qualname__
-        raise TypeError(f"{of}: {has} takes `strict` and {lacks} does not; give it to both or to neither")
-    return all(found.values())
+    taking = [name for name in names if _has_strict(getattr(loader, name))]
+    if 0 < len(taking) < len(names):
+        kind = (loader if isinstance(loader, type) else type(loader)).__qualname__
+        raise TypeError(f"{kind}: only {taking[0]} takes `strict`; let {' and '.join(names)} both take it, or neither")
+    return bool(taking)
 
 
 def _has_strict(method: Any) -> bool:

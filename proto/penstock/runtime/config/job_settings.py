@@ -66,74 +66,41 @@ class JobSettings(TlsFiles):
         1, ge=1, validation_alias=AliasChoices("PENSTOCK_NUM_BOXES", "WORLD_SIZE"), description="Boxes of the job."
     )
     job: str = Field("", description="Name of the job (default: torchrun's, or fresh).")
-    seed: int | None = Field(
-        None,
-        ge=0,
-        lt=1 << 64,
-        description="Seed of new runs (default: a fresh one for each, which the coordinator keeps).",
-    )
+    seed: int | None = Field(None, ge=0, lt=1 << 64, description="Seed of new runs (default: a fresh one for each).")
     attempt: str = Field("", description="Id of this launch of the job, the same on all boxes.")
     lane: Literal["auto", "tcp"] = Field(
         "auto", description="Transport of batches: auto (shared memory on the same host, else TCP) or tcp (always TCP)."
     )
     compression: Literal["lz4", "zstd"] | None = Field(
-        None,
-        description="Compression of batches over TCP, if the worker has it too: lz4 or zstd (default: none).",
+        None, description="Compression of batches over TCP, if the worker has it too: lz4 or zstd (default: none)."
     )
     max_batch_bytes: int = Field(1 << 30, ge=1, description="Largest batch, bytes; a larger batch is an error.")
     digest: Literal["sample", "full", "rows"] | None = Field(
-        None,
-        description="Bytes that digests cover: sample, full or rows (default: as in the loaded state, else sample).",
+        None, description="Bytes that digests cover: sample, full or rows (default: as in the state, else sample)."
     )
-    strict_structure: bool = Field(
-        False, description="Error for a batch whose structure differs from the first batch's."
-    )
+    strict_structure: bool = Field(False, description="Error for a batch of another structure than the first batch's.")
     replay: bool = Field(False, description="Saving of loaders without state methods too, by replay of their batches.")
     replay_s: float = Field(
-        2.0,
-        ge=0,
-        description="Seconds of a loader's work up to which an epoch is made again from its beginning (inf: always).",
+        2.0, ge=0, description="Seconds of work up to which an epoch is made again from its beginning (inf: always)."
     )
-    retention_steps: int = Field(
-        256,
-        ge=1,
-        description="Number of latest steps for which a state can be saved.",
-    )
+    retention_steps: int = Field(256, ge=1, description="Number of latest steps for which a state can be saved.")
     timeout_s: float = Field(
-        120.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Deadline of every wait of the training loop, seconds.",
+        120.0, gt=0, allow_inf_nan=False, description="Deadline of every wait of the training loop, seconds."
     )
     poison: Literal["fail", "skip"] = Field(
-        "fail",
-        description="Action for a batch that kills its runner repeatedly: fail or skip.",
+        "fail", description="Action for a batch that kills its runner repeatedly: fail or skip."
     )
     synthetic: bool = Field(
-        False,
-        description="Repetition of each worker's first batch, to measure a job without the cost of its input.",
+        False, description="Repetition of each worker's first batch, to measure a job without the cost of its input."
     )
-    http: str = Field(
-        "",
-        description="HOST:PORT of this process's metrics; ranks of a host take PORT + LOCAL_RANK (default: none).",
-    )
-    device: str = Field(
-        "",
-        description="Device of the batches: cuda, cuda:N or cpu (default: they stay in shared memory).",
-    )
+    http: str = Field("", description="HOST:PORT of metrics; ranks of a host take PORT + LOCAL_RANK (default: none).")
+    device: str = Field("", description="Device of the batches: cuda, cuda:N or cpu (default: shared memory).")
 
     @field_validator("job")
     @classmethod
     def _one_name(cls, job: str) -> str:
-        if "/" in job:
-            raise ValueError(
-                "a job's name must not contain a slash, which separates the name from the loader's number: "
-                "choose another name"
-            )
-        if len(job) > 200 or not job.isprintable():
-            raise ValueError(
-                "a job's name must have at most 200 characters, all of them printable: choose another name"
-            )
+        if "/" in job or len(job) > 200 or not job.isprintable():
+            raise ValueError("a job's name must have at most 200 printable characters, and no slash")
         return job
 
 

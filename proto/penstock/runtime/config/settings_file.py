@@ -55,11 +55,10 @@ class SettingsFile:
         for key in self.tables.get(table, {}):
             if key in known:
                 continue
+            where = self.where(table, key)
             if foreign and key in foreign:
-                raise InvalidArgumentError(f"{self.where(table, key)}: {key} must not be in [{table}]: {foreign[key]}")
-            raise InvalidArgumentError(
-                f"{self.where(table, key)}: [{table}] has no setting {key!r}{likely(key, known)}"
-            )
+                raise InvalidArgumentError(f"{where}: {key} must not be in [{table}]: {foreign[key]}")
+            raise InvalidArgumentError(f"{where}: [{table}] has no setting {key!r}{likely(key, known)}")
 
 
 def likely(name: str, known: Collection[str]) -> str:
@@ -98,42 +97,26 @@ def _read(path: Path) -> SettingsFile:
             raw = opened.read(MAX_FILE + 1)
     except OSError as error:
         raise InvalidArgumentError(
-            f"the settings file {path} cannot be read: {error.strerror}. Name a readable file in {VARIABLE} "
-            f"(--config), or {os.devnull} to use no file"
+            f"the settings file {path} cannot be read: {error.strerror}. Name another in {VARIABLE} (--config), or "
+            f"{os.devnull} for none"
         ) from error
     if len(raw) > MAX_FILE:
-        raise InvalidArgumentError(
-            f"the settings file {path} must have at most {MAX_FILE} bytes, got more: name another file in "
-            f"{VARIABLE} (--config)"
-        )
+        raise InvalidArgumentError(f"the settings file {path} must have at most {MAX_FILE} bytes, got more")
     try:
         text = raw.decode()
         tables = tomllib.loads(text)
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidArgumentError(f"the settings file {path} must be TOML: {error}. Correct the file") from error
-    except RecursionError:  # without its long traceback
-        raise InvalidArgumentError(
-            f"the settings file {path} cannot be read as TOML: its brackets are nested too deep. Correct the file"
-        ) from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InvalidArgumentError(f"the settings file {path} must be TOML: {error}") from None
     return _checked(SettingsFile(path, tables, _lines(text)))
 
 
 def _refuse_others(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise InvalidArgumentError(
-            f"the settings file {path} must be a regular file: name one in {VARIABLE} (--config), or {os.devnull} to "
-            "use no file"
-        )
+        raise InvalidArgumentError(f"the settings file {path} must be a regular file, or {os.devnull} for none")
     if found.st_uid not in (0, os.geteuid()):
-        raise InvalidArgumentError(
-            f"the settings file {path} belongs to another user (number {found.st_uid}), who could change what runs "
-            "here: make a copy of your own"
-        )
+        raise InvalidArgumentError(f"the settings file {path} belongs to another user: make a copy of your own")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise InvalidArgumentError(
-            f"the settings file {path} can be changed by others (mode {stat.S_IMODE(found.st_mode):04o}): "
-            f"chmod go-w {path}"
-        )
+        raise InvalidArgumentError(f"the settings file {path} can be changed by others: chmod go-w {path}")
 
 
 def _checked(file: SettingsFile) -> SettingsFile:
@@ -142,23 +125,17 @@ def _checked(file: SettingsFile) -> SettingsFile:
         for table, key in [("", name), *((name, key) for key in keys)]:
             if key.lower() in ("token", "tokens", "penstock_token"):
                 raise InvalidArgumentError(
-                    f"{file.where(table, key)}: this file must not hold a token, because others may read it: put "
-                    'the token into a file of its own (chmod 600), and set token_file = "FILE" in [cluster]'
+                    f"{file.where(table, key)}: this file must not hold a token: put it into a file of its own (chmod "
+                    '600), and set token_file = "FILE" in [cluster]'
                 )
+        where = file.where("", name)
         if name not in TABLES:
             what = f"a section [{name}]" if isinstance(value, dict) else f"{name!r} outside a section"
-            raise InvalidArgumentError(
-                f"{file.where('', name)}: the settings file must not have {what}{likely(name, TABLES)}"
-            )
+            raise InvalidArgumentError(f"{where}: the settings file must not have {what}{likely(name, TABLES)}")
         if not isinstance(value, dict):
-            remedy = (
-                'set the coordinator\'s address by coordinator = "HOST:PORT" in [cluster]'
-                if name == "coordinator"
-                else f"write its settings in lines below [{name}]"
-            )
-            raise InvalidArgumentError(
-                f"{file.where('', name)}: {name} must be a section, [{name}], got a value; {remedy}"
-            )
+            address = '. The coordinator\'s address is coordinator = "HOST:PORT" in [cluster]'
+            remedy = address if name == "coordinator" else ""
+            raise InvalidArgumentError(f"{where}: {name} must be a section, [{name}], got a value{remedy}")
     return file
 
 
@@ -180,7 +157,5 @@ def token_file_of_settings() -> str:
     named = file.tables.get(CLUSTER, {}).get("token_file", "") if file else ""
     if not isinstance(named, str):
         assert file is not None
-        raise InvalidArgumentError(
-            f"{file.where(CLUSTER, 'token_file')}: token_file must be the path of a file, in quotes, got {named!r}"
-        )
+        raise InvalidArgumentError(f"{file.where(CLUSTER, 'token_file')}: token_file must be a path, got {named!r}")
     return file.resolved(named) if file and named else ""

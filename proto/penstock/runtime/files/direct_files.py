@@ -52,8 +52,7 @@ def _write_all(handle: int, data: memoryview, offset: int) -> None:
             flags = fcntl.fcntl(handle, fcntl.F_GETFL)
             if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise
-            fcntl.fcntl(
-                handle, fcntl.F_SETFL, flags & ~os.O_DIRECT
-            )  # the file system's blocks are larger than pages, or a part of a block is left
+            # the file system's blocks are larger than pages, or a part of a block is left
+            fcntl.fcntl(handle, fcntl.F_SETFL, flags & ~os.O_DIRECT)
             continue
         data, offset = data[done:], offset + done

@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 
@@ -18,9 +17,7 @@ class HeldFolder:
         try:
             self._fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except NotADirectoryError:
-            raise OSError(
-                errno.ENOTDIR, "the path must be a folder, got a link or a file: move it away", str(name)
-            ) from None
+            raise OSError(errno.ENOTDIR, "the path must be a folder, got a link or a file", str(name)) from None
         self.path = Path(f"/proc/self/fd/{self._fd}")
         """Path through the descriptor, for functions that take paths. It stays valid if the folder is renamed."""
 
@@ -43,7 +40,5 @@ class HeldFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

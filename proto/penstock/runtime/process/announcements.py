@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import socket
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.held_folders import HeldFolder
@@ -60,15 +61,15 @@ class Announcement:
         return f"{self.what} {self.name}{process}: {self.address}"
 
 
-def announce(one: Announcement) -> None:
+def announce(announcement: Announcement) -> None:
     problem: OSError | None = None
     for path in _folders():
         try:
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700)
             with _held(path) as folder:
-                # not synced: after a crash of the machine nothing of it runs
-                write_whole(folder.path / _name(one.folder), json.dumps(asdict(one)).encode(), mode=0o600, sync=False)
+                where, data = folder.path / _name(announcement.folder), msgspec.json.encode(announcement)
+                write_whole(where, data, mode=0o600, sync=False)  # after a crash of the machine nothing of it runs
             return
         except OSError as error:
             problem = problem or error
@@ -83,35 +84,20 @@ def withdraw(folder: str) -> None:
 
 def announced() -> list[Announcement]:
     """Return the announcements of coordinators that run, sorted by name. Remove those of processes that have ended."""
-    found: dict[str, Announcement] = {}
+    live: dict[str, Announcement] = {}
     for folder in _existing():
         for name in sorted(os.listdir(folder.path)):
             if name.startswith(".") or not name.endswith(SUFFIX):
                 continue
             try:
-                one = _parsed(read_plain(folder.path / name, MAX_FILE))
-            except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                announcement = msgspec.json.decode(read_plain(folder.path / name, MAX_FILE), type=Announcement)
+            except (OSError, ValueError, RecursionError):
                 continue  # just removed, or written by another release
-            if one.is_live:
-                found[one.folder] = one
-            elif one.owner is not None:
+            if announcement.is_live:
+                live[announcement.folder] = announcement
+            elif announcement.owner is not None:
                 _remove(folder, name)
-    return sorted(found.values(), key=lambda one: (one.name, one.address))
-
-
-def _parsed(data: bytes) -> Announcement:
-    read = json.loads(data)
-    owner = read["owner"]
-    texts = {name: read[name] for name in ("what", "name", "address", "token_file", "folder")}
-    tls = dict(read["tls"])
-    if not all(isinstance(text, str) for text in (*texts.values(), *tls, *tls.values())):
-        raise TypeError("the values of an announcement must be texts: remove the file, and start the coordinator again")
-    if owner is not None and not (type(owner["pid"]) is type(owner["started"]) is int and owner["pid"] > 0):
-        raise TypeError(
-            f"the owner of an announcement must have `pid` (> 0) and `started`, both integers, got {owner!r:.100}. "
-            "Remove the file, and start the coordinator again"
-        )
-    return Announcement(**texts, tls=tls, owner=None if owner is None else Identity(**owner))
+    return sorted(live.values(), key=lambda announcement: (announcement.name, announcement.address))
 
 
 def _folders() -> list[Path]:
@@ -128,8 +114,7 @@ def _held(path: Path) -> Iterator[HeldFolder]:
         found = os.stat(folder.path)
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
             raise PermissionError(
-                f"{path} must belong to this user and have mode 0700, got user {found.st_uid} and mode "
-                f"{stat.S_IMODE(found.st_mode):04o}. Remove it, or set XDG_RUNTIME_DIR to a folder of your own"
+                f"{path} must belong to this user and have mode 0700: remove it, or set XDG_RUNTIME_DIR to another"
             )
         yield folder
 

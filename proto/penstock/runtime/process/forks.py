@@ -107,11 +107,7 @@ def unshare(memory: mmap.mmap, fd: int) -> None:
     del buffer
     found = _libc.mmap(address, len(memory), mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE_FIXED, fd, 0)
     if found != address:
-        raise OSError(
-            ctypes.get_errno(),
-            "mmap cannot make a private copy of memory (a ring or a progress page) that a forked child shares with its "
-            "parent",
-        )
+        raise OSError(ctypes.get_errno(), "memory that a forked child shares with its parent cannot be made private")
 
 
 class OwnerProcess:
@@ -132,8 +128,7 @@ class OwnerProcess:
     def error(self, what: str) -> ForkedProcessError:
         return ForkedProcessError(
             f"{what} must be used in process {self.pid}, which made it, got a use in its forked child {os.getpid()}: "
-            "connections and threads do not survive a fork. Use it in the process that made it; or start this one with "
-            'multiprocessing.get_context("spawn") and make an Appliance and a loader of its own here'
+            'start this one with multiprocessing.get_context("spawn"), and make an Appliance of its own here'
         )
 
 
@@ -154,12 +149,9 @@ def _log_end(error: BaseException | None) -> int:
             return (error.code or 0) & 0xFF
         print(error.code, file=sys.stderr)
         return 1
-    print(
-        f"process {os.getpid()} was forked by input_fn or its loader, and "
-        f"{'raised' if error is not None else 'returned'} into Penstock's code: it is ended with status 1, and its "
-        "parent continues. End a forked child by os._exit() in the code that forks it.",
-        file=sys.stderr,
-    )
+    how = "raised" if error is not None else "returned"
+    print(f"process {os.getpid()}, forked by input_fn or its loader, {how} into Penstock's code", file=sys.stderr)
+    print("It is ended, and its parent continues. End forked children by os._exit().", file=sys.stderr)
     if error is not None:
         traceback.print_exception(error)
     return 1

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from penstock.runtime.process.watch import Process, stat_of
 
@@ -12,7 +15,7 @@ from penstock.runtime.process.watch import Process, stat_of
 class Identity:
     """A process's id, its start time and the machine's boot: one differs in any later process."""
 
-    pid: int
+    pid: Annotated[int, msgspec.Meta(gt=0)]
     started: int
     """In clock ticks since the machine's boot."""
     boot: str

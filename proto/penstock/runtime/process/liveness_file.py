@@ -54,13 +54,7 @@ def read_liveness(path: str) -> Liveness:
     """Raises InvalidArgumentError if the file cannot be read or has other content."""
     try:
         turned, answered = map(float, read_plain(path, LONGEST).split())
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"the liveness file {path} cannot be read: {error.strerror}. Pass the --liveness-file of a worker that runs"
-        ) from error
-    except ValueError as error:
-        raise InvalidArgumentError(
-            f"{path} must be a worker's liveness file, got other content: pass the path in the worker's --liveness-file"
-        ) from error
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"{path} must be the --liveness-file of a worker that runs: {error}") from error
     now = time.monotonic()
     return Liveness(now - turned, now - answered)

@@ -74,24 +74,17 @@ class WebServer:
     ) -> None:
         check_address(listen)
         if socket_path(listen) is not None:
-            raise InvalidArgumentError(
-                f"the address of web pages must be HOST:PORT, got {listen}: name a port instead of a Unix socket"
-            )
+            raise InvalidArgumentError(f"the address of web pages must be HOST:PORT, got {listen}")
         refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
         files = None if tls is None else Renewing(tls.for_server())
-        access = _AccessCheck("" if is_local(listen) else tokens, local=is_local(listen))
+        access = _AccessCheck(None if is_local(listen) else Tokens(tokens))
         host, port = host_of(listen)
         try:
             self._server = _Server((host, port), routes, access, files)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise PortTakenError(
-                    f"{listen} is in use by another process: choose another port, or 0 for any free one"
-                ) from error
-            raise InvalidArgumentError(
-                f"cannot listen on {listen}: {error.strerror}. Name an address of this machine, and a port that this "
-                "user may use"
-            ) from error
+                raise PortTakenError(f"{listen} is in use: choose another port, or 0 for any free one") from error
+            raise InvalidArgumentError(f"cannot listen on {listen}: {error.strerror}. Name another address") from error
         self.address = f"{listen.rpartition(':')[0]}:{self._server.server_address[1]}"
         self.url = f"{'https' if files else 'http'}://{self.address}"
         self._thread = threading.Thread(
@@ -124,8 +117,9 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class _AccessCheck:
-    def __init__(self, tokens: str, *, local: bool) -> None:
-        self._tokens = Tokens(tokens) if not local else None
+    def __init__(self, tokens: Tokens | None) -> None:
+        """`tokens`: None on loopback, where the host name is checked instead."""
+        self._tokens = tokens
 
     def refuses(self, headers: Message) -> HTTPStatus | None:
         """HTTP status with which a request is refused; None if it may read the page."""

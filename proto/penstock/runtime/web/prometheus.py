@@ -8,11 +8,11 @@ import concurrent.futures
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.proto.errors import DeadlineError, InvalidArgumentError
 from penstock.proto.rpc.version import VERSION
+from penstock.runtime.process.watch import stat_of
 from penstock.runtime.telemetry.counters import Histogram
 from penstock.runtime.telemetry.metric_catalogue import BY_NAME, Process
 from penstock.runtime.web.http_server import Page, Route
@@ -34,9 +34,7 @@ def require_prometheus() -> None:
     try:
         import prometheus_client  # noqa: F401
     except ImportError as error:
-        raise InvalidArgumentError(
-            "metrics need the package prometheus-client, which is not installed: pip install 'penstock[metrics]'"
-        ) from error
+        raise InvalidArgumentError("metrics need a package: pip install 'penstock[metrics]'") from error
 
 
 class MetricReadings:
@@ -110,19 +108,9 @@ def in_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], _Result]) -> _Re
         return answer.result(LOOP_DEADLINE_S)
     except concurrent.futures.TimeoutError:
         answer.cancel()
-        raise DeadlineError(
-            f"the event loop of this process did not answer a scrape of metrics within {LOOP_DEADLINE_S:g} s. Scrape "
-            "again later"
-        ) from None
+        raise DeadlineError(f"this process did not answer a scrape of metrics within {LOOP_DEADLINE_S:g} s") from None
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
     """Processor time of some processes, with that of the children that they have waited for, in seconds."""
-    ticks = 0
-    for pid in pids:
-        try:
-            after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        ticks += sum(map(int, after_name[11:15]))  # utime, stime, cutime, cstime
-    return ticks / _TICKS
+    return sum(sum(map(int, stat_of(pid)[11:15])) for pid in pids) / _TICKS  # utime, stime, cutime, cstime
