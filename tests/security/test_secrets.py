@@ -72,13 +72,9 @@ def test_mutual_tls_training_shows_no_secret(start: Starter, pki: Pki, tmp_path:
     status = subprocess.run([penstock, "status", "--json"], env=environment, capture_output=True, text=True, timeout=60)
     assert status.returncode == 0, status.stderr
     assert len(json.loads(status.stdout)["workers"]) == 1
-    wrong = environment | {"PENSTOCK_TOKEN": f"admin:{SECRETS['client']}"}
-    denied = subprocess.run([penstock, "status"], env=wrong, capture_output=True, text=True, timeout=60)
-    assert denied.returncode == 12
-    assert "Status needs a token of the role admin, got one of the role client" in denied.stderr
 
     keys = [line for line in Path(shown.key).read_text().splitlines() if not line.startswith("-")]
-    said = run.stderr + run.stdout + status.stdout + status.stderr + denied.stderr
+    said = run.stderr + run.stdout + status.stdout + status.stderr
     said += coordinator.log.read_text() + worker.log.read_text()
     running = processes_below(coordinator.process.pid, worker.process.pid)
     assert len(running) >= 3, "the fork server too"

@@ -265,7 +265,7 @@ class StructurePieces:
         if data and frame.structure != self._structure:
             raise malformed(f"the pieces of batch structure {self._structure} must arrive before those of others")
         if size > MAX_STRUCTURE or len(data) + len(piece) > size or (size and not piece):
-            raise malformed(f"a batch structure must have {size} bytes, at most {MAX_STRUCTURE}, got others")
+            raise malformed(f"the pieces of a batch structure must have {size} bytes, at most {MAX_STRUCTURE}")
         self._structure = frame.structure
         data += piece
         if len(data) < size:

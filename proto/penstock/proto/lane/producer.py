@@ -259,7 +259,8 @@ class Producer:
                 self._apply(ack)
             except ProtocolError as error:
                 # Only the consumer failed: keep the batches for the next one.
-                _log.warning("the connection of a consumer that sent an invalid ack was closed: %s", error)
+                # the text alone: a record would keep the error, and with its frames the socket
+                _log.warning("the connection of a consumer that sent an invalid ack was closed: %s", str(error))
                 self.detach()
                 return
             if self.on_ack is not None:
