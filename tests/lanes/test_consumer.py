@@ -127,6 +127,15 @@ def test_unsealed_or_wrong_ring_is_never_mapped(pair: Pair, sealed: bool, size: 
     assert consumer.rings == {}
 
 
+def test_slots_must_be_whole_pages(pair: Pair) -> None:
+    peer, consumer = pair
+    fd = memfd(4 * 1000, sealed=True)
+    pass_ring(peer, fd, entry_bytes=1000)
+    os.close(fd)
+    with pytest.raises(ProtocolError, match="entries of whole pages"):
+        consumer.receive()
+
+
 def test_a_file_or_a_socket_is_no_ring(pair: Pair) -> None:
     peer, consumer = pair
     pass_ring(peer, peer.fileno())

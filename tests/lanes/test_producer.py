@@ -100,6 +100,27 @@ def test_rings_double_up_to_the_limit(producer: Producer) -> None:
     assert count_rings("self") >= 1
 
 
+def test_entry_of_outgrown_ring_can_be_returned(producer: Producer) -> None:
+    first = producer.reserve(10)
+    second = producer.reserve(PAGE + 1)
+    assert first is not None
+    assert second is not None
+    producer.return_unused(first)
+    producer.return_unused(second)
+    assert count_rings("self") >= 1
+    assert producer.free_entries == 32
+
+
+def test_reserved_entry_stays_reserved_on_attach(producer: Producer) -> None:
+    reserved = producer.reserve(10)
+    assert reserved is not None
+    sock = attach(producer, next_total=1000)
+    assert producer.free_entries == 31
+    producer.publish(reserved, 1000, 0, 1, 10, b"", 0)
+    assert producer.free_entries == 31
+    sock.close()
+
+
 def test_structures_nobody_needs_are_forgotten(producer: Producer) -> None:
     publish(producer, 1)  # keeps its structure for a consumer that is still to come
     for structure in range(2, 1000):
