@@ -254,8 +254,7 @@ async def test_nobody_there_names_the_address() -> None:
 @on_server(deadline_s=0.25)
 async def test_deadline_names_address_call_and_seconds(served: RunningServer, client: AsyncCoordinatorClient) -> None:
     expected = (
-        f"the coordinator at {served.address} did not answer WatchRun within 0.5 s. Check the load of its machine and "
-        "the network to it"
+        f"the coordinator at {served.address} did not answer WatchRun within 0.5 s. Check its load and the network"
     )
     with pytest.raises(DeadlineError) as caught:
         await client.watch_run(pb.WatchRunRequest(hold_s=0.25))
@@ -321,9 +320,7 @@ async def test_large_loader_arguments_become_a_blob(served: RunningServer) -> No
 
 @on_server()
 async def test_message_above_the_limit_is_an_error(served: RunningServer, client: AsyncCoordinatorClient) -> None:
-    with pytest.raises(
-        InvalidArgumentError, match=rf"the request RegisterWorker to the coordinator at {served.address} must"
-    ):
+    with pytest.raises(InvalidArgumentError, match="a request RegisterWorker must have at most"):
         await client.register(pb.RegisterWorkerRequest(worker="w" * 5_000_000))
 
 
@@ -366,9 +363,7 @@ def test_received_bytes_match_the_declaration() -> None:
     async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
         with pytest.raises(ProtocolError, match="GetSnapshots: a value must have the declared 3 bytes, got 2"):
             await client.get_snapshots(pb.GetSnapshotsRequest())
-        with pytest.raises(
-            StateCorruptError, match="the stored value other arrived damaged: its 4 bytes have the digest"
-        ):
+        with pytest.raises(StateCorruptError, match="the stored value other arrived damaged: its digest differs"):
             await client.get_blob("other")
 
     trial(body)

@@ -63,7 +63,7 @@ def test_a_process_has_one_server() -> None:
 
 
 def test_remote_access_needs_tls_and_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(AuthenticationError, match="no token for the role admin, only for client"):
+    with pytest.raises(AuthenticationError, match="no token for the role admin"):
         Appliance("127.0.0.1:1", job="j", http="0.0.0.0:0", token="client:abc")
     with pytest.raises(UnsafeBindError, match=r"or pass tls_cert and tls_key"):
         Appliance("127.0.0.1:1", job="j", http="0.0.0.0:0", token="admin:abc")

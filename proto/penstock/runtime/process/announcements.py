@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import socket
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-import msgspec
 
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.held_folders import HeldFolder
@@ -68,7 +67,7 @@ def announce(announcement: Announcement) -> None:
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700)
             with _held(path) as folder:
-                where, data = folder.path / _name(announcement.folder), msgspec.json.encode(announcement)
+                where, data = folder.path / _name(announcement.folder), json.dumps(asdict(announcement)).encode()
                 write_whole(where, data, mode=0o600, sync=False)  # after a crash of the machine nothing of it runs
             return
         except OSError as error:
@@ -84,6 +83,8 @@ def withdraw(folder: str) -> None:
 
 def announced() -> list[Announcement]:
     """Return the announcements of coordinators that run, sorted by name. Remove those of processes that have ended."""
+    import msgspec  # here: a training process only announces
+
     live: dict[str, Announcement] = {}
     for folder in _existing():
         for name in sorted(os.listdir(folder.path)):

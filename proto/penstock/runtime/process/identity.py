@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import msgspec
 
 from penstock.runtime.process.watch import Process, stat_of
 
@@ -15,7 +12,7 @@ from penstock.runtime.process.watch import Process, stat_of
 class Identity:
     """A process's id, its start time and the machine's boot: one differs in any later process."""
 
-    pid: Annotated[int, msgspec.Meta(gt=0)]
+    pid: int
     started: int
     """In clock ticks since the machine's boot."""
     boot: str
@@ -30,6 +27,8 @@ class Identity:
 
     def open(self) -> Process | None:
         """Return the process, for watching and signals; None if it has ended. The caller must close it."""
+        if self.pid <= 0:
+            return None
         try:
             process = Process(self.pid)
         except ProcessLookupError:

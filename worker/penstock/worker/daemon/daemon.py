@@ -321,7 +321,9 @@ class Daemon:
     # ---- assignments
 
     def _apply(self, reply: coordinator_pb2.HeartbeatReply) -> None:
-        wanted = {key_of(assignment): assignment for assignment in reply.assignments}
+        # twice the slots at most: a hostile coordinator could assign more than a heartbeat can report as lost
+        assignments = reply.assignments[: 2 * self.settings.slots]
+        wanted = {key_of(assignment): assignment for assignment in assignments}
         why = {key_of(taken): taken.why for taken in reply.taken}
         for key in [key for key in self._slots if key not in wanted]:
             slot = self._slots[key]
