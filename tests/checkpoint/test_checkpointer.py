@@ -193,7 +193,10 @@ def test_two_jobs_in_one_folder_take_turns(tmp_path: Path) -> None:
     with AsyncCheckpointer(tmp_path, timeout_s=0.3) as checkpointer:
         with locked(tmp_path, 1):
             checkpointer.save(1, {"x": torch.ones(3)})
-            with pytest.raises(CheckpointError, match=rf"waited \S+ s for process {os.getpid()} on .* into {tmp_path}"):
+            with pytest.raises(
+                CheckpointError,
+                match=rf"waited \S+ s for process {os.getpid()} on .*, which holds the lock of {tmp_path}",
+            ):
                 checkpointer.wait()
         checkpointer._timeout_s = 30
         checkpointer.save(2, {"x": torch.ones(3)})

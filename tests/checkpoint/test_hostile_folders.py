@@ -243,9 +243,7 @@ def test_link_of_another_user_in_tmp_is_refused(folder: Path, tmp_path: Path) ->
     os.lchown(shared / "run", 12_345, 12_345)
     with AsyncCheckpointer(shared / "run", keep_last=1) as checkpointer:
         checkpointer.save(2, state())
-        with pytest.raises(
-            CheckpointError, match=r"/tmp/run: the path must not contain a link of another user, got one of user 12345"
-        ):
+        with pytest.raises(CheckpointError, match=r"/tmp/run: the path must not contain a link of another user"):
             checkpointer.wait()
     assert (folder / "step-1").is_dir()
 

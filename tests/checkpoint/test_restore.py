@@ -78,7 +78,7 @@ def test_a_step_by_name(checkpointer: AsyncCheckpointer) -> None:
         ("short", r"__0_0.distcp has [0-9,]+ bytes, but [0-9,]+ were written"),
         ("manifest", r"penstock.json is damaged"),
         ("checksum", r"penstock.json is damaged: the checksum in the file differs from that of its content"),
-        ("newer", r"penstock.json is in format 99, written by a newer Penstock"),
+        ("newer", r"penstock.json is in format 99 of a newer Penstock"),
         ("index", r"index\.json has [0-9,]+ bytes, but"),
     ],
 )

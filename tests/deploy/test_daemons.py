@@ -204,7 +204,7 @@ def test_default_dashboard_port_is_a_free_one(shell: Any) -> None:
     taken = dashboard(first).removeprefix("http://")
     done = shell.call("coordinator", *LOCAL, "--state-dir", "c", "--http", taken)
     assert done.returncode == 13
-    assert f"{taken} is in use by another process" in done.error
+    assert f"{taken} is in use: choose another port" in done.error
 
 
 def test_reachable_dashboard_requires_the_token(shell: Any) -> None:

@@ -44,7 +44,7 @@ def test_idle_worker_is_drained_and_undrained(coordinator: Any, worker: str) -> 
 def test_a_worker_that_is_not_there_is_named(coordinator: Any, worker: str) -> None:
     done = coordinator.call("worker", "drain", "w2")
     assert done.returncode == 18
-    assert done.error == "penstock: worker must be one of w1, got 'w2': see `penstock status`"
+    assert done.error == "penstock: no worker 'w2' is registered: see `penstock status`"
 
 
 def test_daemon_option_before_drain_is_refused(coordinator: Any, worker: str) -> None:

@@ -77,7 +77,7 @@ def test_training_and_coordinator_continue(small_disk: Path, cluster: Cluster, w
             fill(small_disk)
             time.sleep(1.5)  # heartbeats, snapshots and reports meet it
             with (
-                pytest.raises(errors.JournalError, match=f"{state}.* bytes wait"),
+                pytest.raises(errors.JournalError, match=f"{state}.* changes wait"),
                 cluster.box("another", timeout_s=5) as another,
             ):
                 next(iter(DataExecutor(DataLoader(traps.parent, 4), appliance=another)))

@@ -132,7 +132,6 @@ def data_convert(
     own_order: Annotated[
         bool, typer.Option("--own-order", help="Give the result an order of its own; saved states cannot resume on it.")
     ] = False,
-    unverified: Annotated[bool, typer.Option("--unverified", help="Do not read the result back.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Convert a dataset of any readable format to MDS or Parquet. Samples keep their numbers and their order.
@@ -159,5 +158,4 @@ def data_convert(
         size_limit=size_limit,
         processes=processes,
         keep_order=not own_order,
-        verify=not unverified,
     )
