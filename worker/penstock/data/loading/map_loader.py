@@ -60,41 +60,42 @@ class MapLoader(PositionLoader):
         balance: Balance | None = None,
         collate_fn: Callable[[list[Any]], Any] = collate,
     ) -> None:
-        """Args:
-        dataset: map-style dataset. Its length, and its optional attribute `fingerprint` (a text), are part of a
-            state. An optional `__getitems__` reads many samples at once; not used with `reseed`.
-        batch_size: rows of a box's batch; the global batch grows with the number of boxes.
-        global_batch_size: rows of all boxes' batches together, in place of batch_size. Boxes share them as evenly
-            as possible; each gets at least one.
-        seed: seed of the shuffle and of `reseed`; None: the run's seed (0 outside a worker).
-        shuffle_block: number of neighbouring samples shuffled with each other, for data where neighbours are faster
-            to read; None: all.
-        num_samples: samples in an epoch; None: the dataset's length. With another number, an epoch continues where
-            the one before stopped, so no sample repeats before all have come.
-        tail: treatment of an incomplete last batch: "emit" it, "pad" it with samples of the epoch's beginning,
-            "drop" it, or "carry" its samples into the next epoch. Only "pad" repeats a sample. With "emit" a box
-            may get a batch of no rows, if fewer samples than boxes are left.
-        skip: ranges of samples to leave out, named by epoch * num_samples + position in the epoch's order. The
-            others keep their order. A resumed run may add ranges after its position.
-        fetch_threads: threads that read samples ahead; 0: none. The dataset must be thread-safe.
-        reseed: True: seed generators before each sample from seed, epoch and position, so that random augmentation
-            depends on nothing else: the global ones of python, numpy and torch, and those that dataset, transforms
-            and collate function or their modules hold. They are also seeded for the collate function, from the
-            batch's first position, and restored after a batch. This takes 10 us a sample and 0.25 ms a batch, and
-            for each numpy Generator of your own 30 us a sample (docs/datasets.md). False: leave them alone. None:
-            False with `fetch_threads`, which share them, and for data that draw nothing: lists, arrays, tensors,
-            torch's TensorDataset, Subset, ConcatDataset and StackDataset of these, and Penstock's datasets, unless
-            a subclass overrides `__getitem__` or `clips` may draw. Otherwise True.
-        keys: field added to each batch, with a text for each row by which `restore_sample` reads it again. A batch
-            that is not a dict becomes {"batch": batch, keys: ...}.
-        counts: counts of samples by source and key, see `Counts`; None: nothing is counted.
-        rank: (this rank, number of data-parallel ranks); they share each global batch. None: the worker's box and
-            the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows (tensor
-            parallelism) pass the same value.
-        balance: assignment of the rows of one or several steps to boxes by cost, see Balance; None: round robin. A
-            step has the same rows on any number of boxes. Over several steps a resume needs the same global batch,
-            so give `global_batch_size`.
-        collate_fn: function from a list of samples to a batch.
+        """
+        Args:
+            dataset: map-style dataset. Its length, and its optional attribute `fingerprint` (a text), are part of a
+                state. An optional `__getitems__` reads many samples at once; not used with `reseed`.
+            batch_size: rows of a box's batch; the global batch grows with the number of boxes.
+            global_batch_size: rows of all boxes' batches together, in place of batch_size. Boxes share them as evenly
+                as possible; each gets at least one.
+            seed: seed of the shuffle and of `reseed`; None: the run's seed (0 outside a worker).
+            shuffle_block: number of neighbouring samples shuffled with each other, for data where neighbours are faster
+                to read; None: all.
+            num_samples: samples in an epoch; None: the dataset's length. With another number, an epoch continues where
+                the one before stopped, so no sample repeats before all have come.
+            tail: treatment of an incomplete last batch: "emit" it, "pad" it with samples of the epoch's beginning,
+                "drop" it, or "carry" its samples into the next epoch. Only "pad" repeats a sample. With "emit" a box
+                may get a batch of no rows, if fewer samples than boxes are left.
+            skip: ranges of samples to leave out, named by epoch * num_samples + position in the epoch's order. The
+                others keep their order. A resumed run may add ranges after its position.
+            fetch_threads: threads that read samples ahead; 0: none. The dataset must be thread-safe.
+            reseed: True: seed generators before each sample from seed, epoch and position, so that random augmentation
+                depends on nothing else: the global ones of python, numpy and torch, and those that dataset, transforms
+                and collate function or their modules hold. They are also seeded for the collate function, from the
+                batch's first position, and restored after a batch. This takes 10 us a sample and 0.25 ms a batch, and
+                for each numpy Generator of your own 30 us a sample (docs/datasets.md). False: leave them alone. None:
+                False with `fetch_threads`, which share them, and for data that draw nothing: lists, arrays, tensors,
+                torch's TensorDataset, Subset, ConcatDataset and StackDataset of these, and Penstock's datasets, unless
+                a subclass overrides `__getitem__` or `clips` may draw. Otherwise True.
+            keys: field added to each batch, with a text for each row by which `restore_sample` reads it again. A batch
+                that is not a dict becomes {"batch": batch, keys: ...}.
+            counts: counts of samples by source and key, see `Counts`; None: nothing is counted.
+            rank: (this rank, number of data-parallel ranks); they share each global batch. None: the worker's box and
+                the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows (tensor
+                parallelism) pass the same value.
+            balance: assignment of the rows of one or several steps to boxes by cost, see Balance; None: round robin. A
+                step has the same rows on any number of boxes. Over several steps a resume needs the same global batch,
+                so give `global_batch_size`.
+            collate_fn: function from a list of samples to a batch.
         """
         shuffle_block, num_samples = whole("shuffle_block", shuffle_block), whole("num_samples", num_samples)
         seed, fetch_threads = whole("seed", seed), whole("fetch_threads", fetch_threads)

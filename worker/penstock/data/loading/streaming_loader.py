@@ -93,31 +93,32 @@ class StreamingLoader(PositionLoader):
         balance: Balance | None = None,
         collate_fn: Callable[[list[Any]], Any] = collate,
     ) -> None:
-        """Args:
-        batch_size, global_batch_size, seed, tail, skip, keys, counts, rank, balance: as in MapLoader. With
-            `partitions` and balance, a box reads other parts' shards too; balance excludes interleave="batches".
-        shuffle_block: approximate number of samples shuffled with each other: whole shards, all needed at the same
-            time. None: all samples.
-        shuffle_memory: approximate size of the decoded row groups (Parquet) whose samples are shuffled with each
-            other, for all partitions together, in bytes, or a text such as "1gb": they must be in memory as a whole
-            (decoded_limit of StreamingDataset). None: all of a block.
-        partitions: parts of the data, from which rows are taken round robin. If it is a multiple of the number of
-            boxes, each box reads only its own parts' shards; so give the largest number of boxes that you will use.
-        interleave: way to mix streams. "shards": all streams' shards are shuffled together. "samples": every prefix
-            of the order has each stream's share. "batches": each global batch comes from one stream.
-        epoch_size: samples in an epoch, or a text such as "100k", divided among streams in proportion to their
-            sizes or settings. None: all.
-        predownload: largest number of upcoming samples whose shards are downloaded ahead; None: two shuffle blocks.
-        prefetch_seconds: seconds of reading, at the measured rate, for which shards are downloaded ahead; before a
-            rate is known, those of two batches, more with `fetch_threads`. None: 60, or no limit if predownload is
-            given; inf: no limit. `predownload`, and `prefetch_bytes` of StreamingDataset, limit it further.
-        fetch_threads: threads that read and decode samples ahead; 0: none. They help where decoding releases the
-            GIL for long: clips, large JPEG files with `images="array"`. A `__getitem__` of your own subclass must
-            be thread-safe, and generators are not seeded for it.
-        reseed: as in MapLoader, but for the global generators alone. None: seed only for user code, as no other
-            draws: samples if the dataset's class overrides `__getitem__` or its `clips` may draw, batches if
-            `collate_fn` is given.
-        collate_fn: function from a list of samples to a batch.
+        """
+        Args:
+            batch_size, global_batch_size, seed, tail, skip, keys, counts, rank, balance: as in MapLoader. With
+                `partitions` and balance, a box reads other parts' shards too; balance excludes interleave="batches".
+            shuffle_block: approximate number of samples shuffled with each other: whole shards, all needed at the same
+                time. None: all samples.
+            shuffle_memory: approximate size of the decoded row groups (Parquet) whose samples are shuffled with each
+                other, for all partitions together, in bytes, or a text such as "1gb": they must be in memory as a whole
+                (decoded_limit of StreamingDataset). None: all of a block.
+            partitions: parts of the data, from which rows are taken round robin. If it is a multiple of the number of
+                boxes, each box reads only its own parts' shards; so give the largest number of boxes that you will use.
+            interleave: way to mix streams. "shards": all streams' shards are shuffled together. "samples": every prefix
+                of the order has each stream's share. "batches": each global batch comes from one stream.
+            epoch_size: samples in an epoch, or a text such as "100k", divided among streams in proportion to their
+                sizes or settings. None: all.
+            predownload: largest number of upcoming samples whose shards are downloaded ahead; None: two shuffle blocks.
+            prefetch_seconds: seconds of reading, at the measured rate, for which shards are downloaded ahead; before a
+                rate is known, those of two batches, more with `fetch_threads`. None: 60, or no limit if predownload is
+                given; inf: no limit. `predownload`, and `prefetch_bytes` of StreamingDataset, limit it further.
+            fetch_threads: threads that read and decode samples ahead; 0: none. They help where decoding releases the
+                GIL for long: clips, large JPEG files with `images="array"`. A `__getitem__` of your own subclass must
+                be thread-safe, and generators are not seeded for it.
+            reseed: as in MapLoader, but for the global generators alone. None: seed only for user code, as no other
+                draws: samples if the dataset's class overrides `__getitem__` or its `clips` may draw, batches if
+                `collate_fn` is given.
+            collate_fn: function from a list of samples to a batch.
         """
         self._settings = {
             name: value for name, value in locals().items() if name not in ("self", "dataset", "__class__")
