@@ -192,5 +192,5 @@ def test_drain_is_withdrawn_and_unknown_one_named(cluster: Cluster) -> None:
 
     watched = Watched(cluster, 2)
     watched.run(taken_back, act)
-    with pytest.raises(UnknownWorkerError, match="worker must be one of kept, got 'other'"):
+    with pytest.raises(UnknownWorkerError, match="no worker 'other' is registered"):
         drain(cluster, "other")
