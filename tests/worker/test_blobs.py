@@ -13,9 +13,7 @@ import pytest
 from coroutines import in_loop
 
 from penstock.proto.errors import CoordinatorUnavailableError
-from penstock.proto.v1 import records_pb2
-from penstock.worker.processes import control_channel
-from penstock.worker.processes.control_channel import ControlMessage, begin_slot, payload_of
+from penstock.worker.processes.control_channel import ControlMessage, payload_of
 from penstock.worker.slots.blobs import Blobs
 
 VALUE = bytes(range(256)) * 100
@@ -67,14 +65,3 @@ async def test_value_is_fetched_once_by_a_thread() -> None:
     blobs.close()
     await asyncio.sleep(0)
     assert len(os.listdir("/proc/self/fd")) == before - 1
-
-
-def test_child_takes_arguments_from_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_channel, "title_process", lambda title: None)
-    spec = records_pb2.WorkerAssignment(run="job/0", loader=records_pb2.LoaderSpec(arguments=b"small"))
-    assert begin_slot(ControlMessage("assign", payload=spec.SerializeToString()), "runner") == spec
-    fd = os.memfd_create("large")
-    os.write(fd, VALUE)
-    spec.loader.ClearField("arguments")
-    large = ControlMessage("assign", payload=spec.SerializeToString(), fds=[fd])
-    assert begin_slot(large, "runner").loader.arguments == VALUE

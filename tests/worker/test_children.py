@@ -108,7 +108,9 @@ def test_rights_not_given_up_end_that_child_only(caplog: pytest.LogCaptureFixtur
 
 
 @in_loop
-async def test_a_task_is_done_by_the_next_fork_server() -> None:
+async def test_a_task_is_done_by_the_next_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the last one is given up if it cannot be killed, as a process that hangs in a driver: it is stopped, and
+    SIGKILL has no effect."""
     begun = start_fork_server()
     kept = KeptForkServer("", sandboxed=True, started=begun)
     begun.process.kill()
@@ -125,28 +127,18 @@ async def test_a_task_is_done_by_the_next_fork_server() -> None:
     slot = SlotRecord(assignment, "slot 0", SubjectLogger(logging.getLogger()), page)
     with pytest.raises(InputFnNotFoundError, match="no_such_module"):  # so a helper process has tried it
         await run_task(host, slot, [], "state", 60.0)
-    assert await kept.get() is not fork_server
-    await kept.close()
     page.close()
-
-
-def test_close_gives_up_on_a_fork_server_that_cannot_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand for a process that hangs in a driver: it is stopped, and SIGKILL has no effect."""
-
-    async def body() -> None:
-        kept = KeptForkServer("", sandboxed=True)
-        fork_server = await kept.get()
-        os.kill(fork_server.pid, signal.SIGSTOP)
-        with monkeypatch.context() as patch:
-            patch.setattr(fork_server, "_kill", lambda: None)
-            await asyncio.wait_for(kept.close(), 20)
-        assert fork_server.lives
-        os.kill(fork_server.pid, signal.SIGKILL)
-        await fork_server.wait()
-
+    last = await kept.get()
+    assert last is not fork_server
     monkeypatch.setattr(fork_servers, "END_S", 0.1)
     monkeypatch.setattr(fork_servers, "CLOSE_S", 0.3)
-    asyncio.run(asyncio.wait_for(body(), 100))
+    os.kill(last.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(last, "_kill", lambda: None)
+        await asyncio.wait_for(kept.close(), 20)
+    assert last.lives
+    os.kill(last.pid, signal.SIGKILL)
+    await last.wait()
 
 
 @pytest.mark.parametrize("how", ["takes too long", "is not wanted any more"])
@@ -174,9 +166,3 @@ async def test_interpreter_that_never_starts_is_killed(
     assert fork_server.pid
     assert not fork_server.lives
     assert fork_server.pid not in own_children()
-
-
-def test_own_children_are_listed() -> None:
-    with subprocess.Popen(["sleep", "60"]) as child:
-        assert child.pid in own_children()
-        child.kill()

@@ -95,10 +95,6 @@ def test_a_target_prepares(loop_waits: bool, replay_s: float, total: int, expect
     assert (goal.epoch, goal.total, goal.prepares) == (2, max(total, expected[0][1]), True)
 
 
-def test_a_target_without_a_way_waits() -> None:
-    assert EpochGoal.prepared([point(2, BEGAN, 405)], 400, loop_waits=True, replay_s=2.0) is None
-
-
 # ---- a resume
 
 
@@ -132,12 +128,6 @@ def test_a_save_names_its_own_way() -> None:
 def test_a_save_between_epochs_needs_no_state(part_of: RestartPoint, delivered: int, live: bool, epoch: int) -> None:
     goal = saved(part_of, delivered, 310, live=live)
     assert goal == replace(EpochGoal.beginning(epoch, 310, 55), chain=goal.chain, next_digest=8 if live else 0)
-
-
-def test_a_save_at_the_start_on_another_topology() -> None:
-    goal = saved(point(2, 310, 310), 0, 310)
-    assert at(goal) == [(2, 310, False)]
-    assert goal.next_digest == 8
 
 
 def test_every_way_knows_all_quarantined_batches() -> None:

@@ -10,13 +10,12 @@ import pytest
 
 from penstock.proto.state.assignment import WorkerInfoAnswer
 from penstock.worker.daemon.worker_metrics import health
-from penstock.worker.processes.progress_page import ENDS, ENTRIES, BatchRecord, ProgressPage
+from penstock.worker.processes.progress_page import BatchRecord, ProgressPage
 
 
 @pytest.mark.parametrize(
     ("answered_at", "stopping", "status", "why"),
     [
-        (None, False, 503, "the coordinator has not answered yet"),
         (98.0, False, 200, "ok"),
         (96.0, False, 503, "the coordinator has not answered for 4.0 s; it must within 3 s"),
         (99.9, True, 503, "the worker is stopping"),
@@ -37,18 +36,6 @@ def progress_pages() -> Iterator[tuple[ProgressPage, ProgressPage]]:
 def counts(daemon: ProgressPage) -> tuple[int, int, int]:
     daemon.refresh()
     return daemon.counts()
-
-
-def test_page_counts_batches_made_and_taken(
-    progress_pages: tuple[ProgressPage, ProgressPage],
-) -> None:
-    daemon, runner = progress_pages
-    assert counts(daemon) == (0, 0, 0)
-    runner.set_position(1000, 2, 0)  # resumed there: what was before is not this runner's
-    assert counts(daemon) == (0, 0, 0)
-    for total in range(1001, 1011):
-        runner.record(total, 2, 7, total, delivered=max(1000, total - 4))
-    assert counts(daemon) == (10, 6, 0)
 
 
 def test_abandoned_batches_stay_counted_as_made(progress_pages: tuple[ProgressPage, ProgressPage]) -> None:
@@ -103,30 +90,6 @@ def test_the_daemon_reads_what_the_runner_wrote() -> None:
     assert daemon.activity[0] == "next"
     runner.close()
     daemon.close()
-
-
-def test_newest_batches_are_kept() -> None:
-    progress_page = ProgressPage.create()
-    last = ENTRIES + 10
-    for total in range(1, last + 1):
-        progress_page.record(total, 0, total, total, delivered=0)
-    for epoch in range(ENDS + 2):
-        progress_page.end(epoch, epoch)
-    assert progress_page.entry(10) is None
-    assert progress_page.entry(11) == BatchRecord(11, 0, 11, 11)
-    assert progress_page.entry(last) == BatchRecord(last, 0, last, last)
-    assert len(progress_page.ends()) == ENDS
-    assert min(progress_page.ends()) == 2
-    progress_page.close()
-
-
-def test_abandoned_epoch_ends_where_abandoned() -> None:
-    progress_page = ProgressPage.create()
-    for epoch, total in enumerate((5, 10, 15)):
-        progress_page.end(epoch, total)
-    progress_page.cut(1, 7, 7)
-    assert progress_page.ends() == {0: 5, 1: 7}
-    progress_page.close()
 
 
 def test_a_reader_sees_no_zeros_between() -> None:

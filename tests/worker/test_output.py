@@ -11,19 +11,11 @@ import pytest
 from penstock.worker.processes import child_output
 from penstock.worker.processes.child_output import (
     BURST,
-    BYTES_PER_S,
     LINES_PER_S,
     LONGEST_LINE,
     OutputLines,
     unblocked_logging,
 )
-
-
-def test_lines_come_whole_however_they_arrive() -> None:
-    lines = OutputLines(0.0)
-    assert lines.feed(b"one\ntw", 0.0) == ["one"]
-    assert lines.feed(b"o\nthree", 0.0) == ["two"]
-    assert lines.feed(b"", 0.0) == ["three"]
 
 
 def test_endless_line_is_cut_and_costs_no_memory() -> None:
@@ -42,23 +34,6 @@ def test_a_flood_is_thinned_out_counted_and_told() -> None:
     assert len(told) == 3
     assert abs(shown - 3 * LINES_PER_S) <= len(told)
     assert shown + counted + lines.left_out == 500 + 30 * 1000
-
-
-def test_what_was_left_out_is_told_at_the_end() -> None:
-    lines = OutputLines(0.0)
-    lines.feed(b"x\n" * (BURST + 1), 0.0)
-    assert lines.feed(b"", 0.1) == ["... 1 lines were left out: more than 200 a second were printed"]
-
-
-def test_reading_is_bounded_in_bytes() -> None:
-    lines = OutputLines(0.0)
-    for _ in range(BYTES_PER_S >> 16):
-        assert not lines.too_fast
-        lines.feed(bytes(1 << 16), 0.0)
-    lines.feed(b"x", 0.0)
-    assert lines.too_fast
-    lines.feed(b"", 0.001)
-    assert not lines.too_fast
 
 
 def test_a_log_that_nobody_reads_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

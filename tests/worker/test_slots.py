@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from coroutines import in_loop
 
-from penstock.proto.errors import LaneLostError, OverloadedError, PenstockError, SupersededError, UnknownRunError
+from penstock.proto.errors import LaneLostError, PenstockError, UnknownRunError
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.worker.slots import runner_watch
@@ -87,25 +87,35 @@ async def test_target_worker_gets_the_newest_when_ready() -> None:
 
 
 @in_loop
-async def test_snapshot_of_an_ended_run_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    """The run may end while its snapshot is on its way, which is no news for anybody."""
+async def test_snapshot_that_is_not_kept_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A snapshot of a run that has ended meanwhile is no news for anybody; of one that was refused, or is lost, the
+    first is told. None is sent again."""
 
-    class Ended(Keeping):
+    class Refusing(Keeping):
         async def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> pb.PutSnapshotReply:
-            raise errors.pop()
+            if isinstance(answer := answers.pop(), PenstockError):
+                raise answer
+            return pb.PutSnapshotReply(refused=answer)
 
-    errors = [
-        SupersededError("attempt 1 is over"),
-        UnknownRunError("the coordinator has no run"),
-        LaneLostError("lost"),
-    ]
-    slot = slot_of(Ended())
-    points = [StoredSnapshot(0, total, total, total, False, total, b"state") for total in (1, 2, 3)]
+    answers: list[Any] = ["full", "full", UnknownRunError("the coordinator has no run"), LaneLostError("lost")]
+    slot = slot_of(Refusing())
+    points = [StoredSnapshot(0, total, total, total, False, total, b"state") for total in (1, 2, 3, 4)]
     for point in points:
         await slot.durable.make(point)
     assert all(point.durable for point in points)
-    why = "a snapshot could not be sent to the coordinator, so a recovery replays from an older one: lost"
-    assert [record.getMessage() for record in caplog.records] == [f"job/0 box 0 slot 0: {why}"]
+    assert not answers
+    (lost,) = (record.getMessage() for record in caplog.records)
+    assert "a snapshot could not be sent to the coordinator, so a recovery replays from an older one: lost" in lost
+    answers += ["full", ""]
+    for total in (5, 6):
+        await slot.durable.make(StoredSnapshot(0, total, total, total, False, total, b"state"))
+    answers.append("full")
+    await slot.durable.make(StoredSnapshot(0, 7, 7, 7, False, 7, b"state"))
+    told = caplog.records[-1].getMessage()
+    assert len(caplog.records) == 2
+    assert (
+        "the coordinator does not keep a snapshot of the loader, so a recovery replays from an older one: full" in told
+    )
     slot.record.progress_page.close()
 
 
@@ -125,19 +135,6 @@ class Failing(Keeping):
 
 def first_point() -> StoredSnapshot:
     return StoredSnapshot(0, 0, 0, 0, True, 0, b"state")
-
-
-@in_loop
-async def test_overloaded_coordinator_gets_it_later() -> None:
-    busy = OverloadedError("too many large requests")
-    busy.retry_after_s = 0.01
-    coordinator = Failing(busy, busy)
-    slot = slot_of(coordinator)
-    slot.record.store.add(first_point(), 0)
-    await asyncio.wait_for(slot._become_ready(), DEADLINE_S)
-    assert coordinator.kept == [0]
-    assert slot.record.phase == pb.READY
-    slot.record.progress_page.close()
 
 
 @in_loop

@@ -18,14 +18,6 @@ def totals(store: SlotSnapshots) -> list[int]:
     return [kept.total for kept in store]
 
 
-def test_newest_at_far_edge_of_window_stays() -> None:
-    store = SlotSnapshots()
-    store.add(point(0, epoch_start=True), 0)
-    for total in range(1, 11):
-        store.add(point(total), oldest_wanted=6)
-    assert totals(store) == [0, 6, 7, 8, 9, 10]
-
-
 def test_what_the_oldest_wanted_position_needs_stays() -> None:
     """The newest before it, the newest that lies far enough before it to be compared, and the epoch's start."""
     store = SlotSnapshots()
@@ -58,29 +50,12 @@ def test_a_position_of_a_pure_loader(total: int, spent_s: float | None, replay_s
     assert (found.epoch, found.total) == (1, expected)
 
 
-def test_the_beginning_of_an_epoch_needs_no_data_of_it() -> None:
-    store = SlotSnapshots()
-    store.add(point(9), 0)
-    assert store.within(1, 10, 10, None, 2.0) is not None, "it is read for the position that it names"
-    assert store.within(1, 11, 10, None, 2.0) is None
-
-
 def test_epochs_ahead_of_loop_push_nothing_out() -> None:
     """A slot without batches makes the origins of many epochs ahead, all of one total."""
     store = SlotSnapshots()
     for epoch in range(5, 40):
         store.add(point(0, epoch=epoch, epoch_start=True), 0, oldest_epoch=7)
     assert [kept.epoch for kept in store] == list(range(7, 40))
-
-
-def test_exactly_compares_position_and_step() -> None:
-    store = SlotSnapshots()
-    store.add(point(3, step=5), 0)
-    assert store.exactly(0, 3, 3, 5) is not None
-    assert store.exactly(0, 3, 3, 6) is None
-    assert store.exactly(0, 2, 2, 5) is None
-    store.add(point(4), 0)
-    assert store.exactly(0, 4, 4, 7) is not None
 
 
 def test_points_beyond_abandoned_end_are_dropped() -> None:
@@ -102,10 +77,3 @@ def test_room_is_bounded_and_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> 
     kept = totals(store)
     assert kept[0] == 0
     assert kept[-1] == 499
-
-
-def test_a_restart_point_replaces_one_at_its_position() -> None:
-    store = SlotSnapshots()
-    for data in (b"old", b"new"):
-        store.add(StoredSnapshot(0, 3, 3, 3, False, 0, data), 0)
-    assert [point.data for point in store] == [b"new"]

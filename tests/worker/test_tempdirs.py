@@ -32,14 +32,6 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_it_is_private_and_removed(there: Path) -> None:
-    folder = TemporaryFolder()
-    (Path(folder.path) / "listener").touch()
-    assert Path(folder.path).stat().st_mode & 0o777 == 0o700
-    folder.close()
-    assert list(there.iterdir()) == []
-
-
 def test_next_daemon_removes_those_of_killed_one(there: Path) -> None:
     daemon = subprocess.Popen([sys.executable, "-c", DAEMON], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with daemon:
@@ -80,22 +72,4 @@ def test_folders_of_others_are_not_removed(there: Path, tmp_path: Path) -> None:
     assert sorted(path.name.removeprefix(prefix) for path in there.iterdir() if path != left) == sorted(
         [f"penstock-{os.getuid()}", "file", "link", "linkedmark", "open", "unmarked"]
     )
-    folder.close()
-
-
-def test_link_is_removed_but_not_its_target(there: Path, tmp_path: Path) -> None:
-    (tmp_path / "data").touch()
-    folder = TemporaryFolder()
-    left = Path(folder.path).parent
-    (left / "link").symlink_to(tmp_path)
-    (left / "children" / "link").symlink_to(tmp_path)
-    folder.close()
-    assert not left.exists()
-    assert (tmp_path / "data").exists()
-
-
-def test_without_a_place_for_it_there_is_none(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(there / "gone"))
-    folder = TemporaryFolder()
-    assert folder.path == ""
     folder.close()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from coroutines import in_loop
 
-from penstock.worker.processes.process_use import NOTHING, cores, used_by, wait_while_active
+from penstock.worker.processes.process_use import wait_while_active
 from penstock.worker.processes.turn_queue import TurnQueue
 
 
@@ -80,18 +77,3 @@ def test_deadline_counts_time_of_standing_still() -> None:
 
     with running("sleep", "60") as idle, running("sh", "-c", "while :; do :; done") as busy:
         asyncio.run(body(idle, busy))
-
-
-@pytest.mark.parametrize(("quota", "most"), [("150000 100000", 2), ("max 100000", 10**6), ("20000 100000", 1)])
-def test_cores_of_a_container(quota: str, most: int, tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").write_text(quota)
-    assert 1 <= cores(tmp_path / "cpu.max") <= most
-
-
-def test_processor_use_includes_children() -> None:
-    before = used_by(os.getpid())
-    subprocess.run([sys.executable, "-S", "-c", "import time\nwhile time.process_time() < 0.1: pass"], check=True)
-    after = used_by(os.getpid())
-    assert after.cpu_s - before.cpu_s >= 0.05
-    assert after.delay_s >= before.delay_s >= 0.0
-    assert used_by(2**22 + 1) == NOTHING  # no process has that number
