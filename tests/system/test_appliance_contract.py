@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from typing import Any
 
 import dealt
@@ -61,20 +60,13 @@ def make(request: pytest.FixtureRequest, makes: dict[str, Make]) -> Make:
 
 LOADERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "two methods": (streams.counter, {"batches": 9}),
-    "four methods, all of one range": (streams.shared, {"batches": 23}),
     "four methods and noise": (streams.shared_noisy, {"batches": 23}),
-    "four methods, dealt in turn": (four_methods.summed, {}),
     "four methods, a shard for each": (four_methods.shard_per_worker, {"rows": 40}),
     "shuffled by torch's generator": (third_party.shuffled, {"noisy": True}),
-    "torch's own processes": (third_party.shuffled, {"workers": 2, "noisy": True}),
-    "a sampler of its own": (third_party.random_sampler, {"own": True}),
-    "a map of ours": (mapped.mapped, {"batch_size": 7}),
     "shards of ours": (dealt.listed, {"lengths": [9, 4, 11, 6, 8], "batch_size": 3}),
     "everything that travels": (streams.mixed, {"batches": 8}),
     "of unequal lengths": (streams.uneven, {"lengths": [5, 8]}),
 }
-RESHAPED = ("a map of ours", "shards of ours", "four methods, all of one range")
-AGGREGATED = (*RESHAPED, "four methods and noise", "four methods, dealt in turn", "four methods, a shard for each")
 
 
 def loader_of(name: str) -> DataLoader:
@@ -91,32 +83,34 @@ def take(loader: DataLoader, steps: int, appliance: Appliance, **options: Any) -
 # ---- the same stream, and states that fit both
 
 
-@pytest.mark.parametrize("name", [name for name in LOADERS if name not in ("of unequal lengths", RESHAPED[2])])
+@pytest.mark.parametrize(
+    "name", ["four methods, a shard for each", "shuffled by torch's generator", "everything that travels"]
+)
 def test_each_is_resumed_by_the_other(makes: dict[str, Make], name: str) -> None:
-    """The same batches and digests over the ends of epochs; the same part of a state that the user's own code made; and
-    each one's states resume on the other."""
+    """The same batches, digests and workers' records over the ends of epochs; the same part of a state that the user's
+    own code made; and each one's states resume on the other."""
     runs = {kind: saved_run(name, makes[kind]()) for kind in KINDS}
-    assert runs["fake"][:2] == runs["real"][:2]
-    batches, digest, real = runs["real"]
-    if name in AGGREGATED:
-        assert list(map(visible, runs["fake"][2].values())) == list(map(visible, real.values()))
-    for saver, resumer in (KINDS, KINDS[::-1]):
-        for step in list(real)[1::2]:
-            again = loader_of(name)
-            again.load_state_dict(runs[saver][2][step])
-            assert again.step == step
-            assert take(again, 25 - step, makes[resumer]()) == (batches[step:], digest), (saver, step)
+    assert runs["fake"][:3] == runs["real"][:3]
+    batches, digest, _, real = runs["real"]
+    if name == "four methods, a shard for each":
+        assert list(map(visible, runs["fake"][3].values())) == list(map(visible, real.values()))
+    for saver, resumer, step in (*(("real", "fake", step) for step in list(real)[1::2]), ("fake", "real", 18)):
+        again = loader_of(name)
+        again.load_state_dict(runs[saver][3][step])
+        assert again.step == step
+        assert take(again, 25 - step, makes[resumer]()) == (batches[step:], digest), (saver, step)
 
 
-def saved_run(name: str, appliance: Appliance) -> tuple[list[Any], int | None, dict[int, Any]]:
-    """25 batches, the digest after them, and states of some of the steps."""
+def saved_run(name: str, appliance: Appliance) -> tuple[list[Any], int | None, Any, dict[int, Any]]:
+    """25 batches, the digest and the workers' records after them, and states of some of the steps."""
     loader, batches, states = loader_of(name), [], {}
     executor = DataExecutor(loader, num_steps=25, appliance=appliance)
     for batch in executor:
         batches.append(plain(batch))
         if loader.step in (1, 7, 10, 18, 19):  # 18 and 19 are ends of epochs
             states[loader.step] = loader.state_dict()
-    return batches, executor.digest, states
+    records = loader.checkpoints() if name == "four methods, a shard for each" else None
+    return batches, executor.digest, records, states
 
 
 def visible(state: dict[str, Any]) -> dict[str, Any]:
@@ -124,20 +118,9 @@ def visible(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key != "__penstock__"}
 
 
-@pytest.mark.parametrize("name", RESHAPED)
-def test_a_state_resumes_on_other_workers(makes: dict[str, Make], name: str) -> None:
-    loader = loader_of(name)
-    first, _ = take(loader, 3, makes["fake"]())
-    again = loader_of(name)
-    again.load_state_dict(loader.state_dict())
-    rest = [plain(batch) for batch in DataExecutor(again, appliance=makes["real"](num_workers_per_box=3))]
-    whole = [plain(batch) for batch in DataExecutor(loader_of(name), appliance=makes["fake"](num_workers_per_box=1))]
-    assert sorted(map(repr, first + rest)) == sorted(map(repr, whole))
-
-
-@pytest.mark.parametrize("name", ["two methods", "shuffled by torch's generator", *RESHAPED[1:]])
-def test_no_workers_give_the_stream_of_one(makes: dict[str, Make], name: str) -> None:
+def test_no_workers_give_the_stream_of_one(makes: dict[str, Make]) -> None:
     """The same batches, and states that resume on a worker and back."""
+    name = "shuffled by torch's generator"
     kinds = {"real": makes["real"], "no workers": makes["no workers"]}
     whole = {kind: take(loader_of(name), 15, make(num_workers_per_box=1)) for kind, make in kinds.items()}
     assert whole["no workers"] == whole["real"]
@@ -149,18 +132,7 @@ def test_no_workers_give_the_stream_of_one(makes: dict[str, Make], name: str) ->
         assert take(again, 9, kinds[resumer](num_workers_per_box=1)) == (batches[6:], digest)
 
 
-def test_workers_records_are_equal(makes: dict[str, Make]) -> None:
-    found = []
-    for kind in KINDS:
-        loader = loader_of("four methods, a shard for each")
-        take(loader, 7, makes[kind]())
-        found.append(loader.checkpoints())
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize(
-    "name", ["of unequal lengths", "four methods and noise", "a map of ours", "shuffled by torch's generator"]
-)
+@pytest.mark.parametrize("name", ["of unequal lengths", "four methods and noise"])
 def test_a_loop_that_breaks_begins_the_next_epoch(makes: dict[str, Make], name: str) -> None:
     """Check that the batches of the next epoch are the same on both appliances, also from a state after the break."""
     streams_of = {}
@@ -209,30 +181,36 @@ def test_two_boxes_save_one_state(makes: dict[str, Make]) -> None:
 # ---- one contract
 
 
-def test_the_last_step_counts(make: Make) -> None:
+def test_steps_batches_and_states_of_a_run(make: Make) -> None:
+    """The last step counts. Each batch is the loop's to keep. Earlier steps can be saved, as Lookahead does for loops
+    that get their batches from something that reads ahead. Another topology is refused by name."""
     loader = loader_of("two methods")
-    executor = DataExecutor(loader, num_steps=5, checkpoint_steps=2, appliance=make())
-    assert len(executor) == 5
-    marks = [(executor.step, executor.on_checkpoint_step, executor.on_final_iteration) for _ in executor]
-    assert marks == [(1, False, False), (2, True, False), (3, False, False), (4, True, False), (5, True, True)]
-    assert loader.is_restartable
-    assert len(loader) == 18
-    assert loader.batch_size == 4
-    assert executor.stats.steps == 5
-
-
-@pytest.mark.parametrize("name", ["two methods", "shards of ours"])
-def test_earlier_steps_can_be_saved(make: Make, name: str) -> None:
-    """Save earlier steps, as Lookahead does for loops that get their batches from something that reads ahead."""
     with make() as appliance:
-        loader = loader_of(name)
-        batches, digest = take(loader, 9, appliance)
+        executor = DataExecutor(loader, num_steps=9, checkpoint_steps=2, appliance=appliance)
+        assert len(executor) == 9
+        marks, kept, batches = [], [], []
+        for batch in executor:
+            marks.append((executor.step, executor.on_checkpoint_step, executor.on_final_iteration))
+            kept.append(batch)
+            batches.append(plain(batch))
+        assert marks == [*((step, step % 2 == 0, False) for step in range(1, 9)), (9, True, True)]
+        assert [plain(batch) for batch in kept] == batches
+        kept[0]["x"].fill_(-1)
+        assert kept[1]["x"][0] != -1
+        assert loader.is_restartable
+        assert len(loader) == 18
+        assert loader.batch_size == 4
+        assert executor.stats.steps == 9
         state = loader.state_at(4)
         with pytest.raises(StateUnavailableError):
             loader.state_at(10)
-        again = loader_of(name)
+        again = loader_of("two methods")
         again.load_state_dict(state)
-        assert take(again, 5, appliance) == (batches[4:], digest)
+        assert take(again, 5, appliance) == (batches[4:], executor.digest)
+    again = loader_of("two methods")
+    again.load_state_dict(state)
+    with pytest.raises(StateMismatchError, match="2 workers"):
+        take(again, 1, make(num_workers_per_box=3))
 
 
 def test_a_failing_input_is_named_with_its_step(make: Make) -> None:
@@ -247,26 +225,15 @@ def test_a_failing_input_is_named_with_its_step(make: Make) -> None:
             next(iter(loader))
 
 
-def test_what_cannot_travel_is_named(make: Make) -> None:
-    with make(num_workers_per_box=1), pytest.raises(UnsupportedLeafError):
-        next(iter(DataLoader(list, [{1, 2}])))
-
-
-def test_a_loader_without_methods_is_not_saved(make: Make) -> None:
+def test_what_cannot_travel_or_be_saved_is_named(make: Make) -> None:
     with make(num_workers_per_box=1) as appliance:
+        with pytest.raises(UnsupportedLeafError):
+            next(iter(DataLoader(list, [{1, 2}])))
         loader = DataLoader(list, [torch.arange(3)] * 4)
         take(loader, 2, appliance)
         assert not loader.is_restartable
         with pytest.raises(NotRestartableError):
             loader.state_dict()
-
-
-def test_another_topology_is_refused_by_name(make: Make) -> None:
-    loader, again = loader_of("two methods"), loader_of("two methods")
-    take(loader, 4, make())
-    again.load_state_dict(loader.state_dict())
-    with pytest.raises(StateMismatchError, match="2 workers"):
-        take(again, 1, make(num_workers_per_box=3))
 
 
 def test_the_loops_generators_stay_its_own(make: Make) -> None:
@@ -292,17 +259,3 @@ def test_the_loops_generators_stay_its_own(make: Make) -> None:
             loader.state_dict()
     assert got == alone
     assert noisy == take(loader_of("four methods and noise"), 6, make())[0]
-
-
-def test_a_loader_may_be_dropped_in_its_loop(make: Make) -> None:
-    appliance = make()
-    with closing(iter(DataExecutor(loader_of("two methods"), appliance=appliance))) as batches:  # type: ignore[type-var]
-        next(batches)
-    assert take(loader_of("two methods"), 2, appliance)[0]
-
-
-def test_each_batch_is_the_loops_to_keep(make: Make) -> None:
-    batches = list(DataExecutor(loader_of("two methods"), num_steps=12, appliance=make()))
-    assert [int(batch["x"][0]) for batch in batches] == [batch["number"] for batch in batches]
-    batches[0]["x"].fill_(-1)
-    assert batches[1]["x"][0] != -1

@@ -6,7 +6,7 @@ import os
 import select
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import built
 import pytest
@@ -16,8 +16,6 @@ from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.testing import FakeAppliance
 from penstock.proto.batch.flatten import Flattener
 from penstock.proto.batch.replay_digest import ReplayDigest
-from penstock.proto.state.codec import decode_state, encode_state
-from penstock.worker.batch.entry_lease import VAIN_LIMIT
 
 STEPS = 90
 
@@ -75,43 +73,6 @@ def test_batches_are_built_in_the_ring(appliance: Appliance) -> None:
     }  # int, float, bool
 
 
-def test_a_lost_worker(appliance: Appliance, default: list[int], tmp_path: Path) -> None:
-    dies = (23, str(tmp_path / "died"))
-    with pytest.warns(UserWarning, match="recovered"):
-        assert digests(appliance, built.collated, "ours", 404, 0, True, dies, steps=STEPS) == default[:STEPS]
-
-
-def test_resumed_runs(appliance: Appliance, default: list[int]) -> None:
-    loader = DataLoader(built.collated, "ours", 404, 0, True)
-    executor = DataExecutor(loader, num_steps=103, checkpoint_steps=10, appliance=appliance)
-    states = {}
-    for _ in executor:
-        if executor.step in (1, 37, 100):
-            states[executor.step] = encode_state(loader.state_dict())
-    replay_digest = ReplayDigest(Flattener())
-    for saved_at, state in states.items():
-        again = DataLoader(built.collated, "ours", 404, 0, True)
-        again.load_state_dict(cast(dict[str, Any], decode_state(state)))
-        got = [replay_digest.take(b)[0] for b in DataExecutor(again, num_steps=50, appliance=appliance)]
-        assert got == default[saved_at : saved_at + 50], f"saved at step {saved_at}"
-
-
-def test_passes_that_the_loop_leaves(appliance: Appliance) -> None:
-    def run(how: str, appliance: Appliance) -> list[int]:
-        replay_digest = ReplayDigest(Flattener())
-        executor = DataExecutor(DataLoader(built.collated, how, 400, 0, True), appliance=appliance)
-        got = []
-        for length in (3, 40, 1, 25):
-            for taken, batch in enumerate(executor, 1):
-                got.append(replay_digest.take(batch)[0])
-                if taken == length:
-                    break
-        return got
-
-    with FakeAppliance(num_workers_per_box=2, seed=7, replay=True) as fake:
-        assert run("ours", appliance) == run("default", fake)
-
-
 def test_epoch_abandoned_while_its_worker_waits(appliance: Appliance) -> None:
     """Wherever it waits: the ring has 32 slots, and the loop is at its third batch."""
     with beside(appliance, replay=True) as alone:
@@ -127,7 +88,7 @@ def test_epoch_abandoned_while_its_worker_waits(appliance: Appliance) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # one forks in this process, too
-@pytest.mark.parametrize("how", built.BY_HAND)
+@pytest.mark.parametrize("how", ["held", "prefetched", "fetched_by_a_thread", "stumbling", "forking"])
 def test_whatever_user_code_does_with_a_batch(appliance: Appliance, how: str) -> None:
     count = 70
     default = digests(None, built.by_hand, how, count, False)
@@ -152,21 +113,3 @@ def test_worker_waiting_in_user_code_is_stopped(appliance: Appliance, tmp_path: 
     finally:
         os.close(runner)
     assert not marker.exists(), "nothing of ours passes through user code"
-
-
-def test_a_loop_that_keeps_its_batches(appliance: Appliance) -> None:
-    replay_digest = ReplayDigest(Flattener())
-    kept = list(DataExecutor(DataLoader(built.collated, "ours"), num_steps=STEPS, appliance=appliance))
-    expected = digests(None, built.collated, "default", steps=STEPS)
-    assert [replay_digest.take(batch)[0] for batch in kept] == expected
-
-
-def test_torch_collate_shares_no_memory(appliance: Appliance) -> None:
-    loader = DataLoader(built.shared_by_torch, 400)
-    with pytest.warns(UserWarning, match="current_assignment"):
-        batches = list(DataExecutor(loader, num_steps=800, appliance=appliance))
-    assert not any(bool(batch["shared"]) for batch in batches)
-
-
-def test_limit_of_failed_tries_is_reached() -> None:
-    assert VAIN_LIMIT < 70 / 2

@@ -3,10 +3,9 @@ that is resumed leaves out the same."""
 
 from __future__ import annotations
 
-import functools
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,73 +51,38 @@ def without(batches: list[list[int]], poison: list[int]) -> list[list[int]]:
     return [batch for batch in batches if not set(batch) & set(poison)]
 
 
-def skipped(appliance: Appliance, kind: str, poison: list[int], shuffle: bool) -> list[list[int]]:
-    """The whole stream of an input with poison in it, which is left out with a warning and a count."""
-    loader = DataLoader(hazards.poisoned, kind, poison, shuffle)
+KIND, TWO = "own", [9, 37]
+
+
+def test_the_stream_lacks_only_poison_also_when_it_is_resumed(skipping: Appliance) -> None:
+    """Three legs, each from the state of the one before; the two poisoned batches lie in different ones."""
+    with FakeAppliance(num_workers_per_box=2, seed=7, replay=True) as undisturbed:
+        undisturbed_stream = stream(undisturbed, DataLoader(hazards.poisoned, KIND, []))
+    wanted = [without(part, [sample // 4 + 1 for sample in TWO]) for part in by_worker(undisturbed_stream)]
+    loader = DataLoader(hazards.poisoned, KIND, TWO)
     with recorded() as told:
-        got = stream(appliance, loader)
+        whole = stream(skipping, loader)
     named = [text for text in told if "is quarantined and skipped: it killed its runner 4 times" in text]
-    assert len(named) == len(poison)
+    assert len(named) == len(TWO)
     assert all(re.search(r"batch \d+ of box 0 slot 0 \(step \d+\) is quarantined", text) for text in named)
     session = loader._session
     assert session is not None
-    assert session.stats().skipped == len(poison)
-    return got
-
-
-@pytest.fixture(scope="module")
-def two_left_out(skipping: Appliance) -> Callable[[str], list[list[int]]]:
-    """The stream of a kind of input without the batches with TWO. Each batch that is left out kills four runners first,
-    so it is made once."""
-    return functools.cache(lambda kind: skipped(skipping, kind, TWO, False))
-
-
-TWO = [9, 37]
-
-
-@pytest.mark.parametrize(
-    ("kind", "shuffle", "poison"),
-    [
-        ("torchdata", True, [17]),
-        ("own", False, TWO),
-        ("torch", False, [1, 22, 26]),  # the first batch of all, and two in a row
-    ],
-)
-def test_stream_lacks_only_the_poison_batch(
-    skipping: Appliance,
-    two_left_out: Callable[[str], list[list[int]]],
-    kind: str,
-    shuffle: bool,
-    poison: list[int],
-) -> None:
-    with FakeAppliance(num_workers_per_box=2, seed=7, replay=True) as undisturbed:
-        whole = stream(undisturbed, DataLoader(hazards.poisoned, kind, [], shuffle))
-    got = two_left_out(kind) if poison is TWO else skipped(skipping, kind, poison, shuffle)
-    marks = [sample // 4 + 1 for sample in poison] if kind == "own" else poison
-    wanted = [without(part, marks) for part in by_worker(whole)]
-    assert list(by_worker(got)) == wanted
-    assert len(got) == 24 - len(poison)
+    assert session.stats().skipped == len(TWO)
+    assert list(by_worker(whole)) == wanted
+    assert len(whole) == 24 - len(TWO)
     # In turn, as long as both have some.
-    assert got[: 2 * len(wanted[0])] == [b for pair in zip(*wanted, strict=False) for b in pair]
-
-
-@pytest.mark.parametrize("kind", ["own"])
-def test_resumed_runs_leave_out_the_same_batches(
-    skipping: Appliance, two_left_out: Callable[[str], list[list[int]]], kind: str
-) -> None:
-    """Three legs, each from the state of the one before; the two poisoned batches lie in different ones."""
-    poison, whole = TWO, two_left_out(kind)
+    assert whole[: 2 * len(wanted[0])] == [b for pair in zip(*wanted, strict=False) for b in pair]
     got: list[list[int]] = []
     state: dict[str, Any] | None = None
     for steps in (4, 5, None):
-        loader = DataLoader(hazards.poisoned, kind, poison, False)
+        loader = DataLoader(hazards.poisoned, KIND, TWO)
         if state is not None:
             loader.load_state_dict(state)
         with recorded() as told:
             got += stream(skipping, loader, steps)
         assert all("quarantined" in text or "SIGSEGV" in text for text in told)
         if len(got) == 9:  # the batch with 9 was left out by then, and the state knows it
-            again = DataLoader(hazards.poisoned, kind, poison, False)
+            again = DataLoader(hazards.poisoned, KIND, TWO)
             again.load_state_dict(loader.state_dict())
             with recorded() as told:
                 assert stream(skipping, again, 4) == whole[9:13]
@@ -127,14 +91,15 @@ def test_resumed_runs_leave_out_the_same_batches(
     assert got == whole
 
 
-@pytest.mark.parametrize(("kind", "says"), [("generator", r"has a method skip_batch\(\)")])
-def test_unskippable_batch_fails_with_the_reason(skipping: Appliance, kind: str, says: str) -> None:
+def test_unskippable_batch_fails_with_the_reason(skipping: Appliance) -> None:
     got: list[Any] = []
     with (
         recorded() as told,
-        pytest.raises(errors.InputFnError, match=f"batch 6 killed its runner.*cannot be skipped.*{says}"),
+        pytest.raises(
+            errors.InputFnError, match=r"batch 6 killed its runner.*cannot be skipped.*has a method skip_batch\(\)"
+        ),
     ):
-        got.extend(DataExecutor(DataLoader(hazards.poisoned, kind, [20]), appliance=skipping))
+        got.extend(DataExecutor(DataLoader(hazards.poisoned, "generator", [20]), appliance=skipping))
     assert len(got) == 10  # all that came before it
     assert any("is quarantined" in text for text in told)
 

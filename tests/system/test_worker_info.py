@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import dividing
 import pytest
-from cluster import Cluster, running
+from neighbours import beside
 
-from penstock.client import DataExecutor, DataLoader
+from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.testing import FakeAppliance
 from penstock.proto.errors import InputFnError
 
 COUNT = 96
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("state")) as cluster:
-        cluster.add_worker(4, allow="dividing")
-        yield cluster
 
 
 def samples(appliance: Any, *loader: Any) -> list[int]:
@@ -30,10 +22,9 @@ def samples(appliance: Any, *loader: Any) -> list[int]:
         return [int(number) for batch in DataLoader(*loader) for number in batch]
 
 
-def on_two_boxes(cluster: Cluster, job: str, *loader: Any) -> list[int]:
+def on_two_boxes(appliance: Appliance, job: str, *loader: Any) -> list[int]:
     def box(number: int) -> list[int]:
-        settings = {"box": number, "num_boxes": 2, "num_workers_per_box": 2}
-        return samples(cluster.box(job, **settings), *loader)
+        return samples(beside(appliance, job=job, box=number, num_boxes=2, num_workers_per_box=2), *loader)
 
     with ThreadPoolExecutor(2) as pool:
         return [number for numbers in pool.map(box, range(2)) for number in numbers]
@@ -51,17 +42,18 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if "get_worker_info()" in record.message]
 
 
-@pytest.mark.parametrize("pattern", [dividing.by_node])
-def test_each_sample_comes_once(cluster: Cluster, caplog: pytest.LogCaptureFixture, pattern: Any) -> None:
+def test_each_sample_comes_once(appliance: Appliance, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock.client")
-    assert sorted(on_two_boxes(cluster, pattern.__name__, pattern, COUNT)) == list(range(COUNT))
+    assert sorted(on_two_boxes(appliance, "by_node", dividing.by_node, COUNT)) == list(range(COUNT))
     assert len(told(caplog)) == 2  # once in each box
-    assert all(ANSWERS[pattern] in message for message in told(caplog))
+    assert all(ANSWERS[dividing.by_node] in message for message in told(caplog))
 
 
-def test_torch_answers_in_worker_processes_of_the_loader(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_torch_answers_in_worker_processes_of_the_loader(
+    appliance: Appliance, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "penstock.client")
-    assert sorted(on_two_boxes(cluster, "own", dividing.model_zoo, COUNT, 2)) == list(range(COUNT))
+    assert sorted(on_two_boxes(appliance, "own", dividing.model_zoo, COUNT, 2)) == list(range(COUNT))
     assert not told(caplog)
 
 
@@ -76,7 +68,7 @@ def test_workers_of_one_process_are_answered_apart(pattern: Any, caplog: pytest.
     assert all(ANSWERS[pattern] in message for message in told(caplog))
 
 
-@pytest.mark.parametrize("field", ["global_worker_id", "slot", "box"])
+@pytest.mark.parametrize("field", ["slot", "box"])
 def test_worker_info_before_the_field_is_an_error(field: str) -> None:
     expected = (
         rf"dividing.py:\d+ reads .{field} of current_assignment\(\) after get_worker_info\(\), at \S*dividing.py:\d+: "
@@ -86,20 +78,8 @@ def test_worker_info_before_the_field_is_an_error(field: str) -> None:
         samples(FakeAppliance(box=1, num_boxes=2, seed=1), dividing.late, COUNT, field)
 
 
-def test_own_reads_of_penstock_do_not_count() -> None:
-    with FakeAppliance(num_workers_per_box=2):
-        infos: list[Any] = []
-        assert len(list(DataLoader(dividing.beside_penstock, COUNT, infos.append))) == COUNT // 4
-    assert [(info.id, info.num_workers) for info in infos] == [(0, 2), (1, 2)]
-
-
 def test_torchs_collate_does_not_ask() -> None:
     assert sorted(samples(FakeAppliance(num_workers_per_box=3), dividing.collated, COUNT)) == list(range(COUNT))
-
-
-@pytest.mark.parametrize("field", ["box", "seed"])
-def test_a_field_that_changes_no_answer_may_be_read_late(field: str) -> None:
-    assert sorted(samples(FakeAppliance(num_workers_per_box=3), dividing.late, COUNT, field)) == list(range(COUNT))
 
 
 def test_reads_in_state_methods_do_not_count() -> None:
