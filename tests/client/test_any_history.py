@@ -10,7 +10,6 @@ from typing import Any
 import dealt
 import four_methods
 import pytest
-import streams
 import third_party
 from chains import plain
 from hypothesis import given, settings
@@ -21,12 +20,10 @@ from penstock.client.testing import FakeAppliance, LostWorker
 from penstock.proto.errors import EmptyInputError
 
 LOADERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "of unequal lengths": (streams.uneven, {"lengths": [2, 5]}),
     "shuffled by torch's generator": (third_party.shuffled, {"noisy": True}),
     "shards of ours": (dealt.listed, {"lengths": [5, 2, 7], "batch_size": 2}),
 }
 ONE_OBJECT_A_LAUNCH: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "four methods and noise": (streams.shared_noisy, {"batches": 11}),
     "four methods, dealt in turn": (four_methods.SummedLoader, {"rows": 28}),
 }
 MOST = 10
@@ -66,28 +63,18 @@ def lived(name: str, life: list[tuple[str, int, bool]], *, restarts: bool, lost:
     return got, executor.digest
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", [*LOADERS, *ONE_OBJECT_A_LAUNCH])
 @settings(max_examples=10)
 @given(life=parts, lost=st.frozensets(st.integers(1, 4 * MOST), max_size=4))
 def test_a_stream_is_what_it_would_have_been(
     name: str, life: list[tuple[str, int, bool]], lost: frozenset[int]
 ) -> None:
+    """A `break` calls iter() on a launch's one object: a launch between two breaks is another life, as in cstorch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
+        if name in ONE_OBJECT_A_LAUNCH:
+            undisturbed = lived(name, life, restarts=False, lost=frozenset())
+            assert lived(name, life, restarts=False, lost=lost) == undisturbed
+            life = [("steps", count, restarted) for _, count, restarted in life]
         undisturbed = lived(name, life, restarts=False, lost=frozenset())
         assert lived(name, life, restarts=True, lost=lost) == undisturbed
-
-
-@pytest.mark.parametrize("name", ONE_OBJECT_A_LAUNCH)
-@settings(max_examples=10)
-@given(life=parts, lost=st.frozensets(st.integers(1, 4 * MOST), max_size=4))
-def test_a_launch_of_one_object_is_what_it_would_have_been(
-    name: str, life: list[tuple[str, int, bool]], lost: frozenset[int]
-) -> None:
-    """A `break` calls iter() on the launch's object, so a launch between two breaks is another life, as in cstorch."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        assert lived(name, life, restarts=False, lost=lost) == lived(name, life, restarts=False, lost=frozenset())
-        steps = [("steps", count, restarted) for _, count, restarted in life]
-        undisturbed = lived(name, steps, restarts=False, lost=frozenset())
-        assert lived(name, steps, restarts=True, lost=lost) == undisturbed

@@ -20,22 +20,15 @@ from penstock.client import (
     infer_batch_size,
 )
 from penstock.client.states.local_loader import check_strict
+from penstock.client.testing import FakeAppliance
 from penstock.proto.errors import InvalidArgumentError, StateMismatchError, StateUnavailableError, UnsupportedStateError
-from penstock.proto.state.assignment import Assignment, assigned
-from penstock.proto.state.codec import decode_state
+from penstock.proto.state.assignment import Assignment, assigned, current_assignment
 
 
-def rows(slot: int, epoch: int) -> list[dict[str, Any]]:
+def rows() -> list[dict[str, Any]]:
     """Three batches a slot, of 4, 4 and 2 rows."""
+    current_assignment()
     return [{"x": torch.zeros(size, 3), "y": torch.zeros(size), "name": "text"} for size in (4, 4, 2)]
-
-
-@pytest.fixture
-def two(appliances: Any) -> Any:
-    """An appliance of two workers whose loaders have the four methods."""
-    appliance = appliances(rows, num_workers_per_box=2)
-    appliance.capabilities |= {"state_methods": 4, "length": 3}
-    return appliance
 
 
 @pytest.fixture
@@ -46,10 +39,11 @@ def loader() -> DataLoader:
 def test_a_loader_shows_what_it_was_made_of() -> None:
     lengths = [1, 2]
     loader = DataLoader(streams.uneven, lengths)
+    lengths.append(3)  # arguments are copied here and now
     assert loader.input_fn is streams.uneven
     loader.input_fn_params[0][0].append(3)
     assert loader.input_fn_params == (([1, 2],), {})
-    assert DataLoader(streams.uneven, lengths).id == loader.id + 1
+    assert DataLoader(streams.uneven, [1]).id == loader.id + 1
     assert copy.copy(loader).id == loader.id + 2
 
 
@@ -61,18 +55,18 @@ def test_the_loader_in_this_process(loader: DataLoader) -> None:
         _ = DataLoader(streams.half_strict, 30).dataloader
 
 
-def test_the_batch_size_is_that_of_the_last_batch(two: Any, loader: DataLoader) -> None:
+def test_the_batch_size_is_that_of_the_last_batch(two: FakeAppliance) -> None:
+    def of_two_and_three() -> list[Any]:
+        return [(torch.zeros(2 + current_assignment().slot), torch.zeros(3))]
+
+    loader, unlike = DataLoader(rows), DataLoader(of_two_and_three)
     assert loader.batch_size is None
-    sizes = [loader.batch_size for _ in DataExecutor(loader, appliance=two)]
-    assert sizes == [4, 4, 4, 4, 2, 2]
+    assert [loader.batch_size for _ in DataExecutor(loader, appliance=two)] == [4, 4, 4, 4, 2, 2]
+    assert [unlike.batch_size for _ in DataExecutor(unlike, appliance=two)] == [None, 3]
 
 
-def test_unlike_lengths_have_no_batch_size(appliances: Any, loader: DataLoader) -> None:
-    unlike = appliances(lambda slot, epoch: [(torch.zeros(2), torch.zeros(3))])
-    assert [loader.batch_size for _ in DataExecutor(loader, appliance=unlike)] == [None]
-
-
-def test_an_executor_counts_its_own_steps(two: Any, loader: DataLoader) -> None:
+def test_an_executor_counts_its_own_steps(two: FakeAppliance) -> None:
+    loader = DataLoader(rows)
     list(DataExecutor(loader, num_steps=2, appliance=two))
     executor = DataExecutor(loader, num_steps=3, appliance=two)
     assert (executor.dataloader, len(executor), executor.iteration) == (loader, 3, -1)
@@ -86,12 +80,11 @@ def test_an_executor_counts_its_own_steps(two: Any, loader: DataLoader) -> None:
     assert len(rest) == 6
 
 
-def test_strict_on_one_class_method_is_refused() -> None:
+def test_strict_on_one_method_is_refused() -> None:
+    """Of a class, and of one that is found by an annotation."""
     with pytest.raises(TypeError, match="HalfStrict: only deaggregate_state_dict takes `strict`"):
         DataLoader(streams.HalfStrict, 30)
 
-
-def test_strict_is_found_by_an_annotation() -> None:
     def make() -> streams.HalfStrict:
         return streams.HalfStrict(30)
 
@@ -160,17 +153,16 @@ def test_numbers_of_steps() -> None:
 # ---- states made by hand
 
 
-def test_handmade_state_is_read_by_the_loader(two: Any, loader: DataLoader, caplog: pytest.LogCaptureFixture) -> None:
+def test_handmade_state_is_read_by_the_loader(
+    two: FakeAppliance, loader: DataLoader, caplog: pytest.LogCaptureFixture
+) -> None:
     state = {"start": 12, "done": [0, 0]}
     with caplog.at_level(logging.WARNING, "penstock.client"):
         loader.load_state_dict(state, strict=False)
     assert "was not made by DataLoader.state_dict()" in caplog.text
     assert loader.state_dict() == state, "not started, it comes back as given"
     state["start"] = 99
-    list(DataExecutor(loader, num_steps=2, appliance=two))
-    start = two.opened[0]["start"]
-    assert decode_state(start.blob) == {"aggregated": {"start": 12, "done": [0, 0]}, "strict": False, "slots": {}}
-    assert (start.position.step, start.same_topology, two.opened[0]["seed"]) == (0, False, None)
+    assert [batch["number"] for batch in DataExecutor(loader, num_steps=2, appliance=two)] == [12, 13]
     assert loader.checkpoints()[0].lifetime_appliance_step == 2
 
 
@@ -187,20 +179,18 @@ def test_handmade_state_needs_four_methods() -> None:
 # ---- records
 
 
-def test_records_count_this_launch_and_all(two: Any) -> None:
-    two.capabilities["state_methods"] = 2
-    loader = DataLoader(streams.counter)
+def test_records_count_this_launch_and_all(two: FakeAppliance, loader: DataLoader) -> None:
     with pytest.raises(StateUnavailableError, match=r"checkpoints\(\): step must be one delivered since .*, got 0"):
         loader.checkpoints()
     list(DataExecutor(loader, num_steps=3, appliance=two))
     first, second = loader.checkpoints()
-    assert first == DataLoaderCheckpoint(0, 2, 1, 0, 3, 2, 2, {"done": 2}, 3, 2, 2)
-    assert second == DataLoaderCheckpoint(1, 2, 1, 0, 3, 1, 1, {"done": 1}, 3, 1, 1)
+    assert first == DataLoaderCheckpoint(0, 2, 1, 0, 3, 2, 8, {"start": 0, "done": 2}, 3, 2, 8)
+    assert second == DataLoaderCheckpoint(1, 2, 1, 0, 3, 1, 4, {"start": 0, "done": 1}, 3, 1, 4)
     assert (second.global_worker_id, second.total_num_workers) == (1, 2)
     loader.load_state_dict(loader.state_dict())
     list(DataExecutor(loader, num_steps=2, appliance=two))
     with pytest.raises(StateUnavailableError, match=r"checkpoints\(\): step must be one delivered since .*, got 3"):
         loader.checkpoints(3)
     again = loader.checkpoints(5)
-    assert [(c.appliance_step, c.worker_step, c.samples_streamed) for c in again] == [(2, 1, 1), (2, 1, 1)]
+    assert [(c.appliance_step, c.worker_step, c.samples_streamed) for c in again] == [(2, 1, 4), (2, 1, 4)]
     assert [(c.lifetime_appliance_step, c.lifetime_worker_step) for c in again] == [(5, 3), (5, 2)]

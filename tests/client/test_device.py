@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
-from devices import FakeBackend, FakeRuntime, in_a_ring
+from devices import FakeRuntime, in_a_ring
 
 from penstock.client.stream.cuda import CudaBackend, PageLocks
 from penstock.client.stream.device import CpuBackend, DeviceBackend, check_device
@@ -43,17 +44,6 @@ class FakeEvent:
         return True
 
 
-class Scope:
-    def __init__(self, cuda: FakeCuda, what: str) -> None:
-        self.cuda, self.what = cuda, what
-
-    def __enter__(self) -> None:
-        self.cuda.notes.append(f"on {self.what}")
-
-    def __exit__(self, *error: object) -> None:
-        self.cuda.notes.append(f"off {self.what}")
-
-
 class FakeCuda:
     """Takes notes of what is asked of torch.cuda; the memory is the CPU's."""
 
@@ -72,11 +62,17 @@ class FakeCuda:
     def Event(self) -> FakeEvent:
         return FakeEvent(self)
 
-    def stream(self, stream: FakeStream) -> Scope:
-        return Scope(self, stream.name)
+    @contextmanager
+    def _scope(self, what: str) -> Iterator[None]:
+        self.notes.append(f"on {what}")
+        yield
+        self.notes.append(f"off {what}")
 
-    def device(self, device: torch.device) -> Scope:
-        return Scope(self, "device")
+    def stream(self, stream: FakeStream) -> AbstractContextManager[None]:
+        return self._scope(stream.name)
+
+    def device(self, device: torch.device) -> AbstractContextManager[None]:
+        return self._scope("device")
 
     def current_stream(self, device: torch.device) -> FakeStream:
         return FakeStream(self, "loop")
@@ -103,10 +99,6 @@ def _cpu(cuda: FakeCuda) -> DeviceBackend:
     return CpuBackend()
 
 
-def _fake(cuda: FakeCuda) -> DeviceBackend:
-    return FakeBackend(patience=2)
-
-
 def _cuda_on_the_cpu(cuda: FakeCuda) -> DeviceBackend:
     return CudaBackend(torch.device("cpu"), cuda)
 
@@ -121,7 +113,6 @@ NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="finds no CUD
 @pytest.fixture(
     params=[
         pytest.param(_cpu, id="cpu"),
-        pytest.param(_fake, id="fake"),
         pytest.param(_cuda_on_the_cpu, id="cuda-calls"),
         pytest.param(_cuda, id="cuda", marks=NO_CUDA),
     ]
@@ -156,7 +147,7 @@ def bits(tensor: torch.Tensor) -> Any:
     return tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).tolist()
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (), (8,), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 4), (), (3, 0, 2)], ids=str)
 def test_every_dtype_arrives_to_the_bit(backend: DeviceBackend, ring: Ring, shape: Any) -> None:
     backend.lock(ring)
     for dtype in TORCH_NAMES:
@@ -167,20 +158,6 @@ def test_every_dtype_arrives_to_the_bit(backend: DeviceBackend, ring: Ring, shap
         assert landed(event)
         assert copy.device == backend.device
         assert bits(copy) == expected
-
-
-def test_empty_tensors_arrive(backend: DeviceBackend, ring: Ring) -> None:
-    backend.lock(ring)
-    sources = [torch.empty(0), torch.empty(3, 0, 2, dtype=torch.bfloat16), filled(ring, torch.int32, (2,))]
-    copies, event = backend.copy(sources)
-    backend.order_after_copies(copies, event)
-    assert landed(event)
-    assert [(tuple(copy.shape), copy.dtype) for copy in copies] == [
-        ((0,), torch.float32),
-        ((3, 0, 2), torch.bfloat16),
-        ((2,), torch.int32),
-    ]
-    assert all(copy.device == backend.device for copy in copies)
 
 
 def test_copies_have_memory_of_their_own(backend: DeviceBackend, ring: Ring) -> None:
@@ -197,13 +174,6 @@ def test_copies_have_memory_of_their_own(backend: DeviceBackend, ring: Ring) -> 
     assert all(copy.untyped_storage().nbytes() == copy.nbytes for copy in copies), "torch.save writes a leaf alone"
 
 
-def test_copies_end_in_the_order_of_their_start(backend: DeviceBackend, ring: Ring) -> None:
-    backend.lock(ring)
-    started = [backend.copy([filled(ring, torch.int64, (1000,))]) for _ in range(20)]
-    assert landed(started[-1][1])
-    assert all(event.query() for _, event in started)
-
-
 def test_later_work_sees_the_batch(backend: DeviceBackend, ring: Ring) -> None:
     backend.lock(ring)
     for number in range(50):
@@ -214,17 +184,6 @@ def test_later_work_sees_the_batch(backend: DeviceBackend, ring: Ring) -> None:
             assert landed(event)  # a CPU does not wait for events
         total = copies[0].sum()
         assert int(total) == 1024 * number
-
-
-def test_a_ring_may_go_once_its_copies_are_done(backend: DeviceBackend) -> None:
-    for number in range(3):
-        ring = Ring.create(1 << 16, 4)
-        backend.lock(ring)
-        copies, event = backend.copy([filled(ring, torch.uint8, (100,)).fill_(number)])
-        assert landed(event)
-        del ring
-        backend.order_after_copies(copies, event)
-        assert copies[0].tolist() == [number] * 100
 
 
 # ---- how CUDA is asked
@@ -244,30 +203,7 @@ def test_copy_has_a_stream_the_loops_waits_for(fake_cuda: FakeCuda, ring: Ring) 
     assert fake_cuda.notes == ["loop waits for event 1", "loop uses 2 bytes", "loop uses 3 bytes"]
 
 
-def test_cuda_fake_has_only_what_torch_has() -> None:
-    for name in ("current_device", "Stream", "Event", "stream", "device", "current_stream", "cudart"):
-        assert callable(getattr(torch.cuda, name))
-    for name in ("wait_event",):
-        assert callable(getattr(torch.cuda.Stream, name))
-    for name in ("record", "query"):
-        assert callable(getattr(torch.cuda.Event, name))
-
-
 # ---- page-locking
-
-
-def test_whole_ring_is_locked_until_it_is_gone() -> None:
-    runtime, ring = FakeRuntime(), Ring.create(1 << 16, 4)
-    assert PageLocks(runtime, "cuda:0", pytest.fail).lock(ring)
-    address, size = ring.address, ring.entries * ring.entry_bytes
-    assert runtime.locked == {address: size}
-    view = wrap_buffer(ring.map)
-    gc.collect()
-    assert runtime.locked
-    del ring
-    gc.collect()
-    assert runtime.unlocked == [address]
-    assert view[0] == 0, "views of it live on"
 
 
 def test_the_mapping_is_there_when_it_is_unlocked() -> None:
@@ -351,36 +287,20 @@ def test_a_failed_lock_leaves_no_error_behind(ring: Ring) -> None:
     ("name", "words"),
     [
         ("nonsense", r"device must be \"cpu\", \"cuda\" or \"cuda:N\", got 'nonsense'"),
-        ("0", ", got '0'"),
         ("cpu:1", ", got 'cpu:1': leave it out"),
-        ("meta", ", got 'meta'"),
-        ("mps", ", got 'mps': leave it out"),
         ("xpu:0", ", got 'xpu:0'"),
+        ("cuda:2", r"one of the 2 CUDA devices that this process sees, .* got 'cuda:2'"),
     ],
 )
-def test_devices_that_are_none(name: str, words: str) -> None:
+def test_devices_that_are_none(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InvalidArgumentError, match=words):
         check_device(name)
 
 
-@pytest.mark.parametrize(("name", "known_as"), [("cpu", "cpu"), ("cpu:0", "cpu")])
-def test_the_cpu(name: str, known_as: str) -> None:
-    assert check_device(name) == known_as
-
-
-def test_cuda_where_no_device_can_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        InvalidArgumentError, match=r"device='cuda' cannot be used: torch .* no CUDA device.*nvidia-smi"
-    ):
-        check_device("cuda")
-
-
-def test_cuda_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [check_device(name) for name in ("cuda", "cuda:0", "cuda:1")] == ["cuda", "cuda:0", "cuda:1"]
-    with pytest.raises(
-        InvalidArgumentError, match=r"one of the 2 CUDA devices that this process sees, .* got 'cuda:2'"
-    ):
-        check_device("cuda:2")
+    found = [check_device(name) for name in ("cuda", "cuda:0", "cuda:1", "cpu", "cpu:0")]
+    assert found == ["cuda", "cuda:0", "cuda:1", "cpu", "cpu"]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,49 +16,14 @@ from neighbours import beside
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.stream import device_reader
 
-Lane = Literal["auto", "tcp"]
-SEED = 11
-
-
-@pytest.fixture(scope="module")
-def appliance() -> Iterator[Any]:
-    """Appliances by device and lane, on the daemons of one; one of each kind serves all tests."""
-    with contextlib.ExitStack() as stack:
-        daemons = stack.enter_context(Appliance(num_workers_per_box=2, seed=SEED))
-
-        @functools.cache
-        def make(device: str | None, lane: Lane = "auto") -> Appliance:
-            settings = {"num_workers_per_box": 2, "seed": SEED, "device": device, "lane": lane}
-            return stack.enter_context(beside(daemons, **settings))
-
-        yield make
-
-
+TWO: dict[str, Any] = {"num_workers_per_box": 2, "seed": 11}
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="finds no CUDA device")
 
 
-@pytest.fixture(params=["late", pytest.param("cuda", marks=NO_CUDA)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The name to pass. "late": copies happen when they have been asked after often, or when `arrived` says so."""
-    if request.param == "late":
-        backends: list[FakeBackend] = []
-
-        def late(name: str) -> FakeBackend:
-            backends.append(FakeBackend(patience=4))
-            return backends[-1]
-
-        monkeypatch.setattr(device_reader, "backend_of", late)
-        yield "cpu"
-        assert all(backend.started for backend in backends)
-    else:
-        yield request.param
-
-
-def arrived(loader: DataLoader) -> None:
-    """All copies that are under way have happened."""
-    reader = loader._session.reader if loader._session is not None else None
-    if isinstance(reader, device_reader.DeviceReader) and isinstance(reader._backend, FakeBackend):
-        reader._backend.finish()
+@pytest.fixture(scope="module")
+def daemons() -> Iterator[Appliance]:
+    with Appliance(**TWO) as appliance:
+        yield appliance
 
 
 def plain(value: Any) -> Any:
@@ -75,48 +37,30 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def stream(where: Appliance, steps: int) -> tuple[list[Any], list[int | None], list[Any]]:
-    """Return what a loop sees: batches, digests of the stream so far, and the state at each step."""
-    batches, digests, states = [], [], []
-    loader = DataLoader(streams.mixed, 4)
-    executor = DataExecutor(loader, num_steps=steps, appliance=where)
-    for batch in executor:
-        digests.append(executor.digest)
-        states.append(described(loader.state_dict()))
-        arrived(loader)
-        assert batch["matrix"].device.type == (where.settings.device or "cpu")
-        batches.append(plain(batch))
-    assert executor.step == steps
-    return batches, digests, states
+def stream(daemons: Appliance, **settings: Any) -> list[Any]:
+    """What a loop sees in ten steps, over the end of an epoch of eight: batches, digests of the stream so far, and the
+    state at each step."""
+    found = []
+    with beside(daemons, **TWO, **settings) as appliance:
+        loader = DataLoader(streams.mixed, 4)
+        executor = DataExecutor(loader, num_steps=10, appliance=appliance)
+        for batch in executor:
+            digest, state = executor.digest, described(loader.state_dict())
+            assert loader._session is not None
+            reader = loader._session.reader
+            assert isinstance(reader, device_reader.DeviceReader) == bool(settings)
+            if isinstance(reader, device_reader.DeviceReader) and isinstance(reader._backend, FakeBackend):
+                reader._backend.finish()  # all copies that are under way
+            assert batch["matrix"].device.type == settings.get("device", "cpu")
+            found.append((plain(batch), digest, state))
+    return found
 
 
-@pytest.fixture(scope="module")
-def expected(appliance: Any) -> tuple[list[Any], list[int | None], list[Any]]:
-    """Without a device: ten steps, over the end of an epoch of eight."""
-    return stream(appliance(None), 10)
-
-
-@pytest.mark.parametrize("lane", ["auto", "tcp"])
-def test_device_changes_no_stream_or_state(appliance: Any, device: str, lane: Lane, expected: Any) -> None:
-    batches, digests, states = stream(appliance(device, lane), 10)
-    assert batches == expected[0]
-    assert digests == expected[1]
-    assert states == expected[2]
-
-
-def test_state_of_a_device_resumes_exactly(appliance: Any, device: str, expected: Any) -> None:
-    """From the middle of an epoch."""
-    at, loader = 3, DataLoader(streams.mixed, 4)
-    iterator: Any = iter(DataExecutor(loader, num_steps=10, appliance=appliance(device)))
-    for _ in range(at):
-        next(iterator)
-    state = copy.deepcopy(loader.state_dict())
-    iterator.close()
-    loader.close()
-    again = DataLoader(streams.mixed, 4)
-    again.load_state_dict(state)
-    batches = []
-    for batch in DataExecutor(again, num_steps=10 - at, appliance=appliance(device)):
-        arrived(again)
-        batches.append(plain(batch))
-    assert batches == expected[0][at:]
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_CUDA)])
+def test_device_changes_no_stream_or_state(daemons: Appliance, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, copies happen when they have been asked after often, or when the batch is looked at."""
+    if device == "cpu":
+        monkeypatch.setattr(device_reader, "backend_of", lambda name: FakeBackend(patience=4))
+    expected = stream(daemons)
+    for lane in ("auto", "tcp"):
+        assert stream(daemons, device=device, lane=lane) == expected

@@ -1,8 +1,7 @@
-"""Executors and loaders over runners that are threads: arguments, steps, passes, checkpoints."""
+"""Executors and loaders over workers in this process: arguments, steps, closures, whose appliance, states."""
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,87 +12,36 @@ from typing import Any
 import pytest
 import streams
 import torch
-from numbered_batches import numbers, one_pass, tuples
 
 from penstock.client import DataExecutor, DataLoader, checkpoint_closure
 from penstock.client.api import appliance as appliance_module
 from penstock.client.api.appliance import current_appliance
+from penstock.client.states import saved_state
+from penstock.client.testing import FakeAppliance
 from penstock.proto.errors import (
     AmbiguousContextError,
     EmptyInputError,
+    InputFnError,
     InvalidArgumentError,
+    NotRestartableError,
+    StateMismatchError,
+    StateUnavailableError,
 )
 from penstock.proto.state.assignment import current_assignment
 
-# ---- arguments
 
-
-def test_a_loader_that_is_none_of_ours() -> None:
+def test_arguments_that_cannot_be_meant(loader: DataLoader) -> None:
     with pytest.raises(TypeError, match=r"must be a penstock.client.DataLoader, got a torch.utils.data"):
         DataExecutor(torch.utils.data.DataLoader([1]))  # type: ignore[arg-type]
+    for name in ("num_steps", "checkpoint_steps"):
+        with pytest.raises(InvalidArgumentError, match=rf"{name} must be at least [01], got -1"):
+            DataExecutor(loader, **{name: -1})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("given", [{"num_steps": -1}, {"checkpoint_steps": -1}])
-def test_steps_below_their_least(loader: DataLoader, given: dict[str, int]) -> None:
-    with pytest.raises(InvalidArgumentError, match=rf"{next(iter(given))} must be at least [01], got -1"):
-        DataExecutor(loader, **given)  # type: ignore[arg-type]
-
-
-def test_arguments_are_copied_here_and_now(two: Any) -> None:
-    lengths = [1, 2]
-    loader = DataLoader(streams.uneven, lengths)
-    lengths.append(3)
-    next(iter(DataExecutor(loader, appliance=two)))
-    assert two.opened[0]["arguments"] == {"args": ([1, 2],), "kwargs": {}}
-
-
-# ---- epochs and steps
-
-
-def test_steps_cross_epochs_and_executors(two: Any, loader: DataLoader) -> None:
-    stream = one_pass(0) + one_pass(1) + one_pass(2)
-    assert tuples(DataExecutor(loader, num_steps=13, appliance=two)) == stream[:13]
-    second = DataExecutor(loader, num_steps=4, appliance=two)
-    steps = []
-    for _ in second:
-        steps.append(second.step)
-    assert steps == [14, 15, 16, 17]
-    assert tuples(DataExecutor(loader, appliance=two)) == stream[17:20], "what is left of the epoch"
-
-
-def test_persistent_executor_continues_an_epoch(two: Any, loader: DataLoader) -> None:
-    executor, taken = DataExecutor(loader, appliance=two, persistent=True), []
-    for _ in range(3):
-        taken += tuples(islice(executor, 3))
-    assert taken == one_pass(0)[:9], "loops go on where the last one was left"
-    assert tuples(executor) == one_pass(0)[9:]
-    assert tuples(executor) == one_pass(1)
-    assert two.runs[0].progress.abandoned == ()
-
-
-def test_dropped_rest_of_an_epoch_is_logged_once(
-    two: Any, loader: DataLoader, caplog: pytest.LogCaptureFixture
-) -> None:
-    for _ in range(3):
-        tuples(islice(DataExecutor(loader, appliance=two), 1))
-    told = [record.getMessage() for record in caplog.records if "persistent=True" in record.getMessage()]
-    assert len(told) == 1
-    assert "left its epoch at step 1, so the next loop begins the next epoch" in told[0]
-
-
-def test_num_steps_after_break_take_the_next_one(two: Any, loader: DataLoader) -> None:
-    taken = []
-    for batch in DataExecutor(loader, num_steps=100, appliance=two):
-        taken += tuples([batch])
-        if len(taken) == 3:
-            break
-    assert taken + tuples(DataExecutor(loader, num_steps=4, appliance=two)) == one_pass(0)[:7]
-
-
-def test_dropped_batch_is_freed(two: Any, loader: DataLoader) -> None:
+def test_dropped_batch_is_freed(two: FakeAppliance, loader: DataLoader) -> None:
     executor = DataExecutor(loader, num_steps=6, appliance=two)
     steps = iter(executor)
-    batch = next(steps)
+    batch = next(steps)["x"]
     assert executor._session is not None
     reader, alive = executor._session.reader, [weakref.ref(batch)]
     del batch
@@ -105,73 +53,22 @@ def test_dropped_batch_is_freed(two: Any, loader: DataLoader) -> None:
 
     reader.next = checked  # type: ignore[method-assign]
     for batch in steps:
-        alive.append(weakref.ref(batch))
+        alive.append(weakref.ref(batch["x"]))
         del batch
     assert left == [None] * 5
 
 
-@pytest.mark.parametrize("num_steps", [None, 5])
-def test_empty_input_names_the_loader(appliances: Any, loader: DataLoader, num_steps: int | None) -> None:
-    empty = appliances(lambda slot, epoch: [], num_workers_per_box=2)
-    with pytest.raises(EmptyInputError, match="streams:counter yielded no batch at all"):
-        list(DataExecutor(loader, num_steps=num_steps, appliance=empty))
+def test_empty_input_names_the_loader(two: FakeAppliance) -> None:
+    with pytest.raises(EmptyInputError, match="streams:empty yielded no batch at all"):
+        list(DataExecutor(DataLoader(streams.empty), num_steps=5, appliance=two))
 
 
-def test_used_up_input_has_an_empty_second_epoch(appliances: Any, loader: DataLoader) -> None:
-    once = appliances(lambda slot, epoch: [] if epoch else numbers(slot, epoch))
-    assert len(list(DataExecutor(loader, appliance=once))) == 5
-    with pytest.raises(EmptyInputError, match="no batch in epoch 1"):
-        list(DataExecutor(loader, appliance=once))
-
-
-def test_a_later_loop_takes_the_stream_over(two: Any, loader: DataLoader) -> None:
-    """As after a `break`: the next epoch, or with num_steps the next batch."""
-    first = iter(DataExecutor(loader, appliance=two))
-    next(first)
-    unused = iter(DataExecutor(loader, appliance=two))
-    assert tuples(islice(first, 1)) == one_pass(0)[1:2], "an iterator that took nothing takes nothing over"
-    with pytest.raises(RuntimeError, match="load_state_dict was called in a loop over"):
-        loader.load_state_dict({})
-    second = iter(DataExecutor(loader, num_steps=3, appliance=two))
-    assert tuples(islice(second, 2)) == one_pass(1)[:2]
-    assert two.runs[0].progress.abandoned == ((0, 2),)
-    third = iter(DataExecutor(loader, num_steps=2, appliance=two))
-    assert tuples(third) == one_pass(1)[2:4]
-    for replaced in (first, second):
-        with pytest.raises(RuntimeError, match="another loop has taken batches"):
-            next(replaced)
-    assert tuples(unused) == one_pass(1)[4:]
-
-
-def test_a_loader_streams_from_one_appliance(two: Any, loader: DataLoader, appliances: Any) -> None:
-    next(iter(DataExecutor(loader, num_steps=1, appliance=two)))
+def test_a_loader_streams_from_one_appliance(two: FakeAppliance, loader: DataLoader) -> None:
+    next(iter(DataExecutor(loader, num_steps=2, appliance=two)))
     with pytest.raises(RuntimeError, match=r"streams from .*, not from"):
-        iter(DataExecutor(loader, appliance=appliances(numbers)))
-    list(DataExecutor(loader, num_steps=1))  # with none named, it goes on where it is
-    two.close()
-    with pytest.raises(RuntimeError, match="the stream ended at step 2, because its appliance was closed"):
-        iter(DataExecutor(loader))
-
-
-def test_a_dropped_loader_gives_its_run_up(two: Any) -> None:
-    loader = DataLoader(streams.counter)
-    next(iter(DataExecutor(loader, appliance=two)))
-    assert not two.runs[0].abandoned
-    del loader
-    gc.collect()
-    assert two.runs[0].abandoned
-
-
-# ---- figures
-
-
-def test_the_length_is_the_sum_over_the_box(two: Any, loader: DataLoader) -> None:
-    next(iter(DataExecutor(loader, num_steps=1, appliance=two)))
-    with pytest.raises(TypeError, match="has no len"):
-        len(loader)
-    for view in two.runs[0].views:
-        view.capabilities.length = 5
-    assert len(loader) == 10
+        iter(DataExecutor(loader, appliance=FakeAppliance()))
+    rest = [batch["number"] for batch in DataExecutor(loader, num_steps=1)]
+    assert rest == [1001], "with none named, it goes on where it is; with num_steps, with the next batch"
 
 
 def test_length_before_a_run_is_built_locally(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,27 +79,12 @@ def test_length_before_a_run_is_built_locally(monkeypatch: pytest.MonkeyPatch) -
         len(DataLoader(streams.generator))
 
 
-# ---- checkpoint steps
+# ---- closures
 
 
-def test_checkpoint_steps(two: Any, loader: DataLoader) -> None:
-    def marked(executor: DataExecutor) -> list[int]:
-        return [executor.step for _ in executor if executor.on_checkpoint_step]
+def test_closures_run_on_checkpoint_steps(two: FakeAppliance, loader: DataLoader) -> None:
+    """Those of the innermost loop."""
 
-    assert marked(DataExecutor(loader, num_steps=7, checkpoint_steps=3, appliance=two)) == [3, 6, 7]
-    assert marked(DataExecutor(loader, num_steps=5, checkpoint_steps=[8, range(11, 14)], appliance=two)) == [8, 11, 12]
-    assert marked(DataExecutor(loader, num_steps=3, appliance=two)) == []
-    assert marked(DataExecutor(loader, num_steps=3, checkpoint_steps=lambda step: step == 17, appliance=two)) == [17]
-
-
-def test_last_step_is_known_from_lengths(appliances: Any, loader: DataLoader) -> None:
-    knows = appliances(numbers, num_workers_per_box=2)
-    knows.capabilities["length"] = 5
-    executor = DataExecutor(loader, checkpoint_steps=4, appliance=knows)
-    assert [executor.step for _ in executor if executor.on_checkpoint_step] == [4, 8, 10]
-
-
-def test_closures_run_on_checkpoint_steps(two: Any, loader: DataLoader) -> None:
     @checkpoint_closure
     def save(prefix: str) -> str:
         """Saves."""
@@ -211,35 +93,26 @@ def test_closures_run_on_checkpoint_steps(two: Any, loader: DataLoader) -> None:
     with pytest.raises(RuntimeError, match=r"save is a checkpoint_closure: call it inside the loop"):
         save("step ")
     executor = DataExecutor(loader, num_steps=4, checkpoint_steps=2, appliance=two)
-    assert [save("step ") for _ in executor] == [None, "step 2", None, "step 4"]
+    inner = DataExecutor(DataLoader(streams.counter), num_steps=8, appliance=two)
+    assert [([save("") for _ in zip("ab", inner, strict=False)], save("step ")) for _ in executor] == [
+        ([None, None], saved) for saved in (None, "step 2", None, "step 4")
+    ]
     assert save.__doc__ == "Saves."
     with pytest.raises(RuntimeError):
         save("after ")
 
 
-def test_a_closure_asks_the_innermost_loop(two: Any) -> None:
-    outer = DataExecutor(DataLoader(streams.counter), num_steps=2, checkpoint_steps=1, appliance=two)
-    inner = DataExecutor(DataLoader(streams.counter), num_steps=2, appliance=two)
-    save = checkpoint_closure(lambda: True)
-    seen: list[Any] = []
-    for _ in outer:
-        seen.append([save() for _ in inner])
-        seen.append(save())
-    assert seen == [[None, None], True, [None, None], True]
-
-
-def test_a_loop_that_was_left_is_none(two: Any, loader: DataLoader) -> None:
+def test_a_loop_that_was_left_is_none(two: FakeAppliance, loader: DataLoader) -> None:
     """A reference cycle may keep it, and helper threads take the only loop elsewhere."""
     left = iter(DataExecutor(loader, appliance=two))
     next(left)
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(checkpoint_closure(lambda: True)).result() is None
-        two.close()
-        with pytest.raises(RuntimeError, match="call it inside the loop over a DataExecutor"):
-            pool.submit(checkpoint_closure(lambda: True)).result()
+    assert in_a_thread(checkpoint_closure(lambda: True)) is None
+    two.close()
+    with pytest.raises(RuntimeError, match="call it inside the loop over a DataExecutor"):
+        in_a_thread(checkpoint_closure(lambda: True))
 
 
-# ---- whose appliance, whose loop
+# ---- whose appliance
 
 
 def in_a_thread(work: Callable[[], Any]) -> Any:
@@ -247,8 +120,8 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
         return pool.submit(work).result(30)
 
 
-def test_each_thread_has_its_own_appliance(two: Any, appliances: Any) -> None:
-    other = appliances(numbers)
+def test_each_thread_has_its_own_appliance(two: FakeAppliance) -> None:
+    other = FakeAppliance()
     turns = threading.Barrier(2)
 
     def entering(appliance: Any) -> Any:
@@ -266,8 +139,8 @@ def test_each_thread_has_its_own_appliance(two: Any, appliances: Any) -> None:
     assert found == [two, other]
 
 
-def test_thread_without_one_takes_the_only_one(two: Any, appliances: Any) -> None:
-    scope, other = appliance_module._entered, appliances(numbers)
+def test_thread_without_one_takes_the_only_one(two: FakeAppliance) -> None:
+    scope, other = appliance_module._entered, FakeAppliance()
     scope.enter(two)
     try:
         assert in_a_thread(current_appliance) is two
@@ -285,22 +158,115 @@ def test_thread_without_one_takes_the_only_one(two: Any, appliances: Any) -> Non
     assert scope.innermost() is None
 
 
-def test_checkpoint_closure_uses_its_threads_loop(two: Any, appliances: Any) -> None:
-    other = appliances(numbers)
-    turns = threading.Barrier(2)
-    noted: dict[str, list[int]] = {"each": [], "third": []}
+# ---- states
 
-    def train(name: str, appliance: Any, every: int) -> None:
-        executor = DataExecutor(DataLoader(streams.counter), num_steps=5, checkpoint_steps=every, appliance=appliance)
 
-        @checkpoint_closure
-        def save() -> None:
-            noted[name].append(executor.step)
+def numbers(batches: Any) -> list[int]:
+    return [batch["number"] for batch in batches]
 
-        for _ in executor:
-            turns.wait(30)
-            save()
 
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(train, ["each", "third"], [two, other], [1, 3]))
-    assert noted == {"each": [1, 2, 3, 4, 5], "third": [3, 5]}
+def test_a_state_is_a_copy(two: FakeAppliance, loader: DataLoader) -> None:
+    """What is returned, and what is loaded."""
+    list(DataExecutor(loader, num_steps=3, appliance=two))
+    kept = loader.state_dict()
+    changed = loader.state_dict()
+    changed["__penstock__"]["step"] = "changed by the user"
+    assert loader.state_dict() == kept
+    given = loader.state_dict()
+    loader.load_state_dict(given)
+    given["__penstock__"]["step"] = 99
+    assert loader.state_dict() == kept
+    assert loader.step == 3
+
+
+def test_a_state_after_break_is_still_in_mid_pass(two: FakeAppliance, loader: DataLoader) -> None:
+    for _ in islice(DataExecutor(loader, appliance=two), 17):
+        pass
+    again = DataLoader(streams.counter)
+    again.load_state_dict(loader.state_dict())
+    assert numbers(DataExecutor(again, appliance=two)) == [1009, 10, 1010]
+    assert numbers(islice(DataExecutor(loader, appliance=two), 2)) == [1, 1001]
+
+
+def test_the_state_of_another_loader_or_seed(two: FakeAppliance, loader: DataLoader) -> None:
+    list(DataExecutor(loader, num_steps=1, appliance=two))
+    with pytest.raises(StateMismatchError, match="streams:shared, got one of the loader streams:counter"):
+        DataLoader(streams.shared).load_state_dict(loader.state_dict())
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(StateMismatchError, match=r"seed must be 5, .* got Appliance\(seed=6\)"):
+        iter(DataExecutor(loader, appliance=FakeAppliance(num_workers_per_box=2, seed=6)))
+    assert numbers(DataExecutor(loader, num_steps=1, appliance=two)) == [1001], "nothing was lost by trying"
+
+
+def test_a_closed_appliance_has_what_was_fetched(two: FakeAppliance, loader: DataLoader) -> None:
+    steps = iter(DataExecutor(loader, num_steps=3, appliance=two))
+    next(steps)
+    state = loader.state_dict()
+    next(steps)
+    two.close()
+    assert loader.state_at(1) == state
+    with pytest.raises(StateUnavailableError, match="the state of step 2 is gone with its appliance"):
+        loader.state_dict()
+
+
+def test_loaders_that_cannot_be_saved(two: FakeAppliance, loader: DataLoader) -> None:
+    """Without methods, but by replay, or with processes that keep data."""
+    replayed = FakeAppliance(seed=5, replay=True)
+    plain = DataLoader(streams.shuffled)
+    list(DataExecutor(plain, num_steps=2, appliance=replayed))
+    assert plain.is_restartable
+    plain.load_state_dict(plain.state_dict())
+    with pytest.raises(NotRestartableError, match=r"saved with Appliance\(replay=True\)"):
+        iter(DataExecutor(plain, appliance=FakeAppliance(seed=5)))
+    assert len(list(DataExecutor(plain, appliance=replayed))) == 4
+    list(DataExecutor(loader, num_steps=1, appliance=two))
+    assert loader.is_restartable
+    assert loader._session is not None
+    loader._session.run.views[0].capabilities.not_restartable = "with persistent_workers=True its processes keep data"
+    assert not loader.is_restartable
+    with pytest.raises(NotRestartableError, match="persistent_workers=True"):
+        loader.state_dict()
+
+
+# ---- before the first step, and other work of the local instance
+
+
+def test_state_before_the_first_step_is_local() -> None:
+    loader = DataLoader(streams.shared, 30)
+    state = loader.state_dict()
+    assert {key: value for key, value in state.items() if key != "__penstock__"} == {"start": 0, "done": [0]}
+    assert loader.is_restartable
+    with pytest.raises(NotRestartableError, match=r"shuffled returned has no state_dict.*Appliance\(replay=True\)"):
+        DataLoader(streams.shuffled).state_dict()
+    assert not DataLoader(streams.shuffled).is_restartable
+    assert DataLoader(streams.counter).state_dict().keys() == {"__penstock__"}
+
+
+def test_data_that_are_absent_here_are_said_to_be() -> None:
+    loader = DataLoader(streams.raises)
+    words = "the state before the first step of streams:raises needs the loader"
+    with pytest.raises(InputFnError, match=words) as caught:
+        loader.state_dict()
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_seed_other_than_the_states_is_refused(loader: DataLoader) -> None:
+    loader.expect(FakeAppliance())
+    loader.state_dict()
+    with pytest.raises(StateMismatchError, match=r"which a state .* taken before the first loop"):
+        iter(DataExecutor(loader, appliance=FakeAppliance(seed=6)))
+
+
+def test_boxes_without_a_seed_have_no_early_state(loader: DataLoader) -> None:
+    loader.expect(FakeAppliance(box=1, num_boxes=2))
+    with pytest.raises(StateUnavailableError, match=r"Appliance\(seed=...\)"):
+        loader.state_dict()
+    loader.expect(FakeAppliance(box=1, num_boxes=2, seed=3))
+    assert saved_state.read(loader.state_dict()).seed == 3
+
+
+def test_no_steps_open_no_run(two: FakeAppliance, loader: DataLoader) -> None:
+    executor = DataExecutor(loader, num_steps=0, checkpoint_steps=1, appliance=two)
+    assert list(executor) == []
+    assert (executor.step, executor.on_checkpoint_step, executor.digest) == (0, False, None)
+    assert loader._session is None

@@ -1,4 +1,7 @@
-"""The feed against real producers over real sockets: order, views, acks, ends, errors and broken lanes."""
+"""The feed against real producers over real sockets: order, views, acks, ends, errors and broken lanes.
+
+`either`: also with a device, for which each batch is copied ahead (test_staging.py).
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,8 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 
-def test_slots_take_turns_whatever_came_first(rigs: Any) -> None:
-    rig = rigs(3)
+def test_slots_take_turns_whatever_came_first(either: Any) -> None:
+    rig = either(3)
     rig.numbers(2, 200, 201)
     rig.numbers(1, 100, 101)
     rig.numbers(0, 0, 1)
@@ -94,14 +97,6 @@ def test_keeping_all_batches_corrupts_nothing(rigs: Any) -> None:
     assert rig.reader.copies < 200, "views again once slots are free"
 
 
-def test_loop_that_drops_batches_gets_only_views(rigs: Any) -> None:
-    rig = rigs()
-    for number in range(200):
-        rig.numbers(0, number)
-        assert int(rig.reader.next()) == number
-    assert rig.reader.copies == 0
-
-
 @pytest.mark.parametrize("timeout_s", [0.05, 1e-9])
 def test_acks_come_in_groups_but_before_any_wait(rigs: Any, timeout_s: float) -> None:
     """Send acks before each wait, also before one whose time is over when it begins."""
@@ -134,17 +129,8 @@ def test_giants_have_one_entry_and_come_as_copies(rigs: Any, monkeypatch: pytest
     assert rig.reader.copies == 4
 
 
-def test_unreturned_batch_is_not_acknowledged(rigs: Any) -> None:
-    rig = rigs()
-    for number in range(32):
-        rig.numbers(0, number)
-        rig.reader.next()
-        rig.runners[0].producer.take_acks()
-        assert rig.runners[0].producer.delivered <= number
-
-
-def test_uneven_slots_end_in_turn(rigs: Any) -> None:
-    rig = rigs(2)
+def test_uneven_slots_end_in_turn(either: Any) -> None:
+    rig = either(2)
     rig.numbers(0, 0)
     rig.runners[0].end()
     rig.numbers(1, 10, 11, 12)
@@ -158,18 +144,6 @@ def test_uneven_slots_end_in_turn(rigs: Any) -> None:
     assert rig.take(2) == [1, 13]
 
 
-def test_passes_are_opened_as_far_as_allowed(rigs: Any) -> None:
-    rig = rigs()
-    rig.numbers(0, 0)
-    rig.take(1)
-    producer = rig.runners[0].producer
-    producer.take_acks()
-    assert producer.open_epochs == 0
-    rig.reader.open_epochs(5)
-    rig.acked()
-    assert producer.open_epochs == 5
-
-
 def test_two_empty_passes_in_a_row_are_an_error(rigs: Any) -> None:
     rig = rigs()
     rig.runners[0].end()
@@ -179,8 +153,8 @@ def test_two_empty_passes_in_a_row_are_an_error(rigs: Any) -> None:
         rig.reader.next()
 
 
-def test_error_comes_after_earlier_batches(rigs: Any) -> None:
-    rig = rigs(2)
+def test_error_comes_after_earlier_batches(either: Any) -> None:
+    rig = either(2)
     rig.numbers(0, 0, 1)
     rig.runners[0].fail("InputFnError", "ValueError: no such sample", "Traceback: line 7 of user code")
     rig.numbers(1, 10, 11)
@@ -190,20 +164,6 @@ def test_error_comes_after_earlier_batches(rigs: Any) -> None:
         rig.reader.next()
     assert "line 7 of user code" in str(caught.value)
     assert rig.run.error is caught.value
-
-
-def test_failed_slot_without_lane_is_its_error(rigs: Any) -> None:
-    rig = rigs(2)
-    rig.numbers(0, 0)
-    detail = pb.SlotView().error
-    detail.name, detail.message = "InputFnNotFoundError", "no module named 'nothing'"
-    rig.runners[1].generation = 2  # nobody answers at the address shown
-    view = pb.SlotView(slot=1, generation=1, phase=pb.FAILED, worker="w1", error=detail)
-    rig.run.views = [rig.run.views[0], view]
-    rig.run.version += 1
-    assert rig.take(1) == [0]
-    with pytest.raises(Exception, match=r"no module named 'nothing' \[worker w1, box 0, slot 1, step 2\]"):
-        rig.reader.next()
 
 
 def test_failed_slot_is_tried_once_for_batches(rigs: Any) -> None:
@@ -236,8 +196,8 @@ def test_failed_slot_with_a_silent_lane_is_its_error(rigs: Any, monkeypatch: pyt
         rig.reader.next()
 
 
-def test_unassembled_batch_comes_again(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = rigs()
+def test_unassembled_batch_comes_again(either: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = either()
     rig.numbers(0, 0, 1)
     compiled = SlotLane._compile
     monkeypatch.setattr(SlotLane, "_compile", refuse)
@@ -267,14 +227,6 @@ def test_deadlines_name_who_was_waited_for(rigs: Any) -> None:
     assert rig.take(1) == [10], "a wait that ran out can be repeated"
 
 
-def test_slots_without_a_worker_are_counted(rigs: Any) -> None:
-    rig = rigs(3, timeout_s=0.03)
-    for view in rig.run.views[:2]:
-        view.phase = pb.WAITING
-    with pytest.raises(NoWorkersError, match=r"2 of its 3 worker slots have no worker"):
-        rig.reader.next()
-
-
 def test_queued_start_is_not_late_while_it_moves(rigs: Any) -> None:
     rig = rigs(1, timeout_s=0.5)
     places = [view(9), view(8), view(7)]
@@ -296,36 +248,6 @@ def test_queued_start_is_not_late_while_it_moves(rigs: Any) -> None:
 
 def view(place: int) -> pb.SlotView:
     return pb.SlotView(slot=0, phase=pb.STARTING, worker="w", start_queue_position=place, start_queue_length=10)
-
-
-def test_unsharded_input_warns_once(rigs: Any) -> None:
-    rig = rigs(2)
-    rig.numbers(0, 0, 1)
-    rig.numbers(1, 10, 11)
-    rig.run.show(rig.runners[0], capabilities=records_pb2.LoaderCapabilities(looked_at_assignment=False))
-    rig.run.show(rig.runners[1], capabilities=records_pb2.LoaderCapabilities(looked_at_assignment=True))
-    assert rig.take(2) == [0, 10]
-    rig.run.show(rig.runners[1], capabilities=records_pb2.LoaderCapabilities(looked_at_assignment=False))
-    with pytest.warns(UserWarning, match=r"every worker streams the whole input.*current_assignment") as caught:
-        assert rig.take(2) == [1, 11]
-    rig.run.show(rig.runners[1], capabilities=records_pb2.LoaderCapabilities(looked_at_assignment=False))
-    rig.numbers(0, 2)
-    rig.take(1)
-    assert len(caught) == 1
-
-
-def test_states_that_are_not_used_are_told_once(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
-    rig = rigs(2)
-    rig.numbers(0, 0, 1)
-    rig.numbers(1, 10, 11)
-    for slot in (1, 0):
-        rig.run.show(
-            rig.runners[slot],
-            capabilities=records_pb2.LoaderCapabilities(looked_at_assignment=True, not_used="batch 7"),
-        )
-        assert rig.take(2) == [1 - slot, 11 - slot]
-    told = [record for record in caplog.records if "batch 7" in record.message]
-    assert [record.levelname for record in told] == ["WARNING"]
 
 
 # ---- broken lanes
@@ -354,19 +276,9 @@ def test_broken_lane_reopens_without_loss(rigs: Any) -> None:
     assert runner.producer.free_entries >= free + 2
 
 
-def test_held_entry_survives_a_broken_lane(rigs: Any) -> None:
-    rig = rigs()
-    rig.numbers(0, 1)
-    held = rig.reader.next()
-    for number in range(2, 100):
-        rig.runners[0].break_lane()
-        rig.numbers(0, number)
-        assert rig.take(1) == [number]
-    assert int(held) == 1
-
-
-def test_moved_slot_drops_late_frames(rigs: Any) -> None:
-    rig = rigs(2)
+def test_moved_slot_drops_late_frames(either: Any) -> None:
+    """And a batch that was copied ahead."""
+    rig = either(2)
     old = rig.runners[0]
     rig.numbers(0, 0, 1, 2)
     rig.numbers(1, 10, 11, 12)
@@ -381,22 +293,23 @@ def test_moved_slot_drops_late_frames(rigs: Any) -> None:
     assert new.hellos[0].next_total == 2
     assert not new.hellos[0].held, "a ring of another generation is nothing to it"
     assert rig.take(1) == [11]
-    free = new.producer.free_entries
-    del held
-    rig.acked()
-    assert new.producer.free_entries == free + 1, "only its own batch came back"
     assert rig.reader.stats.recoveries == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rig.numbers(0, 2)
         assert rig.take(1) == [2], "one warning for a recovery"
+    assert rig.reader.position.total == [3, 2]
+    assert int(held) == 0
+    del held
+    assert rig.taken() == 0
+    assert new.producer.attached, "it was told of none of the other's slots"
     old.producer.close()
 
 
-def test_a_batch_out_of_order_is_an_error(rigs: Any) -> None:
-    rig = rigs()
+def test_a_batch_out_of_order_is_an_error(either: Any) -> None:
+    rig = either()
     rig.numbers(0, 0)
-    rig.take(1)
+    assert rig.take(1) == [0]
     rig.runners[0].total += 1
     rig.numbers(0, 2)
     with pytest.raises(
@@ -421,20 +334,6 @@ def test_repeated_end_is_not_counted_twice(rigs: Any) -> None:
 
 
 # ---- what workers are told, and what others see
-
-
-def test_checkpoint_steps_are_announced_ahead(rigs: Any) -> None:
-    rig = rigs(2)
-    rig.numbers(0, 0)
-    rig.numbers(1, 10)
-    rig.take(2)
-    assert rig.reader.announce(CheckpointSchedule.of(500), None) == 500
-    rig.reader.flush()
-    for runner in rig.runners:
-        runner.producer.take_acks()
-    assert rig.runners[0].producer.wanted == {250: [500], 500: [1000]}
-    assert rig.runners[1].producer.wanted == {250: [500], 500: [1000]}
-    assert rig.reader.announce(CheckpointSchedule.of(100), 7) == 7, "the executor's last step is one"
 
 
 def test_dense_checkpoint_steps_are_announced(rigs: Any) -> None:
@@ -476,36 +375,20 @@ def test_half_moved_position_is_not_seen(rigs: Any, monkeypatch: pytest.MonkeyPa
 # ---- where a loop leaves an epoch before its end
 
 
-def test_abandoned_epoch_releases_its_entries(rigs: Any) -> None:
-    rig = rigs(2)
-    rig.numbers(0, 0, 1, 2)
-    rig.numbers(1, 10, 11, 12)
-    assert rig.take(3) == [0, 10, 1]
-    rig.reader.abandon_epoch()
-    assert rig.run.progress.abandoned == ((0, 3),)
-    assert rig.run.reports == 1
-    assert [runner.leave_epoch() for runner in rig.runners] == [0, 0]
-    rig.numbers(0, 100)
-    rig.numbers(1, 110)
-    assert rig.take(2) == [100, 110], "batches of the epoch that was left are never seen"
-    assert rig.reader.position.total == [3, 2]
-    producer = rig.runners[0].producer
-    rig.acked()
-    assert producer.free_entries >= producer.ring_entries - 1
-
-
-def test_epoch_with_a_further_batch_is_abandoned(rigs: Any) -> None:
+def test_epoch_with_a_further_batch_is_abandoned(either: Any) -> None:
     """Where the loop wants no more of it. Without a further batch, it ends by itself."""
-    rig = rigs(2)
+    rig = either(2)
     rig.numbers(0, 0, 1)
     rig.numbers(1, 10)
     assert rig.take(2) == [0, 10]
     assert not rig.reader.end_epoch()
     assert rig.run.progress.abandoned == ((0, 2),)
+    assert rig.run.reports == 1
     assert [runner.leave_epoch() for runner in rig.runners] == [0, 0]
     rig.numbers(0, 100)
     rig.numbers(1, 110)
-    assert rig.take(2) == [100, 110]
+    assert rig.take(2) == [100, 110], "batches of the epoch that was left are never seen"
+    assert rig.reader.position.total == [2, 2]
     for runner in rig.runners:
         runner.end()
     assert rig.reader.end_epoch()
@@ -560,48 +443,8 @@ def test_closing_lane_may_lack_abandoned_epochs(rigs: Any) -> None:
     assert rig.take(1) == [100]
 
 
-def test_abandoned_epoch_is_in_the_first_hello(rigs: Any) -> None:
-    rig = rigs(2, timeout_s=0.05)
-    late = rig.runners[1]
-    rig.run.views = [rig.run.views[0], pb.SlotView(slot=1, phase=pb.STARTING)]
-    rig.numbers(0, 0)
-    rig.numbers(1, 10)
-    assert rig.take(1) == [0]
-    rig.reader.abandon_epoch()
-    assert rig.runners[0].leave_epoch() == 0
-    rig.numbers(0, 100)
-    assert rig.take(1) == [100]
-    rig.run.show(late)
-    with pytest.raises(DeadlineError):
-        rig.reader.next()
-    assert late.hellos[0].abandons == 1
-    assert late.leave_epoch() == 0
-    rig.numbers(1, 110)
-    assert rig.take(1) == [110]
-
-
-def test_abandonments_around_a_break_differ(rigs: Any) -> None:
-    rig = rigs(timeout_s=0.05)
-    runner = rig.runners[0]
-    rig.numbers(0, 0, 1)
-    assert rig.take(1) == [0]
-    rig.reader.abandon_epoch()
-    assert runner.leave_epoch() == 0
-    runner.break_lane()
-    with pytest.raises(DeadlineError):
-        rig.reader.next()
-    rig.numbers(0, 100, 101)
-    assert rig.take(1) == [100]
-    rig.reader.abandon_epoch()
-    with pytest.raises(DeadlineError):
-        rig.reader.next()  # 101 lies in the socket, of an epoch that was left
-    assert runner.leave_epoch() == 1
-    rig.numbers(0, 200)
-    assert rig.take(1) == [200]
-
-
-def test_nothing_is_cut_where_nothing_was_taken(rigs: Any) -> None:
-    rig = rigs()
+def test_nothing_is_cut_where_nothing_was_taken(either: Any) -> None:
+    rig = either()
     rig.reader.abandon_epoch()
     assert rig.reader.position.epoch == 0
     assert rig.run.progress.abandoned == ()

@@ -39,12 +39,3 @@ def test_host_with_own_network_fault_waits() -> None:
     # The coordinator is heard again while a try is under way: that try says nothing yet.
     assert not cut_off(lane, dials_at=14.0, replied_at=7.0, fails=15.25)
     assert cut_off(lane, dials_at=16.0, replied_at=15.0, fails=17.25)
-
-
-def test_another_generation_begins_anew() -> None:
-    lane = SlotLane(0, 1, "slot 0")
-    lane.cut_off(10.0, 2.0, "silent")
-    assert cut_off(lane, dials_at=10.1, replied_at=10.01, fails=11.35)
-    after = lane.next_generation(2, "slot 0")
-    assert not after.unreachable
-    assert not cut_off(after, dials_at=11.4, replied_at=11.39, fails=14.0)

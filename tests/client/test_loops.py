@@ -5,7 +5,6 @@ Where ours cannot be the same, because a loader has one stream, the error says s
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import io
 import itertools
@@ -25,8 +24,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import TensorDataset
 
 from penstock.client import Appliance, DataExecutor, DataLoader, Lookahead
-from penstock.client.testing import FakeAppliance, InputError, SlowBatch
-from penstock.proto.errors import DeadlineError, InputFnError, PenstockError
+from penstock.client.testing import FakeAppliance, SlowBatch
+from penstock.proto.errors import DeadlineError, PenstockError
 
 DATA = TensorDataset(torch.arange(10))
 LOOPS: dict[str, Callable[[Any], Any]] = {}
@@ -63,25 +62,6 @@ def _(loader: Any) -> Any:
     return numbers(bar), numbers(bar)
 
 
-@loop("bar of rich")
-def _(loader: Any) -> Any:
-    from rich.console import Console
-    from rich.progress import track
-
-    return numbers(track(loader, console=Console(file=io.StringIO())))
-
-
-@loop("tee")
-def _(loader: Any) -> Any:
-    one, other = itertools.tee(loader)
-    return numbers(one), numbers(other)
-
-
-@loop("chain")
-def _(loader: Any) -> Any:
-    return numbers(itertools.chain(loader, loader))
-
-
 @loop("made and dropped")
 def _(loader: Any) -> Any:
     iter(loader)
@@ -91,12 +71,6 @@ def _(loader: Any) -> Any:
         iter(loader)
         seen.append(number(batch))
     return seen, numbers(unused)
-
-
-@loop("second of two first")
-def _(loader: Any) -> Any:
-    first, second = iter(loader), iter(loader)
-    return numbers(second), numbers(first)
 
 
 @loop("peek")
@@ -110,56 +84,10 @@ def _(loader: Any) -> Any:
     return number(next(held)), numbers(loader)
 
 
-@loop("generator held")
-def _(loader: Any) -> Any:
-    def mapped() -> Iterator[int]:
-        for batch in loader:
-            yield number(batch)
-
-    held = mapped()
-    return next(held), numbers(loader)
-
-
-@loop("endless generator")
-def _(loader: Any) -> Any:
-    def endless() -> Iterator[Any]:
-        while True:
-            yield from loader
-
-    return numbers(itertools.islice(endless(), 12))
-
-
-@loop("next() with a new iterator at the end")
-def _(loader: Any) -> Any:
-    batches, seen = iter(loader), []
-    for _ in range(12):
-        try:
-            batch = next(batches)
-        except StopIteration:
-            batches = iter(loader)
-            batch = next(batches)
-        seen.append(number(batch))
-    return seen
-
-
 @loop("next() after the end")
 def _(loader: Any) -> Any:
     batches = iter(loader)
     return numbers(batches), next(batches, "end"), next(batches, "end"), numbers(loader)
-
-
-@loop("zip with a range")
-def _(loader: Any) -> Any:
-    return [number(batch) for batch, _ in zip(loader, range(2), strict=False)], numbers(loader)
-
-
-@loop("error in the body")
-def _(loader: Any) -> Any:
-    try:
-        for batch in loader:
-            raise KeyError(number(batch))
-    except KeyError as error:
-        return error.args, numbers(loader)
 
 
 @loop("iterator in a cycle")
@@ -189,15 +117,6 @@ def _(loader: Any) -> Any:
     return seen
 
 
-@loop("len() batches, iterators held")
-def _(loader: Any) -> Any:
-    held, seen = [], []
-    for _ in range(2):
-        held.append(iter(loader))
-        seen.append([number(next(held[-1])) for _ in range(len(loader))])
-    return seen
-
-
 @loop("thread")
 def _(loader: Any) -> Any:
     taken: queue.Queue[Any] = queue.Queue(1)
@@ -215,27 +134,6 @@ def _(loader: Any) -> Any:
         return seen
 
     return epoch(), epoch()
-
-
-@loop("a thread goes on")
-def _(loader: Any) -> Any:
-    batches, seen = iter(loader), []
-    first = number(next(batches))
-    thread = threading.Thread(target=lambda: seen.extend(numbers(batches)))
-    thread.start()
-    thread.join()
-    return first, seen
-
-
-@loop("threads of asyncio")
-def _(loader: Any) -> Any:
-    async def run() -> list[int]:
-        batches, seen = iter(loader), []
-        while (batch := await asyncio.to_thread(next, batches, None)) is not None:
-            seen.append(number(batch))
-        return seen
-
-    return asyncio.run(run())
 
 
 @loop("copies")
@@ -365,15 +263,6 @@ def test_next_again_after_an_error_gets_the_same_batch() -> None:
         assert executor.user_iteration == 7
 
 
-def test_next_again_after_the_end_of_the_run_raises_again() -> None:
-    with FakeAppliance(faults=[InputError(2)]):
-        batches = iter(DataLoader(DATA, batch_size=2))
-        next(batches)
-        for _ in range(2):
-            with pytest.raises(InputFnError, match="injected"):
-                next(batches)
-
-
 def test_failed_next_leaves_the_loader_to_others() -> None:
     with FakeAppliance(timeout_s=0.01, faults=[SlowBatch(2, 1)]):
         loader = DataLoader(DATA, batch_size=2)
@@ -433,20 +322,12 @@ def test_batches_beyond_len_are_dropped_with_the_epoch(
         appliance.close()
 
 
-def test_a_len_that_raises_is_none() -> None:
-    with FakeAppliance():
-        loader = DataLoader(lengths.raising)
-        why = r"lengths:raising returned has no len\(\) \(it raised ValueError: the manifest\nhas no row count\): add"
-        with pytest.raises(TypeError, match=why):
-            len(loader)
-        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
-        with pytest.raises(TypeError, match=why):
-            len(loader)
-        loader.close()
-
-
-def test_a_len_that_raises_in_a_worker(workers: Appliance) -> None:
+def test_a_len_that_raises_is_none(workers: Appliance) -> None:
+    """In this process before the run, and in a worker."""
     loader = DataLoader(lengths.raising)
+    why = r"lengths:raising returned has no len\(\) \(it raised ValueError: the manifest\nhas no row count\): add"
+    with pytest.raises(TypeError, match=why):
+        len(loader)
     executor = DataExecutor(loader, appliance=workers)
     assert [batch.tolist() for batch in executor] == [[0, 1], [100, 101], [2, 3], [102, 103]]
     with pytest.raises(TypeError, match="it raised ValueError: the manifest"):

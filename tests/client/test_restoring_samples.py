@@ -11,7 +11,7 @@ import streams
 import torch
 
 from penstock.client import Appliance, DataLoader
-from penstock.data import MapLoader, ShardLoader
+from penstock.data import MapLoader
 from penstock.proto.errors import NotRestartableError, StateMismatchError
 
 
@@ -62,16 +62,3 @@ def test_a_loader_that_cannot_says_so() -> None:
         with pytest.raises(NotRestartableError, match=r"has no restore_sample\(key\)"):
             loader.restore_sample("0.0")
         assert loader.config() == {"input_fn": loader.name, "loader": None}
-
-
-def test_config_is_what_decides_the_order() -> None:
-    config = numbers(seed=3).config()
-    assert config == numbers(seed=3).config()
-    assert config["kind"] == "MapLoader"
-    assert config != numbers(seed=4).config()
-    config["seed"] = 9
-    assert numbers(seed=3).config()["seed"] == 3
-    endless = dealt.counting(4, batch_size=2, seed=1)
-    assert isinstance(endless, ShardLoader)
-    assert (endless.config()["block"], endless.config()["source"]) == (2, {"kind": "counting", "shards": 4})
-    assert dealt.counting(4, batch_size=2, block=8, seed=1).config()["block"] == 8

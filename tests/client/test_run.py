@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from penstock.client.stream.box_progress import BoxProgress
 from penstock.client.stream.open_run import OpenRun
 from penstock.proto.errors import CoordinatorUnavailableError
 from penstock.proto.rpc.calls import CoordinatorClient, FetchedState
@@ -125,24 +124,6 @@ def test_overtaken_reply_changes_nothing(run: OpenRun) -> None:
     run._take(reply(7, pb.READY, pb.READY))
     assert [view.phase for view in run.views] == [pb.READY, pb.READY]
     assert run.version == told + 1, "nothing new was told"
-
-
-def test_wait_is_reported_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("penstock.client.stream.box_progress.time.monotonic", lambda: now)
-    progress = BoxProgress()
-    assert progress.waits() == []  # nothing is read yet
-    progress.waited_by_slot = [1.0, 2.0]
-    assert progress.waits() == [1.0, 2.0]
-    progress.waiting_since, progress.waiting_for = 100.0, 2
-    now = 103.0
-    assert progress.waits() == [1.0, 5.0]
-    progress.waiting_for = 0  # it is over, and not entered yet
-    assert progress.waits() == [1.0, 5.0]
-    progress.waited_by_slot[1] += 3.5
-    assert progress.waits() == [1.0, 5.5]
-    progress.waited_by_slot = [0.0, 0.0]  # another reader of the same run
-    assert progress.waits() == [0.0, 0.0]
 
 
 def test_state_query_waits_for_the_coordinator(

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +13,16 @@ import pytest
 import streams
 import torch
 import torch.utils.data
-from waiting import until
 
 from penstock.client import DataExecutor, DataLoader
-from penstock.client.in_process import InProcessReader
 from penstock.client.testing import FakeAppliance, InputError, LostWorker, SlowBatch
 from penstock.proto.errors import (
-    BatchTooLargeError,
-    DeadlineError,
     ForkedProcessError,
     InputFnError,
     InvalidArgumentError,
-    PenstockError,
     StateUnavailableError,
     WorkerLostError,
 )
-from penstock.proto.state.assignment import NEUTRAL, assigned, current_assignment
 
 INPUTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "two methods": (streams.counter, {}),
@@ -90,18 +80,6 @@ def test_a_slow_batch_is_waited_for() -> None:
     assert sum(executor.stats.waited_by_worker.values()) == pytest.approx(executor.stats.waited_s)
 
 
-def test_a_batch_may_come_after_the_deadline() -> None:
-    whole, digest = take(fake(), 6)
-    with fake(faults=[SlowBatch(4, seconds=60)], timeout_s=0.1) as appliance:
-        loader = DataLoader(streams.counter)
-        got: list[Any] = []
-        with pytest.raises(DeadlineError, match=r"box 0 waited timeout_s=0.1 s for step 4 from worker slot 1"):
-            got.extend(numbers(batch) for batch in DataExecutor(loader, num_steps=6, appliance=appliance))
-        executor = DataExecutor(loader, num_steps=3, appliance=appliance)
-        got.extend(numbers(batch) for batch in executor)
-    assert (got, executor.digest) == (whole, digest)
-
-
 def test_an_input_error_ends_the_run() -> None:
     whole, digest = take(fake(), 6)
     with fake(faults=[InputError(5, OSError("no such shard"))]) as appliance:
@@ -143,64 +121,6 @@ def test_a_fault_needs_a_step() -> None:
 
 
 # ---- in this process and thread
-
-
-def test_nothing_is_started() -> None:
-    def threads_and_files() -> tuple[set[threading.Thread], int]:
-        return set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
-
-    before = threads_and_files()
-    with fake() as appliance:
-        loader = DataLoader(streams.shared_noisy)
-        for _ in DataExecutor(loader, num_steps=4, appliance=appliance):
-            loader.state_dict()
-            until(lambda: threads_and_files() == before)  # gRPC may still be at work for tests before this one
-            assert not multiprocessing.active_children()
-
-
-def test_user_code_runs_in_the_loops_thread() -> None:
-    seen = []
-
-    def here() -> Iterator[torch.Tensor]:
-        for number in range(3):
-            seen.append((os.getpid(), threading.get_ident(), current_assignment().global_worker_id))
-            yield torch.tensor(number)
-
-    with fake(num_workers_per_box=2):
-        batches = [int(batch) for batch in DataLoader(here)]
-    assert batches == [0, 0, 1, 1, 2, 2]
-    assert seen == [(os.getpid(), threading.get_ident(), slot) for _ in range(3) for slot in (0, 1)]
-
-
-def test_the_loop_is_no_worker() -> None:
-    own = replace(NEUTRAL, seed=3)
-    with fake() as appliance, assigned(own):
-        for _ in DataExecutor(DataLoader(streams.counter), num_steps=3, appliance=appliance):
-            assert current_assignment() == own
-            assert torch.utils.data.get_worker_info() is None
-
-
-def test_undelivered_batch_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C after it was made."""
-    whole, digest = take(fake(), 6)
-    pressed: list[Any] = []
-    real = InProcessReader._assembled
-
-    def assembled(reader: InProcessReader, made: Any) -> Any:
-        pressed.append(made)
-        if len(pressed) == 4:
-            raise KeyboardInterrupt
-        return real(reader, made)
-
-    monkeypatch.setattr(InProcessReader, "_assembled", assembled)
-    with fake() as appliance:
-        loader = DataLoader(streams.counter)
-        got: list[Any] = []
-        with pytest.raises(KeyboardInterrupt):
-            got.extend(numbers(batch) for batch in DataExecutor(loader, num_steps=6, appliance=appliance))
-        executor = DataExecutor(loader, num_steps=3, appliance=appliance)
-        got.extend(numbers(batch) for batch in executor)
-    assert (got, executor.digest) == (whole, digest)
 
 
 class InterruptedOnce(torch.utils.data.Dataset[torch.Tensor]):
@@ -276,13 +196,6 @@ def test_the_surroundings_are_not_looked_at(monkeypatch: pytest.MonkeyPatch, tmp
     assert (settings.address, settings.seed, settings.box, settings.num_boxes) == ("", None, 0, 1)
 
 
-def test_its_arguments_are_used() -> None:
-    with fake(max_batch_bytes=8) as appliance, pytest.raises(BatchTooLargeError):
-        take(appliance, 1)
-    with pytest.raises(PenstockError, match="closed"):
-        take(appliance, 1)
-
-
 def test_a_fresh_seed_is_kept_for_the_loader() -> None:
     with fake(seed=None) as appliance:
         loader = DataLoader(streams.shared_noisy)
@@ -313,25 +226,3 @@ def test_a_shorter_box_is_saved_at_its_end() -> None:
             again = DataLoader(streams.uneven, [6, 3])
             again.load_state_dict(state)
             assert numbers(next(iter(DataExecutor(again, appliance=appliance))))["number"] == first
-
-
-def test_input_that_nobody_shards_is_told() -> None:
-    with fake(), pytest.warns(UserWarning, match="no worker read its assignment"):
-        next(iter(DataLoader(list, [torch.tensor(1)])))
-
-
-def test_saving_takes_no_time_for_exact_states() -> None:
-    """A loader of ours is saved where it stands; nothing is replayed for it."""
-    made = []
-
-    def counted(lengths: list[int]) -> Any:
-        made.append(1)
-        return dealt.listed(lengths, batch_size=1)
-
-    with fake(num_workers_per_box=1) as appliance:
-        loader = DataLoader(counted, [40, 40])
-        began = time.monotonic()
-        for _ in DataExecutor(loader, num_steps=60, appliance=appliance):
-            loader.state_dict()
-    assert len(made) <= 3, "one for the slot, one or two for aggregate_state_dict in this process"
-    assert time.monotonic() - began < 30

@@ -58,8 +58,6 @@ def test_time_between_waits_does_not_count() -> None:
 @pytest.mark.parametrize(
     ("view", "why"),
     [
-        (pb.SlotView(phase=pb.WAITING), "no worker has free slots"),
-        (pb.SlotView(phase=pb.STARTING, start_stage=pb.FORK_SERVER), "import of torch in the fork server"),
         (pb.SlotView(phase=pb.STARTING, start_stage=pb.INPUT_FN), "call of input_fn"),
         (pb.SlotView(phase=pb.STARTING, start_stage=77), "start of its runner"),  # type: ignore[arg-type]
         (

@@ -64,13 +64,6 @@ def test_tensorclasses() -> None:
     assert trip(tensordict.NonTensorData({"a": [1, "x"]})).data == {"a": [1, "x"]}
 
 
-def test_lazy_stacks() -> None:
-    ragged = [tensordict.TensorDict({"a": torch.ones(size)}, []) for size in (2, 3)]
-    got = trip(tensordict.lazy_stack(ragged, 0))
-    assert type(got) is tensordict.LazyStackedTensorDict
-    assert [one["a"].shape for one in got.tensordicts] == [(2,), (3,)]
-
-
 def test_what_a_tensordict_loses_is_named() -> None:
     noted = tensordict.TensorDict({"a": torch.ones(2)}, [2])
     noted.note = "mine"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import pickle
 import random
 import shutil
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
-from all_workers import AllWorkers
 from format_folders import FOLDERS_BESIDE, Made
 from tests.datasets.test_format_contract import (  # noqa: F401
     dataset,
@@ -30,11 +28,9 @@ from tests.datasets.test_format_contract import (  # noqa: F401
     test_values_outlive_reader_and_files,
 )
 
-from penstock.data import LanceRows, LogicalShards, MapLoader, StreamingDataset, index_folder
+from penstock.data import LanceRows, MapLoader, index_folder
 from penstock.data.formats import lance as lance_rows
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, StateMismatchError
-
-EXAMPLES = Path(__file__).parents[1] / "data" / "tfrecord"
 
 
 @pytest.fixture(scope="module", params=FOLDERS_BESIDE)
@@ -51,16 +47,6 @@ def written(path: Path, records: list[bytes]) -> Path:
         writer.write(record)
     writer.close()
     return path
-
-
-def test_array_records_of_examples_are_decoded(tmp_path: Path) -> None:
-    tfrecords = (EXAMPLES / "a.tfrecord").read_bytes()
-    size = int.from_bytes(tfrecords[:8], "little")
-    written(tmp_path / "a.array_record", [tfrecords[12 : 12 + size]] * 2)
-    index_folder(tmp_path)
-    assert StreamingDataset(local=tmp_path)[1]["label"].tolist() == [0]
-    index_folder(tmp_path, "array_record-bytes")
-    assert StreamingDataset(local=tmp_path)[1] == {"record": tfrecords[12 : 12 + size]}
 
 
 def test_other_files_are_no_array_records(tmp_path: Path) -> None:
@@ -127,54 +113,11 @@ def test_lance_rows_in_order_are_read_ahead(lance_folder: Path, monkeypatch: pyt
         assert [*threads.map(read, range(0, 490, 7))] == [[*range(begin, begin + 7)] for begin in range(0, 490, 7)]
 
 
-def test_lance_order_holds_on_any_topology(lance_folder: Path) -> None:
-    def make() -> MapLoader:
-        rows = LanceRows(lance_folder, version=1, columns=["number"])
-        return MapLoader(rows, global_batch_size=7, shuffle=True, seed=2, reseed=False, tail="drop", collate_fn=list)
-
-    whole = AllWorkers(make, (1, 1)).take(142)
-    assert len({row["number"] for batch in whole[:71] for row in batch}) == 71 * 7
-    got: list[Any] = []
-    fleet, draw = None, random.Random(3)
-    while len(got) < len(whole):
-        shape = draw.choice([(1, 1), (1, 3), (2, 2), (3, 1)])
-        fleet = AllWorkers(make, shape, fleet)
-        for _ in range(min(draw.choice([1, 10, 30]), len(whole) - len(got))):
-            fleet.lose(draw.randrange(shape[0] * shape[1]))
-            got += fleet.take(1)
-    assert got == whole
-
-
-def test_a_lance_resume_is_a_look_up(lance_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def loader(version: int) -> MapLoader:
-        return MapLoader(LanceRows(lance_folder, version=version), batch_size=10, reseed=False, collate_fn=list)
-
-    first = loader(1)
-    batches = iter(first)
-    for _ in range(48):
-        next(batches)
-    state = first.state_dict()
-    read: list[int] = []
-    plain = LanceRows.__getitems__
-
-    def counted(self: LanceRows, numbers: list[int]) -> list[dict[str, Any]]:
-        read.extend(numbers)
-        return plain(self, numbers)
-
-    monkeypatch.setattr(LanceRows, "__getitems__", counted)
-    other = loader(1)
-    other.load_state_dict(state)
-    assert [row["number"] for batch in other for row in batch] == list(range(480, 500)) == read
+def test_a_lance_state_is_of_its_version(lance_folder: Path) -> None:
+    state = MapLoader(LanceRows(lance_folder, version=1), batch_size=10).state_dict()
+    MapLoader(LanceRows(lance_folder, version=1), batch_size=10).load_state_dict(state)
     with pytest.raises(StateMismatchError, match="data was"):
-        loader(2).load_state_dict(state)
-
-
-def test_lance_rows_are_pieces(lance_folder: Path) -> None:
-    source = LogicalShards([LanceRows(lance_folder, version=1, columns=["number"])], shards=4)
-    assert source.lengths(0) == [125] * 4
-    cursor = source.open(1, 0, 0)
-    assert next(cursor) == {"number": 125}
-    cursor.close()
+        MapLoader(LanceRows(lance_folder, version=2), batch_size=10).load_state_dict(state)
 
 
 def test_bad_lance_datasets_are_named(lance_folder: Path, tmp_path: Path) -> None:
@@ -201,22 +144,6 @@ def test_bad_lance_datasets_are_named(lance_folder: Path, tmp_path: Path) -> Non
             LanceRows(folder).__getitems__(range(510))
         path.write_bytes(data)
     assert [LanceRows(folder, version=1)[at]["number"] for at in (0, 200, 499)] == expected
-
-
-def test_panics_of_lance_are_named(lance_folder: Path) -> None:
-    """Name the panics of the library, which are no Exceptions and come of some damages only."""
-
-    class PanicException(BaseException):
-        pass
-
-    class Dataset:
-        def take(self, *_: Any, **__: Any) -> Any:
-            raise PanicException("range start must not be greater than end")
-
-    rows = LanceRows(lance_folder)
-    rows._opened = os.getpid(), Dataset()
-    with pytest.raises(ShardCorruptError, match=r"rows.lance: rows \[3\]: .* files are damaged: range start"):
-        rows[3]
 
 
 def _error_of(folder: Path) -> str:

@@ -225,23 +225,3 @@ def test_checkpoints_of_both_managers(inputs: Path, whole: Run, tmp_path: Path) 
         assert first > at - 6
         assert resumed.losses() == {step: whole.losses()[step] for step in resumed.losses()}
         assert resumed.steps()[:1] == whole.steps()[first - 1 : first]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "then", "error"),
-    [
-        (2, 1, "dp_degree is inconsistent before and after checkpoint, dataloader resharding is not supported yet."),
-        (1, 2, "Missing key in checkpoint state_dict: dataloader.dp_rank_1."),
-    ],
-    ids=["2 to 1", "1 to 2"],
-)
-def test_their_loader_refuses_another_degree(inputs: Path, tmp_path: Path, ranks: int, then: int, error: str) -> None:
-    """What docs/integrations-torchtitan.md says of it."""
-    (corpus := tmp_path / "c4").mkdir()
-    for part in (inputs / "corpus").iterdir():
-        (corpus / part.name).write_bytes(part.read_bytes())
-    job, given = Job(inputs, tmp_path / "job", "their_loader"), ("--dataloader.dataset_path", str(corpus))
-    job.run(ranks, *given, "--training.steps", "3")
-    refused = job.start(then, *given)
-    assert refused.wait() != 0
-    assert error in refused.said()

@@ -43,24 +43,6 @@ def test_infinite_loader_reads_epoch_after_epoch() -> None:
     assert first_tokens(batches, 5) == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
 
 
-def test_finite_loader_ends_after_its_epoch() -> None:
-    settings: dict[str, Any] = {"input_fn": pairs, "arguments": {"rows": 6}, "infinite": False}
-    loader = built(**settings)
-    batches = iter(loader)
-    assert first_tokens(batches, 1) == [[0, 1]]
-    state = loader.state_dict()
-    assert first_tokens(batches, 2) == [[2, 3], [4, 5]]
-    with pytest.raises(StopIteration):
-        next(batches)
-
-    resumed = built(**settings)
-    resumed.load_state_dict(state)
-    batches = iter(resumed)
-    assert first_tokens(batches, 2) == [[2, 3], [4, 5]]
-    with pytest.raises(StopIteration):
-        next(batches)
-
-
 @pytest.mark.parametrize("ended", [False, True])
 def test_finite_loader_resumes_at_its_end(ended: bool) -> None:
     """Its state after the last batch, before and after the loop has seen that there is no other."""

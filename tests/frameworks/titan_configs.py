@@ -21,13 +21,12 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.validate import Validator
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.trainer import Trainer
 
 from penstock.client.integrations.torchtitan import PenstockDataLoader
 
-__all__ = ["ours", "their_checkpoints", "their_loader", "validated"]
+__all__ = ["ours", "their_checkpoints", "validated"]
 
 
 def ours() -> Trainer.Config:
@@ -39,13 +38,6 @@ def their_checkpoints() -> Trainer.Config:
     """Our loader, their checkpoints."""
     config = ours()
     config.checkpoint = CheckpointManager.Config(enable=True, last_save_model_only=False)
-    return config
-
-
-def their_loader() -> Trainer.Config:
-    """Their loader, their checkpoints."""
-    config = their_checkpoints()
-    config.dataloader = HuggingFaceTextDataLoader.Config(dataset="c4_test")
     return config
 
 

@@ -136,19 +136,6 @@ def reader_dies() -> str:
     return "not noticed"
 
 
-def of_the_state() -> str:
-    """What a rank gets if the state of a loader that cannot be saved is requested."""
-    ranks = groups(2, 1)
-    loader = DataLoader(unsavable)
-    with appliance(ranks), DataIterator(loader, ranks=ranks, timeout_s=30) as data:
-        next(data)
-        try:
-            data.state_dict()
-        except PenstockError as error:
-            return type(error).__name__
-    return "saved"
-
-
 def checkpointed(folder: str) -> list[Any]:
     """Rows after a checkpoint of AsyncCheckpointer, in which the state is one value."""
     from penstock.client.checkpoint import AsyncCheckpointer
@@ -170,7 +157,3 @@ def checkpointed(folder: str) -> list[Any]:
             found += [step, taken(data, steps), data.consumed_samples]
             checkpointer.save(len(found), {"data": state_to_json(data.state_dict())})
     return found
-
-
-def unsavable() -> list[torch.Tensor]:
-    return [torch.ones(2)] * 4

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.storage import WriteResult
 
 from penstock.client.integrations.megatron import FileSystemWriterAsync
 
@@ -78,12 +77,6 @@ class Request:
             self._writer.finish(self._metadata, results)
         if dist.is_initialized():
             dist.barrier()
-
-
-def written(writer: FileSystemWriterAsync) -> list[WriteResult]:
-    found = writer.retrieve_write_results()
-    assert isinstance(found, list)
-    return found
 
 
 def _receive(queue: Any) -> None:

@@ -1,15 +1,20 @@
-"""Hugging Face's Trainer: what its callback asks for, and what a checkpoint is."""
+"""Hugging Face's Trainer: what its callback asks for, what a checkpoint is, and evaluation and accumulation beside it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import lengths
 import pytest
 import streams
+import torch
+import validation_rows
+from reading_ahead import PASS, WHOLE, following
 
-from penstock.client import DataLoader, Lookahead
+from penstock.client import Appliance, DataLoader, Lookahead
 from penstock.proto.errors import InvalidArgumentError, StateMismatchError
 
 if TYPE_CHECKING:  # it takes seconds to import, and every process of pytest's imports this module
@@ -50,15 +55,6 @@ def test_the_state_is_json(ahead: Lookahead) -> None:
     assert other.state_dict() == ahead.state_dict()
 
 
-def test_it_can_be_made_anew_from_its_state(ahead: Lookahead) -> None:
-    """Make the callback from its state, as the Trainer does with restore_callback_states_from_checkpoint=True."""
-    callback = new()
-    begin(callback, ahead, step=0)
-    again: LoaderState = cast(Any, type(callback)).from_state(callback.state())
-    begin(again, ahead, states={"LoaderState": callback.state()})
-    assert again.state() == callback.state()
-
-
 def test_a_loader_that_it_cannot_save_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"must return a Lookahead\(loader\), got a DataLoader"):
         begin(new(), DataLoader(streams.counter))
@@ -95,3 +91,99 @@ def test_the_newest_checkpoint_is_a_whole_one(tmp_path: Path) -> None:
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(content)
     (tmp_path / "checkpoint-best").mkdir()
     assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+# ---- evaluation, accumulation, a stop before the end, lengths: the batches are those of a plain loop
+
+
+@pytest.fixture(scope="module")
+def appliance() -> Iterator[Appliance]:
+    with Appliance(num_workers_per_box=2, seed=7, timeout_s=60) as found:
+        yield found
+
+
+class Constant(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.train_numbers: list[int] = []
+        self.eval_numbers: list[int] = []
+
+    def forward(self, x: torch.Tensor, number: torch.Tensor) -> dict[str, torch.Tensor]:
+        (self.train_numbers if self.training else self.eval_numbers).append(int(number))
+        return {"loss": self.weight * x.float().mean()}
+
+
+def trainer(model: Constant, folder: Path, train: Any, evaluation: Any = None, **settings: Any) -> Any:
+    """The Trainer over these loaders, with the loader's callback; `callbacks`: more of them."""
+    from transformers import Trainer, TrainingArguments
+
+    class Fed(Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return train
+
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            return evaluation
+
+    callbacks = [new(), *settings.pop("callbacks", ())]
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        learning_rate=0.0,
+        ignore_data_skip=True,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        logging_strategy="no",
+        **settings,
+    )
+    return Fed(model, arguments, eval_dataset=[0] if evaluation else None, callbacks=callbacks)
+
+
+def test_trainer(appliance: Appliance, tmp_path: Path) -> None:
+    """Evaluation twice an epoch, accumulation over three, and an early stop in the second epoch."""
+    from transformers import EarlyStoppingCallback
+
+    ahead = Lookahead(DataLoader(streams.counter, PASS // 2), appliance=appliance)
+    other = Lookahead(DataLoader(validation_rows.rows, PASS), appliance=appliance)
+    model = Constant()
+    training = trainer(
+        model,
+        tmp_path,
+        ahead,
+        other,
+        num_train_epochs=3,
+        gradient_accumulation_steps=3,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,  # so that a constant one is no progress
+        load_best_model_at_end=True,
+        prediction_loss_only=True,
+        label_names=["number"],  # it evaluates a loss only for batches with labels
+        callbacks=[EarlyStoppingCallback(2)],
+    )
+    training.train()
+    assert model.train_numbers == WHOLE[: PASS + 3]
+    assert model.eval_numbers == [*range(PASS)] * 3
+    assert training.state.max_steps == 3 * PASS // 3, "optimizer steps of all epochs, by the length"
+    assert training.state.global_step == 3
+    assert following(ahead.state_dict(), 2, appliance) == WHOLE[PASS + 3 : PASS + 5]
+
+
+def test_trainer_drops_what_is_beyond_len(appliance: Appliance, tmp_path: Path) -> None:
+    """Also where training goes on from the end of an epoch."""
+    epoch = [1, 1001, 2, 1002]  # as many batches of lengths.too_short(3) as its len() says
+
+    def train(checkpoint: Path | None = None) -> list[int]:
+        ahead = Lookahead(DataLoader(lengths.too_short, PASS // 2), appliance=appliance)
+        model = Constant()
+        trainer(model, tmp_path, ahead, num_train_epochs=2, save_strategy="epoch").train(
+            resume_from_checkpoint=checkpoint
+        )
+        ahead._loader.close()
+        return model.train_numbers
+
+    assert train() == 2 * epoch
+    assert train(tmp_path / f"checkpoint-{len(epoch)}") == epoch

@@ -1,4 +1,5 @@
-"""The examples are killed with SIGKILL and started again: every step is there, equal to the last bit.
+"""The examples are killed with SIGKILL and started again: every step is there, and those of both lives are equal to the
+last bit. All scripts train one model on one stream, so the batches are compared with one training that nobody kills.
 
 That Accelerate's loader and Lightning's may be ahead, and that this is handled at every step, is in test_lookahead.py
 and test_lightning.py."""
@@ -6,7 +7,7 @@ and test_lightning.py."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ SEED = {"PENSTOCK_SEED": "1"}
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     path = os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])])
     with running(tmp_path_factory.mktemp("state"), PYTHONPATH=path) as cluster:
-        cluster.add_worker(4, "--allow", "train_lm", allow="integrations")
+        cluster.add_worker(4, allow="integrations")
         yield cluster
 
 
@@ -38,76 +39,78 @@ def through(cluster: Cluster, job: str) -> dict[str, str]:
     return {"PENSTOCK_COORDINATOR": cluster.address, "PENSTOCK_TOKEN": TOKEN, "PENSTOCK_JOB": job, **SEED}
 
 
-def check(killed: Lines, resumed: Lines, whole: Lines) -> None:
-    """Both lives of a training are parts of the one that was not killed, and together all of it."""
-    assert killed.keys() == resumed.keys() == whole.keys()
-    for rank, lines in whole.items():
-        steps = [line["step"] for line in lines]
-        assert steps == list(range(1, len(steps) + 1))
-        first = resumed[rank][0]["step"]
-        assert 1 < first <= len(killed[rank]) + 1, "it goes on from a checkpoint, and leaves out nothing"
-        for life, at in ((killed[rank], 0), (resumed[rank], first - 1)):
-            assert [same(line) for line in life] == [same(line) for line in lines[at : at + len(life)]]
-        assert len(resumed[rank]) == len(lines) - first + 1
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The lines of a training in one process that nobody kills."""
+    training = Training("integrations.plain", tmp_path_factory.mktemp("whole") / "out", through(cluster, "whole"))
+    return training.to_the_end(1, *OPTIONS, steps=STEPS + 4)["rank0.jsonl"]
 
 
-def same(line: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a line that may not differ between two lives of a job."""
-    return {name: value for name, value in line.items() if name not in ("time", "waited_s")}
+def check(killed: Lines, resumed: Lines, whole: list[dict[str, Any]], boxes: Sequence[Sequence[int]]) -> None:
+    """Both lives of a training are parts of the one that was not killed, and together all of it. `boxes`: the ranks
+    that have a global batch together."""
+    assert killed.keys() == resumed.keys()
+    first = resumed["rank0.jsonl"][0]["step"]
+    for rank, lines in killed.items():
+        assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+        assert [line["step"] for line in resumed[rank]] == list(range(first, STEPS + 1))
+        assert 1 < first <= len(lines) + 1, "it goes on from a checkpoint, and leaves out nothing"
+        again = lines[first - 1 :]
+        assert again == resumed[rank][: len(again)]
+    length = min(map(len, killed.values()))  # the kill comes to ranks at different lines
+    expected = rows(whole)
+    for ranks in boxes:
+        names = [f"rank{rank}.jsonl" for rank in ranks]
+        assert rows(*(killed[name][:length] for name in names)) == expected[:length]
+        assert rows(*(resumed[name] for name in names)) == expected[first - 1 : STEPS]
 
 
-def test_a_plain_loop_with_everything_embedded(cluster: Cluster, tmp_path: Path) -> None:
-    """Resume through a coordinator elsewhere; the batches do not show it."""
+def test_a_plain_loop_with_everything_embedded(cluster: Cluster, tmp_path: Path, whole: list[dict[str, Any]]) -> None:
+    """Resume through a coordinator elsewhere; neither batches nor losses show it."""
     training = Training("integrations.plain", tmp_path / "killed", SEED)
     killed = training.killed(1, *OPTIONS, steps=STEPS, at=KILLED_AT)
     training.environment = through(cluster, "plain-resumed")
     resumed = training.to_the_end(1, *OPTIONS, steps=STEPS)
-    whole = Training("integrations.plain", tmp_path / "whole", through(cluster, "plain-whole"))
-    check(killed, resumed, whole.to_the_end(1, *OPTIONS, steps=STEPS))
+    check(killed, resumed, whole, [[0]])
+    assert resumed["rank0.jsonl"] == whole[STEPS - len(resumed["rank0.jsonl"]) : STEPS]
 
 
 @pytest.mark.parametrize(
-    ("module", "ranks"),
+    ("module", "boxes"),
     [
-        pytest.param("train_lm.train", 2, id="DDP"),
-        pytest.param("integrations.fsdp2", 2, id="FSDP2"),
-        pytest.param("integrations.titan_style", 2, id="torchtitan-style"),
-        pytest.param("integrations.pipeline_parallel", 2, id="pipeline parallel"),
-        pytest.param("integrations.accelerate_loop", 2, id="Accelerate"),
-        pytest.param("integrations.lightning_loop", 1, id="Lightning"),
-        pytest.param("integrations.hf_trainer", 1, id="Hugging Face Trainer"),
+        pytest.param("integrations.fsdp2", [[0, 1]], id="FSDP2"),
+        pytest.param("integrations.titan_style", [[0, 1]], id="torchtitan-style"),
+        pytest.param("integrations.pipeline_parallel", [[0], [1]], id="pipeline parallel"),
+        pytest.param("integrations.accelerate_loop", [[0, 1]], id="Accelerate"),
+        pytest.param("integrations.lightning_loop", [[0]], id="Lightning"),
+        pytest.param("integrations.hf_trainer", [[0]], id="Hugging Face Trainer"),
     ],
 )
-def test_a_script(cluster: Cluster, tmp_path: Path, module: str, ranks: int) -> None:
+def test_a_script(
+    cluster: Cluster, tmp_path: Path, whole: list[dict[str, Any]], module: str, boxes: list[list[int]]
+) -> None:
     """Set torchrun's variables; torchrun itself, which starts in seconds, is in tests/system/test_embedded.py."""
-    training = Training(module, tmp_path / "killed", through(cluster, f"{module}-killed"))
+    training, ranks = Training(module, tmp_path / "killed", through(cluster, f"{module}-killed")), sum(map(len, boxes))
     killed = training.killed(ranks, *OPTIONS, steps=STEPS, at=KILLED_AT)
-    resumed = training.to_the_end(ranks, *OPTIONS, steps=STEPS)
-    whole = Training(module, tmp_path / "whole", through(cluster, f"{module}-whole"))
-    check(killed, resumed, whole.to_the_end(ranks, *OPTIONS, steps=STEPS))
+    check(killed, training.to_the_end(ranks, *OPTIONS, steps=STEPS), whole, boxes)
 
 
-def test_tensor_parallel(cluster: Cluster, tmp_path: Path) -> None:
+def test_tensor_parallel(cluster: Cluster, tmp_path: Path, whole: list[dict[str, Any]]) -> None:
     """Two boxes of two ranks; then what they saved goes on with one box of two, and that with two of one."""
-    module = "integrations.tensor_parallel"
-    training = Training(module, tmp_path / "killed", through(cluster, "tp-killed"))
+    training = Training("integrations.tensor_parallel", tmp_path / "killed", through(cluster, "tp-killed"))
     killed = training.killed(4, *OPTIONS, steps=STEPS, at=KILLED_AT)
     resumed = training.to_the_end(4, *OPTIONS, steps=STEPS)
     one_box = training.to_the_end(2, *OPTIONS, "--tp", "2", steps=STEPS + 2)
     two_boxes = training.to_the_end(2, *OPTIONS, "--tp", "1", steps=STEPS + 4)
 
-    whole = Training(module, tmp_path / "whole", through(cluster, "tp-whole")).to_the_end(4, *OPTIONS, steps=STEPS + 4)
     for first, other in (("rank0.jsonl", "rank1.jsonl"), ("rank2.jsonl", "rank3.jsonl")):
-        assert whole[first] == whole[other], "the ranks of a group had other batches, or another loss"
-    assert whole["rank0.jsonl"] != whole["rank2.jsonl"]
-    check(killed, resumed, {rank: lines[:STEPS] for rank, lines in whole.items()})
-
-    expected = rows(whole["rank0.jsonl"], whole["rank2.jsonl"])[STEPS:]
-    assert rows(one_box["rank0.jsonl"]) == expected[:2]
-    assert rows(two_boxes["rank0.jsonl"], two_boxes["rank1.jsonl"]) == expected[2:]
-    assert losses(one_box["rank0.jsonl"]) + losses(two_boxes["rank0.jsonl"], two_boxes["rank1.jsonl"]) == pytest.approx(
-        losses(whole["rank0.jsonl"], whole["rank2.jsonl"])[STEPS:], rel=1e-4
-    )
+        assert resumed[first] == resumed[other], "the ranks of a group had other batches, or another loss"
+    check(killed, resumed, whole, [[0, 2], [1, 3]])
+    assert rows(one_box["rank0.jsonl"]) == rows(whole)[STEPS : STEPS + 2]
+    assert rows(two_boxes["rank0.jsonl"], two_boxes["rank1.jsonl"]) == rows(whole)[STEPS + 2 :]
+    found = losses(resumed["rank0.jsonl"], resumed["rank2.jsonl"]) + losses(one_box["rank0.jsonl"])
+    found += losses(two_boxes["rank0.jsonl"], two_boxes["rank1.jsonl"])
+    assert found == pytest.approx(losses(whole)[-len(found) :], rel=1e-3)
 
 
 def rows(*boxes: list[dict[str, Any]]) -> list[list[int]]:

@@ -19,10 +19,6 @@ from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.proto.errors import InvalidArgumentError, StateUnavailableError
 
 
-def by_torch(ahead: Lookahead) -> Iterable[Any]:
-    return torch.utils.data.DataLoader(ahead, batch_size=None)
-
-
 def by_accelerate(ahead: Lookahead) -> Iterable[Any]:
     from accelerate.data_loader import prepare_data_loader  # not by all that collect this module
 
@@ -37,8 +33,6 @@ def five_ahead(ahead: Lookahead) -> Iterable[Any]:
 
 
 WRAPPERS: dict[str, tuple[Callable[[Lookahead], Iterable[Any]], int]] = {
-    "nothing": (iter, 0),
-    "torch": (by_torch, 0),
     "accelerate": (by_accelerate, 1),
     "five ahead": (five_ahead, 5),
 }
@@ -105,41 +99,6 @@ def test_first_queries_use_the_given_appliance(appliance: Appliance) -> None:
     ahead = Lookahead(DataLoader(streams.counter, PASS // 2), appliance=other)
     assert len(ahead) == 3 * (PASS // 2)
     assert ahead.box_and_num_boxes == (1, 2)
-
-
-def test_held_iterator_ends_when_the_next_begins(appliance: Appliance) -> None:
-    loader = DataLoader(streams.counter, PASS // 2)
-    ahead = Lookahead(loader, appliance=appliance)
-    assert len(ahead) == PASS
-    held = []
-    numbers: list[int] = []
-    for _ in range(2):
-        held.append(iter(ahead))
-        for batch in islice(held[-1], PASS):  # it counts, and does not ask for the end
-            ahead.took()
-            numbers.append(int(batch["number"]))
-        assert following(ahead.state_dict(), 2, appliance) == WHOLE[:2]
-    assert numbers == WHOLE[: 2 * PASS]
-    loader.close()
-
-
-def test_epoch_without_a_batch_taken_is_repeated(appliance: Appliance) -> None:
-    loader = DataLoader(streams.counter, PASS // 2)
-    ahead = Lookahead(loader, appliance=appliance)
-    held = iter(ahead)
-    next(held)  # a look at it, or a framework that begins twice
-    again = iter(ahead)
-    numbers = []
-    for batch in again:
-        ahead.took()
-        numbers.append(int(batch["number"]))
-    assert numbers == WHOLE[:PASS]
-    with pytest.raises(RuntimeError, match="another loop over this Lookahead has taken batches"):
-        next(held)
-    next(iter(ahead))
-    assert [int(batch["number"]) for batch in ahead.handed_out(ahead)] == WHOLE[:PASS]
-    assert ahead.step == 2 * PASS
-    loader.close()
 
 
 def test_taken_and_dropped_batch_is_not_counted(appliance: Appliance) -> None:
@@ -222,26 +181,6 @@ def test_bad_arguments() -> None:
         Lookahead(DataLoader(streams.counter), depth=0)
     with pytest.raises(TypeError, match=r"got a builtins\.list"):
         Lookahead([])  # type: ignore[arg-type]
-
-
-def test_it_goes_through_accelerates_files(appliance: Appliance, tmp_path: Path) -> None:
-    """Save and load through accelerate's files, and with torch's loader that runs no code."""
-    from accelerate import Accelerator
-
-    loader = DataLoader(streams.counter, PASS // 2)
-    ahead = Lookahead(loader, appliance=appliance)
-    accelerator = Accelerator(cpu=True)
-    accelerator.register_for_checkpointing(ahead)
-    for _ in ahead.handed_out(by_accelerate(ahead)):
-        if ahead.step == 3:
-            accelerator.save_state(str(tmp_path))
-        if ahead.step == 5:
-            break
-    accelerator.load_state(str(tmp_path))
-    assert [int(batch["number"]) for batch in ahead.handed_out(by_accelerate(ahead))] == WHOLE[3:PASS]
-    state = torch.load(tmp_path / "custom_checkpoint_0.pkl", weights_only=True)
-    assert following(state, 2, appliance) == WHOLE[3:5]
-    loader.close()
 
 
 def test_it_goes_into_a_checkpoint(appliance: Appliance, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from phases import Request, plan, written
+from phases import Request, plan
 from ranked import run
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -72,22 +72,6 @@ def test_staged_values_are_saved(tmp_path: Path, decentralized: bool) -> None:
     assert sum(path.stat().st_size for path in (tmp_path / "a").iterdir()) < 64 << 10  # no view's whole storage
 
 
-def test_only_names_with_the_hint_are_separated(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path, separation_hint="optimizer")
-    Request(writer, plan(state(1.0), writer)).write()
-    names = {result.storage_data.relative_path: result.index.fqn for result in written(writer)}
-    assert names["optimizer__0_0.distcp"] == "optimizer.moments"
-
-
-def test_a_rank_with_nothing_to_write(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path)
-    request = Request(writer, plan({}, writer))
-    assert (request.function, request.arguments) == (None, [])
-    assert writer.retrieve_write_results() == []
-    request.finalize()
-    assert (tmp_path / ".metadata").exists()
-
-
 def test_process_without_a_result_is_a_failure(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path)
     request = Request(writer, plan(state(1.0), writer))
@@ -99,16 +83,6 @@ def test_process_without_a_result_is_a_failure(tmp_path: Path) -> None:
     request.write()
     request.finalize()
     assert_holds(tmp_path, 2.0)
-
-
-def test_unwritable_file_is_a_failure(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "a", thread_count=2)
-    request = Request(writer, plan(state(1.0), writer))
-    (tmp_path / "a").rename(tmp_path / "b")
-    request.write()
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"rank 0: the process that writes .*/a failed: FileNotFoundError"):
-            request.finalize()
 
 
 def test_what_is_not_supported_is_said_at_once(tmp_path: Path) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import validation_rows
+from led import batches
 from ranked import run
 
-from penstock.client import Appliance, DataLoader
 from penstock.client.integrations.batch_messages import BatchMessages
-from penstock.client.integrations.megatron_data import DataIterator, RankGroups, box_appliance
+from penstock.client.integrations.megatron_data import RankGroups
 from penstock.proto.errors import InvalidArgumentError, PenstockError
 
 
@@ -48,13 +47,6 @@ def test_ends_of_a_pipeline_take_batches() -> None:
 def test_groups_must_fit_their_rank(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match="must"):
         groups(**wrong)
-
-
-def test_box_comes_from_the_ranks() -> None:
-    with pytest.raises(InvalidArgumentError, match="got the argument num_boxes"):
-        box_appliance(ranks=groups(), num_boxes=3)
-    with box_appliance(ranks=groups(rank=1)) as appliance:
-        assert appliance is None
 
 
 # ---- messages
@@ -93,15 +85,6 @@ def test_damaged_messages_are_errors() -> None:
             BatchMessages().unpack(message[:size].clone())
 
 
-def test_held_batches_do_not_stop_the_stream() -> None:
-    """More than a ring has entries, as Megatron's rerun state machine holds those of an iteration."""
-    alone = groups(num_stages=1, peers=(0,), leaders=(0,), readers=(0,), num_boxes=1)
-    loader = DataLoader(validation_rows.rows, 50)
-    with Appliance(seed=7, timeout_s=60), DataIterator(loader, ranks=alone) as data:
-        held = list(data)
-    assert [int(batch["number"]) for batch in held] == list(range(50))
-
-
 # ---- ranks
 
 
@@ -134,11 +117,6 @@ def test_state_goes_into_a_checkpoint(tmp_path: Path) -> None:
     assert first[3:] == second[3:] == [3, [list(range(24, 32)), list(range(32, 40))], 24]
 
 
-def test_short_batches_are_counted() -> None:
-    """48 rows in batches of 8, of which the whole epoch is taken: by boxes, in 6 steps."""
-    assert [one[1::2] for one in values("resumed", 2, (1, 1), (2, 1), 100)] == [[48, 96]] * 2
-
-
 def test_virtual_pipeline() -> None:
     expected = [list(range(at, at + 4)) for at in range(0, 12, 4)]
     first, last = values("chunks", 2, "ends")
@@ -158,11 +136,31 @@ def test_readers_error_reaches_other_ranks(tp: int, pp: int) -> None:
     assert reader[1].startswith("InputFnError: ")
 
 
-def test_error_of_a_state_reaches_other_ranks() -> None:
-    assert values("of_the_state", 2) == ["NotRestartableError"] * 2
-
-
 def test_death_of_the_reader_is_named() -> None:
     _, other = run(2, "model_ranks:reader_dies")
     assert (other.raised, other.value) == ("LaneLostError", None)
     assert other.message.startswith("rank 1 could not exchange batches with the other ranks of box 0")
+
+
+# ---- all ranks take all batches, as with torchtitan
+
+
+def test_ranks_are_grouped_by_box() -> None:
+    assert [RankGroups.of_boxes(rank, [0, 0, 1, 1]).peers for rank in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    other = RankGroups.of_boxes(2, [0, 1, 0, 1])
+    assert (other.peers, other.readers, other.num_boxes, other.reads) == ((0, 2), (0, 1), 2, False)
+    assert RankGroups.of_boxes(0, [0]).reads
+
+
+def test_all_ranks_get_the_leaders_batches() -> None:
+    outcomes = run(3, "led:read")
+    assert [one.value for one in outcomes] == [[repr(batch) for batch in batches()]] * 3
+
+
+def test_leaders_error_reaches_all_ranks() -> None:
+    leader, follower = (one.value for one in run(2, "led:fail"))
+    assert leader == ["tensor([1.])", "ValueError: the data end here"]
+    assert follower == [
+        "tensor([1.])",
+        "PenstockError: the reader, rank 0, failed with ValueError: the data end here",
+    ]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 
 from cluster import TOKEN, Cluster, running
 from interpreters import EXAMPLES
-from kill_and_resume import Line, Lines, Training
+from kill_and_resume import Lines, Training
 
-__all__ = ["check", "daemons", "in_turn", "started"]
+__all__ = ["check", "daemons", "started"]
 
 
 @contextmanager
@@ -37,8 +36,3 @@ def check(killed: Lines, resumed: Lines, whole: Lines, steps: int) -> None:
         assert 1 < first <= len(killed[rank]) + 1, "it goes on from a checkpoint, and leaves out nothing"
         assert killed[rank] == lines[: len(killed[rank])]
         assert resumed[rank] == lines[first - 1 :]
-
-
-def in_turn(*boxes: list[Line]) -> list[list[int]]:
-    """The samples of each step, in their order: boxes have the rows of a global batch in turn."""
-    return [list(chain(*zip(*(line["pieces"] for line in step), strict=True))) for step in zip(*boxes, strict=True)]

@@ -74,8 +74,7 @@ class Training:
         return heard.all()
 
     def _names(self, ranks: int) -> list[str]:
-        log = "box" if self.module.startswith("train_lm") else "rank"
-        return [f"{log}{rank}.jsonl" for rank in range(ranks)]
+        return [f"rank{rank}.jsonl" for rank in range(ranks)]
 
     def _launch(self, ranks: int, *options: str) -> tuple[_Heard, list[Forked]]:
         heard = _Heard(self.out, self._names(ranks))
